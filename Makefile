@@ -1,0 +1,39 @@
+# Two commands matter: `make demo` and `make test`. Both need only python3 (3.11 or later, with venv) and pip.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+DEMO := runs/demo
+
+.DELETE_ON_ERROR:
+.PHONY: test check demo venv
+
+test: venv
+	@$(MAKE) --no-print-directory check
+
+# Everything a change has to pass, the quick ones first.
+check:
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The main job: three ways to train one model, from the same start, under the same budget, in real processes.
+demo: venv
+	rm -rf $(DEMO)
+	$(BIN)/paceline compare digits --engine local --seconds 15 \
+	  --delay "fraction=0.5 normal:mean=0,std=0.025,negative=clip" \
+	  --strategy "replicas=8" \
+	  --strategy "replicas=8 aggregation=asynchronous" \
+	  --strategy "replicas=8 aggregation=smooth-switch:every=500" \
+	  --baseline "replicas=8 aggregation=asynchronous" \
+	  --trace --out $(DEMO)
+	@echo "Open $(DEMO)/report.html in a browser."
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	@echo "Installing Paceline and its dependencies into .venv; the first time, torch takes a while."
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,116 @@
+"""Paceline trains PyTorch models in parallel, any way they can be split, at any pace.
+
+    A_t = F( A_{t-1}, Δ(A_{t-1}, D) )
+
+The public names load on first use, so ``import paceline`` is quick and imports no torch.
+
+>>> import paceline
+>>> paceline.SmoothSwitch(every=500) == paceline.Strategy.parse("aggregation=smooth-switch:every=500").aggregation
+True
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.aggregation.asynchronous import Asynchronous
+    from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
+    from paceline.aggregation.buffered import Buffered
+    from paceline.aggregation.elastic_averaging import ElasticAveraging
+    from paceline.aggregation.hogwild import Hogwild
+    from paceline.aggregation.local_steps import LocalSteps
+    from paceline.aggregation.registry import register
+    from paceline.aggregation.smooth_switch import SmoothSwitch
+    from paceline.aggregation.stale_synchronous import StaleSynchronous
+    from paceline.aggregation.synchronous import Synchronous
+    from paceline.compare import Comparison, compare
+    from paceline.core.errors import InputError, NonFiniteError, PacelineError, WaitTimeoutError, WorkerError
+    from paceline.engine.worker import Worker
+    from paceline.program import Program
+    from paceline.run import Run, load
+    from paceline.strategy import Strategy
+    from paceline.train import launch, train
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Aggregation",
+    "Apply",
+    "Arrival",
+    "Asynchronous",
+    "Buffered",
+    "Cancel",
+    "Comparison",
+    "Decision",
+    "Discard",
+    "ElasticAveraging",
+    "Hogwild",
+    "InputError",
+    "LocalSteps",
+    "NonFiniteError",
+    "PacelineError",
+    "Program",
+    "Release",
+    "Run",
+    "SmoothSwitch",
+    "StaleSynchronous",
+    "Strategy",
+    "Synchronous",
+    "WaitTimeoutError",
+    "Worker",
+    "WorkerError",
+    "__version__",
+    "compare",
+    "launch",
+    "load",
+    "register",
+    "train",
+]
+
+_NAMES = {
+    "aggregation.asynchronous": ("Asynchronous",),
+    "aggregation.base": ("Aggregation", "Apply", "Arrival", "Cancel", "Decision", "Discard", "Release"),
+    "aggregation.buffered": ("Buffered",),
+    "aggregation.elastic_averaging": ("ElasticAveraging",),
+    "aggregation.hogwild": ("Hogwild",),
+    "aggregation.local_steps": ("LocalSteps",),
+    "aggregation.registry": ("register",),
+    "aggregation.smooth_switch": ("SmoothSwitch",),
+    "aggregation.stale_synchronous": ("StaleSynchronous",),
+    "aggregation.synchronous": ("Synchronous",),
+    "compare": ("Comparison", "compare"),
+    "core.errors": ("InputError", "NonFiniteError", "PacelineError", "WaitTimeoutError", "WorkerError"),
+    "engine.worker": ("Worker",),
+    "program": ("Program",),
+    "run": ("Run", "load"),
+    "strategy": ("Strategy",),
+    "train": ("launch", "train"),
+}
+_HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """``paceline.train`` and ``paceline.compare`` are functions that live in modules of the same names.
+
+    Importing a submodule sets it on its package; where a public function has that name, the function stays.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

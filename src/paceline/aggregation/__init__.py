@@ -1,0 +1,38 @@
+"""F: which Δs are combined, when, with what weights, and who may go on. No torch."""
+
+from paceline.aggregation.asynchronous import Asynchronous
+from paceline.aggregation.base import Aggregation
+from paceline.aggregation.buffered import Buffered
+from paceline.aggregation.elastic_averaging import ElasticAveraging
+from paceline.aggregation.hogwild import Hogwild
+from paceline.aggregation.local_steps import LocalSteps, Outer
+from paceline.aggregation.registry import register, registered
+from paceline.aggregation.smooth_switch import SmoothSwitch
+from paceline.aggregation.stale_synchronous import StaleSynchronous
+from paceline.aggregation.synchronous import Synchronous
+from paceline.aggregation.text import parse, text_of
+from paceline.aggregation.thresholds import Curve, Exponential, Linear, LossDriven, PerLearningRate, Step, Threshold
+
+__all__ = [
+    "Aggregation",
+    "Asynchronous",
+    "Buffered",
+    "Curve",
+    "ElasticAveraging",
+    "Exponential",
+    "Hogwild",
+    "Linear",
+    "LocalSteps",
+    "LossDriven",
+    "Outer",
+    "PerLearningRate",
+    "SmoothSwitch",
+    "StaleSynchronous",
+    "Step",
+    "Synchronous",
+    "Threshold",
+    "parse",
+    "register",
+    "registered",
+    "text_of",
+]

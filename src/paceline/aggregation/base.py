@@ -1,0 +1,229 @@
+"""F: which Δs are combined, when, with what weights, and who may go on.
+
+A policy is a small frozen value with pure methods. All that changes is an explicit ``state``: every method takes it
+and returns the next one beside a :class:`Decision`. No tensor, no process and no clock is in reach of a policy, so one
+object runs on every engine, and a test needs nothing but arrivals.
+
+The life of a replica, as a policy sees it::
+
+                 start / joined
+                       |
+                       v            arrived(Arrival)
+                 [ computing ] ------------------------> [ waiting ]
+                    ^   |                                   |   |
+                    |   +--- Cancel: the attempt is void,   |   |
+                    |        it reads the current A <-------+   |  (a Cancel or a Release)
+                    +------------ Release ------------------+   |
+                                                                v
+                 left(replica, "done" | "died" | "cancelled"): P shrinks
+
+A Δ, once arrived, belongs to the policy until it names it in exactly one :class:`Apply` or :class:`Discard`. It stays
+good when its replica leaves afterwards. When nobody is left to wait for, nothing may stay behind: with P = 0 a policy
+applies or discards all that it holds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
+
+# ---------------------------------------------------------------------------------------------- what a replica computes
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Δ is the gradient of the mean loss of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Δ is the gradient of the mean loss over ``micro_steps`` consecutive batches, all at one A."""
+
+    micro_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Δ is x - x_read: how far ``steps`` own optimizer steps moved the parameters from the A that was read."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Δ is x - A: how far the replica's own parameters, after ``steps`` own steps, are from A as it is then."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Replicas share A and write it themselves, step by step: there is no Δ to send (Hogwild)."""
+
+
+Delta: TypeAlias = Gradient | Accumulated | Change | Distance | InPlace
+
+# ------------------------------------------------------------------------------ what it does with the A that it is sent
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """x becomes A."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """x becomes x - alpha * (x - A)."""
+
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """x stays as it is."""
+
+
+Adopt: TypeAlias = Replace | Mix | Keep
+
+# ------------------------------------------------------------------------------------------------ what a policy is told
+
+Need: TypeAlias = Literal["loss", "norm", "agreement", "server"]
+"""What an engine must observe for a policy; nothing is computed unasked.
+
+``loss``: ``Arrival.loss``; ``norm``: ``observed["norm"]``, the Euclidean norm of Δ; ``agreement``:
+``observed["agreement"]``, the cosine between Δ and the last applied Σ weight·Δ; ``server``: ``observed["server"]``, the
+fraction of the time since the previous arrival in which the owners were busy.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One Δ that has reached the coordinator; (replica, clock) names it."""
+
+    replica: ReplicaId
+    version: Version
+    """Which A it was computed from."""
+    clock: Clock
+    """The replica's own count of attempts, this one included; cancelled and discarded ones ticked too."""
+    samples: int
+    """How many samples it is the mean over; 0 where the data's last round had none for this replica (Δ = 0)."""
+    time_s: Seconds
+    finite: bool = True
+    """Always true where a policy sees it: an engine stops at a Δ that is not finite, or discards it and counts it."""
+    loss: float | None = None
+    observed: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+# ------------------------------------------------------------------------------------------------ what a policy decides
+
+
+@dataclass(frozen=True, slots=True)
+class Apply:
+    """One optimizer step on Σ weight·Δ, in ascending replica order, with learning rate · ``rate``; version + 1."""
+
+    deltas: tuple[tuple[Arrival, float], ...]
+    rate: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """These replicas are sent the A of this point in the log and go on."""
+
+    replicas: tuple[ReplicaId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """These Δs are dropped and counted."""
+
+    arrivals: tuple[Arrival, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """These replicas stop computing, take the A of this point in the log and begin anew."""
+
+    replicas: tuple[ReplicaId, ...]
+
+
+Action: TypeAlias = Apply | Release | Discard | Cancel
+Decision: TypeAlias = tuple[Action, ...]
+"""An ordered log: owners execute it from left to right, so every part of A goes through the same versions."""
+
+Combine: TypeAlias = Literal["mean", "sum"]
+
+S = TypeVar("S")
+
+
+class Aggregation(ABC, Generic[S]):
+    """A policy: F of the equation. Subclasses are frozen dataclasses, registered under a name in the text form."""
+
+    @property
+    def delta(self) -> Delta:
+        """What a replica computes between two pushes."""
+        return Gradient()
+
+    @property
+    def adopt(self) -> Adopt:
+        """What a replica does with the A it is sent."""
+        return Replace()
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the engine must observe."""
+        return frozenset()
+
+    def slots(self, replicas: int) -> int:
+        """How many Δs of one replica may wait in the buffer at once: 1 where a replica waits for its own."""
+        del replicas
+        return 1
+
+    def resolved(self, *, learning_rate: float | None, replicas: int) -> "Aggregation[Any]":
+        """This policy with what depends on the program and the mesh filled in; raises InputError where they don't fit.
+
+        ``learning_rate`` is that of the optimizer's first group, None where it has none.
+        """
+        del learning_rate, replicas
+        return self
+
+    @abstractmethod
+    def start(self, replicas: int) -> S:
+        """The state with replicas 0 .. replicas-1 computing from A_0."""
+
+    @abstractmethod
+    def arrived(self, state: S, arrival: Arrival) -> tuple[S, Decision]:
+        """A Δ has arrived; its replica waits until it is released."""
+
+    @abstractmethod
+    def left(self, state: S, replica: ReplicaId, reason: LeaveReason) -> tuple[S, Decision]:
+        """A replica takes no further part. What it has sent is still held and still good.
+
+        A replica that is "done" leaves as soon as it would be released (it is then not waiting any more).
+        """
+
+    @abstractmethod
+    def joined(self, state: S, replica: ReplicaId) -> tuple[S, Decision]:
+        """A replica, new or back, begins to compute from the current A (the engine sends it by itself)."""
+
+    @abstractmethod
+    def threshold(self, state: S) -> int:
+        """K: how many Δs the next update waits for, as it stands now."""
+
+
+def combined(arrivals: tuple[Arrival, ...], combine: Combine, rate: float = 1.0) -> Decision:
+    """The Apply of these Δs under ``mean`` (samples / Σ samples) or ``sum`` (1 each); Discard where none has a sample.
+
+    >>> a, b = Arrival(1, 0, 1, 32, 0.0), Arrival(0, 0, 1, 96, 0.0)
+    >>> [(d.replica, w) for d, w in combined((a, b), "mean")[0].deltas]
+    [(0, 0.75), (1, 0.25)]
+    """
+    if not arrivals:
+        return ()
+    total = sum(a.samples for a in arrivals)
+    if total == 0:
+        return (Discard(arrivals),)
+    weigh = (lambda a: a.samples / total) if combine == "mean" else (lambda a: float(a.samples > 0))
+    ordered = sorted(arrivals, key=lambda a: (a.replica, a.clock))
+    return (Apply(tuple((a, weigh(a)) for a in ordered), rate),)

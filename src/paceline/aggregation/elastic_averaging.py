@@ -1,0 +1,67 @@
+"""Replicas on springs: each keeps its own parameters, tied elastically to A."""
+
+from dataclasses import dataclass
+from typing import final
+
+from paceline.aggregation.base import Adopt, Aggregation, Apply, Arrival, Decision, Delta, Distance, Mix, Release
+from paceline.aggregation.checks import number, whole
+from paceline.aggregation.registry import register
+from paceline.core.types import LeaveReason, ReplicaId
+
+
+@final
+@register("elastic-averaging")
+@dataclass(frozen=True)
+class ElasticAveraging(Aggregation[None]):
+    """x -= α(x - A) and A += α(x - A), both with x and A as they are on arrival (Zhang et al. 2015, Algorithm 1).
+
+    So the log is the Release first, which mixes x with the A that its own Δ has not yet moved, and then the Apply. No
+    replica ever waits for another. A Δ is applied even if its last steps had no sample: the distance is there all
+    the same.
+
+    Args:
+        period: τ, own steps between two encounters with A.
+        elasticity: α, above 0 and at most 1. The paper takes 0.9 / P.
+
+    Raises:
+        InputError: an option that is out of its range.
+    """
+
+    period: int = 8
+    elasticity: float = 0.1
+
+    def __post_init__(self) -> None:
+        whole("elastic-averaging:period", self.period, least=1)
+        number(
+            "elastic-averaging:elasticity",
+            self.elasticity,
+            "above 0 and at most 1",
+            lambda alpha: 0 < alpha <= 1,
+            instead=0.1,
+        )
+
+    @property
+    def delta(self) -> Delta:
+        return Distance(self.period)
+
+    @property
+    def adopt(self) -> Adopt:
+        return Mix(self.elasticity)
+
+    def start(self, replicas: int) -> None:
+        del replicas
+
+    def arrived(self, state: None, arrival: Arrival) -> tuple[None, Decision]:
+        return state, (Release((arrival.replica,)), Apply(((arrival, self.elasticity),)))
+
+    def left(self, state: None, replica: ReplicaId, reason: LeaveReason) -> tuple[None, Decision]:
+        del replica, reason
+        return state, ()
+
+    def joined(self, state: None, replica: ReplicaId) -> tuple[None, Decision]:
+        del replica
+        return state, ()
+
+    def threshold(self, state: None) -> int:
+        del state
+        return 1

@@ -1,0 +1,107 @@
+"""Fewer, larger Δs: replicas take steps of their own in between."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, final
+
+from paceline.aggregation.base import Aggregation, Arrival, Change, Decision, Delta, Gradient, Need
+from paceline.aggregation.checks import flag, number, positive, whole
+from paceline.aggregation.registry import declare, register
+from paceline.aggregation.synchronous import Synchronous
+from paceline.core.errors import InputError
+from paceline.core.types import LeaveReason, ReplicaId
+
+
+@final
+@declare("outer optimizer")
+@dataclass(frozen=True)
+class Outer:
+    """SGD on the pseudo-gradient -Σ weight·Δ; by default DiLoCo's (arXiv 2311.08105).
+
+    In text, ``nesterov`` or ``momentum``, after the kind of momentum: ``outer=(momentum:lr=1,momentum=0.5)``.
+
+    Args:
+        lr: learning rate.
+        momentum: from 0 to below 1.
+        nesterov: which momentum.
+
+    Raises:
+        InputError: a number out of its range, or Nesterov's momentum of 0.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        flag("nesterov", self.nesterov)
+        name = "nesterov" if self.nesterov else "momentum"
+        positive(f"{name}:lr", self.lr, instead=0.7)
+        number(f"{name}:momentum", self.momentum, "from 0 to below 1", lambda m: 0 <= m < 1, instead=0.9)
+        if self.nesterov and self.momentum == 0:
+            raise InputError("nesterov:momentum=0 is no momentum to look ahead with; write momentum:momentum=0.")
+
+
+register("nesterov", nesterov=True)(Outer)
+register("momentum", nesterov=False)(Outer)
+
+
+@final
+@register("local-steps")
+@dataclass(frozen=True)
+class LocalSteps(Aggregation[Any]):
+    """Δ is the parameter change after ``period`` own steps; another policy combines these Δs as it would gradients.
+
+    With none but the defaults, local SGD: the mean over a round (arXiv 1805.09767). ``outer=nesterov`` is DiLoCo,
+    ``over=asynchronous`` is Downpour (Dean et al. 2012). Optimizers and schedulers live with the replicas.
+
+    Args:
+        period: own steps between two pushes.
+        over: the policy that decides; any that takes gradients.
+        outer: None: A += rate · Σ weight·Δ; or the optimizer that takes -Σ weight·Δ for a gradient.
+
+    Raises:
+        InputError: period < 1, or a policy under ``over`` with a Δ of its own.
+    """
+
+    period: int = 16
+    over: Aggregation[Any] = field(default_factory=Synchronous)
+    outer: Outer | None = None
+
+    def __post_init__(self) -> None:
+        whole("local-steps:period", self.period, least=1)
+        if not isinstance(self.over, Aggregation) or not isinstance(self.over.delta, Gradient):
+            raise InputError(
+                f"over={self.over} can't combine parameter changes, for it has a Δ of its own; "
+                "write a policy that takes gradients, as over=synchronous or over=asynchronous."
+            )
+        if not isinstance(self.outer, Outer | None):
+            raise InputError(f"outer={self.outer} is no outer optimizer; write outer=nesterov.")
+
+    @property
+    def delta(self) -> Delta:
+        return Change(self.period)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self.over.needs
+
+    def slots(self, replicas: int) -> int:
+        return self.over.slots(replicas)
+
+    def resolved(self, *, learning_rate: float | None, replicas: int) -> "LocalSteps":
+        return replace(self, over=self.over.resolved(learning_rate=learning_rate, replicas=replicas))
+
+    def start(self, replicas: int) -> Any:
+        return self.over.start(replicas)
+
+    def arrived(self, state: Any, arrival: Arrival) -> tuple[Any, Decision]:
+        return self.over.arrived(state, arrival)
+
+    def left(self, state: Any, replica: ReplicaId, reason: LeaveReason) -> tuple[Any, Decision]:
+        return self.over.left(state, replica, reason)
+
+    def joined(self, state: Any, replica: ReplicaId) -> tuple[Any, Decision]:
+        return self.over.joined(state, replica)
+
+    def threshold(self, state: Any) -> int:
+        return self.over.threshold(state)

@@ -1,0 +1,144 @@
+"""Which classes have a name in the text form.
+
+A *kind* is a family of interchangeable values: policies, thresholds, outer optimizers. A class joins its family in the
+file where it is written, so a new policy is one file and nothing else::
+
+    @register("my-policy")
+    @dataclass(frozen=True)
+    class MyPolicy(Aggregation[State]):
+        patience: int = 3                      # text form: my-policy:patience=5
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from inspect import Parameter, signature
+from typing import Any, NamedTuple, TypeVar, get_origin, get_type_hints
+
+from paceline.aggregation.base import Aggregation
+from paceline.core.errors import InputError, unknown
+
+T = TypeVar("T")
+
+_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+
+
+class Option(NamedTuple):
+    """One option of a registered class."""
+
+    field: str
+    """The attribute that keeps it."""
+    hint: Any
+    """Its type."""
+    default: Any
+    """``inspect.Parameter.empty`` where it must be given."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name of the text form: the class it stands for, and the fields that the name itself settles."""
+
+    name: str
+    cls: type[Any]
+    fixed: Mapping[str, Any]
+
+    def options(self) -> Mapping[str, Option]:
+        """What may be written after the colon, in the constructor's order."""
+        hints = get_type_hints(self.cls.__init__)
+        # A field whose name the constructor can't use says in its metadata which option it keeps.
+        kept = {f.metadata.get("option", f.name): f for f in fields(self.cls)}
+        parameters = [p for p in signature(self.cls).parameters.values() if p.name not in self.fixed]
+        return {p.name: Option(kept[p.name].name, hints[p.name], _default(p, kept[p.name])) for p in parameters}
+
+    def means(self, value: object) -> bool:
+        """Whether ``value`` is of this class and has what the name settles."""
+        return type(value) is self.cls and all(getattr(value, k) == v for k, v in self.fixed.items())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family of registered classes; ``word`` names it in messages."""
+
+    word: str
+    entries: dict[str, Entry] = field(default_factory=dict)
+
+    def entry(self, name: str) -> Entry:
+        """The entry of a name; InputError with the nearest name where there is none."""
+        if name not in self.entries:
+            raise unknown(self.word, name, self.entries)
+        return self.entries[name]
+
+
+_KINDS: dict[type[Any], Kind] = {Aggregation: Kind("aggregation")}
+
+
+def declare(word: str) -> Callable[[type[T]], type[T]]:
+    """Make a class the base of a kind of its own."""
+
+    def decorate(base: type[T]) -> type[T]:
+        _KINDS[base] = Kind(word)
+        return base
+
+    return decorate
+
+
+def register(name: str, **fixed: Any) -> Callable[[type[T]], type[T]]:
+    """Give a frozen dataclass its name in the text form; its fields become the options.
+
+    Args:
+        name: lower-case words joined by hyphens.
+        fixed: fields that the name settles, so that one class may have several names.
+
+    Raises:
+        InputError: the name is malformed or taken, or the class is no frozen dataclass of a known kind.
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        kind = kind_of(cls)
+        if kind is None or not (is_dataclass(cls) and cls.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+            raise InputError(
+                f"{cls.__name__} can't be registered as {name!r}: it must be a frozen dataclass of a known kind; "
+                f"write @dataclass(frozen=True) under @register, and class {cls.__name__}(Aggregation[State])."
+            )
+        _refuse_name(kind, name, cls)
+        kind.entries[name] = Entry(name, cls, fixed)
+        return cls
+
+    return decorate
+
+
+def _refuse_name(kind: Kind, name: str, cls: type[Any]) -> None:
+    if not _NAME.fullmatch(name):
+        raise InputError(f"the name {name!r} must be lower-case words joined by hyphens; write 'my-policy'.")
+    taken = kind.entries.get(name)
+    # A notebook cell that is run again defines the same class anew.
+    if taken and (taken.cls.__module__, taken.cls.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise InputError(
+            f"the {kind.word} {name!r} is {taken.cls.__module__}.{taken.cls.__qualname__} already; "
+            f"write another name for {cls.__module__}.{cls.__qualname__}."
+        )
+
+
+def kind_of(hint: Any) -> Kind | None:
+    """The kind that a class, or an annotation such as ``Aggregation[Any]``, belongs to."""
+    cls = get_origin(hint) or hint
+    return next((_KINDS[base] for base in cls.__mro__ if base in _KINDS), None) if isinstance(cls, type) else None
+
+
+def entry_of(value: object) -> Entry | None:
+    """The entry that says ``value`` in text."""
+    kind = kind_of(type(value))
+    return next((e for e in kind.entries.values() if e.means(value)), None) if kind else None
+
+
+def registered(base: type[Any] = Aggregation) -> Mapping[str, type[Any]]:
+    """Every registered name of a kind and its class.
+
+    >>> "smooth-switch" in registered()
+    True
+    """
+    return {name: entry.cls for name, entry in _KINDS[base].entries.items()}
+
+
+def _default(parameter: Parameter, kept: Field[Any]) -> Any:
+    return parameter.default if kept.default_factory is MISSING else kept.default_factory()

@@ -1,0 +1,131 @@
+"""From asynchronous to synchronous, smoothly."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
+
+from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Need
+from paceline.aggregation.buffer import Buffer, updates
+from paceline.aggregation.checks import choice, flag, positive
+from paceline.aggregation.registry import register
+from paceline.aggregation.thresholds import Function, PerLearningRate, Step, Threshold
+from paceline.core.errors import InputError
+from paceline.core.types import LeaveReason, ReplicaId
+
+Count: TypeAlias = Literal["received", "applied"]
+"""What u counts: Δs received, or updates made."""
+
+_EVERY = 500
+
+
+class Switch(NamedTuple):
+    """The state of :class:`SmoothSwitch`."""
+
+    buffer: Buffer
+    received: int
+    """Δs received, the last one included."""
+    applied: int
+    """Updates of A made."""
+    memory: Any
+    """The threshold's own."""
+
+
+@final
+@register("smooth-switch")
+@dataclass(frozen=True, init=False)
+class SmoothSwitch(Aggregation[Switch]):
+    """Hold Δs until there are K(u), apply them together and release their replicas (arXiv 2407.00101).
+
+    K(u) = min(P, 1 + ⌊u/every⌋). u is how many Δs have been received when the decision is made, the one that has just
+    arrived included: with every=500 the 500th Δ is the first for which K is 2. With P = 3 and every=4 (a digit names
+    the replica whose Δ arrives, | an update)::
+
+        u        1  2  3  4  5  6  7  8  9 10 11 12 ...
+        K        1  1  1  2  2  2  2  3  3  3  3  3       P is reached: synchronous from here on
+        arrives  0| 1| 2| 0  1| 2  0| 1  0  2|            the 8th waits for two others
+
+    Args:
+        every: Δs between two steps of K; a number, or a multiple of 1 / learning rate (text form ``every=5/lr``).
+        threshold: instead of ``every``: a :class:`~paceline.aggregation.thresholds.Threshold`, or a function u -> K.
+        combine: ``mean`` weighs by samples / Σ samples, so that K = P is synchronous training; ``sum`` weighs 1, so
+            that K Δs move A as K asynchronous updates would.
+        hold: whether a replica waits for the update that its Δ is in, or goes on at once.
+        count: what u counts: ``received`` Δs, or ``applied``, the updates made so far.
+
+    Raises:
+        InputError: an option that is out of its range, or both ``every`` and ``threshold``.
+
+    >>> SmoothSwitch(threshold=Step(100)) == SmoothSwitch(every=100)
+    True
+    """
+
+    every: float | PerLearningRate
+    # The contract's method has the name ``threshold``; the constructor and the text form have it for this field.
+    rule: Threshold[Any] | None = field(metadata={"option": "threshold"})
+    combine: Combine
+    hold: bool
+    count: Count
+
+    def __init__(
+        self,
+        every: float | PerLearningRate = _EVERY,
+        threshold: Threshold[Any] | Callable[[int], float] | None = None,
+        combine: Combine = "mean",
+        hold: bool = True,
+        count: Count = "received",
+    ) -> None:
+        if threshold is not None and every != _EVERY:
+            raise InputError(f"every={every} and threshold={threshold} both say what K is; write one of them.")
+        rule = threshold if threshold is None or isinstance(threshold, Threshold) else Function(threshold)
+        if isinstance(rule, Step):
+            every, rule = rule.every, None
+        options = {"every": every, "rule": rule, "combine": combine, "hold": hold, "count": count}
+        for name, value in options.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
+        if not isinstance(self.every, PerLearningRate):
+            positive("smooth-switch:every", self.every, instead=_EVERY)
+        choice("smooth-switch:combine", self.combine, get_args(Combine))
+        flag("smooth-switch:hold", self.hold)
+        choice("smooth-switch:count", self.count, get_args(Count))
+
+    @cached_property
+    def _rule(self) -> Threshold[Any]:
+        return self.rule or Step(self.every)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return self._rule.needs
+
+    def slots(self, replicas: int) -> int:
+        return 1 if self.hold else replicas
+
+    def resolved(self, *, learning_rate: float | None, replicas: int) -> "SmoothSwitch":
+        del replicas
+        rule = self._rule.resolved(learning_rate=learning_rate)
+        return SmoothSwitch(threshold=rule, combine=self.combine, hold=self.hold, count=self.count)
+
+    def start(self, replicas: int) -> Switch:
+        return Switch(Buffer(frozenset(range(replicas))), 0, 0, self._rule.start())
+
+    def arrived(self, state: Switch, arrival: Arrival) -> tuple[Switch, Decision]:
+        memory = self._rule.observe(state.memory, arrival)
+        return self._settle(Switch(state.buffer.add(arrival), state.received + 1, state.applied, memory))
+
+    def left(self, state: Switch, replica: ReplicaId, reason: LeaveReason) -> tuple[Switch, Decision]:
+        del reason
+        return self._settle(state._replace(buffer=state.buffer.without(replica)))
+
+    def joined(self, state: Switch, replica: ReplicaId) -> tuple[Switch, Decision]:
+        return state._replace(buffer=state.buffer.joined(replica)), ()
+
+    def threshold(self, state: Switch) -> int:
+        u = state.received if self.count == "received" else state.applied
+        return int(max(1, min(self._rule.at(state.memory, u), len(state.buffer.alive))))
+
+    def _settle(self, state: Switch) -> tuple[Switch, Decision]:
+        buffer, decision = state.buffer.settle(self.threshold(state), self.combine, hold=self.hold)
+        return Switch(buffer, state.received, state.applied + updates(decision), state.memory), decision

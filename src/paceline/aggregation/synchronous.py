@@ -1,0 +1,86 @@
+"""The round: all replicas' Δs in one update."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, final, get_args
+
+from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Discard, Release
+from paceline.aggregation.buffer import Buffer, updates
+from paceline.aggregation.checks import choice, whole
+from paceline.aggregation.registry import register
+from paceline.core.errors import InputError
+from paceline.core.types import LeaveReason, ReplicaId
+
+
+class Round(NamedTuple):
+    """The state of :class:`Synchronous`."""
+
+    buffer: Buffer
+    late: frozenset[ReplicaId] = frozenset()
+    """Those whose attempt began before the last update: what they bring is discarded."""
+
+
+@final
+@register("synchronous")
+@dataclass(frozen=True)
+class Synchronous(Aggregation[Round]):
+    """Apply the round once P - backups replicas have arrived, and release all who wait together.
+
+    With P = 3 and one backup; replica 2 is slow, its Δ of the first round comes late and is discarded::
+
+        replica 0   ■■■■|■■■■■|            | Apply, then Release of all who wait
+        replica 1   ■■■■■|■■..|
+        replica 2   ■■■■■■■x■■|            x Discard, and its own Release at once
+
+    What a replica sent before it left joins the round; the round then waits for the others alone.
+
+    Args:
+        backups: how many replicas a round does not wait for (Chen et al. 2016, arXiv 1604.00981).
+        combine: ``mean`` weighs by samples / Σ samples; ``sum`` by 1.
+
+    Raises:
+        InputError: a negative number of backups, or as many as there are replicas.
+    """
+
+    backups: int = 0
+    combine: Combine = "mean"
+
+    def __post_init__(self) -> None:
+        whole("synchronous:backups", self.backups, least=0)
+        choice("synchronous:combine", self.combine, get_args(Combine))
+
+    def resolved(self, *, learning_rate: float | None, replicas: int) -> "Synchronous":
+        del learning_rate
+        if self.backups >= replicas:
+            raise InputError(
+                f"backups={self.backups} leaves no replica to wait for among replicas={replicas}; "
+                f"write backups={replicas - 1} or fewer."
+            )
+        return self
+
+    def start(self, replicas: int) -> Round:
+        return Round(Buffer(frozenset(range(replicas))))
+
+    def arrived(self, state: Round, arrival: Arrival) -> tuple[Round, Decision]:
+        replica = arrival.replica
+        if replica in state.late:
+            return Round(state.buffer, state.late - {replica}), (Discard((arrival,)), Release((replica,)))
+        return self._settle(state.buffer.add(arrival), state.late)
+
+    def left(self, state: Round, replica: ReplicaId, reason: LeaveReason) -> tuple[Round, Decision]:
+        del reason
+        return self._settle(state.buffer.without(replica), state.late - {replica})
+
+    def joined(self, state: Round, replica: ReplicaId) -> tuple[Round, Decision]:
+        return state._replace(buffer=state.buffer.joined(replica)), ()
+
+    def threshold(self, state: Round) -> int:
+        return self._needed(state.buffer)
+
+    def _needed(self, buffer: Buffer) -> int:
+        return max(1, len(buffer.alive) - self.backups)
+
+    def _settle(self, buffer: Buffer, late: frozenset[ReplicaId]) -> tuple[Round, Decision]:
+        after, decision = buffer.settle(self._needed(buffer), self.combine)
+        if updates(decision):
+            late = buffer.alive.difference(buffer.waiting)
+        return Round(after, late), decision

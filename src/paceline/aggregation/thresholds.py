@@ -1,0 +1,263 @@
+"""Thresholds as values: K, how many Δs an update waits for, as training goes on.
+
+All are written unclipped, as functions of u; the policy that uses one keeps K within [1, P], P being those that are
+there::
+
+    K                      exponential    ________ P
+    |                   ___.--'''''''''''
+    |           ___---'''       step: +1 every so many Δs
+    |   ____----
+    1___
+        0        every      2·every            u
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar, final
+
+from paceline.aggregation.base import Arrival, Need
+from paceline.aggregation.checks import number, positive, whole
+from paceline.aggregation.registry import declare, register
+from paceline.core.errors import InputError
+
+M = TypeVar("M")
+
+
+def plain(number: float) -> str:
+    """A number as a person writes it: 500 rather than 500.0.
+
+    >>> plain(500.0), plain(0.05), plain(1e20)
+    ('500', '0.05', '1e+20')
+    """
+    return str(int(number)) if number == number // 1 and abs(number) < 1e15 else repr(number)
+
+
+@dataclass(frozen=True)
+class PerLearningRate:
+    """A number of Δs in multiples of 1 / learning rate, as the Smooth Switch paper chooses its steps: ``5/lr``.
+
+    >>> PerLearningRate(5), str(PerLearningRate(5)), PerLearningRate(5).over(0.01)
+    (PerLearningRate(multiple=5), '5/lr', 500.0)
+    """
+
+    multiple: float
+
+    def __post_init__(self) -> None:
+        positive("multiple", self.multiple, instead=5)
+
+    def __str__(self) -> str:
+        return f"{plain(self.multiple)}/lr"
+
+    @classmethod
+    def parse(cls, text: str) -> "PerLearningRate":
+        """The value that prints as ``text``; ValueError where none does."""
+        multiple, slash, rate = text.partition("/")
+        if (slash, rate) != ("/", "lr"):
+            raise ValueError(text)
+        return cls(float(multiple))
+
+    def over(self, learning_rate: float | None) -> float:
+        """The number for one learning rate."""
+        if learning_rate is None or not learning_rate > 0:
+            raise InputError(
+                f"every={self} needs a learning rate above 0, but the optimizer's is {learning_rate}; write every=500."
+            )
+        # 0.3 / 0.1 is not quite 3, and a step of K must not come one Δ late for that.
+        return round(self.multiple / learning_rate, 9)
+
+
+@declare("threshold")
+class Threshold(ABC, Generic[M]):
+    """K as a function of u and of a memory of what has arrived."""
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        """What the engine must observe for it."""
+        return frozenset()
+
+    def resolved(self, *, learning_rate: float | None) -> "Threshold[Any]":
+        """With what depends on the program filled in."""
+        del learning_rate
+        return self
+
+    @abstractmethod
+    def start(self) -> M:
+        """The memory before the first Δ."""
+
+    @abstractmethod
+    def observe(self, memory: M, arrival: Arrival) -> M:
+        """The memory after one more Δ."""
+
+    @abstractmethod
+    def at(self, memory: M, u: int) -> float:
+        """K, unclipped; a fraction is rounded down."""
+
+
+class Curve(Threshold[None], ABC):
+    """A threshold that depends on u alone."""
+
+    @final
+    def start(self) -> None:
+        return None
+
+    @final
+    def observe(self, memory: None, arrival: Arrival) -> None:
+        del memory, arrival
+
+    @final
+    def at(self, memory: None, u: int) -> float:
+        del memory
+        return self.of(u)
+
+    @abstractmethod
+    def of(self, u: int) -> float:
+        """K(u)."""
+
+
+@final
+@register("step")
+@dataclass(frozen=True)
+class Step(Curve):
+    """K = 1 + ⌊u/every⌋: the paper's step function.
+
+    Args:
+        every: Δs between two steps; a number or a multiple of 1 / learning rate.
+    """
+
+    every: float | PerLearningRate = 500
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.every, PerLearningRate):
+            positive("every", self.every, instead=500)
+
+    def resolved(self, *, learning_rate: float | None) -> "Step":
+        return Step(self.every.over(learning_rate)) if isinstance(self.every, PerLearningRate) else self
+
+    def of(self, u: int) -> float:
+        if isinstance(self.every, PerLearningRate):
+            return self.every.over(None)
+        return 1 + u // self.every
+
+
+@final
+@register("linear")
+@dataclass(frozen=True)
+class Linear(Curve):
+    """K = ⌊initial + slope·u⌋.
+
+    Args:
+        slope: Δs per Δ received; 0 for a constant K.
+        initial: K at the start.
+    """
+
+    slope: float = 0.002
+    initial: float = 1
+
+    def __post_init__(self) -> None:
+        number("linear:slope", self.slope, "of at least 0", lambda slope: slope >= 0, instead=0.002)
+        positive("linear:initial", self.initial, instead=1)
+
+    def of(self, u: int) -> float:
+        return self.initial + self.slope * u
+
+
+@final
+@register("exponential")
+@dataclass(frozen=True)
+class Exponential(Curve):
+    """K = ⌊initial · 2^(u/doubling)⌋.
+
+    Args:
+        doubling: Δs in which K doubles.
+        initial: K at the start.
+    """
+
+    doubling: float = 1000
+    initial: float = 1
+
+    def __post_init__(self) -> None:
+        positive("exponential:doubling", self.doubling, instead=1000)
+        positive("exponential:initial", self.initial, instead=1)
+
+    def of(self, u: int) -> float:
+        # More doublings than a float can hold are as good as 1,000, which is far above any P.
+        return self.initial * math.exp2(min(u / self.doubling, 1000))
+
+
+@final
+@dataclass(frozen=True)
+class Function(Curve):
+    """K = function(u), for a function of the user's own; has no text form."""
+
+    function: Callable[[int], float]
+
+    def __post_init__(self) -> None:
+        self.of(0)
+
+    def of(self, u: int) -> float:
+        k = self.function(u)
+        if not isinstance(k, int | float) or math.isnan(k):
+            raise InputError(f"the threshold gave {k!r} for u={u}, but K is a number; write lambda u: 1 + u // 500.")
+        return k
+
+
+class Losses(NamedTuple):
+    """The memory of :class:`LossDriven`."""
+
+    seen: int = 0
+    """Δs with a loss."""
+    mean: float = 0.0
+    """F_t: over the first ``window`` Δs the plain mean, then the exponential one with that many Δs' worth of weight."""
+    first: float = math.inf
+    """F_0: the mean when the first window was full."""
+    lowest: float = math.inf
+    """The lowest F_t since."""
+
+
+@final
+@register("loss-driven")
+@dataclass(frozen=True)
+class LossDriven(Threshold[Losses]):
+    """K = ⌊initial · √(F_0 / F_t)⌋, never decreasing: AdaSync (Dutta et al. 2018, arXiv 1803.01113).
+
+    F_t is a smoothed mean of the losses that come with the Δs (theirs is the loss over the training set); until the
+    first window is full, K stays at ``initial``.
+
+    Args:
+        initial: K_0.
+        window: how many Δs F_0 and F_t are smoothed over.
+    """
+
+    initial: float = 1
+    window: int = 100
+
+    def __post_init__(self) -> None:
+        positive("loss-driven:initial", self.initial, instead=1)
+        whole("loss-driven:window", self.window, least=1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"loss"})
+
+    def start(self) -> Losses:
+        return Losses()
+
+    def observe(self, memory: Losses, arrival: Arrival) -> Losses:
+        if arrival.loss is None or arrival.samples == 0:
+            return memory
+        seen = memory.seen + 1
+        mean = memory.mean + (arrival.loss - memory.mean) / min(seen, self.window)
+        if seen < self.window:
+            return Losses(seen, mean)
+        first = mean if seen == self.window else memory.first
+        return Losses(seen, mean, first, min(memory.lowest, mean))
+
+    def at(self, memory: Losses, u: int) -> float:
+        del u
+        if memory.seen < self.window:
+            return self.initial
+        if memory.lowest <= 0:
+            return math.inf if memory.first > 0 else self.initial
+        return self.initial * math.sqrt(memory.first / memory.lowest)

@@ -1,0 +1,40 @@
+"""``paceline compare``: one program under several strategies, from the same start, under the same budget."""
+
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from paceline.cli.options import Json, ProgramName, Shared, with_shared
+from paceline.cli.session import end, print_json, session
+
+
+@with_shared
+def compare(
+    shared: Shared,
+    program: ProgramName,
+    *,
+    strategy: Annotated[
+        list[str], Option(help="A strategy to compare, as in train; give it once for each.", show_default=False)
+    ],
+    rounds: Annotated[int, Option(help="Repeat with seed, seed + 1, ...")] = 1,
+    baseline: Annotated[
+        str | None, Option(help="The strategy that differences are against.", show_default="the first")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train PROGRAM under several strategies, from the same start and under the same budget."""
+    with session(json_output=json):
+        from paceline.compare import compare
+        from paceline.report import write_report
+
+        comparison = compare(shared.program(program), strategy, rounds=rounds, baseline=baseline, **shared.keywords())
+        if shared.out is not None:
+            write_report([shared.out], shared.out / "report.html")
+    if json:
+        print_json(comparison.to_json())
+    else:
+        typer.echo(comparison.table(baseline=baseline))
+        if shared.out is not None:
+            typer.echo(f"Report: {shared.out / 'report.html'}")
+    end(interrupted=comparison.interrupted)

@@ -1,0 +1,43 @@
+"""``paceline``: the commands, gathered."""
+
+from typing import Annotated
+
+import typer
+
+from paceline import __version__
+from paceline.cli import compare, report, trace, train
+
+app = typer.Typer(
+    name="paceline",
+    help="Train PyTorch models in parallel, any way they can be split, at any pace.",
+    no_args_is_help=True,
+    add_completion=False,
+    # Typer's own tracebacks print local variables: whole tensors.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(train.train)
+app.command()(compare.compare)
+app.command()(trace.trace)
+app.command()(report.report)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def paceline(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train PyTorch models in parallel, any way they can be split, at any pace."""
+    del version
+
+
+def main() -> None:
+    """The entry point of the ``paceline`` command."""
+    app()

@@ -1,0 +1,121 @@
+"""The options that ``train`` and ``compare`` have in common, declared once."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec
+
+from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from paceline.program import Program
+
+P = ParamSpec("P")
+
+DEFAULT_SECONDS = 10.0
+"""The budget where none is given."""
+
+ProgramName = Annotated[
+    str,
+    Argument(
+        metavar="PROGRAM",
+        help="digits, synthetic, mnist, fashion-mnist, cifar10 or shakespeare; or file.py:name or package.module:name.",
+    ),
+]
+Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else there.")]
+
+_BUDGET, _PACE, _DATA, _OUTPUT = "Budget", "Pace", "Data", "Output"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """How a run is carried, for how long, on what data, and where its results go."""
+
+    engine: Annotated[str, Option(help="local (processes on this host) or virtual (simulated time).")] = "local"
+    steps: Annotated[int | None, Option(help="Steps of each replica.", rich_help_panel=_BUDGET)] = None
+    epochs: Annotated[
+        float | None, Option(help="Passes over the training set, all replicas together.", rich_help_panel=_BUDGET)
+    ] = None
+    seconds: Annotated[
+        float | None,
+        Option(
+            help="Training time.", rich_help_panel=_BUDGET, show_default=f"{DEFAULT_SECONDS:g} if no other is given"
+        ),
+    ] = None
+    until: Annotated[
+        str | None, Option(help="A condition on the history: test_accuracy>=0.97", rich_help_panel=_BUDGET)
+    ] = None
+    evaluate_every: Annotated[
+        float | None,
+        Option(help="Seconds or steps between scores; 20 over the budget by default.", rich_help_panel=_BUDGET),
+    ] = None
+    delay: Annotated[
+        str | None, Option(help='Slow workers down: "fraction=0.5 normal:mean=0,std=0.25"', rich_help_panel=_PACE)
+    ] = None
+    times: Annotated[
+        str | None,
+        Option(
+            help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0"',
+            rich_help_panel=_PACE,
+        ),
+    ] = None
+    on_nonfinite: Annotated[
+        str, Option(help="stop, or skip and count a loss or gradient that is not finite.", rich_help_panel=_PACE)
+    ] = "stop"
+    data: Annotated[Path | None, Option(help="Folder of the data set's standard files.", rich_help_panel=_DATA)] = None
+    batch_size: Annotated[
+        int | None, Option(help="Samples per replica and step instead of the program's.", rich_help_panel=_DATA)
+    ] = None
+    seed: Annotated[
+        int | None,
+        Option(help="Of the start, the data order and delays, instead of the program's.", rich_help_panel=_DATA),
+    ] = None
+    out: Annotated[Path | None, Option(help="New folder for all that was recorded.", rich_help_panel=_OUTPUT)] = None
+    trace: Annotated[bool, Option("--trace", help="Record spans for swimlanes.", rich_help_panel=_OUTPUT)] = False
+    tensorboard: Annotated[
+        bool, Option("--tensorboard", help="Also write TensorBoard events to the folder.", rich_help_panel=_OUTPUT)
+    ] = False
+    progress: Annotated[
+        bool | None,
+        Option(
+            "--progress/--no-progress",
+            help="Show progress on stderr; by default where it is a terminal.",
+            show_default=False,
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None
+
+    def program(self, name: str) -> "Program":
+        """The program called ``name``, with the data, seed and batch size asked for."""
+        from paceline.datasets import load_program
+
+        return load_program(name, data=self.data, seed=self.seed, batch_size=self.batch_size)
+
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments that ``paceline.train`` and ``paceline.compare`` both take."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_PROGRAM}
+        if all(values[name] is None for name in ("steps", "epochs", "seconds", "until")):
+            values["seconds"] = DEFAULT_SECONDS
+        return values
+
+
+_OF_PROGRAM = ("data", "batch_size", "seed")
+
+
+def with_shared(command: Callable[Concatenate[Shared, P], None]) -> Callable[..., None]:
+    """A command that takes a :class:`Shared` first, as a function of each option by itself, as Typer reads it."""
+    own = list(inspect.signature(command).parameters.values())[1:]
+    common = [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
+        for f in fields(Shared)
+    ]
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        shared = Shared(**{parameter.name: values.pop(parameter.name) for parameter in common})
+        command(shared, **values)  # type: ignore[call-arg]  # Typer passes all parameters by name
+
+    flat.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
+    return flat

@@ -1,0 +1,30 @@
+"""``paceline report``: one page about recorded runs and comparisons."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from paceline.cli.options import Json
+from paceline.cli.session import print_json, session, write_target
+
+
+def report(
+    folders: Annotated[list[Path], Argument(metavar="DIR...", help="Folders of recorded runs or comparisons.")],
+    *,
+    html: Annotated[
+        Path | None, Option(help="Where to write the page.", show_default="report.html in the first folder")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write one self-contained page: curves, tables and swimlanes."""
+    page = folders[0] / "report.html" if html is None else html
+    with session(json_output=json):
+        from paceline.report import write_report
+
+        write_report(folders, write_target("--html", page))
+    if json:
+        print_json({"html": str(page)})
+    else:
+        typer.echo(f"Report: {page}")

@@ -1,0 +1,38 @@
+"""``paceline train``: one program under one strategy."""
+
+import os
+from typing import Annotated
+
+from typer import Option
+
+from paceline.cli.options import Json, ProgramName, Shared, with_shared
+from paceline.cli.session import end, print_json, session
+from paceline.cli.tables import print_summary
+
+
+def default_strategy() -> str:
+    """One replica a core, at most 4: enough to see the effect, and no machine is filled unasked."""
+    return f"replicas={min(4, os.cpu_count() or 1)}"
+
+
+@with_shared
+def train(
+    shared: Shared,
+    program: ProgramName,
+    *,
+    strategy: Annotated[
+        str | None,
+        Option(help='"replicas=8 aggregation=smooth-switch:every=500"', show_default="a replica a core, at most 4"),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Train PROGRAM under one strategy and print what it reached."""
+    with session(json_output=json):
+        from paceline.train import train
+
+        run = train(shared.program(program), strategy or default_strategy(), **shared.keywords())
+    if json:
+        print_json(run.to_json())
+    else:
+        print_summary(run)
+    end(interrupted=run.summary["interrupted"])

@@ -1,0 +1,1 @@
+"""How bytes move between the processes of one host, how one waits, and who is still there."""

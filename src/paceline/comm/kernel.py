@@ -1,0 +1,53 @@
+"""The Linux calls behind the rest of this folder, on every Python that runs on Linux.
+
+Pythons built against an old C library (those of uv and conda, up to 2026) leave ``os.memfd_create`` and
+``os.pidfd_open`` out although the kernel has the calls; there they are made by number.
+"""
+
+import ctypes
+import os
+import platform
+import signal
+import sys
+
+from paceline.core.errors import PacelineError
+
+MFD_CLOEXEC = 1
+_PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architecture
+_MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+
+
+def memfd_create(name: str) -> int:
+    """A new anonymous file in memory, closed on exec; returns its fd."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name, MFD_CLOEXEC)
+    return _call("memfd_create", _MEMFD_CREATE.get(platform.machine()), ctypes.c_char_p(name.encode()), MFD_CLOEXEC)
+
+
+def pidfd_open(pid: int) -> int:
+    """A file descriptor that stands for process ``pid``, closed on exec."""
+    if hasattr(os, "pidfd_open"):
+        return os.pidfd_open(pid)
+    return _call("pidfd_open", _PIDFD_OPEN, pid, 0)
+
+
+def pidfd_send_signal(pidfd: int, number: int) -> None:
+    """Send signal ``number`` to the process behind ``pidfd``."""
+    if hasattr(signal, "pidfd_send_signal"):
+        signal.pidfd_send_signal(pidfd, number)
+    else:
+        _call("pidfd_send_signal", _PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+
+
+def _call(name: str, number: int | None, *arguments: object) -> int:
+    if not sys.platform.startswith("linux") or number is None:
+        raise PacelineError(
+            f"{name} is missing on {platform.system()} {platform.machine()}; processes of one host share memory "
+            "by it, on Linux only; write engine='virtual' or engine='distributed'"
+        )
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = int(libc.syscall(ctypes.c_long(number), *arguments))
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), name)
+    return result

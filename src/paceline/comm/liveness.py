@@ -1,0 +1,83 @@
+"""Who is still there: processes by pidfd.
+
+A pidfd stands for one process for ever, where a pid may soon be another's; it becomes readable when the process has
+ended, also while that is still a zombie.
+"""
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable
+
+from paceline.comm import kernel
+
+ORPHANED = 86
+"""The exit code of a process that left because the one it worked for had gone."""
+
+
+def open_pid(pid: int) -> int:
+    """A pidfd, to be closed by ``os.close``; raises ProcessLookupError where no such process exists."""
+    return kernel.pidfd_open(pid)
+
+
+def alive(pidfd: int) -> bool:
+    """Whether the process still runs; a zombie does not."""
+    return not _ended([pidfd], 0)
+
+
+def kill(pidfd: int, number: int = signal.SIGKILL) -> None:
+    """Send a signal; nothing happens where the process has gone."""
+    try:
+        kernel.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return
+
+
+def wait_gone(pidfds: Iterable[int], timeout_s: float | None) -> bool:
+    """Wait until every one of these processes has ended; False where the time is up first. None: no bound."""
+    left = set(pidfds)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while left:
+        ended = _ended(left, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        if not ended:
+            return False
+        left -= ended
+    return True
+
+
+def watch_and_exit(pidfd: int) -> None:
+    """From now on this process ends as soon as the one behind ``pidfd`` has, whatever it is doing.
+
+    A process that leads its own group takes the group with it, so that its own helpers (DataLoader workers) go too.
+    """
+    threading.Thread(target=_leave_after, args=(pidfd,), name="paceline-watch", daemon=True).start()
+
+
+def describe_exit(code: int) -> str:
+    """An exit code as subprocess has it, negative for a signal, in words.
+
+    >>> describe_exit(-9), describe_exit(3)
+    ('killed by SIGKILL', 'exit code 3')
+    """
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # a real-time signal has no name
+        return f"killed by signal {-code}"
+
+
+def _ended(pidfds: Iterable[int], timeout_s: float | None) -> set[int]:
+    poll = select.poll()
+    for pidfd in pidfds:
+        poll.register(pidfd, select.POLLIN)
+    return {pidfd for pidfd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
+
+
+def _leave_after(pidfd: int) -> None:
+    wait_gone([pidfd], None)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(ORPHANED)

@@ -1,0 +1,134 @@
+"""compare: several strategies from the same starts, with the same data, under the same budget."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from paceline.comparison import Comparison, find_baseline, load_comparison
+from paceline.core.errors import InputError, PacelineError
+from paceline.engine.base import Engine
+from paceline.program import Program
+from paceline.run import Run
+from paceline.storage import check_out
+from paceline.strategy import Strategy
+from paceline.train import check, open_engine, train
+
+__all__ = ["Comparison", "compare", "load_comparison"]
+
+
+def compare(
+    program: Program,
+    strategies: Sequence[Strategy | str],
+    *,
+    engine: str | Engine = "local",
+    rounds: int = 1,
+    baseline: Strategy | str | None = None,
+    progress: bool | None = None,
+    out: str | Path | None = None,
+    **budget: Any,
+) -> Comparison:
+    """Train a program under each strategy in turn, round after round.
+
+    Round r starts every strategy from the same A_0 and feeds it the same data, both from ``program.seed + r``. Ctrl-C
+    ends the comparison; the runs that are complete are kept, the one that it hit is not: it had less time.
+
+    Args:
+        program: what is trained.
+        strategies: at least one, no two alike; all that combine several Δs must do it by one rule.
+        engine: its name, or an open one.
+        rounds: how often each strategy is run.
+        baseline: which strategy the others are held against; the first where absent.
+        progress: whether to draw a live display; None: where stderr is a terminal.
+        out: a folder to save to; it must not exist.
+        budget: what ``train`` takes besides: ``seconds=``, ``evaluate_every=``, ``delay=``, …
+
+    Raises:
+        InputError: something can't be done as written; nothing has been started then.
+        PacelineError: two strategies of a round did not start from the same A_0.
+    """
+    chosen = _distinct(strategies)
+    _check_rounds(rounds)
+    _check_combine(chosen)
+    against = next(iter(chosen)) if baseline is None else find_baseline(str(baseline), list(chosen))
+    if out is not None:
+        check_out(out)
+    for strategy in chosen.values():
+        check(program, strategy, engine=engine, **budget)
+    with _opened(engine) as opened:
+        comparison = _rounds(program, chosen, opened, rounds, against, budget | {"progress": progress})
+    if out is not None:
+        comparison.save(out)
+    return comparison
+
+
+def _rounds(
+    program: Program,
+    strategies: dict[str, Strategy],
+    engine: Engine,
+    rounds: int,
+    baseline: str,
+    options: dict[str, Any],
+) -> Comparison:
+    runs: dict[str, list[Run]] = {text: [] for text in strategies}
+    for number in range(rounds):
+        job = program.seeded(program.seed + number)
+        for text, strategy in strategies.items():
+            run = _uninterrupted(job, strategy, engine, options)
+            if run is None:
+                return Comparison(runs, baseline, interrupted=True)
+            runs[text].append(run)
+        _check_starts(number, {text: made[number] for text, made in runs.items()})
+    return Comparison(runs, baseline)
+
+
+def _uninterrupted(program: Program, strategy: Strategy, engine: Engine, options: dict[str, Any]) -> Run | None:
+    try:
+        run = train(program, strategy, engine=engine, **options)
+    except KeyboardInterrupt:
+        return None
+    return None if run.summary["interrupted"] else run
+
+
+def _opened(engine: str | Engine) -> AbstractContextManager[Engine]:
+    return nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine)
+
+
+def _distinct(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:
+    if isinstance(strategies, str) or not strategies:
+        raise InputError(f"strategies={strategies!r} must be a list of at least one; write ['replicas=8']")
+    parsed = [Strategy.coerce(strategy) for strategy in strategies]
+    chosen = {str(strategy): strategy for strategy in parsed}
+    if len(chosen) < len(parsed):
+        twice = next(text for text in chosen if sum(str(s) == text for s in parsed) > 1)
+        raise InputError(f"strategy {twice!r} is given twice; write it once, and rounds=2 to run it twice")
+    return chosen
+
+
+def _check_rounds(rounds: int) -> None:
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")
+
+
+def _check_combine(strategies: dict[str, Strategy]) -> None:
+    """One rule for all: ``sum`` multiplies the learning rate of ``mean``, and that alone would decide a comparison.
+
+    A policy that combines by another one (``over``) has its rule.
+    """
+    rules: dict[str, str] = {}
+    for text, strategy in strategies.items():
+        policy = strategy.aggregation
+        if rule := getattr(getattr(policy, "over", policy), "combine", None):
+            rules.setdefault(rule, text)
+    if len(rules) > 1:
+        (one, first), (other, second) = list(rules.items())[:2]
+        raise InputError(
+            f"{first!r} combines by {one} and {second!r} by {other}, but a comparison uses one rule for all its "
+            f"strategies; write combine={one} in both"
+        )
+
+
+def _check_starts(number: int, runs: dict[str, Run]) -> None:
+    digests = {text: run.summary["start_digest"] for text, run in runs.items()}
+    if len(set(digests.values())) > 1:
+        raise PacelineError(f"round {number} did not start all strategies from the same A_0; their digests: {digests}")

@@ -1,0 +1,140 @@
+"""Comparison: several strategies from the same starts under the same budget, and its saved form.
+
+comparison.json              strategies, their rounds and means, baseline, differences
+0-synchronous/round-0/       the run of the first strategy in the first round, as ``Run.save`` writes it
+0-synchronous/round-1/
+1-asynchronous/round-0/ …
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from paceline.comparison_table import table
+from paceline.core.errors import InputError, unknown
+from paceline.metrics.rounds import Estimate, difference, mean_summary
+from paceline.program import Program
+from paceline.run import Run, load
+from paceline.storage import new_folder, read_json, reading, write_json
+from paceline.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What ``compare`` returns.
+
+    Args:
+        runs: text of a strategy -> its runs, round by round; strategies in the order they were given.
+        baseline: the text of the strategy that the others are held against.
+        interrupted: whether Ctrl-C ended it; the round it hit is complete for the first strategies only.
+    """
+
+    runs: Mapping[str, Sequence[Run]]
+    baseline: str
+    interrupted: bool = False
+
+    @property
+    def strategies(self) -> list[str]:
+        """The strategies' texts, in the order they were given."""
+        return list(self.runs)
+
+    @cached_property
+    def mean(self) -> dict[str, dict[str, Any]]:
+        """The mean over rounds of each strategy's summary."""
+        return {text: mean_summary([run.summary for run in runs]) for text, runs in self.runs.items()}
+
+    @cached_property
+    def difference(self) -> dict[str, dict[str, Estimate | None]]:
+        """Strategy minus baseline, for each strategy but the baseline."""
+        return self.against(self.baseline)
+
+    def against(self, baseline: str) -> dict[str, dict[str, Estimate | None]]:
+        """Strategy minus ``baseline`` of test accuracy, test loss and training loss, each averaged over the whole
+        interval (the paper's measure), mean over the rounds that both have made."""
+        summaries = {text: [run.summary for run in runs] for text, runs in self.runs.items()}
+        return {t: difference(s, summaries[baseline]) for t, s in summaries.items() if t != baseline}
+
+    def table(self, baseline: str | None = None) -> str:
+        """The results as text, one line a strategy.
+
+        Args:
+            baseline: hold the others against this strategy instead.
+
+        Raises:
+            InputError: the baseline is none of the strategies.
+        """
+        chosen = self.baseline if baseline is None else find_baseline(baseline, self.strategies)
+        rounds = {text: len(runs) for text, runs in self.runs.items()}
+        return table(self.mean, self.against(chosen), chosen, rounds)
+
+    def to_json(self) -> dict[str, Any]:
+        """What ``paceline compare --json`` prints."""
+        return {
+            "strategies": [
+                {"strategy": text, "rounds": [run.results() for run in runs], "mean": self.mean[text]}
+                for text, runs in self.runs.items()
+            ],
+            "baseline": self.baseline,
+            "difference": {
+                text: {measure: estimate and asdict(estimate) for measure, estimate in measures.items()}
+                for text, measures in self.difference.items()
+            },
+        }
+
+    def save(self, path: str | Path, *, tensorboard: bool = False) -> None:
+        """Write the comparison as a new folder, which appears whole or not at all.
+
+        Raises:
+            InputError: the folder exists or can't be made, or tensorboard is not installed.
+        """
+        with new_folder(path) as folder:
+            write_json(folder / "comparison.json", self.to_json())
+            for index, (text, runs) in enumerate(self.runs.items()):
+                for number, run in enumerate(runs):
+                    run.save(folder / _place(index, text, number), tensorboard=tensorboard)
+
+
+def load_comparison(path: str | Path, program: Program | None = None) -> Comparison:
+    """Read a saved comparison; with its program, the runs have their models.
+
+    Raises:
+        InputError: a file is missing or damaged; names it.
+    """
+    file = Path(path) / "comparison.json"
+    saved = read_json(file)
+    with reading(file):
+        rounds = [(str(entry["strategy"]), len(entry["rounds"])) for entry in saved["strategies"]]
+        baseline = find_baseline(saved["baseline"], [text for text, _ in rounds])
+    runs = {
+        text: [load(Path(path) / _place(index, text, number), program) for number in range(count)]
+        for index, (text, count) in enumerate(rounds)
+    }
+    return Comparison(runs, baseline)
+
+
+def find_baseline(text: str, strategies: Sequence[str]) -> str:
+    """The one of ``strategies`` that ``text`` means; raises InputError, with the nearest one, where there is none."""
+    if text in strategies:
+        return text
+    with suppress(InputError):
+        text = str(Strategy.parse(text))
+    if text not in strategies:
+        raise unknown("baseline", text, strategies)
+    return text
+
+
+def _place(index: int, text: str, number: int) -> str:
+    return f"{index}-{slug(text)}/round-{number}"
+
+
+def slug(text: str) -> str:
+    """A strategy as a short name for a folder.
+
+    >>> slug("replicas=8 aggregation=smooth-switch:every=500")
+    'replicas-8-aggregation-smooth-switch-every-500'
+    """
+    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "strategy"

@@ -1,0 +1,1 @@
+"""Words and arithmetic that every other part uses. No torch."""

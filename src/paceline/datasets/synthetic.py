@@ -1,0 +1,51 @@
+"""Random classification problems, as in the Smooth Switch paper (arXiv 2407.00101, section 6)."""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.datasets.files import no_files
+from paceline.datasets.models import mlp
+from paceline.program import Program
+
+FEATURES, CLASSES = 20, 10
+_CLUSTERS = 2
+"""Per class; with one, a linear model would do."""
+
+
+def synthetic(*, data: Path | None, seed: int, samples: int = 10_000) -> Program:
+    """20 features, 10 classes, split 80:20, under a 20-64-10 perceptron; SGD, learning rate 0.01, batch 32.
+
+    The paper does not say how it drew its samples. Here each class is two clusters; their centres are drawn from the
+    standard normal distribution in each feature, and samples from one around their cluster's centre.
+
+    Args:
+        data: must be None, for nothing is read.
+        seed: of the samples, of A_0 and of the data order. ``seeded`` changes the last two: the samples stay.
+        samples: how many, training and test set together; at least 5.
+
+    Raises:
+        InputError: where ``data`` is given.
+    """
+    no_files("synthetic", data)
+    inputs, targets = _drawn(seed, samples)
+    split = samples * 4 // 5
+    return Program(
+        model=functools.partial(mlp, FEATURES, 64, CLASSES),
+        loss=torch.nn.functional.cross_entropy,
+        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+        train=(inputs[:split], targets[:split]),
+        test=(inputs[split:], targets[split:]),
+        batch_size=32,
+        seed=seed,
+        name="synthetic",
+    )
+
+
+def _drawn(seed: int, samples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed % 2**63)  # One out of range is refused by Program.
+    centres = torch.randn(CLASSES * _CLUSTERS, FEATURES, generator=generator)
+    cluster = torch.randint(len(centres), (samples,), generator=generator)
+    return centres[cluster] + torch.randn(samples, FEATURES, generator=generator), cluster % CLASSES

@@ -1,0 +1,1 @@
+"""Where A lives: engines that carry any replica under any policy."""

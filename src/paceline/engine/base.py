@@ -1,0 +1,122 @@
+"""What an engine is given, and what it gives back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from paceline.clock.delay import Delay
+from paceline.clock.times import Times
+from paceline.core.records import Account, Record
+from paceline.core.types import Seconds
+from paceline.program import Program
+from paceline.strategy import Strategy
+from paceline.trace.spans import Span
+
+BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
+OnNonFinite: TypeAlias = Literal["stop", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """A bound on a history field that ends the run once a record meets it: ``test_accuracy>=0.97``."""
+
+    field: str
+    above: bool
+    bound: float
+
+    def met(self, record: Record) -> bool:
+        """Whether the record meets it; a field that was not scored does not."""
+        value = record.row().get(self.field)
+        return value is not None and (value >= self.bound if self.above else value <= self.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How long a run may take, and when it is scored, both in one unit."""
+
+    unit: BudgetUnit
+    amount: float | None
+    """None: until the condition is met."""
+    evaluate_every: float
+    until: Condition | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run, checked and resolved: the aggregation knows P and the learning rate, the program its metrics."""
+
+    program: Program
+    strategy: Strategy
+    budget: Budget
+    running_buffers: tuple[str, ...] = ()
+    """Names of the buffers that a training step writes; they travel with Δ and A."""
+    delay: Delay | None = None
+    times: Times | None = None
+    """Of the virtual engine."""
+    trace: bool = False
+    on_nonfinite: OnNonFinite = "stop"
+    timeout_s: Seconds = 60.0
+    loop: Callable[[Any], None] | None = None
+    """The user's own loop; absent: one step per batch."""
+    out: Path | None = None
+    """Where ``workers.json`` lies while the run lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The run as it stands, for a live display."""
+
+    phase: Literal["starting", "training", "scoring"]
+    fraction: float | None
+    """Of the budget, 0 to 1; None where there is no bound."""
+    time_s: Seconds = 0.0
+    updates: int = 0
+    gradients: int = 0
+    threshold: int = 1
+    staleness_mean: float | None = None
+    loss: float | None = None
+    """Mean loss of the Δs that arrived lately."""
+    record: Record | None = None
+    """The newest scored record."""
+
+
+Watcher: TypeAlias = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gives back."""
+
+    state: Mapping[str, Tensor]
+    """The trained parameters and buffers by full name, on the CPU."""
+    model: nn.Module
+    history: Sequence[Record]
+    account: Account
+    spans: Sequence[Span]
+
+
+class Engine(ABC):
+    """Carries jobs, one at a time; may keep what is dear to start (a fork server) until it is closed."""
+
+    name: str
+
+    @abstractmethod
+    def refuse(self, job: Job) -> None:
+        """Raise InputError, naming both parties and the line to write instead, where it can't carry this job."""
+
+    @abstractmethod
+    def run(self, job: Job, watch: Watcher) -> Outcome:
+        """Carry a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set."""
+
+    def close(self) -> None:  # noqa: B027 (an engine may have nothing to close)
+        """Let go of all that outlives a run."""
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,113 @@
+"""Scores a snapshot of A: losses and metrics on the test set and on a fixed sample of the training set."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from paceline.core.records import Record
+from paceline.core.types import Seconds
+from paceline.program import Data, Program, call, is_source, length
+from paceline.replica.batches import Fetch, fetcher
+from paceline.replica.state import State, write
+
+TRAIN_SAMPLE = 2048
+"""How many training samples the training loss is taken on, the same ones for every strategy and round."""
+
+CHUNK = 1024
+"""Samples in one forward pass."""
+
+_TAG = int.from_bytes(b"training sample")
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The counts of a run when a snapshot was taken; with scores it becomes a record."""
+
+    time_s: Seconds
+    updates: int
+    gradients: int
+    threshold: int
+    staleness_mean: float | None
+    recent_loss: float | None
+    """Mean loss of the Δs that arrived lately: the training loss where there is no training set to sample."""
+
+
+class Scorer:
+    """Scores states of one program.
+
+    Args:
+        program: gives the data, loss and metrics (resolved: not None).
+        module: an instance of the model that the scorer may use up.
+    """
+
+    def __init__(self, program: Program, module: nn.Module) -> None:
+        self._program, self._module = program, module.eval()
+        self._metrics = dict(program.metrics or {})
+        self._test = _whole(program.test, program.loader) if program.test is not None else []
+        self._train = [] if is_source(program.train) else _sample(cast(Data, program.train), program.loader)
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, with the values scored last."""
+        return self._module
+
+    def score(self, state: State, moment: Moment) -> Record:
+        """The record of one snapshot."""
+        write(self._module, state)
+        train = self._mean(self._train, {}).get("loss", moment.recent_loss)
+        test = self._mean(self._test, self._metrics)
+        return Record(
+            time_s=moment.time_s,
+            updates=moment.updates,
+            gradients=moment.gradients,
+            threshold=moment.threshold,
+            staleness_mean=moment.staleness_mean,
+            train_loss=train,
+            test_loss=test.pop("loss", None),
+            test_accuracy=test.pop("accuracy", None),
+            test_metrics=test,
+        )
+
+    @torch.no_grad()
+    def _mean(self, chunks: "list[_Chunk]", metrics: Mapping[str, object]) -> dict[str, float]:
+        """Means over all samples of the chunks, by name; what is not finite is left as it is."""
+        sums: dict[str, float] = {}
+        count = 0
+        for chunk in chunks:
+            inputs, targets = chunk.fetch(chunk.indices)
+            with self._program.autocast("cpu"):
+                output = call(self._module, inputs)
+                values = {"loss": self._program.loss(output, targets)}
+            for name in metrics:
+                values[name] = self._metrics[name](output, targets)
+            for name, value in values.items():
+                sums[name] = sums.get(name, 0.0) + float(value) * len(chunk.indices)
+            count += len(chunk.indices)
+        return {name: total / count if math.isfinite(total) else total for name, total in sums.items()}
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    fetch: Fetch
+    indices: NDArray[np.int64]
+
+
+def _whole(data: Data, loader: Mapping[str, object]) -> list[_Chunk]:
+    return list(_chunks(data, loader, np.arange(length(data))))
+
+
+def _sample(data: Data, loader: Mapping[str, object]) -> list[_Chunk]:
+    chosen = np.random.default_rng(_TAG).permutation(length(data))[:TRAIN_SAMPLE]
+    return list(_chunks(data, loader, np.sort(chosen)))
+
+
+def _chunks(data: Data, loader: Mapping[str, object], indices: NDArray[np.int64]) -> Iterator[_Chunk]:
+    fetch = fetcher(data, loader)
+    for start in range(0, len(indices), CHUNK):
+        yield _Chunk(fetch, indices[start : start + CHUNK])

@@ -1,0 +1,114 @@
+"""What every engine does first: A_0, the data order, each replica's share of the budget, its replicas."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline.aggregation.base import Accumulated, Aggregation, Change, Delta, Distance, Gradient
+from paceline.core.order import Order
+from paceline.core.types import ReplicaId
+from paceline.engine.allowance import Allowance, Epochs, Steps, Unbounded
+from paceline.engine.base import Job
+from paceline.engine.points import Meter
+from paceline.program import Data, Program, is_source, length
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Batch, Replica, micro_steps
+from paceline.replica.batches import stream
+from paceline.replica.own_steps import OwnSteps
+from paceline.replica.single import Single
+from paceline.replica.state import Layout, State, read
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A job unfolded; every process of a run unfolds the same one."""
+
+    job: Job
+    order: Order | None
+    """None where the data come from the user's function."""
+    delta: Delta
+    """What one push carries, accumulation included."""
+
+    @classmethod
+    def of(cls, job: Job) -> "Setup":
+        return cls(job, order_of(job), delta_of(job))
+
+    @property
+    def policy(self) -> Aggregation[Any]:
+        return self.job.strategy.aggregation
+
+    @property
+    def replicas(self) -> int:
+        return self.job.strategy.replicas
+
+    @property
+    def owns_steps(self) -> bool:
+        """Whether replicas walk by themselves, with parameters and optimizers of their own."""
+        return isinstance(self.delta, (Change, Distance))
+
+    @property
+    def per_step(self) -> int:
+        """Micro-steps in one step of a replica: all of an accumulated gradient's, one of its own optimizer's."""
+        return self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
+
+    def allowance(self) -> Allowance:
+        """What each replica may spend."""
+        budget, each = self.job.budget, micro_steps(self.delta)
+        if budget.amount is None or budget.unit == "seconds":
+            return Unbounded(each)
+        if budget.unit == "steps":
+            return Steps(int(budget.amount), self.replicas, each, self.per_step)
+        assert self.order is not None, "epochs of a data source were not refused"
+        return Epochs(budget.amount, self.order, each, self.order.samples)
+
+    def meter(self) -> Meter:
+        """How the budget's use is measured."""
+        if self.job.budget.unit == "epochs":
+            assert self.order is not None, "epochs of a data source were not refused"
+            return Meter("epochs", self.order.samples)
+        return Meter(self.job.budget.unit, self.replicas * self.per_step)
+
+    def batches(self, replica: ReplicaId) -> Iterator[Batch]:
+        """The endless data of one replica."""
+        return stream(self.job.program, self.order, replica, self.replicas)
+
+    def replica(self, replica: ReplicaId, module: nn.Module, layout: Layout) -> Replica:
+        """The Δ of one replica, for every policy whose replicas do not share A."""
+        autograd = Autograd(self.job.program, module, layout, replica, self.device(replica))
+        if isinstance(self.delta, (Gradient, Accumulated)):
+            return Single(autograd, micro_steps(self.delta))
+        distance = isinstance(self.delta, Distance)
+        return OwnSteps(self.job.program, autograd, self.policy.adopt, distance=distance)
+
+    def device(self, replica: ReplicaId) -> str:
+        """Where a replica computes: GPUs are dealt round robin."""
+        if self.job.strategy.device != "cuda":
+            return self.job.strategy.device
+        return f"cuda:{replica % torch.cuda.device_count()}"
+
+
+def order_of(job: Job) -> Order | None:
+    """The data order of a job."""
+    program, strategy = job.program, job.strategy
+    if is_source(program.train):
+        return None
+    batch_size = program.per_replica_batch(strategy.replicas, strategy.accumulate)
+    samples = length(cast(Data, program.train))
+    return Order(samples, batch_size, strategy.replicas, program.seed, strategy.partition)
+
+
+def delta_of(job: Job) -> Delta:
+    """What a push carries: the policy's Δ, accumulated where the strategy says so."""
+    delta = job.strategy.aggregation.delta
+    if isinstance(delta, Gradient) and job.strategy.accumulate > 1:
+        return Accumulated(job.strategy.accumulate)
+    return delta
+
+
+def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.Module, State]:
+    """The module as the program makes it, and A_0 read from it."""
+    module = program.build()
+    return module, read(module, Layout.of(module, running_buffers).new())

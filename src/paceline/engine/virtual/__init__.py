@@ -1,0 +1,1 @@
+"""One process, a discrete-event clock: gradients are real, time is simulated."""

@@ -1,0 +1,124 @@
+"""Attempts: Δs that replicas are at work on, computed when they are needed and not before.
+
+When an attempt begins, the A that it read and the batches that it will see are fixed, so its Δ may be computed at any
+time later. Most policies look at nothing but the order of arrivals; their Δs are computed when an update needs them,
+and those that are discarded or cancelled never.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias, cast
+
+from paceline.core.errors import NonFiniteError
+from paceline.core.order import Order
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.program import Data, Program
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.batches import EMPTY, fetcher
+from paceline.replica.state import State
+from paceline.step import step
+
+
+@dataclass(eq=False, slots=True)
+class Attempt:
+    """One Δ under way; towards the replica that computes it, it is the server."""
+
+    replica: ReplicaId
+    clock: Clock
+    version: Version
+    read: State
+    """The A that it reads: shared with all that read this version, never written."""
+    first_micro_step: Clock
+    micro_steps: int
+    began_s: Seconds = 0.0
+    arrives_s: Seconds = 0.0
+    void: bool = False
+    """Cancelled: it will not arrive."""
+    out: State | None = field(default=None, repr=False)
+    measured: Measured | None = None
+
+    def pull(self) -> State:
+        return self.read
+
+    def slot(self) -> State:
+        self.out = self.read.layout.new()
+        return self.out
+
+    def push(self, measured: Measured) -> None:
+        self.measured = measured
+
+
+BatchAt: TypeAlias = Callable[[ReplicaId, int], Batch]
+"""(replica, k) -> the k-th batch of that replica, k = 0, 1, ..."""
+
+
+class Computer:
+    """Computes Δs one at a time.
+
+    Args:
+        make: the replica of an id.
+        batch_at: the data.
+        stop: whether a Δ that is not finite ends the run.
+    """
+
+    rule = "one at a time"
+
+    def __init__(self, make: Callable[[ReplicaId], Replica], batch_at: BatchAt, *, stop: bool) -> None:
+        self._make, self._batch_at, self._stop = make, batch_at, stop
+        self._replicas: dict[ReplicaId, Replica] = {}
+
+    def begin(self, attempt: Attempt) -> None:
+        """An attempt has begun."""
+
+    def forget(self, attempt: Attempt) -> None:
+        """Its Δ will not be needed."""
+
+    def compute(self, attempt: Attempt) -> State:
+        """Its Δ."""
+        if attempt.measured is None:
+            first = attempt.first_micro_step
+            self.walk(attempt, (self._batch_at(attempt.replica, first + i) for i in range(attempt.micro_steps)))
+        assert attempt.out is not None
+        return attempt.out
+
+    def walk(self, attempt: Attempt, batches: Iterable[Batch]) -> list[float]:
+        """Compute it on these batches; returns their losses."""
+        replica = self._replicas.get(attempt.replica)
+        if replica is None:
+            replica = self._replicas[attempt.replica] = self._make(attempt.replica)
+        losses = step(replica, attempt, batches, attempt.first_micro_step)
+        assert attempt.measured is not None
+        if self._stop:
+            refuse_nonfinite(attempt.measured, attempt.replica, attempt.clock)
+        return losses
+
+
+def ordered_batches(program: Program, order: Order) -> BatchAt:
+    """The batches of a data set with an order, any at any time."""
+    fetch = fetcher(cast(Data, program.train), program.loader)
+
+    def batch_at(replica: ReplicaId, k: int) -> Batch:
+        indices = order.batch(replica, k)
+        return Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
+
+    return batch_at
+
+
+def streamed_batches(source: Callable[[ReplicaId], Iterator[Batch]]) -> BatchAt:
+    """The batches of streams, which only run forwards: what is not asked for is passed over."""
+    streams: dict[ReplicaId, Iterator[tuple[int, Batch]]] = {}
+
+    def batch_at(replica: ReplicaId, k: int) -> Batch:
+        stream = streams.setdefault(replica, enumerate(source(replica)))
+        return next(batch for i, batch in stream if i == k)
+
+    return batch_at
+
+
+def refuse_nonfinite(measured: Measured, replica: ReplicaId, clock: Clock) -> None:
+    """Raise NonFiniteError where a Δ is not finite."""
+    if not measured.finite:
+        raise NonFiniteError(
+            f"the Δ of replica {replica} at its step {clock} is not finite (loss {measured.loss:g}); lower the "
+            "learning rate, set clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
+        )

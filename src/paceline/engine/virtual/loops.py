@@ -1,0 +1,119 @@
+"""Users' own loops in virtual time: each runs in a thread, and only one thread runs at a time.
+
+A baton goes to and fro between the engine and the thread of one replica::
+
+    engine   --- go(loss of the step before) --->   thread: user's code, up to its next worker.step(batch)
+    engine   <-------------- batch --------------   thread: waits inside worker.step
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from paceline.core.errors import WorkerError
+from paceline.core.types import ReplicaId
+from paceline.engine.worker import TrainingEnded, Worker
+from paceline.replica.base import Batch
+from paceline.replica.batches import as_batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Go:
+    loss: float
+    on: bool
+
+
+class _Finished:
+    """The loop has returned."""
+
+
+class LoopWorker(Worker):
+    """The worker that a user's loop sees."""
+
+    def __init__(self, replica: ReplicaId, replicas: int, source: Iterator[Batch]) -> None:
+        super().__init__(replica, replicas)
+        self._source = source
+        self.to_loop: SimpleQueue[_Go] = SimpleQueue()
+        self.to_engine: SimpleQueue[Batch | _Finished | BaseException] = SimpleQueue()
+        self._on: bool | None = None
+
+    @property
+    def going(self) -> bool:
+        if self._on is None:
+            self._on = self.to_loop.get().on
+        return self._on
+
+    def batches(self) -> Iterator[Batch]:
+        while self.going:
+            yield next(self._source)
+
+    def step(self, batch: Any) -> float:
+        if not self.going:
+            raise TrainingEnded
+        self.to_engine.put(as_batch(batch))
+        answer = self.to_loop.get()
+        self._on = answer.on
+        return answer.loss
+
+
+class Loops:
+    """All loops of a run.
+
+    Args:
+        loop: the user's.
+        replicas: P.
+        source: the data of a replica.
+    """
+
+    def __init__(
+        self, loop: Callable[[Any], None], replicas: int, source: Callable[[ReplicaId], Iterator[Batch]]
+    ) -> None:
+        self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
+        self._losses = [float("nan")] * replicas
+        self._threads = [threading.Thread(target=_carry, args=(loop, w), daemon=True) for w in self._workers]
+        self._live = set(range(replicas))
+        for thread in self._threads:
+            thread.start()
+
+    def next(self, replica: ReplicaId) -> Batch | None:
+        """Let a loop run up to its next step; None: it has returned."""
+        return self._turn(replica, on=True)
+
+    def took(self, replica: ReplicaId, loss: float) -> None:
+        """What that step's loss was; the loop learns it at its next turn."""
+        self._losses[replica] = loss
+
+    def dismiss(self, replica: ReplicaId) -> None:
+        """Tell a loop that training has ended for it, and let it run to its end."""
+        while replica in self._live and self._turn(replica, on=False) is not None:
+            pass
+
+    def close(self) -> None:
+        """Dismiss all that still run."""
+        for replica in sorted(self._live):
+            self.dismiss(replica)
+
+    def _turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
+        worker = self._workers[replica]
+        worker.to_loop.put(_Go(self._losses[replica], on))
+        answer = worker.to_engine.get()
+        if isinstance(answer, Batch):
+            return answer
+        self._live.discard(replica)
+        self._threads[replica].join()
+        if isinstance(answer, BaseException):
+            raise WorkerError(f"the loop of replica {replica} raised {type(answer).__name__}: {answer}") from answer
+        return None
+
+
+def _carry(loop: Callable[[Any], None], worker: LoopWorker) -> None:
+    try:
+        loop(worker)
+    except TrainingEnded:
+        worker.to_engine.put(_Finished())
+    except BaseException as error:
+        worker.to_engine.put(error)
+    else:
+        worker.to_engine.put(_Finished())

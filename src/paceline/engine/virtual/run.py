@@ -1,0 +1,282 @@
+"""One run in virtual time.
+
+::
+
+    replica r   |- pull -|-- compute --|- delay -|- push -|                            |- pull -|-- compute --
+    server                                          queue |- apply + K · gradient -|
+
+An event is the arrival of a Δ. The server takes arrivals one at a time in the order in which they came; what the
+policy decides for one is done before the next is looked at.
+"""
+
+import math
+from collections.abc import Iterator
+
+from paceline.aggregation.base import Apply, Arrival, Gradient
+from paceline.clock.events import EventQueue
+from paceline.clock.times import Times
+from paceline.core.errors import PacelineError
+from paceline.core.records import WorkerFigures
+from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.base import Job, Outcome, Watcher
+from paceline.engine.chronicle import Chronicle
+from paceline.engine.coordinator import Coordinator
+from paceline.engine.observe import Observer
+from paceline.engine.owner import Owner
+from paceline.engine.scoring import Scorer
+from paceline.engine.setup import Setup, first_state
+from paceline.engine.virtual.attempts import Attempt, Computer, ordered_batches, streamed_batches
+from paceline.engine.virtual.durations import Durations, lane, measure, span
+from paceline.engine.virtual.loops import Loops
+from paceline.engine.virtual.stacked import Stacked, stackable
+from paceline.replica.base import Batch, Replica
+from paceline.replica.state import State, write
+from paceline.trace.spans import SERVER, Span
+
+
+class _TimeUp(Exception):  # noqa: N818 (an end, not an error)
+    """The budget's last second has passed, or the condition is met."""
+
+
+class VirtualRun:
+    """One run; the hands of its coordinator."""
+
+    def __init__(self, job: Job, watch: Watcher) -> None:
+        self._job, self._watch = job, watch
+        self._setup = setup = Setup.of(job)
+        self._module, state = first_state(job.program, job.running_buffers)
+        self._owner = Owner(job.program, setup.policy, state)
+        self._observer = Observer(setup.policy, self._owner)
+        self._loops = Loops(job.loop, setup.replicas, setup.batches) if job.loop else None
+        self._computer = self._make_computer()
+        self._durations = self._make_durations()
+        self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
+        self._chronicle = Chronicle(setup, self._coordinator, state.digest())
+        self._scorer = Scorer(job.program, job.program.build())
+        self._eager = self._must_look()
+        self._end = job.budget.amount if job.budget.unit == "seconds" and job.budget.amount else math.inf
+        self._now: Seconds = 0.0
+        self._events: EventQueue[Attempt] = EventQueue()
+        self._lanes = [_Lane() for _ in range(setup.replicas)]
+        self._pushed: dict[tuple[ReplicaId, int], Attempt] = {}
+        self._snapshot: State | None = None
+        self._spans: list[Span] = []
+
+    def outcome(self) -> Outcome:
+        """Run to the end."""
+        interrupted = False
+        try:
+            self._coordinator.begin()
+            while not self._coordinator.idle:
+                self._turn()
+        except _TimeUp:
+            self._now = self._end
+        except KeyboardInterrupt:
+            interrupted = True
+        if self._loops is not None:
+            self._loops.close()
+        self._coordinator.finish()
+        if not self._chronicle.stands_at(self._now):
+            self._score(self._now)
+        return self._result(interrupted)
+
+    def _turn(self) -> None:
+        if not self._events:
+            raise PacelineError(
+                f"{self._setup.policy} lets nobody go on: replicas {sorted(self._coordinator.present)} all wait; "
+                "its arrived() must Release those who wait"
+            )
+        start = max(self._events.next_s, self._now)
+        self._score_before(start)
+        if start > self._end:
+            raise _TimeUp
+        attempt = self._events.pop()
+        if attempt.void:
+            return
+        self._now = start
+        self._arrive(attempt)
+        if self._job.budget.unit != "seconds" and self._chronicle.point_reached(start):
+            self._score(self._now)
+
+    def _arrive(self, attempt: Attempt) -> None:
+        mine = self._lanes[attempt.replica]
+        mine.attempt, mine.arrived_s = None, attempt.arrives_s
+        self._pushed[attempt.replica, attempt.clock] = attempt
+        if self._eager and attempt.measured is None:
+            self._computer.compute(attempt)
+        if attempt.measured is not None:
+            self._chronicle.heard(attempt.measured)
+        self._coordinator.arrived(self._arrival(attempt))
+
+    def _arrival(self, attempt: Attempt) -> Arrival:
+        measured = attempt.measured if self._eager else None
+        return Arrival(
+            replica=attempt.replica,
+            version=attempt.version,
+            clock=attempt.clock,
+            samples=measured.samples if measured else self._samples(attempt),
+            time_s=self._now,
+            finite=measured.finite if measured else True,
+            loss=measured.loss if measured and measured.samples else None,
+            observed=self._observer.observe(attempt.out, self._now),
+        )
+
+    def _samples(self, attempt: Attempt) -> int:
+        assert self._setup.order is not None, "Δs of a data source are computed as they arrive"
+        first = attempt.first_micro_step
+        return sum(self._setup.order.size(attempt.replica, first + i) for i in range(attempt.micro_steps))
+
+    # ------------------------------------------------------------------------------------------ hands: what is decided
+
+    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+        mine = self._lanes[replica]
+        if self._snapshot is None:
+            self._snapshot = self._owner.state.clone()
+        version = self._coordinator.version
+        attempt = Attempt(replica, mine.clock + 1, version, self._snapshot, mine.micro_clock, micro_steps)
+        if self._loops is not None and not self._walk(attempt, self._loops):
+            self._coordinator.retire(replica)
+            return
+        drawn = self._durations.draw(replica, attempt.micro_steps)
+        attempt.arrives_s = self._now + drawn.total
+        if self._job.trace:
+            self._spans += lane(replica, attempt.clock, mine.arrived_s, self._now, drawn)
+        mine.begin(attempt, drawn.busy, self._now + drawn.pull, self._end)
+        self._computer.begin(attempt)
+        self._events.push(attempt.arrives_s, attempt)
+
+    def _walk(self, attempt: Attempt, loops: Loops) -> bool:
+        """Let the user's loop make this attempt's steps; whether it made any."""
+        first = loops.next(attempt.replica)
+        if first is None:
+            return False
+        self._computer.walk(attempt, _followed(loops, attempt, first))
+        return True
+
+    def apply(self, action: Apply) -> None:
+        began = self._now
+        self._now += self._durations.update(len(action.deltas))
+        self._score_before(self._now)
+        if self._now > self._end:
+            raise _TimeUp
+        self._owner.apply(((self._used(a), weight) for a, weight in action.deltas), action.rate)
+        self._snapshot = None
+        self._observer.applied(self._now - began)
+        if self._job.trace and self._now > began:
+            self._spans.append(span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
+
+    def _used(self, arrival: Arrival) -> State:
+        attempt = self._pushed.pop((arrival.replica, arrival.clock))
+        out = self._computer.compute(attempt)
+        if not self._eager and attempt.measured is not None:
+            self._chronicle.heard(attempt.measured)
+        return out
+
+    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
+        for arrival in arrivals:
+            self._computer.forget(self._pushed.pop((arrival.replica, arrival.clock)))
+
+    def cancel(self, replica: ReplicaId) -> None:
+        mine = self._lanes[replica]
+        if mine.attempt is not None:
+            mine.attempt.void = True
+            self._computer.forget(mine.attempt)
+            mine.stop(self._now, self._end)
+        self._coordinator.cancelled(replica)
+
+    def dismiss(self, replica: ReplicaId) -> None:
+        if self._loops is not None:
+            self._loops.dismiss(replica)
+
+    # --------------------------------------------------------------------------------------------------------- scoring
+
+    def _score_before(self, time_s: Seconds) -> None:
+        """Score the points of a budget in seconds that lie before ``time_s``."""
+        if self._job.budget.unit != "seconds":
+            return
+        points = self._chronicle.points
+        while points.next < time_s and points.next <= self._end * (1 + 1e-12):
+            self._score(min(points.step_over(), self._end))
+
+    def _score(self, time_s: Seconds) -> None:
+        record = self._scorer.score(self._owner.state, self._chronicle.moment(time_s))
+        met = self._chronicle.record(record)
+        self._watch(self._chronicle.progress("training", time_s))
+        if met and self._end > time_s:
+            self._end = time_s
+            raise _TimeUp
+
+    # ----------------------------------------------------------------------------------------------- the end, the start
+
+    def _result(self, interrupted: bool) -> Outcome:
+        workers = [WorkerFigures(r, 0, 0, m.clock, m.busy_s, None, None, None, None) for r, m in enumerate(self._lanes)]
+        notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
+        if self._durations.measured_s is not None:
+            notes["compute_measured_s"] = self._durations.measured_s
+        account = self._chronicle.account(self._now, workers, (), notes, interrupted=interrupted)
+        model = write(self._job.program.build(), self._owner.state)
+        spans = [s for s in self._spans if s.start_ns < self._now * 1e9]
+        return Outcome(model.state_dict(), model, self._chronicle.history, account, spans)
+
+    def _must_look(self) -> bool:
+        """Whether Δs are computed as they arrive rather than when an update needs them."""
+        job, setup = self._job, self._setup
+        asked = "loss" in setup.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
+        return asked or setup.owns_steps or setup.order is None or bool(job.program.loader.get("num_workers"))
+
+    def _make_computer(self) -> Computer:
+        job, setup = self._job, self._setup
+        layout, stop, order = self._owner.state.layout, job.on_nonfinite == "stop", setup.order
+
+        def make(replica: ReplicaId) -> Replica:
+            return setup.replica(replica, self._module, layout)
+
+        if order is None or job.program.loader.get("num_workers"):
+            return Computer(make, streamed_batches(setup.batches), stop=stop)
+        batch_at = ordered_batches(job.program, order)
+        plain = isinstance(setup.delta, Gradient) and self._loops is None
+        if plain and stackable(job.program, self._module, layout, order):
+            return Stacked(job.program, self._module, layout, order, make, batch_at, stop=stop)
+        return Computer(make, batch_at, stop=stop)
+
+    def _make_durations(self) -> Durations:
+        times = self._job.times or Times()
+        measured_s = None
+        if times.compute == "measured":
+            measured_s = measure(self._setup, self._job.program.build(), self._owner.state)
+        return Durations(self._setup, times, measured_s)
+
+
+class _Lane:
+    """One replica's place in time."""
+
+    def __init__(self) -> None:
+        self.clock = self.micro_clock = 0
+        self.busy_s: Seconds = 0.0
+        self.attempt: Attempt | None = None
+        self.arrived_s: Seconds | None = None
+        self._work = (0.0, 0.0)
+
+    def begin(self, attempt: Attempt, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
+        """An attempt has begun, which is at work for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
+        self.clock, self.micro_clock = attempt.clock, self.micro_clock + attempt.micro_steps
+        self.attempt = attempt
+        self._work = from_s, from_s + busy_s
+        self.busy_s += max(0.0, min(self._work[1], end_s) - from_s)
+
+    def stop(self, at_s: Seconds, end_s: Seconds) -> None:
+        """It was cancelled: what it would still have worked is taken back."""
+        from_s, to_s = self._work
+        self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
+        self.attempt, self.arrived_s = None, at_s
+
+
+def _followed(loops: Loops, attempt: Attempt, first: Batch) -> Iterator[Batch]:
+    """The batches of a loop's attempt; fewer than were granted where the loop ends before."""
+    yield first
+    for done in range(1, attempt.micro_steps):
+        batch = loops.next(attempt.replica)
+        if batch is None:
+            attempt.micro_steps = done
+            return
+        yield batch

@@ -1,0 +1,1 @@
+"""Figures: pure functions of what a run left behind."""

@@ -1,0 +1,119 @@
+"""``run.summary``: one flat dict of figures, units in the names, ready for JSON."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from paceline.core.records import Account, Record, WorkerFigures
+from paceline.metrics.averages import interval_mean, weighted_mean
+
+Row = Mapping[str, Any]
+
+
+def summarize(account: Account, history: Sequence[Record], *, host: bool) -> dict[str, Any]:
+    """The figures of one run, in a fixed order.
+
+    ``steps`` are those of the replica that made most; rates are per second of training time; ``utilisation`` is
+    busy / total time per worker. ``payload_bytes_per_step`` is what all workers send and receive while each makes one
+    step, ``payload_formula_bytes_per_step`` the sources' 2·|A|·P·b for it. ``train_loss``, ``test_loss``,
+    ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the interval of the
+    history, by the trapezoid rule. What was not measured, or is not finite, is None. Nothing is rounded.
+
+    Args:
+        account: what happened.
+        history: in order of time.
+        host: whether time and memory are those of a real machine; without it ``step_time_s``, payload, memory and
+            parameter bytes are left out.
+    """
+    rows = [record.row() for record in history]
+    figures = _counts(account) | _rates(account) | _workers(account, host=host) | _staleness(account)
+    if host:
+        figures |= _bytes(account.workers)
+    figures |= _scores(rows)
+    figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
+    return {key: json_safe(value) for key, value in figures.items()}
+
+
+def json_safe(value: Any) -> Any:
+    """The value with what JSON has no word for (NaN, infinities) as None, at any depth.
+
+    >>> json_safe({"loss": [1.5, float("nan")], "note": "inf"})
+    {'loss': [1.5, None], 'note': 'inf'}
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_safe(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(part) for part in value]
+    return value
+
+
+def _counts(account: Account) -> dict[str, Any]:
+    return {
+        "steps": max((w.steps for w in account.workers), default=0),
+        "updates": account.updates,
+        "gradients": account.gradients,
+        "applied": account.applied,
+        "discarded": account.discarded,
+        "cancelled": account.cancelled,
+        "nonfinite": account.nonfinite,
+        "seconds": account.seconds,
+    }
+
+
+def _rates(account: Account) -> dict[str, Any]:
+    def per_second(count: int) -> float | None:
+        return count / account.seconds if account.seconds > 0 else None
+
+    return {
+        "samples_per_s": per_second(account.samples),
+        "updates_per_s": per_second(account.updates),
+        "gradients_per_s": per_second(account.gradients),
+    }
+
+
+def _workers(account: Account, *, host: bool) -> dict[str, Any]:
+    times = [w.step_time_s for w in account.workers if w.step_time_s is not None]
+    step_time = {"step_time_s": median(times) if times else None} if host else {}
+    seconds = account.seconds
+    return step_time | {"utilisation": [w.busy_s / seconds if seconds > 0 else None for w in account.workers]}
+
+
+def _staleness(account: Account) -> dict[str, Any]:
+    histogram = sorted(account.staleness.items())
+    return {
+        "staleness_mean": weighted_mean(histogram),
+        "staleness_max": histogram[-1][0] if histogram else None,
+        "staleness": {str(staleness): count for staleness, count in histogram},
+    }
+
+
+def _bytes(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
+    return {
+        "payload_bytes_per_step": _total(workers, _per_step),
+        "payload_formula_bytes_per_step": _total(workers, lambda w: w.parameter_bytes, 2),
+        "peak_memory_bytes": [w.peak_memory_bytes for w in workers],
+        "parameter_bytes": [w.parameter_bytes for w in workers],
+    }
+
+
+def _per_step(worker: WorkerFigures) -> float | None:
+    return None if worker.payload_bytes is None or not worker.steps else worker.payload_bytes / worker.steps
+
+
+def _total(
+    workers: Sequence[WorkerFigures], figure: Callable[[WorkerFigures], float | None], factor: int = 1
+) -> float | None:
+    measured = [v for v in map(figure, workers) if v is not None]
+    return factor * sum(measured) if measured else None
+
+
+def _scores(rows: Sequence[Row]) -> dict[str, Any]:
+    fixed = ["train_loss", "test_loss", "test_accuracy"]
+    others = sorted({key for row in rows for key in row if key.startswith("test_")} - set(fixed))
+    names = fixed + others
+    times = [row["time_s"] for row in rows]
+    last = {name: rows[-1].get(name) if rows else None for name in names}
+    return last | {f"{name}_mean": interval_mean(times, [row.get(name) for row in rows]) for name in names}

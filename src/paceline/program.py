@@ -1,0 +1,224 @@
+"""What is trained: the model, its loss, its optimizer and its data; nothing about how it is split or paced."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline.core.errors import InputError
+
+Tree: TypeAlias = Any
+"""A tensor, or tuples, lists and dicts of trees."""
+
+LossFunction: TypeAlias = Callable[[Tree, Tree], Tensor]
+BatchSource: TypeAlias = Callable[[int, int, int], Iterable[tuple[Tree, Tree]]]
+"""(replica, replicas, seed) -> batches of (input, target): data that no one machine holds."""
+Data: TypeAlias = Dataset[Any] | tuple[Tree, Tree]
+Precision: TypeAlias = Literal["fp32", "bf16"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One training job, the same under every strategy.
+
+    Args:
+        model: makes the module; called under ``seed``, so every strategy starts from the same A_0.
+        loss: (output, target) -> scalar, the mean over the batch.
+        optimizer: parameters -> torch optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.01)``.
+        train: a map-style dataset of (input, target), a pair of tensors (inputs, targets) with samples along the first
+            dim, or a function (replica, replicas, seed) -> iterable of batches.
+        test: as ``train``, a dataset or a pair; absent where nothing is to be scored on unseen data.
+        batch_size: samples per replica and micro-step; 32 where neither it nor ``global_batch_size`` is given.
+        global_batch_size: samples per update over all replicas and accumulated micro-steps.
+        seed: of A_0, of the data order, of dropout and delays.
+        scheduler: optimizer -> LRScheduler, stepped once per update of A.
+        clip_norm: bound on the Euclidean norm of each combined Δ; absent: no clipping.
+        precision: "bf16" runs forward and loss under autocast; A stays as the model made it.
+        metrics: name -> (output, target) -> mean over the batch. Absent: ``accuracy`` where the output is one row of
+            class scores per integer target, else none.
+        loader: keyword arguments for torch's DataLoader (``num_workers``, ``collate_fn``, ...).
+        name: what reports call it.
+
+    Raises:
+        InputError: where a field can't be what it has to be.
+
+    An input may be a tensor, a tuple (``model(*input)``) or a dict (``model(**input)``); a target any tree of tensors.
+    """
+
+    model: Callable[[], nn.Module]
+    loss: LossFunction
+    optimizer: Callable[[Any], Optimizer]
+    train: Data | BatchSource
+    test: Data | None = None
+    batch_size: int | None = None
+    global_batch_size: int | None = None
+    seed: int = 0
+    scheduler: Callable[[Optimizer], LRScheduler] | None = None
+    clip_norm: float | None = None
+    precision: Precision = "fp32"
+    metrics: Mapping[str, Callable[[Tree, Tree], Any]] | None = None
+    loader: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    name: str = "program"
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise InputError(f"Program({name}={getattr(self, name)!r}) can't be called; {_HINTS[name]}")
+        self._check_numbers()
+        _check_data("train", self.train, functions=True)
+        if self.test is not None:
+            _check_data("test", self.test, functions=False)
+
+    def _check_numbers(self) -> None:
+        if self.batch_size is not None and self.global_batch_size is not None:
+            raise InputError(
+                f"batch_size={self.batch_size} and global_batch_size={self.global_batch_size} say the same thing "
+                "twice; write one of them"
+            )
+        for name in ("batch_size", "global_batch_size"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InputError(f"{name}={value!r} must be a whole number of samples, at least 1; write {name}=32")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise InputError(f"seed={self.seed!r} must be a whole number from 0 to 2^63 - 1; write seed=0")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise InputError(f"clip_norm={self.clip_norm!r} must be above 0; write clip_norm=1.0 or leave it out")
+        if self.precision not in ("fp32", "bf16"):
+            raise InputError(f"precision={self.precision!r} is neither 'fp32' nor 'bf16'; write precision='bf16'")
+
+    def per_replica_batch(self, replicas: int, accumulate: int = 1) -> int:
+        """Samples in one batch of one replica; raises InputError where ``global_batch_size`` can't be split evenly."""
+        if self.global_batch_size is None:
+            return 32 if self.batch_size is None else self.batch_size
+        parts = replicas * accumulate
+        if self.global_batch_size % parts:
+            near = max(parts, round(self.global_batch_size / parts) * parts)
+            raise InputError(
+                f"global_batch_size={self.global_batch_size} can't be split evenly over replicas={replicas} × "
+                f"accumulate={accumulate} = {parts} parts; write global_batch_size={near}"
+            )
+        return self.global_batch_size // parts
+
+    def seeded(self, seed: int) -> "Program":
+        """The same job from another start."""
+        return replace(self, seed=seed)
+
+    def build(self) -> nn.Module:
+        """The module with the parameters A_0: the same bits wherever it is called; leaves torch's own seed alone."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.seed)
+            module: Any = self.model()
+        if not isinstance(module, nn.Module):
+            raise InputError(
+                f"model() returned {type(module).__name__}, not an nn.Module; write model=lambda: MyModule()"
+            )
+        return module
+
+    def autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
+        """The context for forward and loss."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
+
+
+def call(module: nn.Module | Callable[..., Tree], inputs: Tree) -> Tree:
+    """``model(input)``, ``model(*input)`` for a tuple, ``model(**input)`` for a dict.
+
+    >>> call(lambda a, b: a + b, (1, 2)), call(lambda a, b: a + b, {"a": 3, "b": 4}), call(abs, -5)
+    (3, 7, 5)
+    """
+    if isinstance(inputs, Mapping):
+        return module(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return module(*inputs)
+    return module(inputs)
+
+
+def accuracy(output: Tensor, target: Tensor) -> Tensor:
+    """The fraction of rows whose largest score is the target's class.
+
+    >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
+    0.5
+    """
+    return (output.argmax(dim=-1) == target).double().mean()
+
+
+def as_tensors(data: Data | BatchSource) -> tuple[Tree, Tree] | None:
+    """The (inputs, targets) trees behind ``data`` where it is a pair or a TensorDataset of two, else None."""
+    if isinstance(data, tuple):
+        return data[0], data[1]
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        return data.tensors[0], data.tensors[1]
+    return None
+
+
+def leaves(tree: Tree) -> list[Tensor]:
+    """All tensors of a tree, depth first."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, Mapping):
+        return [t for v in tree.values() for t in leaves(v)]
+    if isinstance(tree, (tuple, list)):
+        return [t for v in tree for t in leaves(v)]
+    return []
+
+
+def map_tree(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
+    """The tree with ``function`` applied to each tensor; what is no tensor stays."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, Mapping):
+        return {k: map_tree(function, v) for k, v in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tree(function, v) for v in tree))
+    if isinstance(tree, (tuple, list)):
+        return type(tree)(map_tree(function, v) for v in tree)
+    return tree
+
+
+def is_source(data: Data | BatchSource) -> TypeGuard[BatchSource]:
+    """Whether the data are a function that makes batches rather than a data set."""
+    return callable(data) and not hasattr(data, "__getitem__")
+
+
+def length(data: Data) -> int:
+    """How many samples ``data`` has."""
+    pair = as_tensors(data)
+    return len(leaves(pair)[0]) if pair is not None else len(data)  # type: ignore[arg-type]
+
+
+_HINTS = {
+    "model": "write model=make_model, a function that returns a new nn.Module",
+    "loss": "write loss=torch.nn.functional.cross_entropy, or a function (output, target) -> scalar",
+    "optimizer": "write optimizer=functools.partial(torch.optim.SGD, lr=0.01)",
+}
+
+
+def _check_data(name: str, data: Any, *, functions: bool) -> None:
+    if isinstance(data, tuple):
+        _check_pair(name, data)
+    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        if len(data) == 0:
+            raise InputError(f"{name} has no samples; pass a dataset with at least one")
+    elif not (functions and callable(data)):
+        raise InputError(
+            f"{name}={type(data).__name__} is no map-style dataset (__len__ and __getitem__) and no pair of tensors; "
+            f"write {name}=(inputs, targets)"
+            + (" or a function (replica, replicas, seed) -> iterable of batches" if functions else "")
+        )
+
+
+def _check_pair(name: str, data: tuple[Any, ...]) -> None:
+    if len(data) != 2 or not all(leaves(part) for part in data):
+        raise InputError(f"{name} as a tuple must be a pair of tensors; write {name}=(inputs, targets)")
+    sizes = {len(t) if t.dim() else 0 for t in leaves(data)}
+    if len(sizes) != 1:
+        raise InputError(f"the tensors of {name} have {sorted(sizes)} samples along dim 0; they must have equally many")
+    if sizes == {0}:
+        raise InputError(f"{name} has no samples; pass tensors with at least one row")

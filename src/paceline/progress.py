@@ -1,0 +1,141 @@
+"""A live display of a run, on stderr: how far it is, how fast it goes, what it has reached."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from paceline.core.types import Seconds
+from paceline.engine.base import Progress, Watcher
+
+REDRAW_S: Seconds = 0.2
+"""A redraw takes about a millisecond of the thread that drives the run, so five a second stay under 1 % of it."""
+
+
+def figures(progress: Progress) -> str:
+    """What is known of the run at this moment, in one line.
+
+    >>> figures(Progress("training", 0.5, time_s=2.0, updates=500, threshold=3, staleness_mean=4.25, loss=0.5))
+    '250 updates/s  loss 0.5000  K 3  staleness 4.2'
+    """
+    parts = []
+    if progress.time_s > 0:
+        parts.append(f"{progress.updates / progress.time_s:,.0f} updates/s")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.4f}")
+    if progress.record is not None and progress.record.test_accuracy is not None:
+        parts.append(f"accuracy {progress.record.test_accuracy:.1%}")
+    parts.append(f"K {progress.threshold}")
+    if progress.staleness_mean is not None:
+        parts.append(f"staleness {progress.staleness_mean:.1f}")
+    return "  ".join(parts)
+
+
+def clock(seconds: Seconds) -> str:
+    """A duration as people read it.
+
+    >>> clock(7.6), clock(75), clock(7275)
+    ('8 s', '1:15', '2:01:15')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class LiveProgress:
+    """Shows the newest :class:`Progress` it was given, from ``with`` to the end of the block.
+
+    Args:
+        title: says which run this is.
+        console: where to draw; stderr by default, so that results on stdout stay clean.
+        now: a monotonic clock in seconds.
+    """
+
+    def __init__(
+        self, title: str, *, console: Console | None = None, now: Callable[[], Seconds] = time.monotonic
+    ) -> None:
+        self._title = title
+        self._now = now
+        self._newest = Progress("starting", None)
+        self._drawn_s = -REDRAW_S
+        self._training_since_s: Seconds | None = None
+        # What the program prints on stdout is drawn above the display only where both are the same screen.
+        self._live = Live(
+            console=console or Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty()
+        )
+
+    def __enter__(self) -> "LiveProgress":
+        self._live.start()
+        self._draw()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._draw()
+        self._live.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Take the newest state; draws it unless the last drawing is younger than ``REDRAW_S``."""
+        entered = progress.phase != self._newest.phase
+        self._newest = progress
+        if self._training_since_s is None and progress.phase == "training":
+            self._training_since_s = self._now()
+        if entered or self._now() - self._drawn_s >= REDRAW_S:
+            self._draw()
+
+    def left_s(self) -> Seconds | None:
+        """Wall time to the end of the budget at the pace so far; None where it can't be told yet."""
+        fraction = self._newest.fraction
+        if self._newest.phase != "training" or self._training_since_s is None or not fraction:
+            return None
+        return (self._now() - self._training_since_s) * (1 - min(fraction, 1.0)) / fraction
+
+    def _draw(self) -> None:
+        self._drawn_s = self._now()
+        self._live.update(
+            Group(Text(self._title, style="bold"), self._bar(), Text(figures(self._newest))), refresh=True
+        )
+
+    def _bar(self) -> Table:
+        fraction, left_s = self._newest.fraction, self.left_s()
+        bar = ProgressBar(total=1.0, completed=fraction or 0.0, pulse=fraction is None, width=32)
+        row = Table.grid(padding=(0, 1))
+        row.add_row(
+            f"{self._newest.phase:<8}",
+            bar,
+            "" if fraction is None else f"{min(fraction, 1.0):4.0%}",
+            "" if left_s is None else f"{clock(left_s)} left",
+        )
+        return row
+
+
+def _unwatched(progress: Progress) -> None:
+    del progress
+
+
+@contextlib.contextmanager
+def watcher(progress: bool | None, title: str) -> Iterator[Watcher]:
+    """What an engine is to call with each :class:`Progress`; draws nothing where ``progress`` is False.
+
+    Args:
+        progress: whether to draw; None: only where stderr is a terminal.
+        title: says which run this is.
+    """
+    if progress is None:
+        progress = sys.stderr.isatty()
+    if not progress:
+        yield _unwatched
+        return
+    with LiveProgress(title) as live:
+        yield live.update

@@ -1,0 +1,1 @@
+"""Δ: where one replica's update is computed."""

@@ -1,0 +1,77 @@
+"""One module on one device: parameters bound to a state, forward and backward in plain autograd."""
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.types import Clock, ReplicaId
+from paceline.program import Program, Tree, call, map_tree
+from paceline.replica.base import Batch
+from paceline.replica.state import Layout, State
+
+
+class Autograd:
+    """A module whose parameters lie in whatever state it is bound to.
+
+    On the CPU binding costs nothing: parameters become views of the state. On another device they are copied. Buffers
+    are always copied, since forward passes write them.
+    """
+
+    def __init__(self, program: Program, module: nn.Module, layout: Layout, replica: ReplicaId, device: str) -> None:
+        self._program, self._device = program, torch.device(device)
+        self.module = module.to(self._device).train()
+        self.layout = layout
+        self._replica = replica
+        parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self.parameters = [parameters[e.name] for b in layout.parameters for e in b.entries]
+        self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
+
+    def bind(self, state: State) -> None:
+        """Let the module's parameters be ``state``'s, and its buffers copies of them."""
+        with torch.no_grad():
+            if self._device.type == "cpu":
+                for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
+                    parameter.data = view
+            else:
+                torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
+            if self._buffers:
+                torch._foreach_copy_(self._buffers, state.views.buffers)
+
+    def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
+        """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
+        torch.default_generator.manual_seed(step_seed(self._program.seed, self._replica, clock))
+        loss = self.loss(batch.input, batch.target)
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def loss(self, inputs: Tree, targets: Tree) -> Tensor:
+        """Forward and loss, under the program's precision."""
+        if self._device.type != "cpu":
+            inputs, targets = (map_tree(lambda t: t.to(self._device), x) for x in (inputs, targets))
+        with self._program.autocast(str(self._device)):
+            return self._program.loss(call(self.module, inputs), targets)
+
+    def take_gradients(self) -> list[Tensor]:
+        """The gradients of all parameters (zeros where one has none), which the parameters then no longer hold."""
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return [g.to_dense() if g.is_sparse else g for g in grads]
+
+    def write_buffers(self, out: State) -> None:
+        """Copy the buffers as they are now into ``out``."""
+        if self._buffers:
+            torch._foreach_copy_(out.views.buffers, self._buffers)
+
+
+def step_seed(seed: int, replica: ReplicaId, clock: Clock) -> int:
+    """The seed of one micro-step's dropout: a function of these three alone, so engines and strategies agree.
+
+    SplitMix64's finaliser over the mixed words (Steele et al. 2014), so near arguments give unrelated seeds.
+    """
+    z = (seed + 0x9E3779B97F4A7C15 * (replica + 1) + 0xD1B54A32D192ED03 * clock) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (z ^ (z >> 31)) >> 1
+
+
+_MASK = 2**64 - 1

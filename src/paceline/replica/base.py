@@ -1,0 +1,66 @@
+"""What every replica is, wherever its Δ is computed."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from paceline.aggregation.base import Accumulated, Change, Delta, Distance
+from paceline.core.types import Clock
+from paceline.program import Tree
+from paceline.replica.state import State
+
+
+class Batch(NamedTuple):
+    """The data D of one micro-step."""
+
+    input: Tree
+    target: Tree
+    samples: int
+    """0: nothing fell to this replica in the data's last round; Δ is then zero."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What is known of a Δ beside its values."""
+
+    loss: float
+    """Mean over its samples; NaN where it has none."""
+    samples: int
+    finite: bool
+
+
+class Replica(ABC):
+    """Computes Δ(A, D) in one or more micro-steps: adopt, advance, ..., advance, finish."""
+
+    @abstractmethod
+    def adopt(self, state: State) -> None:
+        """Take the A that was sent; ``state`` stays unchanged until :meth:`finish` has returned."""
+
+    @abstractmethod
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        """One micro-step, seeded by (program seed, replica, ``clock`` of the micro-step); returns its mean loss."""
+
+    @abstractmethod
+    def finish(self, out: State) -> Measured:
+        """Write Δ, and the buffers as they are now, into ``out``."""
+
+
+def micro_steps(delta: Delta) -> int:
+    """How many batches one Δ takes.
+
+    >>> micro_steps(Accumulated(4)), micro_steps(Change(16))
+    (4, 16)
+    """
+    if isinstance(delta, Accumulated):
+        return delta.micro_steps
+    return delta.steps if isinstance(delta, (Change, Distance)) else 1
+
+
+def finite(vectors: list[Tensor], loss: float) -> bool:
+    """Whether a loss and all elements are finite. One pass: a sum is finite if all it adds are."""
+    if loss != loss or loss in (float("inf"), float("-inf")):
+        return False
+    return all(bool(torch.isfinite(v.sum())) or bool(torch.isfinite(v).all()) for v in vectors)

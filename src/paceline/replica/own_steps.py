@@ -1,0 +1,120 @@
+"""Replicas with an optimizer of their own: they walk some steps by themselves before they push."""
+
+import math
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.aggregation.base import Adopt, Keep, Mix
+from paceline.core.types import Clock
+from paceline.program import Program
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.state import State
+
+
+class _Walk:
+    """The optimizer steps that a replica makes by itself, and what it met on the way."""
+
+    def __init__(self, program: Program, autograd: Autograd) -> None:
+        self._autograd, self._clip_norm = autograd, program.clip_norm
+        self._optimizer: Optimizer = program.optimizer(autograd.parameters)
+        self._scheduler: LRScheduler | None = program.scheduler(self._optimizer) if program.scheduler else None
+        self.forget()
+
+    def forget(self) -> None:
+        self._losses, self._samples = 0.0, 0
+
+    def step(self, batch: Batch, clock: Clock) -> float:
+        if not batch.samples:
+            return math.nan
+        loss = self._autograd.backward(batch, clock)
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._autograd.parameters, self._clip_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        self._losses += loss * batch.samples
+        self._samples += batch.samples
+        return loss
+
+    def measured(self, out: State) -> Measured:
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        loss = self._losses / self._samples
+        return Measured(loss, self._samples, finite(out.parameters, loss))
+
+
+class OwnSteps(Replica):
+    """Keeps parameters x and an optimizer of its own; moves x, and sends how far (LocalSteps) or where to (elastic).
+
+    Args:
+        adopt: what x becomes when an A is sent: A itself, a mixture, or x as it was.
+        distance: False: Δ = x - x_read (:class:`~paceline.aggregation.base.Change`); True: x itself, from which the
+            owner takes its A of that moment (:class:`~paceline.aggregation.base.Distance`).
+    """
+
+    def __init__(self, program: Program, autograd: Autograd, adopt: Adopt, *, distance: bool) -> None:
+        self._autograd, self._rule, self._distance = autograd, adopt, distance
+        self._own: State | None = None
+        self._walk = _Walk(program, autograd)
+
+    def adopt(self, state: State) -> None:
+        if self._own is None:
+            self._own = state.clone()
+            self._read = state.clone()
+        else:
+            _take(self._own, state, self._rule)
+            self._read.copy_(self._own)
+        self._autograd.bind(self._own)
+        self._walk.forget()
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        return self._walk.step(batch, clock)
+
+    def finish(self, out: State) -> Measured:
+        assert self._own is not None, "finish before adopt"
+        with torch.no_grad():
+            torch._foreach_copy_(out.views.parameters, [p.detach() for p in self._autograd.parameters])
+            if not self._distance:
+                torch._foreach_sub_(out.parameters, self._read.parameters)
+            self._autograd.write_buffers(out)
+            if self._autograd.parameters[0].device.type != "cpu":
+                torch._foreach_copy_(self._own.views.parameters, [p.detach() for p in self._autograd.parameters])
+            if self._own.buffers:
+                self._autograd.write_buffers(self._own)
+        return self._walk.measured(out)
+
+
+class InPlace(Replica):
+    """Writes the A it is bound to, step by step, with an optimizer of its own: Hogwild."""
+
+    def __init__(self, program: Program, autograd: Autograd, state: State) -> None:
+        autograd.bind(state)
+        self._walk = _Walk(program, autograd)
+
+    def adopt(self, state: State) -> None:
+        del state  # the parameters are A itself, always
+        self._walk.forget()
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        return self._walk.step(batch, clock)
+
+    def finish(self, out: State) -> Measured:
+        return self._walk.measured(out)
+
+
+def _take(own: State, sent: State, rule: Adopt) -> None:
+    if isinstance(rule, Keep):
+        return
+    alpha = rule.alpha if isinstance(rule, Mix) else 1.0
+    with torch.no_grad():
+        for mine, theirs in zip(own.parameters, sent.parameters, strict=True):
+            if alpha == 1.0:
+                mine.copy_(theirs)
+            else:
+                mine.add_(theirs - mine, alpha=alpha)
+        for mine, theirs in zip(own.buffers, sent.buffers, strict=True):
+            mine.copy_(theirs)

@@ -1,0 +1,47 @@
+"""One replica on one device, plain autograd: the oracle that everything else is tested against."""
+
+import math
+
+import torch
+
+from paceline.core.types import Clock
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.state import State
+
+
+class Single(Replica):
+    """Δ is the gradient of the mean loss over the samples of its micro-steps, all at one A.
+
+    With micro-steps of n_i samples and mean gradients g_i, Δ = Σ n_i·g_i / Σ n_i.
+    """
+
+    def __init__(self, autograd: Autograd, micro_steps: int = 1) -> None:
+        self._autograd, self._micro_steps = autograd, micro_steps
+        self._losses = 0.0
+        self._samples = 0
+
+    def adopt(self, state: State) -> None:
+        self._autograd.bind(state)
+        self._losses, self._samples = 0.0, 0
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        if not batch.samples:
+            return math.nan
+        weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
+        loss = self._autograd.backward(batch, clock, weight)
+        self._losses += loss * batch.samples
+        self._samples += batch.samples
+        return loss
+
+    def finish(self, out: State) -> Measured:
+        gradients = self._autograd.take_gradients()
+        with torch.no_grad():
+            if self._micro_steps > 1 and self._samples:
+                torch._foreach_div_(gradients, float(self._samples))
+            torch._foreach_copy_(out.views.parameters, gradients)
+            self._autograd.write_buffers(out)
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        loss = self._losses / self._samples
+        return Measured(loss, self._samples, finite(out.parameters, loss))

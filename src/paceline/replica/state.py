@@ -1,0 +1,177 @@
+"""A as a few flat vectors: where each parameter and each running buffer of a module lies.
+
+A :class:`Layout` is computed from the module alone, so every process of a run computes the same one. A :class:`State`
+is one set of vectors laid out so: A itself, a copy that a replica reads, or a Δ. There is one vector for each dtype::
+
+    parameters[0]   | conv.weight ..... | conv.bias | fc.weight ............ | fc.bias |     float32
+    buffers[0]      | norm.running_mean | norm.running_var |                                 float32
+    buffers[1]      | norm.num_batches_tracked |                                             int64
+
+Only what training changes is in it: trainable parameters, and buffers that a training step writes.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import InputError
+
+Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
+"""(elements, dtype) -> a flat vector."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor's place in its vector."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Block:
+    """One vector: the tensors of one dtype, in the module's order."""
+
+    dtype: torch.dtype
+    entries: tuple[Entry, ...]
+
+    @property
+    def elements(self) -> int:
+        return self.entries[-1].stop if self.entries else 0
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The tensors of this block as views of ``flat``."""
+        return [flat[e.start : e.stop].view(e.shape) for e in self.entries]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of A lies; ``parameters`` and ``buffers`` have one block for each dtype."""
+
+    parameters: tuple[Block, ...]
+    buffers: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, running_buffers: Iterable[str] = ()) -> "Layout":
+        """The layout of a module's trainable parameters (tied ones once) and of the named buffers."""
+        trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
+        if not trainable:
+            raise InputError(
+                "the model has no parameter to train (none with requires_grad=True); "
+                "write model=lambda: nn.Linear(…) or unfreeze a layer"
+            )
+        wanted = set(running_buffers)
+        return cls(_blocks(trainable), _blocks((n, b) for n, b in module.named_buffers() if n in wanted))
+
+    def new(self, allocate: Allocate | None = None) -> "State":
+        """An uninitialised state, from ordinary memory where no allocator is given."""
+        make = allocate or (lambda n, dtype: torch.empty(n, dtype=dtype))
+        return State(
+            self,
+            [make(b.elements, b.dtype) for b in self.parameters],
+            [make(b.elements, b.dtype) for b in self.buffers],
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one state."""
+        return sum(b.elements * b.dtype.itemsize for b in (*self.parameters, *self.buffers))
+
+    @property
+    def parameter_bytes(self) -> int:
+        """|A|·b: bytes of the trainable parameters."""
+        return sum(b.elements * b.dtype.itemsize for b in self.parameters)
+
+
+@dataclass
+class State:
+    """One set of vectors in the form of a layout."""
+
+    layout: Layout
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+    _views: "Views | None" = field(default=None, repr=False, compare=False)
+
+    @property
+    def vectors(self) -> list[Tensor]:
+        """All vectors: those of parameters, then those of buffers."""
+        return [*self.parameters, *self.buffers]
+
+    @property
+    def views(self) -> "Views":
+        """Each tensor as a view; made once."""
+        if self._views is None:
+            self._views = Views(
+                [v for b, flat in zip(self.layout.parameters, self.parameters, strict=True) for v in b.views(flat)],
+                [v for b, flat in zip(self.layout.buffers, self.buffers, strict=True) for v in b.views(flat)],
+            )
+        return self._views
+
+    def copy_(self, other: "State") -> "State":
+        """Take another state's values."""
+        for mine, theirs in zip(self.vectors, other.vectors, strict=True):
+            mine.copy_(theirs)
+        return self
+
+    def clone(self) -> "State":
+        """A copy in ordinary memory."""
+        return State(self.layout, [v.clone() for v in self.parameters], [v.clone() for v in self.buffers])
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """(full name, view) of every tensor, parameters first."""
+        names = (e.name for b in (*self.layout.parameters, *self.layout.buffers) for e in b.entries)
+        return zip(names, (*self.views.parameters, *self.views.buffers), strict=True)
+
+    def digest(self) -> str:
+        """SHA-256 over all bytes."""
+        sha = hashlib.sha256()
+        for vector in self.vectors:
+            sha.update(vector.contiguous().view(torch.uint8).numpy().tobytes())
+        return sha.hexdigest()
+
+
+@dataclass(frozen=True)
+class Views:
+    """A state's tensors in their shapes, in layout order."""
+
+    parameters: list[Tensor]
+    buffers: list[Tensor]
+
+
+def read(module: nn.Module, state: State) -> State:
+    """Copy a module's present values into ``state``."""
+    here = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, view in state.named():
+            view.copy_(here[name])
+    return state
+
+
+def write(module: nn.Module, state: State) -> nn.Module:
+    """Copy ``state`` into a module."""
+    here = dict(module.named_parameters()) | dict(module.named_buffers())
+    with torch.no_grad():
+        for name, view in state.named():
+            here[name].copy_(view)
+    return module
+
+
+def _blocks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Block, ...]:
+    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    for name, tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
+    return tuple(Block(dtype, _entries(group)) for dtype, group in by_dtype.items())
+
+
+def _entries(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:
+    entries, start = [], 0
+    for name, tensor in tensors:
+        entries.append(Entry(name, tensor.shape, start, start + tensor.numel()))
+        start += tensor.numel()
+    return tuple(entries)

@@ -1,0 +1,208 @@
+"""Strategy: how one program is trained in parallel, as a value and as a line of text."""
+
+import tomllib
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias, final, get_args, get_type_hints, overload
+
+from paceline.aggregation import Aggregation, Synchronous, parse, text_of
+from paceline.aggregation.checks import choice, flag, whole
+from paceline.aggregation.text import read, show, split
+from paceline.core.errors import InputError, unknown
+from paceline.core.order import Partition
+
+Schedule: TypeAlias = Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
+"""In which order a pipeline's stages work."""
+
+Recompute: TypeAlias = Literal["none", "boundaries", "all"]
+"""Which activations a pipeline computes again in backward instead of keeping them."""
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+"""What a worker computes on."""
+
+Compression: TypeAlias = Literal["none", "fp16", "bf16", "powersgd", "top-k"]
+"""How gradients are made smaller for transport."""
+
+
+class PolicyField:
+    """The field ``aggregation``: takes a policy or its text, and is always a policy when it is read."""
+
+    @overload
+    def __get__(self, strategy: None, owner: type["Strategy"]) -> Aggregation[Any]: ...
+    @overload
+    def __get__(self, strategy: "Strategy", owner: type["Strategy"]) -> Aggregation[Any]: ...
+    def __get__(self, strategy: "Strategy | None", owner: type["Strategy"]) -> Aggregation[Any]:
+        if strategy is None:
+            return Synchronous()
+        policy: Aggregation[Any] = strategy.__dict__["aggregation"]
+        return policy
+
+    def __set__(self, strategy: "Strategy", value: Aggregation[Any] | str) -> None:
+        policy = parse(value) if isinstance(value, str) else value
+        if not isinstance(policy, Aggregation):
+            raise InputError(
+                f"aggregation={value!r} is no policy; write aggregation=synchronous, or a policy's object."
+            )
+        strategy.__dict__["aggregation"] = policy
+
+
+@final
+@dataclass(frozen=True)
+class Strategy:
+    """A mesh of replicas × stages × shards, and how its parts work together. Workers = their product.
+
+    Args:
+        replicas: P, how many compute a Δ each.
+        stages: pipeline stages of a replica; or how many workers each stage has: ``(3, 1)``.
+        shards: parts that each operator is cut into; or one number a stage.
+        schedule: of the pipeline.
+        micro_batches: m, per step of a pipeline; None: 2 · stages.
+        recompute: which activations a pipeline computes again.
+        aggregation: a policy or its text.
+        accumulate: micro-steps per Δ.
+        partition: ``global``, or ``disjoint``: each replica has a fixed subset of the training set.
+        threads: CPU threads per worker; None: cores // workers, at least 1.
+        device: ``cpu`` or ``cuda``.
+        compression: of what is sent.
+        shard_optimizer: whether each worker keeps a part of the optimizer's state; None: where it pays.
+        shard_parameters: whether each worker keeps a part of the parameters.
+
+    Raises:
+        InputError: a value that its field can't have.
+
+    >>> strategy = Strategy(replicas=4, stages=2, micro_batches=8, aggregation="smooth-switch:every=300")
+    >>> print(strategy)
+    replicas=4 stages=2 micro_batches=8 aggregation=smooth-switch:every=300
+    >>> Strategy.parse(str(strategy)) == strategy, strategy.workers
+    (True, 8)
+    """
+
+    replicas: int = 1
+    stages: int | tuple[int, ...] = 1
+    shards: int | tuple[int, ...] = 1
+    schedule: Schedule = "1f1b"
+    micro_batches: int | None = None
+    recompute: Recompute = "none"
+    aggregation: PolicyField = PolicyField()
+    accumulate: int = 1
+    partition: Partition = "global"
+    threads: int | None = None
+    device: Device = "cpu"
+    compression: Compression = "none"
+    shard_optimizer: bool | None = None
+    shard_parameters: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "accumulate"):
+            whole(name, getattr(self, name), least=1)
+        for name in ("micro_batches", "threads"):
+            if getattr(self, name) is not None:
+                whole(name, getattr(self, name), least=1)
+        for name, choices in _CHOICES.items():
+            choice(name, getattr(self, name), choices)
+        flag("shard_parameters", self.shard_parameters)
+        if self.shard_optimizer is not None:
+            flag("shard_optimizer", self.shard_optimizer)
+        self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        for name in ("stages", "shards"):
+            size = getattr(self, name)
+            if isinstance(size, list | tuple):
+                object.__setattr__(self, name, tuple(size))
+            for part in size if isinstance(size, list | tuple) and size else (size,):
+                whole(name, part, least=1)
+        if isinstance(self.shards, tuple) and len(self.shards) != self.stage_count:
+            raise InputError(
+                f"shards={show(self.shards)} is for {len(self.shards)} stages, but stages={show(self.stages)} makes "
+                f"{self.stage_count}; write stages={len(self.shards)}, or one number of shards a stage."
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> "Strategy":
+        """The strategy that a line of ``field=value`` words says; ``auto`` is the default of a field that has it."""
+        values: dict[str, Any] = {}
+        for word in split(" ".join(text.split()), at=" "):
+            name, equals, value = word.partition("=")
+            if name and name not in _FIELDS:
+                raise unknown("strategy field", name, _FIELDS)
+            if word and not (equals and value):
+                raise InputError(f"{word!r} is no field of a strategy; write {name or 'replicas'}=<value>.")
+            if name in values:
+                raise InputError(f"the strategy says {name} twice; write {word} once.")
+            if word:
+                values[name] = _value(name, value.replace(" ", ""))
+        return cls(**values)
+
+    @classmethod
+    def coerce(cls, strategy: "Strategy | str") -> "Strategy":
+        """``strategy`` itself, or what its text says."""
+        return cls.parse(strategy) if isinstance(strategy, str) else strategy
+
+    @classmethod
+    def from_toml(cls, text: str) -> "Strategy":
+        """The strategy of a flat TOML table of fields.
+
+        Raises:
+            InputError: it is no TOML, or a field is unknown or has a value that it can't have.
+        """
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise InputError(f"the strategy is no TOML: {error}; write lines as replicas = 4.") from error
+        for name in table:
+            if name not in _FIELDS:
+                raise unknown("strategy field", name, _FIELDS)
+        return cls(**table)
+
+    def to_toml(self) -> str:
+        """A flat TOML table of all fields but those that are left to Paceline."""
+        kept = {name: getattr(self, name) for name in _FIELDS}
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in kept.items() if value is not None)
+
+    def __str__(self) -> str:
+        said = (n for n in _FIELDS if n == "replicas" or getattr(self, n) != _DEFAULTS[n])
+        return " ".join(f"{name}={_text(getattr(self, name))}" for name in said)
+
+    @property
+    def stage_count(self) -> int:
+        """p, the stages of one replica."""
+        return len(self.stages) if isinstance(self.stages, tuple) else self.stages
+
+    @property
+    def stage_workers(self) -> tuple[int, ...]:
+        """How many workers each stage of a replica has.
+
+        >>> Strategy(stages=(3, 1)).stage_workers, Strategy(stages=2, shards=(2, 1)).stage_workers
+        ((3, 1), (2, 1))
+        """
+        wide = self.stages if isinstance(self.stages, tuple) else (1,) * self.stages
+        cut = self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stage_count
+        return tuple(w * c for w, c in zip(wide, cut, strict=True))
+
+    @property
+    def workers(self) -> int:
+        """How many workers the whole mesh has."""
+        return self.replicas * sum(self.stage_workers)
+
+
+_FIELDS = tuple(field.name for field in fields(Strategy))
+_HINTS = get_type_hints(Strategy)
+_DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
+_CHOICES = {name: get_args(_HINTS[name]) for name in ("schedule", "recompute", "partition", "device", "compression")}
+
+
+def _value(name: str, text: str) -> Any:
+    if name == "aggregation":
+        return parse(text)
+    if text == "auto" and _DEFAULTS[name] is None:
+        return None
+    return read(name, _HINTS[name], text)
+
+
+def _text(value: object) -> str:
+    return text_of(value) if isinstance(value, Aggregation) else show(value)
+
+
+def _toml(value: object) -> str:
+    text = _text(value)
+    return f'"{text}"' if isinstance(value, str | Aggregation) else text

@@ -1,0 +1,58 @@
+"""Spans as Chrome trace events, for ui.perfetto.dev and chrome://tracing."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from paceline.trace.files import replacing
+from paceline.trace.spans import SERVER, Span
+
+
+def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
+    """Write a trace in Chrome's JSON format; the file appears whole or not at all.
+
+    A process per replica (pid = replica; the server, which Perfetto would refuse as -1, comes after the last), a thread
+    per worker of it, times in microseconds since the first span. Source: "Trace Event Format", Chromium project.
+    """
+    with replacing(path) as file:
+        file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
+        for index, event in enumerate(events(spans)):
+            file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+
+
+def events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """The trace events: names of processes and threads first, then one complete event ("X") per span."""
+    spans = list(spans)
+    server = max((span.replica for span in spans), default=SERVER) + 1
+    workers = sorted({(_pid(span, server), span.stage, span.shard) for span in spans})
+    tids = {worker: tid for tid, worker in enumerate(workers, start=1)}  # apart everywhere: Perfetto wants that
+    for pid in sorted({pid for pid, _, _ in workers}):
+        name = "server" if pid == server else f"replica {pid}"
+        yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
+    for (pid, stage, shard), tid in tids.items():
+        name = f"stage {stage} shard {shard}"
+        yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+    origin_ns = min((span.start_ns for span in spans), default=0)
+    for span in spans:
+        pid = _pid(span, server)
+        yield _complete(span, pid, tids[pid, span.stage, span.shard], origin_ns)
+
+
+def _pid(span: Span, server: int) -> int:
+    return server if span.replica == SERVER else span.replica
+
+
+def _complete(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": span.action,
+        "cat": span.action,
+        "pid": pid,
+        "tid": tid,
+        "ts": (span.start_ns - origin_ns) / 1000,
+        "dur": span.duration_ns / 1000,
+        "args": {"step": span.step, "micro_batch": span.micro_batch, "bytes": span.bytes},
+    }

@@ -1,0 +1,116 @@
+"""Recording spans where it must cost next to nothing.
+
+A worker packs each span into a buffer of its own and writes the buffer to a file descriptor, usually of a memfd, when
+it is full; whoever holds the same file reads them, also after the worker was killed::
+
+    record -> |span|span|span|    |  -- full, or close -->  sink |span|span|span|span|span|sp   <- read_packed
+                                                                                           torn by a kill: dropped
+"""
+
+import os
+import struct
+from typing import TypeAlias, final
+
+from paceline.core.types import Nanoseconds
+from paceline.trace.spans import ACTIONS, Action, Span
+
+_LAYOUT = struct.Struct("<iiiBiqqqq")
+_CODES: dict[Action, int] = {action: code for code, action in enumerate(ACTIONS)}
+_CAPACITY = 512 * _LAYOUT.size
+"""A killed worker takes up to 512 spans with it; fewer would mean more system calls."""
+
+
+@final
+class Recorder:
+    """Records the spans of one worker.
+
+    Args:
+        replica: of the worker, -1 for owners and the coordinator.
+        stage: of the worker.
+        shard: of the worker.
+        sink: file descriptor to write to, this recorder's alone; the caller opens and closes it.
+    """
+
+    def __init__(self, replica: int, stage: int, shard: int, sink: int) -> None:
+        self._replica, self._stage, self._shard, self._sink = replica, stage, shard, sink
+        self._buffer = bytearray(_CAPACITY)
+        self._used = 0
+
+    def record(
+        self,
+        action: Action,
+        step: int,
+        start_ns: Nanoseconds,
+        end_ns: Nanoseconds,
+        micro_batch: int = 0,
+        bytes: int = 0,
+    ) -> None:
+        """Record one span; both times are readings of ``time.monotonic_ns()``, which all processes of a host share."""
+        _LAYOUT.pack_into(
+            self._buffer,
+            self._used,
+            self._replica,
+            self._stage,
+            self._shard,
+            _CODES[action],
+            micro_batch,
+            step,
+            start_ns,
+            end_ns,
+            bytes,
+        )
+        self._used += _LAYOUT.size
+        if self._used == _CAPACITY:
+            self.close()
+
+    def close(self) -> None:
+        """Write what is in the buffer. The descriptor stays open, and recording may go on."""
+        rest = memoryview(self._buffer)[: self._used]
+        while rest:
+            rest = rest[os.write(self._sink, rest) :]
+        self._used = 0
+
+
+@final
+class NullRecorder:
+    """Records nothing: what callers hold while no trace is asked for."""
+
+    def record(
+        self,
+        action: Action,
+        step: int,
+        start_ns: Nanoseconds,
+        end_ns: Nanoseconds,
+        micro_batch: int = 0,
+        bytes: int = 0,
+    ) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+AnyRecorder: TypeAlias = Recorder | NullRecorder
+"""What callers are given; they need not know which."""
+
+
+def read_packed(fd: int) -> list[Span]:
+    """The spans that a :class:`Recorder` has written to ``fd``, in order; the descriptor's position stays as it is.
+
+    A last span that is not whole, because its writer was killed, is left out.
+    """
+    packed = _read_all(fd)
+    whole = memoryview(packed)[: len(packed) - len(packed) % _LAYOUT.size]
+    return [
+        Span(replica, stage, shard, ACTIONS[code], step, micro_batch, start_ns, end_ns, moved)
+        for replica, stage, shard, code, micro_batch, step, start_ns, end_ns, moved in _LAYOUT.iter_unpack(whole)
+    ]
+
+
+def _read_all(fd: int) -> bytes:
+    pieces: list[bytes] = []
+    offset = 0
+    while piece := os.pread(fd, 1 << 20, offset):
+        pieces.append(piece)
+        offset += len(piece)
+    return b"".join(pieces)

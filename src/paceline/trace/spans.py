@@ -1,0 +1,120 @@
+"""What happened, when, on which worker: one record per interval, one JSON line each.
+
+======================================  ======================================================================
+compute                                 forward and backward together, where they are not timed apart
+forward, backward                       of one (micro-)batch
+backward_input, backward_weight         the two halves of a backward pass that is split
+recompute                               a forward pass made again for its activations
+send, receive, all_reduce               bytes between workers that compute one Δ, or between equal replicas
+pull, push                              a replica reads A; a replica hands its Δ over
+apply                                   an owner updates its part of A
+wait                                    nothing to do until someone else is done; never part of another span
+delay                                   the slowness that was asked for
+evaluate                                scoring, off the training path
+======================================  ======================================================================
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, get_args
+
+from paceline.core.errors import InputError
+from paceline.core.types import Nanoseconds
+from paceline.trace.files import replacing
+
+Action: TypeAlias = Literal[
+    "compute",
+    "forward",
+    "backward",
+    "backward_input",
+    "backward_weight",
+    "recompute",
+    "send",
+    "receive",
+    "all_reduce",
+    "pull",
+    "push",
+    "apply",
+    "wait",
+    "delay",
+    "evaluate",
+]
+"""What a worker does during a span."""
+
+ACTIONS: tuple[Action, ...] = get_args(Action)
+"""All actions, in the order in which legends show them."""
+
+SERVER = -1
+"""The ``replica`` of spans of owners and of the coordinator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One worker did one thing from ``start_ns`` to ``end_ns``, on the clock that all workers of the run share."""
+
+    replica: int
+    """-1 (:data:`SERVER`) for owners and the coordinator."""
+    stage: int
+    shard: int
+    action: Action
+    step: int
+    """The replica's clock; of an ``apply``, the version it makes."""
+    micro_batch: int
+    start_ns: Nanoseconds
+    end_ns: Nanoseconds
+    bytes: int
+    """Moved between workers; 0 where nothing is."""
+
+    @property
+    def duration_ns(self) -> Nanoseconds:
+        """How long it lasted."""
+        return self.end_ns - self.start_ns
+
+
+_KEYS = tuple(each.name for each in fields(Span))
+_INTEGERS = tuple(key for key in _KEYS if key != "action")
+
+
+def write_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
+    """Write one JSON line per span; the file appears whole or not at all."""
+    with replacing(path) as file:
+        file.writelines(
+            json.dumps({key: getattr(span, key) for key in _KEYS}, separators=(",", ":")) + "\n" for span in spans
+        )
+
+
+def read_spans(path: str | os.PathLike[str]) -> list[Span]:
+    """The spans of a file that :func:`write_spans` wrote.
+
+    Raises:
+        InputError: no such file, or a line that is no span; the message names the line and what is wrong with it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"spans {path} can't be read: {error}; write the path of a spans.jsonl file.") from error
+    return [_span(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+
+
+def _span(line: str, where: str) -> Span:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{where} is no JSON: {error}; write one JSON object a line.") from error
+    if not isinstance(record, dict) or record.keys() != set(_KEYS):
+        raise InputError(f"{where} is no span; write one JSON object a line, with the keys {', '.join(_KEYS)}.")
+    _check(record, where)
+    return Span(**record)
+
+
+def _check(record: dict[str, Any], where: str) -> None:
+    if record["action"] not in ACTIONS:
+        raise InputError(f"{where}: unknown action {record['action']!r}; write one of: {', '.join(ACTIONS)}.")
+    for key in _INTEGERS:
+        if type(record[key]) is not int:
+            raise InputError(f"{where}: {key}={record[key]!r} is no whole number; write {key}=0, say.")
+    if record["end_ns"] < record["start_ns"]:
+        raise InputError(f"{where}: end_ns={record['end_ns']} lies before start_ns={record['start_ns']}; swap them.")

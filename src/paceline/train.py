@@ -1,0 +1,320 @@
+"""train, launch, and all refusals: what can't be done is said here, before anything starts."""
+
+import math
+import os
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from paceline.aggregation.base import Gradient
+from paceline.clock.delay import Delay
+from paceline.clock.times import Times
+from paceline.core.errors import InputError, unknown
+from paceline.core.types import Seconds
+from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
+from paceline.engine.setup import order_of
+from paceline.engine.trial import Trial, trial
+from paceline.metrics.summary import summarize
+from paceline.program import Program, is_source
+from paceline.progress import watcher
+from paceline.replica.base import Batch
+from paceline.replica.batches import stream
+from paceline.run import Run, check_out
+from paceline.strategy import Strategy
+
+POINTS = 20
+"""Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
+
+ENGINES = ("local", "virtual")
+TO_COME = {
+    "distributed": "synchronous training under torchrun is not built yet",
+    "ray": "Ray actors are not built yet",
+}
+
+
+def open_engine(name: str) -> Engine:
+    """The engine of a name; to be closed (it is a context manager) when no further run is to be carried.
+
+    Raises:
+        InputError: no such engine.
+    """
+    if name == "virtual":
+        from paceline.engine.virtual.engine import VirtualEngine
+
+        return VirtualEngine()
+    if name == "local":
+        from paceline.engine.local.engine import LocalEngine
+
+        return LocalEngine()
+    if name in TO_COME:
+        raise InputError(f"engine={name!r}: {TO_COME[name]}; write engine='local' or engine='virtual'")
+    raise unknown("engine", name, ENGINES)
+
+
+def train(
+    program: Program,
+    strategy: Strategy | str = "replicas=1",
+    *,
+    engine: str | Engine = "local",
+    steps: int | None = None,
+    epochs: float | None = None,
+    seconds: Seconds | None = None,
+    until: str | None = None,
+    evaluate_every: float | None = None,
+    delay: Delay | str | None = None,
+    times: Times | str | None = None,
+    trace: bool = False,
+    progress: bool | None = None,
+    out: str | Path | None = None,
+    on_nonfinite: OnNonFinite = "stop",
+    timeout_s: Seconds = 60.0,
+    tensorboard: bool = False,
+    loop: Callable[[Any], None] | None = None,
+) -> Run:
+    """Train a program under a strategy.
+
+    Args:
+        program: what is trained.
+        strategy: how it is split and paced, a value or its text.
+        engine: ``local`` (processes on this host) or ``virtual`` (one process, simulated time), or one already open.
+        steps: budget in steps of each replica.
+        epochs: budget in passes over the training set by all replicas together.
+        seconds: budget in training time, wall or virtual; start-up and scoring are outside.
+        until: condition on a record that ends the run: ``"test_accuracy>=0.97"``; alone or beside a budget.
+        evaluate_every: distance of two evaluation points, in the budget's unit (seconds where there is only ``until``);
+            by default 20 points over the budget.
+        delay: slows some replicas: ``"fraction=0.5 normal:mean=0,std=0.25"``, in seconds per gradient.
+        times: of the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``.
+        trace: record spans.
+        progress: show it live; by default where standard error is a terminal.
+        out: folder to save the run in; must not exist.
+        on_nonfinite: ``stop`` at a loss or gradient that is not finite, or ``skip`` it: discard and count.
+        timeout_s: bound on every wait for a worker that should answer at once, and on start-up.
+        tensorboard: also write TensorBoard events to ``out``.
+        loop: the user's own loop, called with a worker on every replica; see :func:`launch`.
+
+    Returns:
+        The run; after Ctrl-C what there is of it, with ``summary["interrupted"]`` true.
+
+    Raises:
+        InputError: what can't be done as written; nothing was started.
+        NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
+        WorkerError: the model, the loss, the data or the loop failed in a worker.
+    """
+    settings = Settings(
+        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop
+    )
+    folder = check_out(out) if out is not None else None
+    if tensorboard and folder is None:
+        raise InputError("tensorboard=True writes beside the saved run; write out='runs/a' too")
+    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
+        job = replace(_job(program, strategy, carrier, settings), out=folder)
+        with watcher(progress, f"{program.name}: {job.strategy}") as watch:
+            outcome = carrier.run(job, watch)
+    run = Run(
+        program_name=program.name,
+        strategy=Strategy.coerce(strategy),
+        engine=carrier.name,
+        state=dict(outcome.state),
+        model=outcome.model,
+        history=list(outcome.history),
+        summary=summarize(outcome.account, outcome.history, host=carrier.name != "virtual"),
+        spans=list(outcome.spans),
+        left=list(outcome.account.left),
+    )
+    if folder is not None:
+        run.save(folder, tensorboard=tensorboard)
+    return run
+
+
+def launch(
+    loop: Callable[[Any], None], program: Program, strategy: Strategy | str = "replicas=1", **settings: Any
+) -> Run:
+    """Run your own loop on every replica: ``for batch in worker.batches(): loss = worker.step(batch)``.
+
+    Args:
+        loop: called with a :class:`~paceline.engine.worker.Worker`; may be a lambda or a notebook's function.
+        program: what is trained.
+        strategy: how it is split and paced.
+        settings: those of :func:`train`; without a budget each replica makes one pass (``epochs=1``).
+    """
+    if not callable(loop):
+        raise InputError(
+            f"loop={loop!r} can't be called; write launch(loop, program, strategy) with def loop(worker): …"
+        )
+    if all(settings.get(unit) is None for unit in ("steps", "epochs", "seconds", "until")):
+        settings["epochs"] = 1
+    return train(program, strategy, loop=loop, **settings)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of :func:`train` that say what is run."""
+
+    steps: int | None = None
+    epochs: float | None = None
+    seconds: Seconds | None = None
+    until: str | None = None
+    evaluate_every: float | None = None
+    delay: Delay | str | None = None
+    times: Times | str | None = None
+    trace: bool = False
+    on_nonfinite: OnNonFinite = "stop"
+    timeout_s: Seconds = 60.0
+    loop: Callable[[Any], None] | None = None
+
+    def budget(self) -> Budget:
+        """How long the run may take; raises InputError where that is not said, or said twice."""
+        units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
+        given: dict[BudgetUnit, float] = {u: a for u in units if (a := getattr(self, u)) is not None}
+        if len(given) > 1 or not (given or self.until):
+            raise InputError(
+                f"a run needs one budget, but has {' and '.join(f'{u}={a}' for u, a in given.items()) or 'none'}; "
+                "write seconds=60, or steps=, or epochs=, or until="
+            )
+        unit, amount = next(iter(given.items())) if given else ("seconds", None)
+        for name, value in (*given.items(), ("evaluate_every", self.evaluate_every)):
+            if value is not None and not (_is_number(value) and 0 < value < math.inf):
+                raise InputError(f"{name}={value!r} must be a number above 0; write {name}=10")
+        if self.steps is not None and self.steps != int(self.steps):
+            raise InputError(f"steps={self.steps} must be a whole number; write steps={max(1, round(self.steps))}")
+        every = self.evaluate_every or (amount / POINTS if amount is not None else None)
+        if every is None:
+            raise InputError(f"until={self.until!r} alone says not how often to look; write evaluate_every=1 (seconds)")
+        return Budget(unit, amount, every, _condition(self.until) if self.until is not None else None)
+
+
+def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = "local", **settings: Any) -> None:
+    """Raise what :func:`train` with these words would refuse; start nothing.
+
+    Args:
+        program: what is to be trained.
+        strategy: how it is to be split and paced.
+        engine: by name, or open.
+        settings: those of :func:`train` that say what is run.
+    """
+    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
+        _job(program, strategy, carrier, Settings(**settings))
+
+
+def _job(program: Program, strategy: Strategy | str, engine: Engine, settings: Settings) -> Job:
+    """The job that these words mean, every refusal made."""
+    if not isinstance(program, Program):
+        raise InputError(f"program is {type(program).__name__}, not a Program; write paceline.Program(model=…, …)")
+    strategy = Strategy.coerce(strategy)
+    _refuse_mesh(strategy)
+    _refuse_settings(engine, settings)
+    budget = settings.budget()
+    _refuse_data(program, strategy, budget)
+    draft = Job(program, strategy, budget)
+    seen = trial(program, _first_batch(draft))
+    _refuse_condition(budget, program, seen)
+    aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
+    job = replace(
+        draft,
+        program=replace(program, metrics=seen.metrics),
+        strategy=replace(strategy, aggregation=aggregation),
+        running_buffers=seen.running_buffers,
+        delay=Delay.parse(settings.delay) if isinstance(settings.delay, str) else settings.delay,
+        times=Times.parse(settings.times) if isinstance(settings.times, str) else settings.times,
+        trace=settings.trace,
+        on_nonfinite=settings.on_nonfinite,
+        timeout_s=settings.timeout_s,
+        loop=settings.loop,
+    )
+    engine.refuse(job)
+    return job
+
+
+def _refuse_mesh(strategy: Strategy) -> None:
+    """What no engine carries yet, or can't on this machine."""
+    for name, what in (("stages", "pipeline stages"), ("shards", "shards of operators")):
+        if getattr(strategy, name) != 1:
+            raise InputError(f"{name}={getattr(strategy, name)}: {what} are not built yet; write {name}=1")
+    for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
+        if getattr(strategy, name) not in (only, False):
+            raise InputError(f"{name}={getattr(strategy, name)} is not built yet; leave it out")
+    if strategy.accumulate > 1 and not isinstance(strategy.aggregation.delta, Gradient):
+        raise InputError(
+            f"accumulate={strategy.accumulate} is for policies that send gradients, but {strategy.aggregation} lets "
+            "replicas take steps of their own; write accumulate=1 and a longer period"
+        )
+    if strategy.device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device={strategy.device}, but torch sees no GPU here; write device=cpu")
+
+
+def _refuse_settings(engine: Engine, settings: Settings) -> None:
+    if settings.times is not None and engine.name != "virtual":
+        raise InputError(
+            f"times= sets virtual time, but engine={engine.name} runs in real time; write engine='virtual'"
+        )
+    if settings.on_nonfinite not in get_args(OnNonFinite):
+        raise unknown("on_nonfinite", str(settings.on_nonfinite), get_args(OnNonFinite))
+    if not (_is_number(settings.timeout_s) and settings.timeout_s > 0):
+        raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
+    if engine.name == "local" and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError(
+            "engine=local starts its own processes, but this one was started by torchrun; run it with python"
+        )
+
+
+def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
+    if not is_source(program.train):
+        return
+    if budget.unit == "epochs" and budget.amount is not None:
+        raise InputError(
+            "epochs= needs a training set of known length, but train= is a function; write steps= or seconds="
+        )
+    if strategy.partition != "global":
+        raise InputError(
+            f"partition={strategy.partition} needs a training set to divide, but train= is a function, which divides "
+            "by itself; leave partition out"
+        )
+    if program.global_batch_size is not None:
+        raise InputError(
+            "global_batch_size= has no say where train= is a function, which makes the batches; leave it out"
+        )
+
+
+def _first_batch(job: Job) -> Batch:
+    order = order_of(job)
+    plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
+    try:
+        return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
+
+
+def _condition(text: str) -> Condition:
+    """``test_accuracy>=0.97`` as a value.
+
+    >>> _condition("train_loss <= 0.1")
+    Condition(field='train_loss', above=False, bound=0.1)
+    """
+    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
+    try:
+        assert found is not None
+        return Condition(found[1], found[2] == ">=", float(found[3]))
+    except (AssertionError, ValueError):
+        raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'") from None
+
+
+def _refuse_condition(budget: Budget, program: Program, seen: Trial) -> None:
+    if budget.until is None:
+        return
+    known = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
+    if program.test is not None:
+        known += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
+    if budget.until.field not in known:
+        raise unknown("history field in until=", budget.until.field, known)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

@@ -1,0 +1,111 @@
+"""Stand-ins for what the commands call, so that a test sees exactly what a command asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from paceline.cli.main import app
+from paceline.core.records import Departure
+
+Invoke = Callable[..., Result]
+
+SUMMARY: dict[str, Any] = {
+    "updates": 1200,
+    "gradients": 3600,
+    "discarded": 12,
+    "test_accuracy": 0.9712,
+    "staleness_mean": 2.5,
+    "samples_per_s": 4321.0,
+    "test_loss": None,
+    "interrupted": False,
+}
+
+
+@dataclass
+class FakeRun:
+    """What a command uses of a Run."""
+
+    strategy: str = "replicas=4"
+    summary: dict[str, Any] = field(default_factory=lambda: dict(SUMMARY))
+    left: list[Departure] = field(default_factory=list[Departure])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"strategy": self.strategy, "engine": "local", "summary": self.summary, "history": [], "left": []}
+
+
+@dataclass
+class FakeComparison:
+    """What a command uses of a Comparison."""
+
+    interrupted: bool = False
+
+    def table(self, baseline: str | None = None) -> str:
+        return f"the table against {baseline}"
+
+    def to_json(self) -> dict[str, Any]:
+        rounds = [{"summary": SUMMARY, "history": [], "left": []}]
+        return {"strategies": [{"strategy": "replicas=2", "rounds": rounds, "mean": {}}], "baseline": "replicas=2"}
+
+
+@dataclass
+class Calls:
+    """Every call of a stand-in by name; ``results`` holds what it returns or, an exception, raises."""
+
+    made: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(
+        default_factory=list[tuple[str, tuple[Any, ...], dict[str, Any]]]
+    )
+    results: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def stand_in(self, name: str, result: Any) -> Callable[..., Any]:
+        self.results[name] = result
+
+        def call(*args: Any, **keywords: Any) -> Any:
+            self.made.append((name, args, keywords))
+            if isinstance(self.results[name], BaseException):
+                raise self.results[name]
+            return self.results[name]
+
+        return call
+
+    def of(self, name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and keywords of the only call of ``name``."""
+        [(args, keywords)] = [(args, keywords) for called, args, keywords in self.made if called == name]
+        return args, keywords
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """``load_program``, ``train``, ``compare`` and ``write_report``, each replaced."""
+    recorded = Calls()
+    for module, name, result in (
+        ("paceline.datasets", "load_program", "the program"),
+        ("paceline.train", "train", FakeRun()),
+        ("paceline.compare", "compare", FakeComparison()),
+        ("paceline.report", "write_report", None),
+    ):
+        # By module, not by dotted text: ``paceline.train`` as an attribute is the function.
+        monkeypatch.setattr(import_module(module), name, recorded.stand_in(name, result))
+    return recorded
+
+
+@pytest.fixture
+def invoke() -> Invoke:
+    """Run the command line with these words."""
+
+    def run(*words: str | Path) -> Result:
+        return CliRunner().invoke(app, [str(word) for word in words])
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wide, uncoloured output, and no tracebacks."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("PACELINE_TRACEBACK", raising=False)

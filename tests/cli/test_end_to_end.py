@@ -1,0 +1,126 @@
+"""The commands as users run them: real processes, the virtual engine, files on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+QUICK = ("--engine", "virtual", "--steps", "6", "--no-progress")
+NOISY = """
+import functools, os, torch
+from paceline import Program
+
+def model():
+    print("a line from Python")
+    os.write(1, b"a line past Python\\n")
+    return torch.nn.Linear(4, 3)
+
+inputs, targets = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
+program = Program(model=model, loss=torch.nn.functional.cross_entropy, batch_size=4,
+                  optimizer=functools.partial(torch.optim.SGD, lr=0.1), train=(inputs, targets), test=(inputs, targets))
+"""
+
+
+def paceline(*words: str | Path, hash_seed: str = "0") -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "COLUMNS": "160"}
+    command = [sys.executable, "-c", "from paceline.cli.main import main; main()", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def results(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_train_prints_what_the_design_promises() -> None:
+    printed = results(paceline("train", "synthetic", *QUICK, "--strategy", "replicas=3", "--json"))
+    assert list(printed) == ["strategy", "engine", "summary", "history", "left"]
+    assert (printed["strategy"], printed["engine"], printed["left"]) == ("replicas=3", "virtual", [])
+    assert printed["summary"]["gradients"] == 18
+    assert set(printed["history"][-1]) >= {"time_s", "updates", "gradients", "threshold", "test_accuracy"}
+
+
+def test_equal_seeds_give_equal_bytes_whatever_the_hash_seed() -> None:
+    words = ("train", "synthetic", *QUICK, "--strategy", "replicas=4 aggregation=asynchronous", "--json", "--delay")
+    first, second = (paceline(*words, "exponential:mean=0.02", hash_seed=seed) for seed in ("1", "2"))
+    assert results(first)
+    assert first.stdout == second.stdout
+
+
+def test_a_program_that_prints_leaves_the_json_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(NOISY, encoding="utf-8")
+    done = paceline("train", f"{tmp_path / 'mine.py'}:program", *QUICK, "--strategy", "replicas=2", "--json")
+    assert results(done)["summary"]["gradients"] == 12
+    assert "a line from Python" in done.stderr
+    assert "a line past Python" in done.stderr
+
+
+def test_a_traced_run_is_saved_drawn_and_reported(tmp_path: Path) -> None:
+    run, svg, perfetto, page = (tmp_path / name for name in ("run", "lanes.svg", "lanes.json", "page.html"))
+    done = paceline("train", "synthetic", *QUICK, "--strategy", "replicas=2", "--trace", "--out", run)
+    assert done.returncode == 0, done.stderr
+    assert "test accuracy" in done.stdout
+
+    text = paceline("trace", run)
+    assert text.returncode == 0, text.stderr
+    assert text.stdout.strip()
+    drawn = results(paceline("trace", run, "--svg", svg, "--perfetto", perfetto, "--json"))
+    assert drawn["spans"] > 0
+    assert svg.read_text(encoding="utf-8").lstrip().startswith("<")
+    assert json.loads(perfetto.read_text(encoding="utf-8"))
+    assert results(paceline("report", run, "--html", page, "--json")) == {"html": str(page)}
+    assert "<html" in page.read_text(encoding="utf-8").lower()
+
+
+def test_compare_writes_its_folder_and_its_report(tmp_path: Path) -> None:
+    out = tmp_path / "c"
+    strategies = ("--strategy", "replicas=2", "--strategy", "replicas=2 aggregation=smooth-switch:every=4")
+    done = paceline("compare", "synthetic", *QUICK, *strategies, "--rounds", "2", "--out", out, "--json")
+    compared = results(done)
+    assert [len(s["rounds"]) for s in compared["strategies"]] == [2, 2]
+    assert {"strategies", "baseline", "difference"} <= set(compared)
+    assert (out / "report.html").is_file()
+
+
+def test_the_table_of_a_comparison_names_each_strategy() -> None:
+    strategies = ("replicas=2", "replicas=2 aggregation=asynchronous")
+    words = [word for s in strategies for word in ("--strategy", s)]
+    done = paceline("compare", "synthetic", *QUICK, *words)
+    assert done.returncode == 0, done.stderr
+    assert all("asynchronous" in done.stdout and s.split()[0] in done.stdout for s in strategies)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--strategy", "replicas=2 aggregation=asynchronos"), "asynchronous"),
+        (("--strategy", "replicas=0"), "replicas=0"),
+        (("--engine", "virtuel"), "virtual"),
+        (("--steps", "-1"), "steps"),
+        (("--until", "accuracy>0"), "until"),
+        (("--seconds", "5"), "seconds"),
+    ],
+)
+def test_bad_input_is_refused_in_words(words: tuple[str, str], said: str) -> None:
+    done = paceline("train", "synthetic", *QUICK, *words, "--json")
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["digit", "nowhere.py:program", "json:dumps"])
+def test_a_program_that_is_none_is_refused(name: str) -> None:
+    done = paceline("train", name, *QUICK)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_output_folder_that_exists_is_refused(tmp_path: Path) -> None:
+    done = paceline("train", "synthetic", *QUICK, "--out", tmp_path)
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr

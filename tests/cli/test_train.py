@@ -1,0 +1,106 @@
+"""``paceline train``: what it asks for, what it prints."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.options import DEFAULT_SECONDS, Shared
+from paceline.cli.train import default_strategy
+from paceline.core.records import Departure
+
+ALONE = {
+    "engine": "local",
+    "steps": None,
+    "epochs": None,
+    "seconds": DEFAULT_SECONDS,
+    "until": None,
+    "evaluate_every": None,
+    "delay": None,
+    "times": None,
+    "on_nonfinite": "stop",
+    "out": None,
+    "trace": False,
+    "tensorboard": False,
+    "progress": None,
+}
+
+
+def test_a_program_alone_is_enough(invoke: Any, calls: Any) -> None:
+    assert invoke("train", "digits").exit_code == 0
+    assert calls.of("load_program") == (("digits",), {"data": None, "seed": None, "batch_size": None})
+    assert calls.of("train") == (("the program", default_strategy()), ALONE)
+
+
+@pytest.mark.parametrize(("cores", "replicas"), [(None, 1), (1, 1), (2, 2), (64, 4)])
+def test_the_default_strategy_is_a_replica_a_core_at_most_four(
+    monkeypatch: pytest.MonkeyPatch, cores: int | None, replicas: int
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert default_strategy() == f"replicas={replicas}"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--steps", "50"], {"steps": 50, "seconds": None}),
+        (["--epochs", "1.5"], {"epochs": 1.5, "seconds": None}),
+        (["--seconds", "3"], {"seconds": 3.0}),
+        (["--until", "test_accuracy>=0.9"], {"until": "test_accuracy>=0.9", "seconds": None}),
+        (["--until", "train_loss<=0.1", "--seconds", "9"], {"until": "train_loss<=0.1", "seconds": 9.0}),
+        (["--engine", "virtual"], {"engine": "virtual"}),
+        (["--evaluate-every", "0.5"], {"evaluate_every": 0.5}),
+        (["--delay", "constant:0.1"], {"delay": "constant:0.1"}),
+        (["--times", "compute=0.02"], {"times": "compute=0.02"}),
+        (["--on-nonfinite", "skip"], {"on_nonfinite": "skip"}),
+        (["--out", "runs/a"], {"out": Path("runs/a")}),
+        (["--trace"], {"trace": True}),
+        (["--tensorboard"], {"tensorboard": True}),
+        (["--progress"], {"progress": True}),
+        (["--no-progress"], {"progress": False}),
+    ],
+)
+def test_each_option_reaches_train(invoke: Any, calls: Any, words: list[str], expected: dict[str, Any]) -> None:
+    assert invoke("train", "digits", *words).exit_code == 0
+    assert calls.of("train")[1] == ALONE | expected
+
+
+def test_program_options_reach_the_program(invoke: Any, calls: Any) -> None:
+    words = ("train", "mnist", "--data", "sets", "--seed", "7", "--batch-size", "64", "--strategy", "replicas=3")
+    assert invoke(*words).exit_code == 0
+    assert calls.of("load_program")[1] == {"data": Path("sets"), "seed": 7, "batch_size": 64}
+    assert calls.of("train")[0] == ("the program", "replicas=3")
+
+
+def test_it_prints_a_short_table_of_what_was_measured(invoke: Any, calls: Any) -> None:
+    lines = [" ".join(line.split()) for line in invoke("train", "digits").stdout.splitlines()]
+    assert lines[0] == "replicas=4"
+    assert {"test accuracy 97.12%", "updates of A 1,200", "discarded 12", "samples/s 4,321"} <= set(lines)
+    assert not any(line.startswith("test loss") for line in lines), "it was not scored"
+
+
+def test_it_names_the_replicas_that_left(invoke: Any, calls: Any) -> None:
+    calls.results["train"].left = [Departure(3, "killed by SIGKILL", 1.25)]
+    assert "replica 3 left at 1.2 s: killed by SIGKILL" in invoke("train", "digits").stdout
+
+
+def test_json_is_one_object_and_nothing_else(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "digits", "--json")
+    assert json.loads(done.stdout) == calls.results["train"].to_json()
+    assert done.stdout.count("\n") == 1
+
+
+def test_an_interrupted_run_is_printed_and_ends_with_130(invoke: Any, calls: Any) -> None:
+    calls.results["train"].summary["interrupted"] = True
+    done = invoke("train", "digits")
+    assert done.exit_code == 130
+    assert "97.12%" in done.stdout
+    assert "interrupted" in done.stderr
+
+
+def test_shared_options_are_listed_in_the_help_of_both_commands(invoke: Any) -> None:
+    for command in ("train", "compare"):
+        text = invoke(command, "--help").stdout
+        for name in Shared.__dataclass_fields__:
+            assert f"--{name.replace('_', '-')}" in text, f"{command} lacks {name}"

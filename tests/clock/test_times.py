@@ -1,0 +1,69 @@
+"""Virtual times read back, and each stream is a function of seed and replica."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.clock import Times, parse
+from paceline.core.errors import InputError
+
+RANDOM = Times.parse(" ".join(f"{name}=exponential:mean=1" for name in ("compute", "transfer", "apply", "gradient")))
+texts = st.sampled_from(["0", "0.5", "normal:mean=1,std=0.1", "pareto:scale=1,shape=2"])
+
+
+def first(stream: Iterator[float] | None, count: int = 300) -> tuple[float, ...]:
+    assert stream is not None
+    return tuple(islice(stream, count))
+
+
+@given(st.one_of(texts, st.just("measured")), texts, texts, texts)
+def test_parse_undoes_print(compute: str, transfer: str, apply: str, gradient: str) -> None:
+    text = f"compute={compute} transfer={transfer} apply={apply} gradient={gradient}"
+    assert str(Times.parse(text)) == text
+    assert Times.parse(" ".join(reversed(text.split()))) == Times.parse(text)
+
+
+def test_defaults() -> None:
+    assert str(Times.parse("")) == str(Times()) == "compute=0.01 transfer=0 apply=0 gradient=0"
+    assert Times.parse("apply=2") == Times(apply=parse("2"))
+
+
+def test_streams_are_apart_and_repeat() -> None:
+    streams = [first(RANDOM.compute_stream(r, 0)) for r in range(3)]
+    streams += [first(RANDOM.transfer_stream(r, 0)) for r in range(3)]
+    streams += [first(RANDOM.apply_stream(0)), first(RANDOM.gradient_stream(0))]
+    streams += [first(RANDOM.compute_stream(0, 1)), first(RANDOM.apply_stream(1))]
+    assert len(set(streams)) == len(streams)
+    assert first(RANDOM.compute_stream(2, 0)) == streams[2]
+    assert first(RANDOM.transfer_stream(1, 0)) == streams[4]
+
+
+def test_constants_reach_their_streams() -> None:
+    times = Times.parse("compute=1 transfer=2 apply=3 gradient=4")
+    streams = [times.compute_stream(0, 0), times.transfer_stream(0, 0), times.apply_stream(0), times.gradient_stream(0)]
+    assert [first(stream, 2) for stream in streams] == [(1, 1), (2, 2), (3, 3), (4, 4)]
+
+
+def test_measured_computing_has_no_stream() -> None:
+    assert Times.parse("compute=measured").compute_stream(0, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("compute", r"'compute' is not key=value; write 'compute=0.01 transfer=0"),
+        ("compute=", "'compute=' is not key=value"),
+        ("comput=1", "unknown time 'comput'; did you mean 'compute'"),
+        ("compute=-1", "compute=-1: value=-1, but it must be 0 or more"),
+        ("apply=1 apply=2", "apply is given twice, 1 and 2"),
+        ("transfer=measured", r"only compute can be measured; write transfer=0.001"),
+        ("compute=mesured", "compute=mesured: unknown distribution"),
+        ("gradient=normal:mean=1", "gradient=normal:mean=1: normal needs std"),
+    ],
+)
+def test_bad_times_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Times.parse(text)

@@ -1,0 +1,162 @@
+"""What the forked children of these tests do, and the pipes by which they tell.
+
+Children import it through the path that main hands over.
+"""
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from paceline.comm.bell import Bell
+from paceline.comm.segments import Arena, Segment
+from paceline.comm.shipping import Parcel, unpack
+
+Args = dict[str, Any]
+BOUND_S = 60.0
+
+
+class Pipe:
+    """What children say, line by line."""
+
+    def __init__(self) -> None:
+        self.end, self.fd = os.pipe()
+        self._rest = b""
+
+    def read(self) -> Any:
+        """The next JSON line; fails where none comes."""
+        while b"\n" not in self._rest:
+            assert select.select([self.end], [], [], BOUND_S)[0], "nothing was said"
+            self._rest += os.read(self.end, 1 << 16)
+        line, _, self._rest = self._rest.partition(b"\n")
+        return json.loads(line)
+
+
+def reply(fd: int, content: object) -> None:
+    """One JSON line into a pipe."""
+    os.write(fd, json.dumps(content).encode() + b"\n")
+
+
+def nothing(args: Args, fds: list[int]) -> None:
+    """Ends at once."""
+
+
+def echo(args: Args, fds: list[int]) -> None:
+    """Says what it was given."""
+    reply(fds[0], args)
+
+
+def fail(args: Args, fds: list[int]) -> None:
+    """Ends as it is told: by an exception, an exit or a signal."""
+    if "code" in args:
+        sys.exit(args["code"])
+    if "signal" in args:
+        os.kill(os.getpid(), args["signal"])
+    os.close(2)  # the traceback is not this test run's
+    raise RuntimeError("on purpose")
+
+
+def hang(args: Args, fds: list[int]) -> None:
+    """Runs until it is killed; says first that it runs."""
+    if fds:
+        reply(fds[0], os.getpid())
+    signal.pause()
+
+
+def hang_deaf(args: Args, fds: list[int]) -> None:
+    """As ``hang``, but no other thread of it ever gets to run: the call keeps the interpreter's lock."""
+    reply(fds[0], os.getpid())
+    ctypes.PyDLL(None).pause()
+
+
+def hang_with_helper(args: Args, fds: list[int]) -> None:
+    """As ``hang``, with a process of its own, as DataLoader workers are."""
+    helper = subprocess.Popen(["sleep", "1000"])
+    reply(fds[0], helper.pid)
+    signal.pause()
+
+
+def inspect(args: Args, fds: list[int]) -> None:
+    """Says what a child is like from inside."""
+    links = {n: os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if _is_open(int(n))}
+    reply(
+        fds[0],
+        {
+            "sockets": [link for link in links.values() if link.startswith("socket:")],
+            "epolls": [link for link in links.values() if "eventpoll" in link],
+            "pidfds": sum("pidfd" in link for link in links.values()),
+            "sigint": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
+            "sigterm": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL,
+            "leads_group": os.getpgrp() == os.getpid(),
+            "session_of_main": os.getsid(0) == os.getsid(args["main"]),
+            "main_file": getattr(sys.modules["__main__"], "__file__", ""),
+            "path": sys.path,
+            "pythonpath": os.environ.get("PYTHONPATH"),
+        },
+    )
+
+
+def add_one(args: Args, fds: list[int]) -> None:
+    """Adds 1 to a tensor in shared memory."""
+    segment = Segment.attach(fds[0], args["size_bytes"])
+    arena = Arena()
+    arena.add("first", (5,), torch.uint8)
+    arena.add("second", (2, 3), torch.float64)
+    arena.tensor(segment, "second").add_(1)
+
+
+def answer_bell(args: Args, fds: list[int]) -> None:
+    """Rings back, once for every ring."""
+    asked, answered = Bell(fds[0]), Bell(fds[1])
+    for _ in range(args["times"]):
+        assert asked.wait(60)
+        asked.clear()
+        answered.ring()
+
+
+def receive(args: Args, fds: list[int]) -> None:
+    """Unpacks a parcel, reads all of it, says what it is in memory, then writes into it."""
+    parcel = Parcel(fds[1])
+    content = unpack(parcel)
+    parcel.close()
+    total = float(content["x"].sum() + content["a"].sum())
+    before = _parcel_pages()
+    content["x"].fill_(7.0)
+    content["a"][:] = 7.0
+    reply(fds[0], {"total": total, "before": before, "after": _parcel_pages(), "f": content["f"](2)})
+
+
+def _parcel_pages() -> dict[str, int]:
+    """kB of the parcel's mapping, by kind, from /proc/self/smaps."""
+    lines = Path("/proc/self/smaps").read_text().split("memfd:paceline:parcel")[1].splitlines()[1:20]
+    fields = (line.split() for line in lines)
+    return {f[0].rstrip(":"): int(f[1]) for f in fields if f[0] in ("Rss:", "Anonymous:")}
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:  # the listing's own
+        return False
+    return True
+
+
+class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    """A data set of its own kind, over a numpy array."""
+
+    def __init__(self, rows: int) -> None:
+        self.data = np.arange(rows * 8.0).reshape(rows, 8) ** 2
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        return torch.from_numpy(self.data[i]), i % 10

@@ -1,0 +1,38 @@
+"""One fork server for the whole folder, and pipes that are read within a bound."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.nursery import Nursery
+
+sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import comm_entries by it
+from comm_entries import Pipe
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    """Give children ``pipe.fd``."""
+    pipe = Pipe()
+    yield pipe
+    os.close(pipe.end)
+    os.close(pipe.fd)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    """Shared by tests that leave it running."""
+    nursery = Nursery.start(["torch", "comm_entries"])
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def bare() -> Iterator[Nursery]:
+    """One that a test may break; without torch, so it starts quickly."""
+    nursery = Nursery.start([])
+    yield nursery
+    nursery.close()

@@ -1,0 +1,286 @@
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from comm_entries import Pipe
+
+from paceline.comm import liveness
+from paceline.comm.nursery import Nursery
+from paceline.core.errors import InputError, PacelineError
+
+HERE = str(Path(__file__).parent)
+
+
+def ended(nursery: Nursery, pid: int) -> str | None:
+    """How a child ended, once it has."""
+    assert liveness.wait_gone([nursery._children[pid].pidfd], 60)
+    return nursery.status(pid)
+
+
+ENDLESS = """
+import os, signal
+with open("/proc/{main}/fd/{fd}", "w") as pipe:
+    pipe.write(str(os.getpid()) + "\\n")
+while True:
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def endless(pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    """A module ``endless_import`` whose import says that it has begun and never ends."""
+    folder = tmp_path / "modules"
+    folder.mkdir()
+    (folder / "endless_import.py").write_text(ENDLESS.format(main=os.getpid(), fd=pipe.fd))
+    monkeypatch.syspath_prepend(folder)
+    return pipe
+
+
+# ------------------------------------------------------------------------------------------------------------ children
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        ({"code": None}, "exit code 0"),
+        ({"code": 3}, "exit code 3"),
+        ({}, "exit code 1"),
+        ({"signal": signal.SIGTERM}, "killed by SIGTERM"),
+        ({"signal": signal.SIGKILL}, "killed by SIGKILL"),
+    ],
+)
+def test_status_says_how_a_child_ended(nursery: Nursery, args: dict[str, Any], status: str) -> None:
+    child = nursery.spawn("comm_entries:fail", args)
+    assert ended(nursery, child.pid) == status
+    assert nursery.status(child.pid) == status
+
+
+def test_kill_minus_nine_from_outside(nursery: Nursery) -> None:
+    child = nursery.spawn("comm_entries:hang", {})
+    assert nursery.status(child.pid) is None
+    os.kill(child.pid, signal.SIGKILL)
+    assert ended(nursery, child.pid) == "killed by SIGKILL"
+
+
+def test_arguments_and_descriptors_arrive(nursery: Nursery, pipe: Pipe) -> None:
+    args = {"text": "Δ", "list": [1, 2.5, None], "size": "x" * 50_000}
+    nursery.spawn("comm_entries:echo", args, [pipe.fd])
+    assert pipe.read() == args
+
+
+def test_a_child_is_a_clean_process(nursery: Nursery, pipe: Pipe) -> None:
+    nursery.spawn("comm_entries:hang", {})
+    nursery.spawn("comm_entries:inspect", {"main": os.getpid()}, [pipe.fd])
+    said = pipe.read()
+    assert said["sockets"] == []
+    assert said["epolls"] == []
+    assert said["pidfds"] in (0, 1)  # main's; before Linux 6.9 a pidfd has no name of its own
+    assert said["sigint"]
+    assert said["sigterm"]
+    assert said["leads_group"]
+    assert not said["session_of_main"]
+    assert said["main_file"].endswith("forkserver.py")
+    assert said["path"] == [entry or os.getcwd() for entry in sys.path]
+    assert said["pythonpath"] == os.environ.get("PYTHONPATH")
+
+
+def test_the_fork_server_forks_with_one_thread(nursery: Nursery) -> None:
+    nursery.spawn("comm_entries:nothing", {})
+    assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
+
+
+def test_what_cannot_be_sent_leaves_the_nursery_whole(nursery: Nursery, pipe: Pipe) -> None:
+    with pytest.raises(InputError, match=r"arguments of 4,000,\d+ bytes with 0 file descriptors .*ship\(\)"):
+        nursery.spawn("comm_entries:echo", {"text": "x" * 4_000_000})
+    with pytest.raises(InputError, match="with 300 file descriptors"):
+        nursery.spawn("comm_entries:echo", {}, [pipe.fd] * 300)
+    nursery.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
+    assert pipe.read() == {"a": 1}
+
+
+def test_threads_may_spawn_at_once(nursery: Nursery, pipe: Pipe) -> None:
+    def spawn(i: int) -> None:
+        nursery.spawn("comm_entries:echo", {"i": i}, [pipe.fd])
+
+    threads = [threading.Thread(target=spawn, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(pipe.read()["i"] for _ in range(8)) == list(range(8))
+
+
+def test_an_answer_that_nobody_waited_for_is_passed_over(nursery: Nursery, pipe: Pipe) -> None:
+    nursery.wait_ready()
+    nursery._link.send(b'{"id": -1, "do": "spawn", "entry": "comm_entries:nothing", "args": {}, "path": []}')
+    nursery.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
+    assert pipe.read() == {"a": 1}
+
+
+# ------------------------------------------------------------------------------------------------- ends and breakdowns
+
+
+def test_close_leaves_no_process_zombie_or_descriptor(pipe: Pipe) -> None:
+    before = os.listdir("/proc/self/fd")
+    processes = psutil.Process().children()
+    nursery = Nursery.start([])
+    children = [nursery.spawn("comm_entries:hang", {}) for _ in range(3)]
+    nursery.spawn("comm_entries:hang_with_helper", {}, [pipe.fd])
+    helper = liveness.open_pid(pipe.read())
+    pids = [nursery.pid, *(child.pid for child in children)]
+    nursery.close()
+    nursery.close()
+    assert liveness.wait_gone([helper], 60)
+    os.close(helper)
+    assert psutil.Process().children() == processes
+    assert not any(psutil.pid_exists(pid) for pid in pids)  # a zombie would exist
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_forgotten_nursery_closes_itself() -> None:
+    nursery = Nursery.start([])
+    pidfds = [liveness.open_pid(nursery.pid), os.dup(nursery.spawn("comm_entries:hang", {}).pidfd)]
+    del nursery
+    gc.collect()
+    assert liveness.wait_gone(pidfds, 0)
+    for pidfd in pidfds:
+        os.close(pidfd)
+
+
+def test_close_does_not_wait_for_the_imports(endless: Pipe) -> None:
+    nursery = Nursery.start(["endless_import"])
+    pid = endless.read()
+    assert pid == nursery.pid
+    nursery.close()
+    assert not psutil.pid_exists(pid)
+
+
+def test_a_failed_import_is_told_with_its_traceback() -> None:
+    nursery = Nursery.start(["no_such_module"])
+    with pytest.raises(PacelineError, match=r"(?s)Traceback.*No module named 'no_such_module'"):
+        nursery.spawn("comm_entries:nothing", {})
+    with pytest.raises(PacelineError, match="exit code 1"):
+        nursery.spawn("comm_entries:nothing", {})
+    nursery.close()
+
+
+def test_children_live_on_without_the_fork_server(bare: Nursery, pipe: Pipe) -> None:
+    hanging = bare.spawn("comm_entries:hang", {}, [pipe.fd])
+    assert pipe.read() == hanging.pid
+    other = bare.spawn("comm_entries:hang", {})
+    server = liveness.open_pid(bare.pid)
+    os.kill(bare.pid, signal.SIGKILL)
+    assert liveness.wait_gone([server], 60)
+    os.close(server)
+    with pytest.raises(PacelineError, match=r"fork server .*killed by SIGKILL.*live on"):
+        bare.spawn("comm_entries:hang", {})
+    assert not liveness.wait_gone([hanging.pidfd], 0.3)
+    assert bare.status(hanging.pid) is None
+    liveness.kill(other.pidfd)
+    assert ended(bare, other.pid) == "ended, its status lost with the fork server"
+    left = os.dup(hanging.pidfd)
+    bare.close()
+    assert liveness.wait_gone([left], 0)
+    os.close(left)
+
+
+# ------------------------------------------------------------------------------------------------ main, in all its ways
+
+# No guard: were it imported again, it would start again.
+SCRIPT = """
+import json, os, sys
+sys.path.append({here!r})
+from paceline.comm import liveness
+from paceline.comm.nursery import Nursery
+os.write({fd}, b'"started"\\n')
+nursery = Nursery.start([])
+child = nursery.spawn("comm_entries:echo", {{"from": "script"}}, [{fd}])
+assert liveness.wait_gone([child.pidfd], 60)
+assert nursery.status(child.pid) == "exit code 0", nursery.status(child.pid)
+"""
+
+
+@pytest.mark.parametrize("way", ["file", "-c", "stdin"])
+def test_main_needs_no_guard(way: str, pipe: Pipe, tmp_path: Path) -> None:
+    script = SCRIPT.format(here=HERE, fd=pipe.fd)
+    file = tmp_path / "unguarded.py"
+    file.write_text(script)
+    arguments = {"file": [str(file)], "-c": ["-c", script], "stdin": ["-"]}[way]
+    result = subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        input=script if way == "stdin" else "",
+        pass_fds=[pipe.fd],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert [pipe.read(), pipe.read()] == ["started", {"from": "script"}]
+
+
+FORKING = """
+import os, sys
+sys.path.append({here!r})
+from paceline.comm import liveness
+from paceline.comm.nursery import Nursery
+nursery = Nursery.start([])
+child = nursery.spawn("comm_entries:hang", {{}})
+if os.fork() == 0:
+    nursery.close()
+    sys.exit()
+os.wait()
+assert not liveness.wait_gone([child.pidfd], 0.3)
+"""
+
+
+def test_a_fork_of_main_closes_nothing() -> None:
+    subprocess.run([sys.executable, "-c", FORKING.format(here=HERE)], timeout=60, check=True)
+
+
+DYING = """
+import os, sys, threading
+sys.path[:0] = {path!r}
+from paceline.comm.nursery import Nursery
+nursery = Nursery.start({preload})
+os.write({fd}, b"%d\\n" % nursery.pid)
+for entry in {entries}:
+    child = nursery.spawn("comm_entries:" + entry, {{}}, [{fd}])
+    os.write({fd}, b"%d\\n" % child.pid)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("preload", "entries"),
+    [
+        pytest.param([], ["hang", "hang", "hang"], id="children"),
+        pytest.param([], ["hang_deaf"], id="deaf child"),
+        pytest.param([], ["hang_with_helper"], id="child with a process of its own"),
+        pytest.param(["endless_import"], [], id="during the imports"),
+    ],
+)
+def test_all_end_when_main_is_killed(preload: list[str], entries: list[str], endless: Pipe, tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    files.mkdir()
+    path = [HERE, str(tmp_path / "modules")]
+    code = DYING.format(path=path, preload=preload, entries=entries, fd=endless.fd)
+    command = [sys.executable, "-c", code]
+    main = subprocess.Popen(command, pass_fds=[endless.fd], env=os.environ | {"TMPDIR": str(files)})
+    pids = {endless.read() for _ in range(1 + len(preload) + 2 * len(entries))}  # the server; each child and its word
+    pidfds = [liveness.open_pid(pid) for pid in pids]
+    assert all(liveness.alive(pidfd) for pidfd in pidfds)
+    main.kill()
+    assert main.wait(60) == -signal.SIGKILL
+    assert liveness.wait_gone(pidfds, 5.0)
+    for pidfd in pidfds:
+        os.close(pidfd)
+    assert list(files.iterdir()) == []
+    assert [name for name in os.listdir("/dev/shm") if "paceline" in name or str(main.pid) in name] == []

@@ -1,0 +1,154 @@
+"""Every sample once an epoch, and the same stream whoever asks in whatever order."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core import order as module
+from paceline.core.errors import InputError
+from paceline.core.order import Order, Partition
+
+PARTITIONS: list[Partition] = ["global", "disjoint"]
+sizes = st.integers(1, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**40)
+
+
+def epoch_of(order: Order, epoch: int) -> list[int]:
+    """All samples that all replicas see in one epoch, replica by replica."""
+    return [
+        sample
+        for replica in range(order.replicas)
+        for k in range(order.rounds_per_epoch(replica) * epoch, order.rounds_per_epoch(replica) * (epoch + 1))
+        for sample in order.batch(replica, k).tolist()
+    ]
+
+
+@given(*sizes, st.integers(0, 30))
+def test_synchronous_replicas_see_what_one_process_with_the_whole_batch_sees(
+    samples: int, batch_size: int, replicas: int, seed: int, k: int
+) -> None:
+    order = Order(samples, batch_size, replicas, seed)
+    alone = Order(samples, batch_size * replicas, 1, seed)
+    together = np.concatenate([order.batch(replica, k) for replica in range(replicas)])
+    assert together.tolist() == alone.batch(0, k).tolist()
+    assert order.rounds_per_epoch(0) == alone.rounds_per_epoch(0)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@given(*sizes, st.integers(0, 3))
+def test_an_epoch_covers_every_sample_exactly_once(
+    partition: Partition, samples: int, batch_size: int, replicas: int, seed: int, epoch: int
+) -> None:
+    order = Order(max(samples, replicas), batch_size, replicas, seed, partition)
+    assert sorted(epoch_of(order, epoch)) == list(range(order.samples))
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@given(*sizes, st.integers(0, 40), st.data())
+def test_size_and_epoch_agree_with_the_batch(
+    partition: Partition, samples: int, batch_size: int, replicas: int, seed: int, k: int, data: st.DataObject
+) -> None:
+    order = Order(max(samples, replicas), batch_size, replicas, seed, partition)
+    replica = data.draw(st.integers(0, replicas - 1))
+    assert order.size(replica, k) == len(order.batch(replica, k)) <= batch_size
+    assert order.epoch(replica, k) * order.rounds_per_epoch(replica) <= k
+    assert k < (order.epoch(replica, k) + 1) * order.rounds_per_epoch(replica)
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch_size", "replicas", "expected"),
+    [
+        (24, 4, 3, [[4, 4, 4], [4, 4, 4]]),
+        (25, 4, 3, [[4, 4, 4], [4, 4, 4], [1, 0, 0]]),
+        (23, 4, 3, [[4, 4, 4], [4, 4, 3]]),
+        (19, 4, 3, [[4, 4, 4], [3, 2, 2]]),
+        (2, 4, 3, [[1, 1, 0]]),
+    ],
+)
+def test_the_last_round_is_spread_evenly(
+    samples: int, batch_size: int, replicas: int, expected: list[list[int]]
+) -> None:
+    order = Order(samples, batch_size, replicas, seed=1)
+    rounds = [[order.size(replica, k) for replica in range(replicas)] for k in range(order.rounds_per_epoch(0))]
+    assert rounds == expected
+
+
+def test_disjoint_subsets_are_fixed_and_shuffled_anew() -> None:
+    order = Order(samples=50, batch_size=4, replicas=3, seed=5, partition="disjoint")
+    rounds = order.rounds_per_epoch(1)
+    first, second = (
+        np.concatenate([order.batch(1, epoch * rounds + k) for k in range(rounds)]).tolist() for epoch in (0, 1)
+    )
+    assert first != second
+    assert sorted(first) == sorted(second)
+    assert [order.size(1, k) for k in range(rounds)] == [4, 4, 4, 4, 1]
+
+
+def test_disjoint_replicas_may_have_one_round_more() -> None:
+    order = Order(samples=9, batch_size=4, replicas=2, seed=0, partition="disjoint")
+    assert [order.rounds_per_epoch(replica) for replica in range(2)] == [2, 1]
+
+
+def test_global_epochs_differ_and_seeds_differ() -> None:
+    order, other = Order(100, 10, 2, seed=0), Order(100, 10, 2, seed=1)
+    assert epoch_of(order, 0) != epoch_of(order, 1)
+    assert epoch_of(order, 0) != epoch_of(other, 0)
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_what_was_asked_before_changes_nothing(partition: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KEPT_INDICES", 0)
+    order = Order(64, 4, 4, 3, partition)
+    asked = [(replica, k) for replica in range(4) for k in range(40)]
+    np.random.default_rng(0).shuffle(asked)
+    for replica, k in asked:
+        fresh = Order(64, 4, 4, 3, partition)
+        assert order.batch(replica, k).tolist() == fresh.batch(replica, k).tolist()
+
+
+def test_replicas_far_apart_share_few_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[int, ...]] = []
+    original = module._permutation
+
+    def counted(*key: int) -> object:
+        built.append(key)
+        return original(*key)
+
+    monkeypatch.setattr(module, "_permutation", counted)
+    order = Order(samples=4000, batch_size=4, replicas=1000, seed=0)
+    for step in range(50):
+        for replica in range(1000):
+            order.batch(replica, step * (1 + replica % 2))
+    assert len(built) == 75  # epochs 0 .. 49, and the even ones up to 98
+
+
+def test_a_batch_belongs_to_its_caller() -> None:
+    order = Order(10, 5, 1, seed=0)
+    before = order.batch(0, 0).tolist()
+    order.batch(0, 0)[:] = -1
+    assert order.batch(0, 0).tolist() == before
+    assert order.batch(0, 0).base is None
+    assert order.batch(0, 0).dtype == np.int64
+
+
+def test_equal_fields_are_equal_orders() -> None:
+    asked = Order(10, 2, 2, 0)
+    asked.batch(0, 0)
+    assert asked == Order(10, 2, 2, 0)
+    assert asked != Order(10, 2, 2, 0, "disjoint")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"samples": 0}, "samples=0"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"replicas": -1}, "replicas=-1"),
+        ({"seed": -3}, "write seed=3"),
+        ({"partition": "disjont"}, "did you mean 'disjoint'"),
+        ({"partition": "disjoint", "replicas": 11}, "write partition=global or replicas=10"),
+    ],
+)
+def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Order(**({"samples": 10, "batch_size": 2, "replicas": 2, "seed": 0} | fields))  # type: ignore[arg-type]

@@ -1,0 +1,107 @@
+"""The summary's keys, its order and its figures."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.records import Account, Departure, Record, WorkerFigures
+from paceline.metrics.summary import json_safe, summarize
+
+COUNTS = ["steps", "updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds"]
+RATES = ["samples_per_s", "updates_per_s", "gradients_per_s"]
+STALENESS = ["staleness_mean", "staleness_max", "staleness"]
+BYTES = ["payload_bytes_per_step", "payload_formula_bytes_per_step", "peak_memory_bytes", "parameter_bytes"]
+SCORES = ["train_loss", "test_loss", "test_accuracy"]
+MEANS = ["train_loss_mean", "test_loss_mean", "test_accuracy_mean"]
+END = ["interrupted", "start_digest", "notes"]
+
+
+def worker(replica: int, steps: int, busy_s: float, step_time_s: float | None, payload: int | None) -> WorkerFigures:
+    return WorkerFigures(replica, 0, 0, steps, busy_s, step_time_s, payload, 10_000 + replica, 400)
+
+
+ACCOUNT = Account(
+    seconds=4.0,
+    updates=12,
+    gradients=20,
+    applied=18,
+    discarded=2,
+    cancelled=1,
+    nonfinite=1,
+    samples=576,
+    staleness={2: 6, 0: 12},
+    workers=(worker(0, 10, 4.0, 0.4, 8_000), worker(1, 8, 2.0, 0.5, 6_400), worker(2, 2, 1.0, 2.0, 1_600)),
+    left=(Departure(2, "killed by SIGKILL", 1.5),),
+    start_digest="ab" * 32,
+    notes={"batching": "one at a time"},
+)
+HISTORY = [
+    Record(0.0, 0, 0, 1, None, 2.0, 2.2, 0.1, {"f1": 0.0}),
+    Record(1.0, 4, 6, 1, 0.5, None, 1.2, 0.5, {"f1": 0.4}),
+    Record(4.0, 12, 20, 3, 0.7, 0.4, 0.6, 0.9, {"f1": 0.8}),
+]
+
+
+def test_keys_on_a_host_in_their_order() -> None:
+    history = [replace(record, test_metrics={}) for record in HISTORY]
+    found = summarize(ACCOUNT, history, host=True)
+    assert list(found) == [*COUNTS, *RATES, "step_time_s", "utilisation", *STALENESS, *BYTES, *SCORES, *MEANS, *END]
+
+
+def test_virtual_time_has_no_host_measurements() -> None:
+    found = summarize(ACCOUNT, HISTORY, host=False)
+    others = [*SCORES, "test_f1", *MEANS, "test_f1_mean"]
+    assert list(found) == [*COUNTS, *RATES, "utilisation", *STALENESS, *others, *END]
+
+
+def test_figures() -> None:
+    found = summarize(ACCOUNT, HISTORY, host=True)
+    assert (found["steps"], found["updates"], found["gradients"], found["nonfinite"]) == (10, 12, 20, 1)
+    assert (found["samples_per_s"], found["updates_per_s"], found["gradients_per_s"]) == (144.0, 3.0, 5.0)
+    assert found["step_time_s"] == 0.5
+    assert found["utilisation"] == [1.0, 0.5, 0.25]
+    assert (found["staleness_mean"], found["staleness_max"]) == (pytest.approx(2 / 3), 2)
+    assert list(found["staleness"].items()) == [("0", 12), ("2", 6)]
+    assert found["notes"] == {"batching": "one at a time"}
+
+
+def test_bytes_are_those_of_one_step_of_every_worker() -> None:
+    found = summarize(ACCOUNT, HISTORY, host=True)
+    assert found["payload_bytes_per_step"] == 3 * 800
+    assert found["payload_formula_bytes_per_step"] == 2 * 100 * 3 * 4
+    assert found["peak_memory_bytes"] == [10_000, 10_001, 10_002]
+
+
+def test_scores_at_the_end_and_over_the_interval() -> None:
+    found = summarize(ACCOUNT, HISTORY, host=False)
+    assert (found["train_loss"], found["test_loss"], found["test_accuracy"], found["test_f1"]) == (0.4, 0.6, 0.9, 0.8)
+    assert found["train_loss_mean"] == pytest.approx(1.2)
+    assert found["test_loss_mean"] == pytest.approx((1.7 + 3 * 0.9) / 4)
+    assert found["test_accuracy_mean"] == pytest.approx((0.3 + 3 * 0.7) / 4)
+    assert found["test_f1_mean"] == pytest.approx((0.2 + 3 * 0.6) / 4)
+
+
+def test_a_run_in_which_nothing_happened() -> None:
+    nothing = replace(ACCOUNT, seconds=0.0, updates=0, gradients=0, applied=0, staleness={}, workers=(), samples=0)
+    found = summarize(nothing, [], host=True)
+    assert found["steps"] == 0
+    undefined = [*RATES, "step_time_s", "staleness_mean", "staleness_max", "payload_bytes_per_step", *SCORES, *MEANS]
+    assert all(found[key] is None for key in undefined)
+
+
+def test_a_replica_that_never_stepped_does_not_spoil_the_payload() -> None:
+    workers = (*ACCOUNT.workers, worker(3, 0, 0.0, None, 0))
+    assert summarize(replace(ACCOUNT, workers=workers), [], host=True)["payload_bytes_per_step"] == 3 * 800
+
+
+def test_divergence_is_no_number() -> None:
+    found = summarize(ACCOUNT, [*HISTORY, Record(5.0, 13, 21, 3, 0.0, math.nan, math.inf, 0.1)], host=False)
+    assert (found["train_loss"], found["test_loss"], found["train_loss_mean"]) == (None, None, None)
+    assert found["test_accuracy"] == 0.1
+    json.dumps(found, allow_nan=False)
+
+
+def test_json_safe_reaches_every_depth() -> None:
+    assert json_safe({"a": (1, math.nan, [-math.inf, "x", True])}) == {"a": [1, None, [None, "x", True]]}

@@ -1,0 +1,86 @@
+"""What ``import paceline`` offers, and what it costs."""
+
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+import paceline
+
+PUBLIC = [
+    "Aggregation",
+    "Apply",
+    "Arrival",
+    "Asynchronous",
+    "Buffered",
+    "Cancel",
+    "Comparison",
+    "Decision",
+    "Discard",
+    "ElasticAveraging",
+    "Hogwild",
+    "InputError",
+    "LocalSteps",
+    "NonFiniteError",
+    "PacelineError",
+    "Program",
+    "Release",
+    "Run",
+    "SmoothSwitch",
+    "StaleSynchronous",
+    "Strategy",
+    "Synchronous",
+    "WaitTimeoutError",
+    "Worker",
+    "WorkerError",
+    "__version__",
+    "compare",
+    "launch",
+    "load",
+    "register",
+    "train",
+]
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_public_names_are_exactly_these_and_sorted() -> None:
+    assert paceline.__all__ == PUBLIC == sorted(PUBLIC)
+    assert dir(paceline) == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_each_public_name_loads(name: str) -> None:
+    assert name in vars(paceline) or paceline.__getattr__(name) is vars(paceline)[name]
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    assert paceline.__version__ == version("paceline")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'paceline' has no attribute 'Synchronos'"):
+        paceline.Synchronos  # noqa: B018  # type: ignore[attr-defined]
+
+
+def test_importing_paceline_imports_no_torch() -> None:
+    assert run_python("import sys, paceline; print('torch' in sys.modules)") == "False"
+
+
+@pytest.mark.parametrize("first", ["import paceline.train, paceline.compare", "from paceline.compare import compare"])
+def test_functions_win_over_the_modules_of_the_same_name(first: str) -> None:
+    code = f"{first}\nimport paceline\nfrom paceline import compare, train\n"
+    code += "print(*(type(f).__name__ for f in (train, compare, paceline.train, paceline.compare)))"
+    assert run_python(code) == "function function function function"
+
+
+def test_a_policy_from_the_package_is_the_one_from_its_module() -> None:
+    from paceline.aggregation.smooth_switch import SmoothSwitch
+
+    assert paceline.SmoothSwitch is SmoothSwitch

@@ -1,0 +1,198 @@
+"""A strategy as a value, as a line of text and as a table."""
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.aggregation import Buffered, SmoothSwitch, Synchronous
+from paceline.core.errors import InputError
+from paceline.strategy import Compression, Device, Partition, Recompute, Schedule, Strategy
+from tests.aggregation.policy_values import policies
+
+CHECK = settings(max_examples=200, deadline=None, derandomize=True)
+SIZES = st.integers(1, 64)
+
+
+@st.composite
+def strategies(draw: st.DrawFn) -> Strategy:
+    widths = draw(st.lists(SIZES, min_size=1, max_size=4))
+    count = len(widths)
+    return Strategy(
+        replicas=draw(SIZES),
+        stages=draw(st.sampled_from([count, tuple(widths)])),
+        shards=draw(SIZES | st.tuples(*[SIZES] * count)),
+        schedule=draw(st.sampled_from(Schedule.__args__)),
+        micro_batches=draw(st.none() | SIZES),
+        recompute=draw(st.sampled_from(Recompute.__args__)),
+        aggregation=draw(policies()),
+        accumulate=draw(SIZES),
+        partition=draw(st.sampled_from(Partition.__args__)),
+        threads=draw(st.none() | SIZES),
+        device=draw(st.sampled_from(Device.__args__)),
+        compression=draw(st.sampled_from(Compression.__args__)),
+        shard_optimizer=draw(st.none() | st.booleans()),
+        shard_parameters=draw(st.booleans()),
+    )
+
+
+@CHECK
+@given(strategies())
+def test_parse_undoes_print(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+    assert str(Strategy.parse(str(strategy))) == str(strategy)
+
+
+@CHECK
+@given(strategies())
+def test_toml_there_and_back(strategy: Strategy) -> None:
+    assert Strategy.from_toml(strategy.to_toml()) == strategy
+
+
+CANONICAL = [
+    (Strategy(), "replicas=1"),
+    (Strategy(replicas=4, aggregation=SmoothSwitch(every=500)), "replicas=4 aggregation=smooth-switch"),
+    (Strategy(2, aggregation="buffered:k=2"), "replicas=2 aggregation=buffered:k=2"),
+    (Strategy(stages=(3, 1), shards=2), "replicas=1 stages=[3,1] shards=2"),
+    (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
+    (
+        Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
+        "replicas=4 stages=2 schedule=gpipe micro_batches=8 accumulate=2 partition=disjoint shard_parameters=true",
+    ),
+]
+
+
+@pytest.mark.parametrize(("strategy", "text"), CANONICAL)
+def test_canonical_text(strategy: Strategy, text: str) -> None:
+    assert str(strategy) == text
+    assert Strategy.parse(text) == strategy
+
+
+FREE = [
+    ("", "replicas=1"),
+    ("  aggregation=synchronous\n replicas=1 ", "replicas=1"),
+    ("stages=[3, 1]", "replicas=1 stages=[3,1]"),
+    ("threads=auto micro_batches=auto shard_optimizer=auto", "replicas=1"),
+    ("schedule=1f1b device=cpu compression=none recompute=none", "replicas=1"),
+]
+
+
+@pytest.mark.parametrize(("text", "canonical"), FREE)
+def test_reading_is_more_liberal_than_printing(text: str, canonical: str) -> None:
+    assert str(Strategy.parse(text)) == canonical
+
+
+def test_the_designs_example() -> None:
+    text = "replicas=4 stages=2 schedule=1f1b micro_batches=8 aggregation=smooth-switch:every=500"
+    built = Strategy(replicas=4, stages=2, schedule="1f1b", micro_batches=8, aggregation=SmoothSwitch(every=500))
+    assert Strategy.parse(text) == built
+    assert hash(Strategy.parse(text)) == hash(built)
+
+
+def test_aggregation_is_a_policy_however_it_was_given() -> None:
+    assert Strategy(aggregation="synchronous") == Strategy(aggregation=Synchronous()) == Strategy()
+    assert Strategy(aggregation="buffered:k=2").aggregation == Buffered(k=2)
+    assert dataclasses.replace(Strategy(3), aggregation="buffered").aggregation == Buffered()
+    assert pickle.loads(pickle.dumps(Strategy(aggregation="buffered"))) == Strategy(aggregation=Buffered())
+
+
+def test_coerce() -> None:
+    strategy = Strategy(replicas=3)
+    assert Strategy.coerce(strategy) is strategy
+    assert Strategy.coerce("replicas=3") == strategy
+
+
+def test_strategies_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Strategy().aggregation = Buffered()  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "stages"),
+    [
+        ("replicas=4", 4, (1,)),
+        ("replicas=2 stages=3 shards=2", 12, (2, 2, 2)),
+        ("replicas=2 stages=[3,1]", 8, (3, 1)),
+        ("stages=[3,1] shards=[1,4]", 7, (3, 4)),
+        ("stages=2 shards=[2,1]", 3, (2, 1)),
+    ],
+)
+def test_mesh(text: str, workers: int, stages: tuple[int, ...]) -> None:
+    strategy = Strategy.parse(text)
+    assert (strategy.workers, strategy.stage_workers, strategy.stage_count) == (workers, stages, len(stages))
+
+
+def test_lists_are_as_good_as_tuples() -> None:
+    assert Strategy(stages=[3, 1]) == Strategy(stages=(3, 1))  # type: ignore[arg-type]
+
+
+def test_toml_is_a_flat_table() -> None:
+    text = Strategy(4, (3, 1), aggregation="local-steps:over=(buffered:k=2)").to_toml()
+    assert text.splitlines()[:4] == ["replicas = 4", "stages = [3,1]", "shards = 1", 'schedule = "1f1b"']
+    assert 'aggregation = "local-steps:over=(buffered:k=2)"' in text
+    assert "threads" not in text
+
+
+WRONG = [
+    ("replica=4", "unknown strategy field 'replica'; did you mean 'replicas'"),
+    ("auto", "unknown strategy field 'auto'"),
+    ("replicas", "'replicas' is no field of a strategy; write replicas="),
+    ("replicas=", "write replicas="),
+    ("=4", "write replicas="),
+    ("replicas=4 replicas=5", "says replicas twice"),
+    ("replicas=0", "replicas=0, but it must be a whole number of at least 1; write replicas=1"),
+    ("replicas=four", "replicas=four, but it must be a whole number"),
+    ("replicas=auto", "replicas=auto"),
+    ("replicas=[2,2]", "replicas="),
+    ("stages=0", "stages=0"),
+    ("stages=[3,0]", "stages=0"),
+    ("stages=[]", "stages="),
+    ("stages=3 shards=[1,2]", r"shards=\[1,2\] is for 2 stages, but stages=3 makes 3; write stages=2"),
+    ("micro_batches=0", "micro_batches=0"),
+    ("threads=0", "threads=0"),
+    ("accumulate=0", "accumulate=0"),
+    ("schedule=1b1f", "unknown schedule '1b1f'; did you mean '1f1b'"),
+    ("partition=disjunct", "did you mean 'disjoint'"),
+    ("recompute=some", "unknown recompute 'some'"),
+    ("device=gpu", "unknown device 'gpu'"),
+    ("compression=topk", "did you mean 'top-k'"),
+    ("aggregation=asynchronos", "did you mean 'asynchronous'"),
+    ("shard_parameters=yes", "shard_parameters=yes, but it must be true or false"),
+    ("shard_optimizer=1", "shard_optimizer=1"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG)
+def test_wrong_text(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Strategy.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"replicas": "4"}, "replicas=4"),
+        ({"replicas": True}, "replicas=True"),
+        ({"stages": ()}, "stages="),
+        ({"stages": 1.5}, "stages=1.5"),
+        ({"aggregation": 3}, "aggregation=3 is no policy"),
+        ({"schedule": "gpip"}, "did you mean 'gpipe'"),
+        ({"shard_optimizer": "no"}, "shard_optimizer=no"),
+        ({"shard_parameters": None}, "shard_parameters=None"),
+    ],
+)
+def test_wrong_fields(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Strategy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("replicas = ", "no TOML"), ("replica = 2", "did you mean 'replicas'"), ("replicas = 0", "write replicas=1")],
+)
+def test_wrong_toml(text: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Strategy.from_toml(text)

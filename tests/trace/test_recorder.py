@@ -1,0 +1,93 @@
+"""What is recorded is read back, whole spans only, whoever dies."""
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.trace import ACTIONS, NullRecorder, Recorder, Span, read_packed
+
+
+@pytest.fixture
+def sink() -> Iterator[int]:
+    fd = os.memfd_create("spans")
+    yield fd
+    os.close(fd)
+
+
+def test_what_is_recorded_is_read_back(sink: int) -> None:
+    recorder = Recorder(replica=-1, stage=2, shard=3, sink=sink)
+    expected = [
+        Span(-1, 2, 3, action, 2**40 + step, step % 7, 2**60 + step, 2**60 + 2 * step, 2**35 * step)
+        for step, action in enumerate(ACTIONS * 100)
+    ]
+    for each in expected:
+        recorder.record(each.action, each.step, each.start_ns, each.end_ns, each.micro_batch, each.bytes)
+    written = read_packed(sink)
+    assert 0 < len(written) < len(expected)
+    assert written == expected[: len(written)]
+    recorder.close()
+    assert read_packed(sink) == expected
+
+
+def test_recording_goes_on_after_reading_and_closing(sink: int) -> None:
+    recorder = Recorder(0, 0, 0, sink)
+    recorder.record("forward", 1, 10, 20)
+    recorder.close()
+    recorder.close()
+    assert len(read_packed(sink)) == 1
+    recorder.record("wait", 1, 20, 30)
+    recorder.close()
+    assert [each.action for each in read_packed(sink)] == ["forward", "wait"]
+    assert os.lseek(sink, 0, os.SEEK_CUR) == os.fstat(sink).st_size
+
+
+@pytest.mark.parametrize("torn", [1, 20, 48])
+def test_a_torn_tail_is_left_out(sink: int, torn: int) -> None:
+    recorder = Recorder(0, 0, 0, sink)
+    for step in range(3):
+        recorder.record("apply", step, 0, 1)
+    recorder.close()
+    os.truncate(sink, os.fstat(sink).st_size - torn)
+    assert [each.step for each in read_packed(sink)] == [0, 1]
+
+
+def test_a_short_write_is_carried_on(sink: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    recorder = Recorder(0, 0, 0, sink)
+    recorder.record("apply", 1, 0, 1)
+    recorder.record("apply", 2, 1, 2)
+    recorder.close()
+    assert [each.step for each in read_packed(sink)] == [1, 2]
+
+
+KILLED = """
+import os, signal, sys
+from paceline.trace import Recorder
+recorder = Recorder(0, 0, 0, int(sys.argv[1]))
+for step in range(2000):
+    recorder.record("forward", step, step, step + 1)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_spans_of_a_killed_writer_are_read(sink: int) -> None:
+    worker = subprocess.run([sys.executable, "-c", KILLED, str(sink)], pass_fds=[sink], check=False)
+    assert worker.returncode == -signal.SIGKILL
+    steps = [each.step for each in read_packed(sink)]
+    assert 1000 <= len(steps) < 2000
+    assert steps == list(range(len(steps)))
+
+
+def test_the_null_recorder_has_the_same_methods() -> None:
+    public = {name for name in vars(Recorder) if not name.startswith("_")}
+    assert public == {name for name in vars(NullRecorder) if not name.startswith("_")} == {"close", "record"}
+    for name in public:
+        assert inspect.signature(getattr(Recorder, name)) == inspect.signature(getattr(NullRecorder, name))
+    NullRecorder().record("wait", 1, 0, 1)
+    NullRecorder().close()

@@ -1,0 +1,48 @@
+"""Swimlanes in characters, against small goldens."""
+
+from collections.abc import Callable
+
+import pytest
+
+from paceline.core.errors import InputError
+from paceline.trace import ACTIONS, Span, text
+from paceline.trace.swimlane import LETTERS
+
+
+def test_synchronous_rounds(synchronous: list[Span], golden: Callable[[str, str], None]) -> None:
+    golden("synchronous.txt", text(synchronous, width=78))
+
+
+def test_a_stretch_of_them(synchronous: list[Span], golden: Callable[[str, str], None]) -> None:
+    golden("stretch.txt", text(synchronous, width=40, start_s=0.01, end_s=0.03))
+
+
+def test_a_pipeline(pipeline: list[Span], golden: Callable[[str, str], None]) -> None:
+    golden("pipeline.txt", text(pipeline, width=24))
+
+
+def test_the_order_of_spans_does_not_matter(synchronous: list[Span]) -> None:
+    assert text(reversed(synchronous)) == text(synchronous)
+
+
+def test_a_character_shows_what_took_most_of_its_time() -> None:
+    spans = [
+        Span(0, 0, 0, "forward", 1, 0, 0, 130, 0),
+        Span(0, 0, 0, "backward", 1, 0, 130, 151, 0),
+        Span(0, 0, 0, "wait", 1, 0, 151, 1000, 0),
+    ]
+    assert "|F.........|" in text(spans, width=10)  # 100 .. 200 ns: forward 30, backward 21, wait 49
+
+
+def test_every_action_has_its_own_letter() -> None:
+    assert list(LETTERS) == list(ACTIONS)
+    assert len(set(LETTERS.values()) | {" "}) == len(ACTIONS) + 1
+
+
+def test_no_spans() -> None:
+    assert text([]) == "no spans\n"
+
+
+def test_too_narrow_is_refused(synchronous: list[Span]) -> None:
+    with pytest.raises(InputError, match="width=9 leaves no room for a lane; write width=10 or more"):
+        text(synchronous, width=9)
