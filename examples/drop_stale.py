@@ -35,7 +35,7 @@ class DropStale(Aggregation[int]):
     def joined(self, state: int, replica: int) -> tuple[int, Decision]:
         return state, ()
 
-    def threshold(self, state: int) -> int:
+    def waits_for(self, state: int) -> int:
         return 1
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pickle
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from paceline.aggregation import Buffered, SmoothSwitch, Synchronous
 from paceline.core.errors import InputError
-from paceline.strategy import Compression, Device, Partition, Recompute, Schedule, Strategy
+from paceline.core.order import Partition
+from paceline.strategy import Compression, Device, Recompute, Schedule, Strategy
 from tests.aggregation.policy_values import policies
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
@@ -23,17 +24,17 @@ def strategies(draw: st.DrawFn) -> Strategy:
     count = len(widths)
     return Strategy(
         replicas=draw(SIZES),
-        stages=draw(st.sampled_from([count, tuple(widths)])),
+        stages=draw(st.just(count) | st.just(tuple(widths))),
         shards=draw(SIZES | st.tuples(*[SIZES] * count)),
-        schedule=draw(st.sampled_from(Schedule.__args__)),
+        schedule=draw(st.sampled_from(get_args(Schedule))),
         micro_batches=draw(st.none() | SIZES),
-        recompute=draw(st.sampled_from(Recompute.__args__)),
+        recompute=draw(st.sampled_from(get_args(Recompute))),
         aggregation=draw(policies()),
         accumulate=draw(SIZES),
-        partition=draw(st.sampled_from(Partition.__args__)),
+        partition=draw(st.sampled_from(get_args(Partition))),
         threads=draw(st.none() | SIZES),
-        device=draw(st.sampled_from(Device.__args__)),
-        compression=draw(st.sampled_from(Compression.__args__)),
+        device=draw(st.sampled_from(get_args(Device))),
+        compression=draw(st.sampled_from(get_args(Compression))),
         shard_optimizer=draw(st.none() | st.booleans()),
         shard_parameters=draw(st.booleans()),
     )
@@ -139,9 +140,9 @@ def test_toml_is_a_flat_table() -> None:
 WRONG = [
     ("replica=4", "unknown strategy field 'replica'; did you mean 'replicas'"),
     ("auto", "unknown strategy field 'auto'"),
-    ("replicas", "'replicas' is no field of a strategy; write replicas="),
+    ("replicas", "'replicas' gives replicas no value; write replicas="),
     ("replicas=", "write replicas="),
-    ("=4", "write replicas="),
+    ("=4", "unknown strategy field ''"),
     ("replicas=4 replicas=5", "says replicas twice"),
     ("replicas=0", "replicas=0, but it must be a whole number of at least 1; write replicas=1"),
     ("replicas=four", "replicas=four, but it must be a whole number"),

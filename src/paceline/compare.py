@@ -9,8 +9,7 @@ from paceline.comparison import Comparison, find_baseline, load_comparison
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.base import Engine
 from paceline.program import Program
-from paceline.run import Run
-from paceline.storage import check_out
+from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy
 from paceline.train import check, open_engine, train
 
@@ -26,12 +25,14 @@ def compare(
     baseline: Strategy | str | None = None,
     progress: bool | None = None,
     out: str | Path | None = None,
+    tensorboard: bool = False,
     **budget: Any,
 ) -> Comparison:
     """Train a program under each strategy in turn, round after round.
 
     Round r starts every strategy from the same A_0 and feeds it the same data, both from ``program.seed + r``. Ctrl-C
-    ends the comparison; the runs that are complete are kept, the one that it hit is not: it had less time.
+    ends the comparison; the runs that are complete are kept, the one that it hit is not: it had less time. Where none
+    is complete, KeyboardInterrupt goes on.
 
     Args:
         program: what is trained.
@@ -41,6 +42,7 @@ def compare(
         baseline: which strategy the others are held against; the first where absent.
         progress: whether to draw a live display; None: where stderr is a terminal.
         out: a folder to save to; it must not exist.
+        tensorboard: also write TensorBoard events to it.
         budget: what ``train`` takes besides: ``seconds=``, ``evaluate_every=``, ``delay=``, …
 
     Raises:
@@ -51,14 +53,13 @@ def compare(
     _check_rounds(rounds)
     _check_combine(chosen)
     against = next(iter(chosen)) if baseline is None else find_baseline(str(baseline), list(chosen))
-    if out is not None:
-        check_out(out)
+    _check_out(out, tensorboard)
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
     with _opened(engine) as opened:
         comparison = _rounds(program, chosen, opened, rounds, against, budget | {"progress": progress})
     if out is not None:
-        comparison.save(out)
+        comparison.save(out, tensorboard=tensorboard)
     return comparison
 
 
@@ -76,7 +77,7 @@ def _rounds(
         for text, strategy in strategies.items():
             run = _uninterrupted(job, strategy, engine, options)
             if run is None:
-                return Comparison(runs, baseline, interrupted=True)
+                return _ended(runs, baseline)
             runs[text].append(run)
         _check_starts(number, {text: made[number] for text, made in runs.items()})
     return Comparison(runs, baseline)
@@ -88,6 +89,12 @@ def _uninterrupted(program: Program, strategy: Strategy, engine: Engine, options
     except KeyboardInterrupt:
         return None
     return None if run.summary["interrupted"] else run
+
+
+def _ended(runs: dict[str, list[Run]], baseline: str) -> Comparison:
+    if not any(runs.values()):
+        raise KeyboardInterrupt("no run was complete")
+    return Comparison(runs, baseline, interrupted=True)
 
 
 def _opened(engine: str | Engine) -> AbstractContextManager[Engine]:
@@ -108,6 +115,15 @@ def _distinct(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:
 def _check_rounds(rounds: int) -> None:
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")
+
+
+def _check_out(out: str | Path | None, tensorboard: bool) -> None:
+    if tensorboard:
+        require_tensorboard()
+    if out is not None:
+        check_out(out)
+    elif tensorboard:
+        raise InputError("tensorboard=True writes beside the saved runs; write out='runs/c' too")
 
 
 def _check_combine(strategies: dict[str, Strategy]) -> None:

@@ -130,6 +130,9 @@ def load(path: str | Path, program: Program | None = None) -> Run:
     folder = Path(path)
     if not folder.is_dir():
         raise InputError(f"{path} is no folder; write the path of a saved run")
+    if (folder / "comparison.json").exists():
+        one = next((run.parent for run in sorted(folder.glob("*/round-*/summary.json"))), folder / "…" / "round-0")
+        raise InputError(f"{path} holds a comparison, not a run; write the path of one of its runs, {one}")
     name, engine, strategy = _read_toml(folder / "strategy.toml")
     summary = read_json(folder / "summary.json")
     with reading(folder / "summary.json"):
@@ -198,7 +201,10 @@ def _write_history(history: Sequence[Record], path: Path) -> None:
 
 def _read_history(path: Path) -> list[Record]:
     with reading(path), path.open(encoding="utf-8", newline="") as file:
-        return [_record(row) for row in csv.DictReader(file, strict=True)]
+        rows = csv.DictReader(file, strict=True)
+        if tuple(rows.fieldnames or ())[: len(RECORD_FIELDS)] != RECORD_FIELDS:
+            raise ValueError(f"its first line should begin with {','.join(RECORD_FIELDS)}")
+        return [_record(row) for row in rows]
 
 
 def _record(row: dict[str, str]) -> Record:

@@ -9,7 +9,6 @@ t        version: how many updates A has had                  ``engine/coordinat
 =======  ==================================================  ====================================================
 """
 
-from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 A = TypeVar("A")
@@ -21,7 +20,7 @@ Given = TypeVar("Given", covariant=True)
 
 
 class Replica(Protocol[Read, Taken, Given]):
-    """Δ."""
+    """Δ, computed in one or more micro-steps."""
 
     def adopt(self, state: Read) -> None: ...
 
@@ -31,10 +30,16 @@ class Replica(Protocol[Read, Taken, Given]):
 
 
 class Server(Protocol[Given, Taken]):
-    """A and F, as a replica sees them."""
+    """A and F, as one replica sees them."""
+
+    def opens(self) -> bool:
+        """Whether the next micro-step is the first of a Δ."""
 
     def pull(self) -> Given:
         """A as F lets this replica see it; waits for as long as F says."""
+
+    def closes(self) -> bool:
+        """Count a micro-step; whether it was the last of its Δ."""
 
     def slot(self) -> Given:
         """Where Δ is to be written."""
@@ -43,9 +48,11 @@ class Server(Protocol[Given, Taken]):
         """Hand over what was written; F decides what becomes of it."""
 
 
-def step(replica: Replica[A, D, Facts], server: Server[A, Facts], batches: Iterable[D], clock: int) -> list[float]:
-    """One Δ: pull A, compute, push. Returns the loss of each micro-step; ``clock`` numbers the first."""
-    replica.adopt(server.pull())
-    losses = [replica.advance(batch, clock + i) for i, batch in enumerate(batches)]
-    server.push(replica.finish(server.slot()))
-    return losses
+def step(replica: Replica[A, D, Facts], server: Server[A, Facts], batch: D, clock: int) -> float:
+    """One micro-step, the replica's ``clock``-th; returns its loss. A Δ is one of them, or several in a row."""
+    if server.opens():
+        replica.adopt(server.pull())  # A_{t-1}
+    loss = replica.advance(batch, clock)  # towards Δ(A_{t-1}, D)
+    if server.closes():
+        server.push(replica.finish(server.slot()))  # F makes A_t of it, when it sees fit
+    return loss

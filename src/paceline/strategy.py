@@ -121,16 +121,14 @@ class Strategy:
     def parse(cls, text: str) -> "Strategy":
         """The strategy that a line of ``field=value`` words says; ``auto`` is the default of a field that has it."""
         values: dict[str, Any] = {}
-        for word in split(" ".join(text.split()), at=" "):
+        for word in filter(None, split(" ".join(text.split()), at=" ")):
             name, equals, value = word.partition("=")
-            if name and name not in _FIELDS:
-                raise unknown("strategy field", name, _FIELDS)
-            if word and not (equals and value):
-                raise InputError(f"{word!r} is no field of a strategy; write {name or 'replicas'}=<value>.")
+            _refuse_unknown(name)
+            if not (equals and value):
+                raise InputError(f"{word!r} gives {name} no value; write {name}=<value>.")
             if name in values:
                 raise InputError(f"the strategy says {name} twice; write {word} once.")
-            if word:
-                values[name] = _value(name, value.replace(" ", ""))
+            values[name] = _value(name, value.replace(" ", ""))
         return cls(**values)
 
     @classmethod
@@ -150,8 +148,7 @@ class Strategy:
         except tomllib.TOMLDecodeError as error:
             raise InputError(f"the strategy is no TOML: {error}; write lines as replicas = 4.") from error
         for name in table:
-            if name not in _FIELDS:
-                raise unknown("strategy field", name, _FIELDS)
+            _refuse_unknown(name)
         return cls(**table)
 
     def to_toml(self) -> str:
@@ -189,6 +186,11 @@ _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
 _CHOICES = {name: get_args(_HINTS[name]) for name in ("schedule", "recompute", "partition", "device", "compression")}
+
+
+def _refuse_unknown(name: str) -> None:
+    if name not in _FIELDS:
+        raise unknown("strategy field", name, _FIELDS)
 
 
 def _value(name: str, text: str) -> Any:

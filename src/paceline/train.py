@@ -172,6 +172,7 @@ class Settings:
         """How long the run may take; raises InputError where that is not said, or said twice."""
         units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
         given: dict[BudgetUnit, float] = {u: a for u in units if (a := getattr(self, u)) is not None}
+        unit: BudgetUnit
         if len(given) > 1 or not (given or self.until):
             raise InputError(
                 f"a run needs one budget, but has {' and '.join(f'{u}={a}' for u, a in given.items()) or 'none'}; "

@@ -116,7 +116,7 @@ class World:
     def _check(self) -> None:
         assert not self.waiting or self.computing, "all who are there wait: a deadlock"
         assert self.alive or not self.held, "nobody is there, and Δs are held"
-        assert self.policy.threshold(self.state) >= 1
+        assert self.policy.waits_for(self.state) >= 1
 
 
 def play(policy: Aggregation[Any], replicas: int, events: list[Event]) -> World:

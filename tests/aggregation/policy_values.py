@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation, PerLearningRate
 from paceline.aggregation.registry import Entry, kind_of
-from paceline.aggregation.text import _alternatives
+from paceline.aggregation.text import alternatives
 from paceline.core.errors import InputError
 
 FLOATS = st.one_of(st.integers(1, 10**6), st.floats(1e-6, 1e6), st.floats(0.01, 0.99))
@@ -19,7 +19,7 @@ def _values(draw: st.DrawFn, entry: Entry, depth: int) -> Any:
     options: dict[str, Any] = {}
     for name, option in entry.options().items():
         if draw(st.booleans()):
-            options[name] = draw(st.one_of([s for a in _alternatives(option.hint) for s in _of(a, depth)]))
+            options[name] = draw(st.one_of([s for a in alternatives(option.hint) for s in _of(a, depth)]))
     try:
         return entry.cls(**entry.fixed, **options)
     except InputError:  # options that are fine by themselves, but not together

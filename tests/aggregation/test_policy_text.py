@@ -1,7 +1,7 @@
 """Policies as text, there and back; and how a class gets a name."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -86,7 +86,7 @@ WRONG = [
     ("smooth-switch:every", "'every' is no option of smooth-switch; write"),
     ("smooth-switch:every=", "'every='"),
     ("smooth-switch:every=5/rl", "smooth-switch:every=5/rl, but it must be a number or a number before /lr"),
-    ("smooth-switch:every=0", "smooth-switch:every=0, but it must be a number above 0"),
+    ("smooth-switch:every=0", "smooth-switch:every=0.0, but it must be a number above 0"),
     ("smooth-switch:every=0/lr", "multiple=0"),
     ("smooth-switch:every=5,every=6", "says every twice"),
     ("smooth-switch:every=5,threshold=linear", "both say what K is"),
@@ -126,7 +126,7 @@ class Patient(Aggregation[None]):
     """A policy as a user writes it: one class in one file."""
 
     patience: int
-    over: Aggregation[Any] = Synchronous()
+    over: Aggregation[Any] = field(default_factory=Synchronous)
 
     def start(self, replicas: int) -> None:
         del replicas
@@ -142,7 +142,7 @@ class Patient(Aggregation[None]):
         del replica
         return state, ()
 
-    def threshold(self, state: None) -> int:
+    def waits_for(self, state: None) -> int:
         del state
         return 1
 

@@ -8,8 +8,9 @@ import pytest
 from paceline.aggregation import Exponential, Linear, LossDriven, PerLearningRate, SmoothSwitch, Step, Threshold
 from paceline.aggregation.base import Arrival
 from paceline.aggregation.buffer import Buffer
+from paceline.aggregation.loss_driven import Losses
 from paceline.aggregation.smooth_switch import Switch
-from paceline.aggregation.thresholds import Function, Losses
+from paceline.aggregation.thresholds import Function
 from paceline.core.errors import InputError
 
 VALUES = [
@@ -31,7 +32,7 @@ def test_values(threshold: Threshold[Any], expected: dict[int, int]) -> None:
 
 def k(policy: SmoothSwitch, alive: int, u: int) -> int:
     """K as a policy shows it with so many alive after u Δs."""
-    return policy.threshold(Switch(Buffer(frozenset(range(alive))), u, u, policy.start(1).memory))
+    return policy.waits_for(Switch(Buffer(frozenset(range(alive))), u, u, policy.start(1).memory))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +91,7 @@ def test_multiples_of_the_reciprocal_learning_rate(multiple: float, rate: float,
 
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_multiples_need_a_learning_rate(rate: float | None) -> None:
-    with pytest.raises(InputError, match="every=5/lr needs a learning rate above 0, .* write every=500"):
+    with pytest.raises(InputError, match=r"every=5/lr needs a learning rate above 0, .* write every=500"):
         Step(PerLearningRate(5)).resolved(learning_rate=rate)
     with pytest.raises(InputError, match="needs a learning rate"):
         Step(PerLearningRate(5)).of(1)

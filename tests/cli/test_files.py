@@ -1,6 +1,7 @@
 """``paceline trace`` and ``paceline report``: which files they read and write."""
 
 import json
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,15 +19,26 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: Path, spans: list[str]) -> None:
         path.write_text(f"perfetto of {len(spans)}", encoding="utf-8")
 
+    def drawing(name: str) -> Callable[..., str]:
+        return lambda spans, start_s, end_s: f"{name} of {len(spans)} from {start_s} to {end_s}\n"
+
     monkeypatch.setattr(import_module("paceline.run"), "load", lambda path: SimpleNamespace(spans=list(SPANS)))
-    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "svg", lambda spans: f"svg of {len(spans)}")
-    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "text", lambda spans: f"text of {len(spans)}")
+    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "svg", drawing("svg"))
+    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "text", drawing("text"))
     monkeypatch.setattr(import_module("paceline.trace.perfetto"), "write_perfetto", write)
 
 
 @pytest.mark.usefixtures("drawings")
 def test_trace_without_options_prints_the_swimlanes(invoke: Any) -> None:
-    assert invoke("trace", "runs/a").stdout == "text of 2\n"
+    assert invoke("trace", "runs/a").stdout == "text of 2 from None to None\n"
+
+
+@pytest.mark.usefixtures("drawings")
+def test_trace_draws_the_stretch_asked_for(invoke: Any, tmp_path: Path) -> None:
+    stretch, svg = ("--start", "0.5", "--end", "2"), tmp_path / "svg"
+    assert invoke("trace", "runs/a", *stretch).stdout == "text of 2 from 0.5 to 2.0\n"
+    assert invoke("trace", "runs/a", *stretch, "--svg", svg).exit_code == 0
+    assert svg.read_text(encoding="utf-8") == "svg of 2 from 0.5 to 2.0\n"
 
 
 @pytest.mark.usefixtures("drawings")
@@ -37,7 +49,8 @@ def test_trace_writes_the_files_asked_for_and_prints_nothing(
     words = [word for name in wanted for word in (f"--{name}", str(tmp_path / name))]
     done = invoke("trace", "runs/a", *words)
     assert (done.exit_code, done.stdout) == (0, "")
-    assert {p.name: p.read_text(encoding="utf-8") for p in tmp_path.iterdir()} == {n: f"{n} of 2" for n in wanted}
+    written = {path.name: path.read_text(encoding="utf-8").split(" from ")[0] for path in tmp_path.iterdir()}
+    assert written == {name: f"{name} of 2" for name in wanted}
 
 
 @pytest.mark.usefixtures("drawings")

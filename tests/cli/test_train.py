@@ -81,8 +81,8 @@ def test_it_prints_a_short_table_of_what_was_measured(invoke: Any, calls: Any) -
 
 
 def test_it_names_the_replicas_that_left(invoke: Any, calls: Any) -> None:
-    calls.results["train"].left = [Departure(3, "killed by SIGKILL", 1.25)]
-    assert "replica 3 left at 1.2 s: killed by SIGKILL" in invoke("train", "digits").stdout
+    calls.results["train"].left = [Departure(3, "killed by [SIGKILL]", 1.25)]
+    assert "replica 3 left at 1.2 s: killed by [SIGKILL]\n" in invoke("train", "digits").stdout
 
 
 def test_json_is_one_object_and_nothing_else(invoke: Any, calls: Any) -> None:

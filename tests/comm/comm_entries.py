@@ -1,6 +1,6 @@
 """What the forked children of these tests do, and the pipes by which they tell.
 
-Children import it through the path that main hands over.
+Children import it through the path that main hands over; without torch, so that they start at once.
 """
 
 import ctypes
@@ -10,15 +10,9 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from paceline.comm.bell import Bell
-from paceline.comm.segments import Arena, Segment
-from paceline.comm.shipping import Parcel, unpack
 
 Args = dict[str, Any]
 BOUND_S = 60.0
@@ -39,6 +33,13 @@ class Pipe:
         line, _, self._rest = self._rest.partition(b"\n")
         return json.loads(line)
 
+    def ends(self, timeout_s: float) -> bool:
+        """Whether, in that time, the last process that could write into it has gone."""
+        while select.select([self.end], [], [], timeout_s)[0]:
+            if not os.read(self.end, 1 << 16):
+                return True
+        return False
+
 
 def reply(fd: int, content: object) -> None:
     """One JSON line into a pipe."""
@@ -52,6 +53,12 @@ def nothing(args: Args, fds: list[int]) -> None:
 def echo(args: Args, fds: list[int]) -> None:
     """Says what it was given."""
     reply(fds[0], args)
+
+
+def speak(args: Args, fds: list[int]) -> None:
+    """Prints what stays in a buffer until the end, and says that it did."""
+    print(args["text"], end="")
+    reply(fds[0], "spoken")
 
 
 def fail(args: Args, fds: list[int]) -> None:
@@ -104,15 +111,6 @@ def inspect(args: Args, fds: list[int]) -> None:
     )
 
 
-def add_one(args: Args, fds: list[int]) -> None:
-    """Adds 1 to a tensor in shared memory."""
-    segment = Segment.attach(fds[0], args["size_bytes"])
-    arena = Arena()
-    arena.add("first", (5,), torch.uint8)
-    arena.add("second", (2, 3), torch.float64)
-    arena.tensor(segment, "second").add_(1)
-
-
 def answer_bell(args: Args, fds: list[int]) -> None:
     """Rings back, once for every ring."""
     asked, answered = Bell(fds[0]), Bell(fds[1])
@@ -122,41 +120,9 @@ def answer_bell(args: Args, fds: list[int]) -> None:
         answered.ring()
 
 
-def receive(args: Args, fds: list[int]) -> None:
-    """Unpacks a parcel, reads all of it, says what it is in memory, then writes into it."""
-    parcel = Parcel(fds[1])
-    content = unpack(parcel)
-    parcel.close()
-    total = float(content["x"].sum() + content["a"].sum())
-    before = _parcel_pages()
-    content["x"].fill_(7.0)
-    content["a"][:] = 7.0
-    reply(fds[0], {"total": total, "before": before, "after": _parcel_pages(), "f": content["f"](2)})
-
-
-def _parcel_pages() -> dict[str, int]:
-    """kB of the parcel's mapping, by kind, from /proc/self/smaps."""
-    lines = Path("/proc/self/smaps").read_text().split("memfd:paceline:parcel")[1].splitlines()[1:20]
-    fields = (line.split() for line in lines)
-    return {f[0].rstrip(":"): int(f[1]) for f in fields if f[0] in ("Rss:", "Anonymous:")}
-
-
 def _is_open(fd: int) -> bool:
     try:
         os.fstat(fd)
     except OSError:  # the listing's own
         return False
     return True
-
-
-class Squares(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """A data set of its own kind, over a numpy array."""
-
-    def __init__(self, rows: int) -> None:
-        self.data = np.arange(rows * 8.0).reshape(rows, 8) ** 2
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.from_numpy(self.data[i]), i % 10

@@ -25,7 +25,7 @@ def pipe() -> Iterator[Pipe]:
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """Shared by tests that leave it running."""
-    nursery = Nursery.start(["torch", "comm_entries"])
+    nursery = Nursery.start(["torch", "comm_entries", "comm_tensor_entries"])
     yield nursery
     nursery.close()
 

@@ -1,5 +1,7 @@
+import contextlib
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -124,6 +126,23 @@ def test_an_answer_that_nobody_waited_for_is_passed_over(nursery: Nursery, pipe:
     assert pipe.read() == {"a": 1}
 
 
+def test_a_main_without_free_descriptors_is_told(nursery: Nursery) -> None:
+    nursery.wait_ready()
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limit[1]))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        with pytest.raises(PacelineError, match="too many open files"):
+            nursery.spawn("comm_entries:nothing", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        for fd in taken:
+            os.close(fd)
+
+
 # ------------------------------------------------------------------------------------------------- ends and breakdowns
 
 
@@ -201,7 +220,7 @@ from paceline.comm import liveness
 from paceline.comm.nursery import Nursery
 os.write({fd}, b'"started"\\n')
 nursery = Nursery.start([])
-child = nursery.spawn("comm_entries:echo", {{"from": "script"}}, [{fd}])
+child = nursery.spawn("comm_entries:speak", {{"text": "from the child"}}, [{fd}])
 assert liveness.wait_gone([child.pidfd], 60)
 assert nursery.status(child.pid) == "exit code 0", nursery.status(child.pid)
 """
@@ -222,8 +241,8 @@ def test_main_needs_no_guard(way: str, pipe: Pipe, tmp_path: Path) -> None:
         timeout=60,
         check=False,
     )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert [pipe.read(), pipe.read()] == ["started", {"from": "script"}]
+    assert (result.returncode, result.stdout, result.stderr) == (0, "from the child", "")
+    assert [pipe.read(), pipe.read()] == ["started", "spoken"]
 
 
 FORKING = """
@@ -284,3 +303,42 @@ def test_all_end_when_main_is_killed(preload: list[str], entries: list[str], end
         os.close(pidfd)
     assert list(files.iterdir()) == []
     assert [name for name in os.listdir("/dev/shm") if "paceline" in name or str(main.pid) in name] == []
+
+
+def test_children_without_a_fork_server_end_with_main_too(endless: Pipe) -> None:
+    code = DYING.format(path=[HERE], preload=[], entries=["hang", "hang_with_helper"], fd=endless.fd)
+    main = subprocess.Popen([sys.executable, "-c", code], pass_fds=[endless.fd])
+    server, *pids = (endless.read() for _ in range(5))
+    server_pidfd, *pidfds = (liveness.open_pid(pid) for pid in (server, *set(pids)))
+    liveness.kill(server_pidfd)
+    assert liveness.wait_gone([server_pidfd], 60)
+    assert not liveness.wait_gone(pidfds[:1], 0.3)
+    main.kill()
+    main.wait(60)
+    assert liveness.wait_gone(pidfds, 5.0)
+    for pidfd in (server_pidfd, *pidfds):
+        os.close(pidfd)
+
+
+SPAWNING = """
+import sys
+sys.path[:0] = {path!r}
+from paceline.comm.nursery import Nursery
+nursery = Nursery.start([])
+while True:
+    nursery.spawn("comm_entries:hang", {{}}, [{fd}])
+"""
+
+
+@pytest.mark.parametrize("after", [1, 2, 5])
+def test_main_killed_in_the_midst_of_spawning(after: int) -> None:
+    pipe = Pipe()
+    code = SPAWNING.format(path=[HERE], fd=pipe.fd)
+    main = subprocess.Popen([sys.executable, "-c", code], pass_fds=[pipe.fd])
+    os.close(pipe.fd)
+    for _ in range(after):
+        pipe.read()
+    main.kill()
+    main.wait(60)
+    assert pipe.ends(5.0), "a child still holds the pipe"
+    os.close(pipe.end)

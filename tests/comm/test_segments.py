@@ -2,6 +2,7 @@ import errno
 import os
 from collections.abc import Callable
 from math import prod
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ def test_a_child_and_main_write_the_same_memory(nursery: Nursery) -> None:
     segment = Segment.create("test", arena.size_bytes)
     views = arena.tensors(segment)
     views["second"].copy_(torch.arange(6).view(2, 3))
-    child = nursery.spawn("comm_entries:add_one", {"size_bytes": segment.size_bytes}, [segment.fd])
+    child = nursery.spawn("comm_tensor_entries:add_one", {"size_bytes": segment.size_bytes}, [segment.fd])
     assert liveness.wait_gone([child.pidfd], 60)
     assert nursery.status(child.pid) == "exit code 0"
     assert torch.equal(views["second"], torch.arange(1.0, 7, dtype=torch.float64).view(2, 3))
@@ -62,8 +63,8 @@ def test_reserving_more_than_there_is_names_the_bytes_wanted(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("text", "expected"), [("max\n", float("inf")), ("1048576\n", 1048576.0)])
-def test_a_containers_limit_counts(text: str, expected: float, tmp_path: os.PathLike[str]) -> None:
-    file = segments.Path(tmp_path) / "memory.max"
+def test_a_containers_limit_counts(text: str, expected: float, tmp_path: Path) -> None:
+    file = tmp_path / "memory.max"
     file.write_text(text)
     assert segments._number(file) == expected
 
@@ -147,6 +148,6 @@ def test_a_failing_call_by_number_raises_as_the_ordinary_one(monkeypatch: pytest
 
 def test_another_system_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    monkeypatch.setattr(kernel.sys, "platform", "darwin")
+    monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(PacelineError, match=r"memfd_create is missing .* write engine='virtual'"):
         Segment.create("test", 64)

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from comm_entries import Pipe, Squares
+from comm_entries import Pipe
+from comm_tensor_entries import Squares
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,6 +52,14 @@ def test_any_strided_view_arrives_as_it_is(start: int, step: int, order: list[in
     assert torch.equal(got[0], view)
     assert got[0].stride() == view.stride()
     assert got[0].untyped_storage().data_ptr() == got[1].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_arrays_of_numpy_seen_as_tensors(order: int) -> None:
+    array = np.arange(2.0 * LARGE)
+    views = [torch.from_numpy(array), torch.from_numpy(array[:LARGE]), torch.from_numpy(array[3:])][::order]
+    got = round_trip(views)
+    assert all(torch.equal(a, b) for a, b in zip(got, views, strict=True))
 
 
 def test_each_storage_is_stored_once() -> None:
@@ -111,7 +120,7 @@ def test_receivers_share_the_pages_and_not_each_others_writes(nursery: Nursery, 
     offset = 40
     parcel = ship({"x": torch.ones(1 << 20), "a": np.ones(1 << 19), "f": lambda n: n + offset})
     for _ in range(2):  # the second must not see what the first wrote
-        nursery.spawn("comm_entries:receive", {}, [pipe.fd, parcel.fd])
+        nursery.spawn("comm_tensor_entries:receive", {}, [pipe.fd, parcel.fd])
         said = pipe.read()
         assert said["total"] == (1 << 20) + (1 << 19)
         assert said["f"] == 42

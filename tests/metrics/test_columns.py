@@ -1,13 +1,13 @@
 """What a table of strategies shows."""
 
-from paceline.metrics.columns import BRIEF, FULL, NONE, Entry, grid, labels
+from paceline.metrics.columns import BRIEF, NONE, PACE, REACHED, Entry, grid, labels
 from paceline.metrics.rounds import MEASURES, Estimate
 
 MEAN = {"test_accuracy": 0.9512, "test_accuracy_mean": 0.8, "test_loss_mean": 0.25, "updates": 12345.0}
 
 
 def cells(entry: Entry) -> dict[tuple[str, str], str]:
-    columns, lines = grid(FULL, [entry])
+    columns, lines = grid((*REACHED, *PACE), [entry])
     return {(c.group, c.title): text for c, text in zip(columns, lines[0], strict=True)}
 
 

@@ -38,10 +38,11 @@ def test_differences_are_paired_by_round() -> None:
     found = difference(ours, theirs)
     assert list(found) == [A, L, T]
     # Rounds differ by far more than the strategies do: unpaired, the error would be 0.28.
-    assert found[A] is not None
-    assert (found[A].mean, found[A].standard_error) == pytest.approx((0.1, 0.0), abs=1e-12)
-    assert found[T] is not None
-    assert found[T].mean == pytest.approx(-0.2)
+    accuracy, loss = found[A], found[T]
+    assert accuracy is not None
+    assert (accuracy.mean, accuracy.standard_error) == pytest.approx((0.1, 0.0), abs=1e-12)
+    assert loss is not None
+    assert loss.mean == pytest.approx(-0.2)
 
 
 def test_a_round_that_one_side_lacks_is_left_out() -> None:

@@ -16,7 +16,7 @@ from paceline.trace.spans import SERVER, Action, Span
 
 SYNCHRONOUS = "replicas=8"
 ASYNCHRONOUS = "replicas=8 aggregation=asynchronous"
-SWITCHING = "replicas=8 aggregation=smooth-switch:every=500"
+SWITCHING = "replicas=8 aggregation=smooth-switch:every=300"
 SECONDS = 20.0
 MS = 1_000_000
 

@@ -6,12 +6,13 @@ from paceline.aggregation.buffered import Buffered
 from paceline.aggregation.elastic_averaging import ElasticAveraging
 from paceline.aggregation.hogwild import Hogwild
 from paceline.aggregation.local_steps import LocalSteps, Outer
+from paceline.aggregation.loss_driven import LossDriven
 from paceline.aggregation.registry import register, registered
 from paceline.aggregation.smooth_switch import SmoothSwitch
 from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
 from paceline.aggregation.text import parse, text_of
-from paceline.aggregation.thresholds import Curve, Exponential, Linear, LossDriven, PerLearningRate, Step, Threshold
+from paceline.aggregation.thresholds import Curve, Exponential, Linear, PerLearningRate, Step, Threshold
 
 __all__ = [
     "Aggregation",

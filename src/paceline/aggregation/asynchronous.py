@@ -49,6 +49,6 @@ class Asynchronous(Aggregation[Version]):
         del replica
         return state, ()
 
-    def threshold(self, state: Version) -> int:
+    def waits_for(self, state: Version) -> int:
         del state
         return 1

@@ -176,7 +176,7 @@ class Aggregation(ABC, Generic[S]):
         return frozenset()
 
     def slots(self, replicas: int) -> int:
-        """How many Δs of one replica may wait in the buffer at once: 1 where a replica waits for its own."""
+        """How many Δs of one replica there can be at once, held or under way: 1 where a replica waits for its own."""
         del replicas
         return 1
 
@@ -208,7 +208,7 @@ class Aggregation(ABC, Generic[S]):
         """A replica, new or back, begins to compute from the current A (the engine sends it by itself)."""
 
     @abstractmethod
-    def threshold(self, state: S) -> int:
+    def waits_for(self, state: S) -> int:
         """K: how many Δs the next update waits for, as it stands now."""
 
 

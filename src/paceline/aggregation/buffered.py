@@ -73,8 +73,8 @@ class Buffered(Aggregation[Buffer]):
     def joined(self, state: Buffer, replica: ReplicaId) -> tuple[Buffer, Decision]:
         return state.joined(replica), ()
 
-    def threshold(self, state: Buffer) -> int:
+    def waits_for(self, state: Buffer) -> int:
         return max(1, min(self.k, len(state.alive))) if self.hold else self.k
 
     def _settle(self, state: Buffer) -> tuple[Buffer, Decision]:
-        return state.settle(self.threshold(state), self.combine, hold=self.hold, cancel=self.cancel)
+        return state.settle(self.waits_for(state), self.combine, hold=self.hold, cancel=self.cancel)

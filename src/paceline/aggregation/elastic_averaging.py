@@ -48,6 +48,10 @@ class ElasticAveraging(Aggregation[None]):
     def adopt(self) -> Adopt:
         return Mix(self.elasticity)
 
+    def slots(self, replicas: int) -> int:
+        del replicas
+        return 2  # it goes on before its Δ is applied
+
     def start(self, replicas: int) -> None:
         del replicas
 
@@ -62,6 +66,6 @@ class ElasticAveraging(Aggregation[None]):
         del replica
         return state, ()
 
-    def threshold(self, state: None) -> int:
+    def waits_for(self, state: None) -> int:
         del state
         return 1

@@ -40,6 +40,6 @@ class Hogwild(Aggregation[None]):
         del replica
         return state, ()
 
-    def threshold(self, state: None) -> int:
+    def waits_for(self, state: None) -> int:
         del state
         return 1

@@ -103,5 +103,5 @@ class LocalSteps(Aggregation[Any]):
     def joined(self, state: Any, replica: ReplicaId) -> tuple[Any, Decision]:
         return self.over.joined(state, replica)
 
-    def threshold(self, state: Any) -> int:
-        return self.over.threshold(state)
+    def waits_for(self, state: Any) -> int:
+        return self.over.waits_for(state)

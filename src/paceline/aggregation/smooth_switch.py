@@ -1,7 +1,7 @@
 """From asynchronous to synchronous, smoothly."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
@@ -33,7 +33,7 @@ class Switch(NamedTuple):
 
 @final
 @register("smooth-switch")
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class SmoothSwitch(Aggregation[Switch]):
     """Hold Δs until there are K(u), apply them together and release their replicas (arXiv 2407.00101).
 
@@ -60,32 +60,20 @@ class SmoothSwitch(Aggregation[Switch]):
     True
     """
 
-    every: float | PerLearningRate
-    # The contract's method has the name ``threshold``; the constructor and the text form have it for this field.
-    rule: Threshold[Any] | None = field(metadata={"option": "threshold"})
-    combine: Combine
-    hold: bool
-    count: Count
+    every: float | PerLearningRate = _EVERY
+    threshold: Threshold[Any] | Callable[[int], float] | None = None
+    combine: Combine = "mean"
+    hold: bool = True
+    count: Count = "received"
 
-    def __init__(
-        self,
-        every: float | PerLearningRate = _EVERY,
-        threshold: Threshold[Any] | Callable[[int], float] | None = None,
-        combine: Combine = "mean",
-        hold: bool = True,
-        count: Count = "received",
-    ) -> None:
-        if threshold is not None and every != _EVERY:
-            raise InputError(f"every={every} and threshold={threshold} both say what K is; write one of them.")
-        rule = threshold if threshold is None or isinstance(threshold, Threshold) else Function(threshold)
-        if isinstance(rule, Step):
-            every, rule = rule.every, None
-        options = {"every": every, "rule": rule, "combine": combine, "hold": hold, "count": count}
-        for name, value in options.items():
-            object.__setattr__(self, name, value)
-        self._check()
-
-    def _check(self) -> None:
+    def __post_init__(self) -> None:
+        if self.threshold is not None and self.every != _EVERY:
+            raise InputError(f"every={self.every} and threshold={self.threshold} both say what K is; write one of them.")
+        if isinstance(self.threshold, Step):  # one value, one way to write it
+            object.__setattr__(self, "every", self.threshold.every)
+            object.__setattr__(self, "threshold", None)
+        elif self.threshold is not None and not isinstance(self.threshold, Threshold):
+            object.__setattr__(self, "threshold", Function(self.threshold))
         if not isinstance(self.every, PerLearningRate):
             positive("smooth-switch:every", self.every, instead=_EVERY)
         choice("smooth-switch:combine", self.combine, get_args(Combine))
@@ -94,7 +82,7 @@ class SmoothSwitch(Aggregation[Switch]):
 
     @cached_property
     def _rule(self) -> Threshold[Any]:
-        return self.rule or Step(self.every)
+        return self.threshold if isinstance(self.threshold, Threshold) else Step(self.every)
 
     @property
     def needs(self) -> frozenset[Need]:
@@ -105,8 +93,7 @@ class SmoothSwitch(Aggregation[Switch]):
 
     def resolved(self, *, learning_rate: float | None, replicas: int) -> "SmoothSwitch":
         del replicas
-        rule = self._rule.resolved(learning_rate=learning_rate)
-        return SmoothSwitch(threshold=rule, combine=self.combine, hold=self.hold, count=self.count)
+        return replace(self, every=_EVERY, threshold=self._rule.resolved(learning_rate=learning_rate))
 
     def start(self, replicas: int) -> Switch:
         return Switch(Buffer(frozenset(range(replicas))), 0, 0, self._rule.start())
@@ -122,10 +109,10 @@ class SmoothSwitch(Aggregation[Switch]):
     def joined(self, state: Switch, replica: ReplicaId) -> tuple[Switch, Decision]:
         return state._replace(buffer=state.buffer.joined(replica)), ()
 
-    def threshold(self, state: Switch) -> int:
+    def waits_for(self, state: Switch) -> int:
         u = state.received if self.count == "received" else state.applied
         return int(max(1, min(self._rule.at(state.memory, u), len(state.buffer.alive))))
 
     def _settle(self, state: Switch) -> tuple[Switch, Decision]:
-        buffer, decision = state.buffer.settle(self.threshold(state), self.combine, hold=self.hold)
+        buffer, decision = state.buffer.settle(self.waits_for(state), self.combine, hold=self.hold)
         return Switch(buffer, state.received, state.applied + updates(decision), state.memory), decision

@@ -87,7 +87,7 @@ class StaleSynchronous(Aggregation[Clocks]):
     def joined(self, state: Clocks, replica: ReplicaId) -> tuple[Clocks, Decision]:
         return state._replace(of={**state.of, replica: state.slowest}).recounted(), ()
 
-    def threshold(self, state: Clocks) -> int:
+    def waits_for(self, state: Clocks) -> int:
         del state
         return 1
 

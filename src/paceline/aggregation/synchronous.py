@@ -73,7 +73,7 @@ class Synchronous(Aggregation[Round]):
     def joined(self, state: Round, replica: ReplicaId) -> tuple[Round, Decision]:
         return state._replace(buffer=state.buffer.joined(replica)), ()
 
-    def threshold(self, state: Round) -> int:
+    def waits_for(self, state: Round) -> int:
         return self._needed(state.buffer)
 
     def _needed(self, buffer: Buffer) -> int:

@@ -28,7 +28,7 @@ def parse(text: str) -> Aggregation[Any]:
         InputError: an unknown policy or option, with the nearest name; a value of the wrong type or out of its range.
 
     >>> parse("smooth-switch:every=5/lr,combine=sum")
-    SmoothSwitch(every=PerLearningRate(multiple=5.0), rule=None, combine='sum', hold=True, count='received')
+    SmoothSwitch(every=PerLearningRate(multiple=5.0), threshold=None, combine='sum', hold=True, count='received')
     """
     kind = kind_of(Aggregation)
     assert kind is not None
@@ -80,20 +80,22 @@ def read(name: str, hint: Any, text: str) -> Any:
         hint: its type: bool, int, float, tuple[int, ...], a Literal, a registered kind, None, or a union of these.
         text: what stands after the ``=``.
     """
-    alternatives = list(_alternatives(hint))
-    for alternative in alternatives:
+    members = list(alternatives(hint))
+    for alternative in members:
         reader = _READERS.get(alternative)
         try:
             if get_origin(alternative) is Literal and text in get_args(alternative):
                 return text
             if reader is not None:
                 return reader(text)
+        except InputError:
+            raise
         except ValueError:
             continue
-    kind = next((k for a in alternatives if (k := kind_of(a))), None)
+    kind = next((k for a in members if (k := kind_of(a))), None)
     if kind is not None:
         return _parse(kind, _unwrapped(text))
-    raise _misfit(name, alternatives, text)
+    raise _misfit(name, members, text)
 
 
 def split(text: str, at: str) -> list[str]:
@@ -147,10 +149,11 @@ def _refuse_missing(entry: Entry, values: Mapping[str, Any]) -> None:
             raise InputError(f"{entry.name} has no default for {key}; write {entry.name}:{key}=… .")
 
 
-def _alternatives(hint: Any) -> Iterator[Any]:
+def alternatives(hint: Any) -> Iterator[Any]:
+    """The members of a union, or the one type that ``hint`` is."""
     if get_origin(hint) in (Union, UnionType):
         for member in get_args(hint):
-            yield from _alternatives(member)
+            yield from alternatives(member)
     else:
         yield hint
 
@@ -159,11 +162,11 @@ def _unwrapped(text: str) -> str:
     return text[1:-1] if text.startswith("(") and text.endswith(")") else text
 
 
-def _misfit(name: str, alternatives: list[Any], text: str) -> InputError:
-    choices = [c for a in alternatives if get_origin(a) is Literal for c in get_args(a)]
+def _misfit(name: str, members: list[Any], text: str) -> InputError:
+    choices = [c for a in members if get_origin(a) is Literal for c in get_args(a)]
     if choices:
         return unknown(name, text, choices)
-    wanted = " or ".join(_WORDS[a] for a in alternatives if a in _WORDS)
+    wanted = " or ".join(_WORDS[a] for a in members if a in _WORDS)
     return InputError(f"{name}={text}, but it must be {wanted or 'said in Python'}; write {name}=<{wanted}>.")
 
 

@@ -15,10 +15,10 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.checks import number, positive, whole
+from paceline.aggregation.checks import number, positive
 from paceline.aggregation.registry import declare, register
 from paceline.core.errors import InputError
 
@@ -194,6 +194,8 @@ class Function(Curve):
     function: Callable[[int], float]
 
     def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise InputError(f"threshold={self.function} is no function of u; write threshold=lambda u: 1 + u // 500.")
         self.of(0)
 
     def of(self, u: int) -> float:
@@ -201,63 +203,3 @@ class Function(Curve):
         if not isinstance(k, int | float) or math.isnan(k):
             raise InputError(f"the threshold gave {k!r} for u={u}, but K is a number; write lambda u: 1 + u // 500.")
         return k
-
-
-class Losses(NamedTuple):
-    """The memory of :class:`LossDriven`."""
-
-    seen: int = 0
-    """Δs with a loss."""
-    mean: float = 0.0
-    """F_t: over the first ``window`` Δs the plain mean, then the exponential one with that many Δs' worth of weight."""
-    first: float = math.inf
-    """F_0: the mean when the first window was full."""
-    lowest: float = math.inf
-    """The lowest F_t since."""
-
-
-@final
-@register("loss-driven")
-@dataclass(frozen=True)
-class LossDriven(Threshold[Losses]):
-    """K = ⌊initial · √(F_0 / F_t)⌋, never decreasing: AdaSync (Dutta et al. 2018, arXiv 1803.01113).
-
-    F_t is a smoothed mean of the losses that come with the Δs (theirs is the loss over the training set); until the
-    first window is full, K stays at ``initial``.
-
-    Args:
-        initial: K_0.
-        window: how many Δs F_0 and F_t are smoothed over.
-    """
-
-    initial: float = 1
-    window: int = 100
-
-    def __post_init__(self) -> None:
-        positive("loss-driven:initial", self.initial, instead=1)
-        whole("loss-driven:window", self.window, least=1)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"loss"})
-
-    def start(self) -> Losses:
-        return Losses()
-
-    def observe(self, memory: Losses, arrival: Arrival) -> Losses:
-        if arrival.loss is None or arrival.samples == 0:
-            return memory
-        seen = memory.seen + 1
-        mean = memory.mean + (arrival.loss - memory.mean) / min(seen, self.window)
-        if seen < self.window:
-            return Losses(seen, mean)
-        first = mean if seen == self.window else memory.first
-        return Losses(seen, mean, first, min(memory.lowest, mean))
-
-    def at(self, memory: Losses, u: int) -> float:
-        del u
-        if memory.seen < self.window:
-            return self.initial
-        if memory.lowest <= 0:
-            return math.inf if memory.first > 0 else self.initial
-        return self.initial * math.sqrt(memory.first / memory.lowest)

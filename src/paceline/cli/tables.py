@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 if TYPE_CHECKING:
     from paceline.run import Run
@@ -33,14 +34,15 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def print_summary(run: "Run") -> None:
     """The run in one short table on stdout, and the replicas that left it early."""
-    table = Table(title=str(run.strategy), title_justify="left", show_header=False, box=None)
-    table.add_column(style="bold")
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
     table.add_column(justify="right")
     for label, figure in summary_rows(run.summary):
         table.add_row(label, figure)
     console = Console()
+    # As Text: square brackets in a strategy are no markup.
+    console.print(Text(str(run.strategy), style="bold"), soft_wrap=True)
     console.print(table)
     for departure in run.left:
-        console.print(
-            f"replica {departure.replica} left at {departure.time_s:.1f} s: {departure.reason}", style="yellow"
-        )
+        line = f"replica {departure.replica} left at {departure.time_s:.1f} s: {departure.reason}"
+        console.print(Text(line, style="yellow"), soft_wrap=True)

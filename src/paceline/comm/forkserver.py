@@ -61,32 +61,32 @@ class Server:
             return False
 
     def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
-        _flush()
+        _flush()  # or the child would write it again
         try:
             pid = os.fork()
+            if pid == 0:
+                self._become_child(request, fds)
         except OSError as error:
-            self._link.send(_message(id=request["id"], error=f"fork: {error}"))
+            _send(self._link, id=request["id"], error=f"fork: {error}")
             return
-        if pid == 0:
-            self._become_child(request, fds)
-        for fd in fds:
-            os.close(fd)
+        finally:
+            for fd in fds:
+                os.close(fd)
         self._codes.pop(pid, None)
         self._pidfds[pid] = liveness.open_pid(pid)  # race-free: nobody else can reap it
         self._waiter.add(self._pidfds[pid], pid)
-        socket.send_fds(self._link, [_message(id=request["id"], pid=pid)], [self._pidfds[pid]])
+        _send(self._link, self._pidfds[pid], id=request["id"], pid=pid)
 
     def _status(self, request: dict[str, Any], _fds: list[int]) -> None:
         self._reap(request["pid"])
-        self._link.send(_message(id=request["id"], code=self._codes[request["pid"]]))
+        _send(self._link, id=request["id"], code=self._codes[request["pid"]])
 
     def _reap(self, pid: int) -> None:
         pidfd = self._pidfds.get(pid)
         if pidfd is None or liveness.alive(pidfd):
             return
-        with contextlib.suppress(
-            ProcessLookupError
-        ):  # its own helpers; while it is a zombie its group can't be another
+        # Its own helpers go with it. While it is a zombie, its group's number can't be another's.
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         self._waiter.remove(pidfd)
@@ -141,8 +141,8 @@ def _flush() -> None:
             stream.flush()
 
 
-def _message(**content: Any) -> bytes:
-    return json.dumps(content).encode()
+def _send(link: socket.socket, *fds: int, **content: Any) -> None:
+    socket.send_fds(link, [json.dumps(content).encode()], fds)
 
 
 @contextlib.contextmanager
@@ -182,11 +182,11 @@ def _prepare(link: socket.socket) -> None:
         for module in request["preload"]:
             importlib.import_module(module)
     except BaseException:
-        link.send(_message(id=0, error=traceback.format_exc()))
+        _send(link, id=0, error=traceback.format_exc())
         raise SystemExit(1) from None
     gc.collect()
     gc.freeze()  # collections in the children then write to none of these pages, which stay shared
-    link.send(_message(id=0))
+    _send(link, id=0)
 
 
 def main(arguments: Sequence[str]) -> None:

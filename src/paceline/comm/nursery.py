@@ -96,6 +96,8 @@ class Nursery:
     def spawn(self, entry: str, args: Mapping[str, Any], fds: Sequence[int] = ()) -> Child:
         """Fork a child that calls ``entry(args, fds)`` and ends with it: exit code 0, or 1 and a traceback on stderr.
 
+        It leaves by ``os._exit``: stdout and stderr are flushed, atexit handlers are not run.
+
         Args:
             entry: "package.module:function".
             args: what JSON can carry, some 100 kB at most; ship larger things and pass the parcel's fd.
@@ -107,6 +109,10 @@ class Nursery:
         """
         self.wait_ready()
         answer, received = self._ask({"do": "spawn", "entry": entry, "args": dict(args), "path": _import_path()}, fds)
+        if not received:
+            raise PacelineError(
+                "main has too many open files for one more child; write fewer replicas= or ulimit -n 4096"
+            )
         child = Child(answer["pid"], received[0])
         previous = self._children.pop(child.pid, None)  # a pid is used again where its process has been reaped
         if previous is not None:

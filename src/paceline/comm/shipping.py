@@ -89,7 +89,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5, buffer_callback=self._keep_inside)
         self.buffers: list[memoryview] = []
-        self._storages: dict[int, UntypedStorage] = {}
+        self._storages: dict[tuple[int, int], UntypedStorage] = {}
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -101,10 +101,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return super().reducer_override(obj)
 
     def _same(self, storage: UntypedStorage) -> UntypedStorage:
-        # Every tensor makes a new Python object for its storage; pickle knows objects by identity.
-        if storage.nbytes() == 0:
-            return storage
-        return self._storages.setdefault(storage.data_ptr(), storage)
+        # Every tensor makes a new Python object for its storage; pickle knows objects by identity. The size belongs to
+        # the key: from_numpy gives views of one array storages of different sizes at one address.
+        return self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
 
     def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()

@@ -28,6 +28,12 @@ class Record:
     test_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The program's other metrics on the test set, by name."""
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Record":
+        """The record whose :meth:`row` this is."""
+        others = {n.removeprefix("test_"): v for n, v in row.items() if n not in RECORD_FIELDS}
+        return cls(**{name: row[name] for name in RECORD_FIELDS}, test_metrics=others)
+
     def row(self) -> dict[str, Any]:
         """The record as one flat JSON object; other metrics are called ``test_<name>``."""
         fixed = {name: getattr(self, name) for name in RECORD_FIELDS}

@@ -29,6 +29,7 @@ class Chronicle:
         self._losses: deque[float] = deque(maxlen=max(32, 2 * setup.replicas))
         self.points = Points(setup.job.budget)
         self.history: list[Record] = []
+        self._last: tuple[int, int] | None = None
 
     def heard(self, measured: Measured) -> None:
         """A Δ's loss is known."""
@@ -44,9 +45,15 @@ class Chronicle:
         """Whether the next evaluation point lies at or before now; then it is passed."""
         return self.points.reached(self.spent(time_s))
 
+    @property
+    def moved_on(self) -> bool:
+        """Whether anything has arrived or been applied since the last moment."""
+        return self._last != (self._coordinator.version, self._coordinator.tally.gradients)
+
     def moment(self, time_s: Seconds) -> Moment:
         """The counts as they are."""
         coordinator = self._coordinator
+        self._last = coordinator.version, coordinator.tally.gradients
         return Moment(
             time_s=time_s,
             updates=coordinator.version,

@@ -74,6 +74,7 @@ class Coordinator:
         self._policy, self._allowance, self._hands = policy, allowance, hands
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
+        self._computing: set[ReplicaId] = set()
         self._cancelling: set[ReplicaId] = set()
         self._finishing: deque[ReplicaId] = deque()
         self._granted = [0] * replicas
@@ -85,7 +86,12 @@ class Coordinator:
     @property
     def threshold(self) -> int:
         """K as it stands."""
-        return self._policy.threshold(self._state)
+        return self._policy.waits_for(self._state)
+
+    @property
+    def computing(self) -> frozenset[ReplicaId]:
+        """The replicas that are at work on a Δ."""
+        return frozenset(self._computing)
 
     @property
     def idle(self) -> bool:
@@ -98,11 +104,13 @@ class Coordinator:
             self._go_on(replica)
         self._see_off()
 
+    def voids(self, replica: ReplicaId) -> bool:
+        """Whether this replica's attempt was called off: if its Δ arrives all the same, that counts as its stopping."""
+        return replica in self._cancelling
+
     def arrived(self, arrival: Arrival) -> None:
-        """A Δ is there. One of a replica that was meanwhile cancelled is void: counted as cancelled, not as a Δ."""
-        if arrival.replica in self._cancelling:
-            self.cancelled(arrival.replica)
-            return
+        """A Δ is there."""
+        self._computing.discard(arrival.replica)
         self.tally.gradients += 1
         self.tally.seen_samples += arrival.samples
         self.tally.micro_steps += self._granted[arrival.replica]
@@ -118,6 +126,7 @@ class Coordinator:
     def cancelled(self, replica: ReplicaId) -> None:
         """A replica has stopped its attempt and can read A."""
         self._cancelling.discard(replica)
+        self._computing.discard(replica)
         self.tally.cancelled += 1
         self.tally.micro_steps += self._granted[replica]
         self._go_on(replica)
@@ -129,12 +138,14 @@ class Coordinator:
             return
         self.present.remove(replica)
         self._cancelling.discard(replica)
+        self._computing.discard(replica)
         self._decide(*self._policy.left(self._state, replica, reason))
         self._see_off()
 
     def retire(self, replica: ReplicaId) -> None:
         """A replica that would have gone on is done instead: its budget is spent, or its loop has ended."""
         self.present.remove(replica)
+        self._computing.discard(replica)
         self._finishing.append(replica)
 
     def finish(self) -> None:
@@ -177,8 +188,7 @@ class Coordinator:
                 self._hands.discard(action.arrivals)
             case Cancel():
                 for replica in action.replicas:
-                    self._cancelling.add(replica)
-                    self._hands.cancel(replica)
+                    self._cancel(replica)
 
     def _check(self, arrivals: Sequence[Arrival]) -> None:
         names = {(a.replica, a.clock) for a in arrivals}
@@ -202,11 +212,23 @@ class Coordinator:
         tally.applied += len(action.deltas)
         tally.recent_applied += len(action.deltas)
 
+    def _cancel(self, replica: ReplicaId) -> None:
+        if replica in self._computing:
+            self._cancelling.add(replica)
+            self._hands.cancel(replica)
+        else:
+            self._go_on(replica)
+
     def _go_on(self, replica: ReplicaId) -> None:
         if replica not in self.present:
             return
+        if replica in self._computing:
+            raise PacelineError(
+                f"{self._policy} released replica {replica}, which is computing; release those that wait, cancel others"
+            )
         micro_steps = self._granted[replica] = self._allowance.grant(replica)
         if micro_steps:
+            self._computing.add(replica)
             self._hands.send(replica, micro_steps)
         else:
             self._hands.dismiss(replica)

@@ -19,7 +19,7 @@ class Observer:
         owner: whose last update Δs are compared with.
     """
 
-    def __init__(self, policy: Aggregation[Any], owner: Owner) -> None:
+    def __init__(self, policy: Aggregation[Any], owner: Owner | None) -> None:
         self._needs, self._owner = policy.needs - {"loss"}, owner
         self._last: list[Tensor] | None = None
         self._busy: Seconds = 0.0
@@ -47,6 +47,7 @@ class Observer:
         """An update took this long."""
         self._busy += busy_s
         if "agreement" in self._needs:
+            assert self._owner is not None, "a policy without an owner has no Δ to agree"
             self._last = [v.clone() for v in self._owner.combined]
 
 

@@ -51,9 +51,11 @@ class Owner:
         """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         return self._combined.parameters
 
-    @torch.no_grad()
     def apply(self, deltas: Iterable[tuple[State, float]], rate: float = 1.0) -> None:
-        """One update of A by Σ weight·Δ, summed in the order given; each Δ is looked at once, then let go."""
+        """One update of A by Σ weight·Δ, summed in the order given; each Δ is looked at once, then let go.
+
+        ``deltas`` may compute each Δ as it is asked for.
+        """
         self._combine(deltas)
         if self._clip_norm is not None:
             _clip(self._combined.parameters, self._clip_norm)
@@ -115,11 +117,11 @@ def _clip(vectors: list[Tensor], bound: float) -> None:
 
 
 class _Buffers:
-    """Running buffers of A: the weighted mean of the replicas'; whole numbers (counters): the largest."""
+    """Running buffers of A: the weighted mean of the replicas'; whole numbers (counters): the largest, A's included."""
 
     def __init__(self, state: State) -> None:
         self._mine = state.buffers
-        self._sums = [torch.zeros_like(b) for b in self._mine]
+        self._sums = [torch.zeros_like(b) if b.is_floating_point() else b.clone() for b in self._mine]
         self._weight = 0.0
 
     def add(self, delta: State, weight: float) -> None:

@@ -7,19 +7,20 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.aggregation.base import Accumulated, Aggregation, Change, Delta, Distance, Gradient
+from paceline.aggregation.base import Accumulated, Aggregation, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
 from paceline.engine.allowance import Allowance, Epochs, Steps, Unbounded
 from paceline.engine.base import Job
 from paceline.engine.points import Meter
 from paceline.program import Data, Program, is_source, length
-from paceline.replica.autograd import Autograd
+from paceline.replica.autograd import NO_RECORDER, Autograd
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import stream
-from paceline.replica.own_steps import OwnSteps
+from paceline.replica.own_steps import OwnSteps, WritesInPlace
 from paceline.replica.single import Single
 from paceline.replica.state import Layout, State, read
+from paceline.trace.recorder import AnyRecorder
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,18 @@ class Setup:
         """The endless data of one replica."""
         return stream(self.job.program, self.order, replica, self.replicas)
 
-    def replica(self, replica: ReplicaId, module: nn.Module, layout: Layout) -> Replica:
-        """The Δ of one replica, for every policy whose replicas do not share A."""
-        autograd = Autograd(self.job.program, module, layout, replica, self.device(replica))
+    @property
+    def slots(self) -> int:
+        """Δ slots of each replica; 0 where replicas write A in place."""
+        return 0 if isinstance(self.delta, InPlace) else self.policy.slots(self.replicas)
+
+    def replica(
+        self, replica: ReplicaId, module: nn.Module, layout: Layout, recorder: AnyRecorder = NO_RECORDER
+    ) -> Replica:
+        """The Δ of one replica."""
+        autograd = Autograd(self.job.program, module, layout, replica, self.device(replica), recorder)
+        if isinstance(self.delta, InPlace):
+            return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
             return Single(autograd, micro_steps(self.delta))
         distance = isinstance(self.delta, Distance)

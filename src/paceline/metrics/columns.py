@@ -64,19 +64,20 @@ _ACCURACY = (
     Column("test accuracy, %", "mean", figure("test_accuracy_mean", ".2f", 100)),
     Column("test accuracy, %", "difference", versus("test_accuracy_mean", ".2f", 100)),
 )
-_PACE = (
+PACE = (
     Column("", "updates", figure("updates", ",.0f")),
     Column("", "gradients/s", figure("gradients_per_s", ",.0f")),
     Column("", "staleness", figure("staleness_mean", ".2f")),
 )
+"""How fast a strategy went."""
 BRIEF = (
     *_ACCURACY,
     Column("mean over time", "test loss", figure("test_loss_mean", ".4f")),
     Column("mean over time", "train loss", figure("train_loss_mean", ".4f")),
-    *_PACE,
+    *PACE,
 )
-"""For a terminal."""
-FULL = (
+"""What a strategy reached and how fast it went, in the width of a terminal."""
+REACHED = (
     *_ACCURACY,
     *(
         Column(name, title, cell)
@@ -87,9 +88,8 @@ FULL = (
             ("difference", versus(name.replace(" ", "_") + "_mean", ".4f")),
         )
     ),
-    *_PACE,
 )
-"""For a page."""
+"""What a strategy reached, in full."""
 
 
 def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> Grid:

@@ -1,5 +1,7 @@
 """One module on one device: parameters bound to a state, forward and backward in plain autograd."""
 
+import time
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,9 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program, Tree, call, map_tree
 from paceline.replica.base import Batch
 from paceline.replica.state import Layout, State
+from paceline.trace.recorder import AnyRecorder, NullRecorder
+
+NO_RECORDER = NullRecorder()
 
 
 class Autograd:
@@ -16,8 +21,16 @@ class Autograd:
     are always copied, since forward passes write them.
     """
 
-    def __init__(self, program: Program, module: nn.Module, layout: Layout, replica: ReplicaId, device: str) -> None:
-        self._program, self._device = program, torch.device(device)
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Module,
+        layout: Layout,
+        replica: ReplicaId,
+        device: str,
+        recorder: AnyRecorder = NO_RECORDER,
+    ) -> None:
+        self._program, self._device, self._recorder = program, torch.device(device), recorder
         self.module = module.to(self._device).train()
         self.layout = layout
         self._replica = replica
@@ -30,7 +43,7 @@ class Autograd:
         with torch.no_grad():
             if self._device.type == "cpu":
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
-                    parameter.data = view
+                    parameter.data, parameter.grad = view, None
             else:
                 torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
             if self._buffers:
@@ -38,10 +51,15 @@ class Autograd:
 
     def backward(self, batch: Batch, clock: Clock, weight: float = 1.0) -> float:
         """Add the gradient of ``weight`` · mean loss to the parameters' ``grad``; returns the mean loss."""
-        torch.default_generator.manual_seed(step_seed(self._program.seed, self._replica, clock))
+        self._seed(step_seed(self._program.seed, self._replica, clock))
+        began = time.monotonic_ns()
         loss = self.loss(batch.input, batch.target)
+        turned = time.monotonic_ns()
         (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
+        value = float(loss.detach())
+        self._recorder.record("forward", clock + 1, began, turned)
+        self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
+        return value
 
     def loss(self, inputs: Tree, targets: Tree) -> Tensor:
         """Forward and loss, under the program's precision."""
@@ -49,6 +67,11 @@ class Autograd:
             inputs, targets = (map_tree(lambda t: t.to(self._device), x) for x in (inputs, targets))
         with self._program.autocast(str(self._device)):
             return self._program.loss(call(self.module, inputs), targets)
+
+    def _seed(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def take_gradients(self) -> list[Tensor]:
         """The gradients of all parameters (zeros where one has none), which the parameters then no longer hold."""

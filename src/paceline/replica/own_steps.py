@@ -18,10 +18,15 @@ class _Walk:
     """The optimizer steps that a replica makes by itself, and what it met on the way."""
 
     def __init__(self, program: Program, autograd: Autograd) -> None:
-        self._autograd, self._clip_norm = autograd, program.clip_norm
-        self._optimizer: Optimizer = program.optimizer(autograd.parameters)
-        self._scheduler: LRScheduler | None = program.scheduler(self._optimizer) if program.scheduler else None
+        self._program, self._autograd = program, autograd
+        self.restart()
         self.forget()
+
+    def restart(self) -> None:
+        """Begin with an optimizer and a schedule that have not made a step."""
+        self._optimizer: Optimizer = self._program.optimizer(self._autograd.parameters)
+        make = self._program.scheduler
+        self._scheduler: LRScheduler | None = make(self._optimizer) if make is not None else None
 
     def forget(self) -> None:
         self._losses, self._samples = 0.0, 0
@@ -30,8 +35,8 @@ class _Walk:
         if not batch.samples:
             return math.nan
         loss = self._autograd.backward(batch, clock)
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self._autograd.parameters, self._clip_norm)
+        if self._program.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self._autograd.parameters, self._program.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None:
@@ -54,6 +59,8 @@ class OwnSteps(Replica):
         adopt: what x becomes when an A is sent: A itself, a mixture, or x as it was.
         distance: False: Δ = x - x_read (:class:`~paceline.aggregation.base.Change`); True: x itself, from which the
             owner takes its A of that moment (:class:`~paceline.aggregation.base.Distance`).
+
+    After a Δ that is not finite nothing of its own is of use: it begins anew with the A that it is sent next.
     """
 
     def __init__(self, program: Program, autograd: Autograd, adopt: Adopt, *, distance: bool) -> None:
@@ -85,18 +92,24 @@ class OwnSteps(Replica):
                 torch._foreach_copy_(self._own.views.parameters, [p.detach() for p in self._autograd.parameters])
             if self._own.buffers:
                 self._autograd.write_buffers(self._own)
-        return self._walk.measured(out)
+        measured = self._walk.measured(out)
+        if not measured.finite:
+            self._own = None
+            self._walk.restart()
+        return measured
 
 
-class InPlace(Replica):
-    """Writes the A it is bound to, step by step, with an optimizer of its own: Hogwild."""
+class WritesInPlace(Replica):
+    """Its parameters are the A that it is given, which it writes step by step with an optimizer of its own: Hogwild."""
 
-    def __init__(self, program: Program, autograd: Autograd, state: State) -> None:
-        autograd.bind(state)
-        self._walk = _Walk(program, autograd)
+    def __init__(self, program: Program, autograd: Autograd) -> None:
+        self._autograd, self._walk = autograd, _Walk(program, autograd)
+        self._bound: State | None = None
 
     def adopt(self, state: State) -> None:
-        del state  # the parameters are A itself, always
+        if self._bound is not state:
+            self._autograd.bind(state)
+            self._bound = state
         self._walk.forget()
 
     def advance(self, batch: Batch, clock: Clock) -> float:

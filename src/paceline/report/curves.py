@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
 from paceline.core.records import Record
@@ -102,5 +102,7 @@ def _scale(axes: Axes, key: str, bands: Sequence[Band]) -> None:
         least, most = min(b.low.min() for b in bands), max(b.mean.max() for b in bands)
         if least > 0 and most / least > _LOG_FROM:
             axes.set_yscale("log")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter(NullFormatter())
         elif least >= 0:
             axes.set_ylim(bottom=0)

@@ -47,8 +47,8 @@ def page(found: Sequence[Section]) -> str:
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title} – Paceline</title>\n'
-        f"<style>{CSS}</style>\n</head>\n<body>\n<h1>{title}</h1>\n"
-        f'<p class="soft">Paceline report: {_count(found)}</p>\n'
+        f"<style>{CSS}</style>\n</head>\n<body>\n<h1>Paceline report</h1>\n"
+        f'<p class="soft">{_count(found)}</p>\n'
         f"{body}\n<footer>Written by Paceline from the runs' own records.</footer>\n</body>\n</html>\n"
     )
 

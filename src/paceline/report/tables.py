@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from paceline.metrics.columns import FULL, Column, Entry, grid
+from paceline.metrics.columns import PACE, REACHED, Column, Entry, figure, grid
 from paceline.metrics.rounds import difference, mean_summary
 from paceline.report.sources import Group, Section
 
@@ -22,26 +22,30 @@ def legend(groups: Sequence[Group]) -> str:
 
 
 def strategies(section: Section) -> str:
-    """Each strategy's label and full text."""
-    titles = '<th>strategy</th><th class="text">in full</th><th>rounds</th><th>training time, s</th>'
-    return _table(f"<thead><tr>{titles}</tr></thead>", "".join(map(_strategy_row, section.groups)))
+    """Each strategy in full, how much it was run and how fast it went."""
+    columns, lines = grid(_RAN, [_entry(section, group) for group in section.groups])
+    titles = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
+    rows = [
+        f'<tr><td>{name(group)}</td><td class="text"><code>{escape(group.strategy)}</code></td>{_cells(line)}</tr>'
+        for group, line in zip(section.groups, lines, strict=True)
+    ]
+    head = f'<thead><tr><th>strategy</th><th class="text">in full</th>{titles}</tr></thead>'
+    caption = "Staleness: how many updates A had had since it was read for a gradient, when that was applied; the mean."
+    return _table(head, rows, caption)
 
 
-def _strategy_row(group: Group) -> str:
-    seconds = mean_summary([run.summary for run in group.runs]).get("seconds")
-    cells = [str(len(group.runs)), "–" if seconds is None else f"{seconds:,.1f}"]
-    text = f'<td class="text"><code>{escape(group.strategy)}</code></td>'
-    return f"<tr><td>{name(group)}</td>{text}{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+_RAN = (
+    Column("", "rounds", lambda entry: str(entry.rounds)),
+    Column("", "training time, s", figure("seconds", ",.1f")),
+    *PACE,
+)
 
 
 def results(section: Section) -> str:
     """What each strategy reached, and its differences against the baseline."""
-    columns, lines = grid(FULL, [_entry(section, group) for group in section.groups])
-    rows = [
-        f"<tr><td>{name(group)}</td>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>"
-        for group, line in zip(section.groups, lines, strict=True)
-    ]
-    return _table(_head(columns), "".join(rows), _explain(section))
+    columns, lines = grid(REACHED, [_entry(section, group) for group in section.groups])
+    rows = [f"<tr><td>{name(g)}</td>{_cells(line)}</tr>" for g, line in zip(section.groups, lines, strict=True)]
+    return _table(_head(columns), rows, _explain(section))
 
 
 def _entry(section: Section, group: Group) -> Entry:
@@ -65,11 +69,10 @@ def _explain(section: Section) -> str:
         said.append("All figures are means over the rounds.")
     if section.baseline is not None:
         against = next(group.label for group in section.groups if group.strategy == section.baseline)
-        said.append(f"Difference: of that mean, strategy minus {against}, accuracy in percentage points; "
-                    "higher accuracy and lower loss are better.")  # fmt: skip
+        said.append(f"Difference: of that mean, strategy minus {against}, accuracy in percentage points.")
+        said.append("Higher accuracy and lower loss are better.")
         if rounds > 1:
             said.append("±: half a 95 % interval (Student's t, paired by round).")
-    said.append("Staleness: how many updates A had had since it was read for a gradient, when that was applied; its mean.")
     return " ".join(said)
 
 
@@ -92,6 +95,10 @@ def _group_notes(group: Group) -> Iterable[str]:
             yield f"{escape(str(key))}: {escape(str(said))}"
 
 
-def _table(head: str, rows: str, caption: str = "") -> str:
-    below = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="wide"><table>{below}{head}<tbody>{rows}</tbody></table></div>'
+def _cells(line: Sequence[str]) -> str:
+    return "".join(f"<td>{escape(cell)}</td>" for cell in line)
+
+
+def _table(head: str, rows: Sequence[str], caption: str) -> str:
+    body = f"{head}<tbody>{''.join(rows)}</tbody>"
+    return f'<div class="wide"><table><caption>{escape(caption)}</caption>{body}</table></div>'

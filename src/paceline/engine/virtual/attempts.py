@@ -5,13 +5,15 @@ time later. Most policies look at nothing but the order of arrivals; their Δs a
 and those that are discarded or cancelled never.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias, cast
 
-from paceline.core.errors import NonFiniteError
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.order import Order
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.engine.nonfinite import refuse_nonfinite
 from paceline.program import Data, Program
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.batches import EMPTY, fetcher
@@ -36,9 +38,18 @@ class Attempt:
     """Cancelled: it will not arrive."""
     out: State | None = field(default=None, repr=False)
     measured: Measured | None = None
+    done: int = 0
+    """Micro-steps made."""
+
+    def opens(self) -> bool:
+        return self.done == 0
 
     def pull(self) -> State:
         return self.read
+
+    def closes(self) -> bool:
+        self.done += 1
+        return self.done == self.micro_steps
 
     def slot(self) -> State:
         self.out = self.read.layout.new()
@@ -75,22 +86,36 @@ class Computer:
 
     def compute(self, attempt: Attempt) -> State:
         """Its Δ."""
-        if attempt.measured is None:
-            first = attempt.first_micro_step
-            self.walk(attempt, (self._batch_at(attempt.replica, first + i) for i in range(attempt.micro_steps)))
+        while attempt.measured is None:
+            with blaming(attempt):
+                batch = self._batch_at(attempt.replica, attempt.first_micro_step + attempt.done)
+            self.step(attempt, batch)
         assert attempt.out is not None
         return attempt.out
 
-    def walk(self, attempt: Attempt, batches: Iterable[Batch]) -> list[float]:
-        """Compute it on these batches; returns their losses."""
+    def step(self, attempt: Attempt, batch: Batch) -> float:
+        """Make one of its micro-steps; returns the loss."""
         replica = self._replicas.get(attempt.replica)
         if replica is None:
             replica = self._replicas[attempt.replica] = self._make(attempt.replica)
-        losses = step(replica, attempt, batches, attempt.first_micro_step)
-        assert attempt.measured is not None
-        if self._stop:
+        with blaming(attempt):
+            loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
+        if self._stop and attempt.measured is not None:
             refuse_nonfinite(attempt.measured, attempt.replica, attempt.clock)
-        return losses
+        return loss
+
+
+@contextmanager
+def blaming(attempt: Attempt) -> Iterator[None]:
+    """Turn what the user's code raises into a WorkerError that says whose attempt it was."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise WorkerError(
+            f"replica {attempt.replica} failed at its step {attempt.clock}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def ordered_batches(program: Program, order: Order) -> BatchAt:
@@ -113,12 +138,3 @@ def streamed_batches(source: Callable[[ReplicaId], Iterator[Batch]]) -> BatchAt:
         return next(batch for i, batch in stream if i == k)
 
     return batch_at
-
-
-def refuse_nonfinite(measured: Measured, replica: ReplicaId, clock: Clock) -> None:
-    """Raise NonFiniteError where a Δ is not finite."""
-    if not measured.finite:
-        raise NonFiniteError(
-            f"the Δ of replica {replica} at its step {clock} is not finite (loss {measured.loss:g}); lower the "
-            "learning rate, set clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
-        )

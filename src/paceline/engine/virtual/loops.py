@@ -8,6 +8,7 @@ A baton goes to and fro between the engine and the thread of one replica::
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -90,10 +91,14 @@ class Loops:
         while replica in self._live and self._turn(replica, on=False) is not None:
             pass
 
-    def close(self) -> None:
-        """Dismiss all that still run."""
+    def __enter__(self) -> "Loops":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Dismiss all that still run; after a failure, whatever they have to say comes too late."""
         for replica in sorted(self._live):
-            self.dismiss(replica)
+            with nullcontext() if kind is None else suppress(WorkerError):
+                self.dismiss(replica)
 
     def _turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
         worker = self._workers[replica]

@@ -10,7 +10,7 @@ policy decides for one is done before the next is looked at.
 """
 
 import math
-from collections.abc import Iterator
+from contextlib import nullcontext
 
 from paceline.aggregation.base import Apply, Arrival, Gradient
 from paceline.clock.events import EventQueue
@@ -21,15 +21,17 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Watcher
 from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
+from paceline.engine.interrupts import Interrupts
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
 from paceline.engine.scoring import Scorer
 from paceline.engine.setup import Setup, first_state
 from paceline.engine.virtual.attempts import Attempt, Computer, ordered_batches, streamed_batches
 from paceline.engine.virtual.durations import Durations, lane, measure, span
+from paceline.engine.virtual.lane import Lane
 from paceline.engine.virtual.loops import Loops
 from paceline.engine.virtual.stacked import Stacked, stackable
-from paceline.replica.base import Batch, Replica
+from paceline.replica.base import Replica
 from paceline.replica.state import State, write
 from paceline.trace.spans import SERVER, Span
 
@@ -57,28 +59,37 @@ class VirtualRun:
         self._end = job.budget.amount if job.budget.unit == "seconds" and job.budget.amount else math.inf
         self._now: Seconds = 0.0
         self._events: EventQueue[Attempt] = EventQueue()
-        self._lanes = [_Lane() for _ in range(setup.replicas)]
+        self._lanes = [Lane() for _ in range(setup.replicas)]
         self._pushed: dict[tuple[ReplicaId, int], Attempt] = {}
         self._snapshot: State | None = None
         self._spans: list[Span] = []
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        interrupted = False
-        try:
-            self._coordinator.begin()
-            while not self._coordinator.idle:
-                self._turn()
-        except _TimeUp:
-            self._now = self._end
-        except KeyboardInterrupt:
-            interrupted = True
-        if self._loops is not None:
-            self._loops.close()
+        with self._loops or nullcontext():
+            interrupted = self._carry()
         self._coordinator.finish()
         if not self._chronicle.stands_at(self._now):
             self._score(self._now)
         return self._result(interrupted)
+
+    def _carry(self) -> bool:
+        """Make all turns; whether Ctrl-C ended them."""
+        with Interrupts() as interrupts:
+            try:
+                self._begin()
+                while not self._coordinator.idle and not interrupts.heard:
+                    self._turn()
+            except _TimeUp:
+                self._now = self._end
+            except KeyboardInterrupt:
+                return True
+            return interrupts.heard
+
+    def _begin(self) -> None:
+        if self._job.budget.unit != "seconds" and self._chronicle.point_reached(0.0):
+            self._look(0.0)
+        self._coordinator.begin()
 
     def _turn(self) -> None:
         if not self._events:
@@ -96,16 +107,13 @@ class VirtualRun:
         self._now = start
         self._arrive(attempt)
         if self._job.budget.unit != "seconds" and self._chronicle.point_reached(start):
-            self._score(self._now)
+            self._look(self._now)
 
     def _arrive(self, attempt: Attempt) -> None:
-        mine = self._lanes[attempt.replica]
-        mine.attempt, mine.arrived_s = None, attempt.arrives_s
+        self._lanes[attempt.replica].arrive(attempt)
         self._pushed[attempt.replica, attempt.clock] = attempt
-        if self._eager and attempt.measured is None:
-            self._computer.compute(attempt)
-        if attempt.measured is not None:
-            self._chronicle.heard(attempt.measured)
+        if self._eager:
+            self._compute(attempt)
         self._coordinator.arrived(self._arrival(attempt))
 
     def _arrival(self, attempt: Attempt) -> Arrival:
@@ -146,11 +154,12 @@ class VirtualRun:
         self._events.push(attempt.arrives_s, attempt)
 
     def _walk(self, attempt: Attempt, loops: Loops) -> bool:
-        """Let the user's loop make this attempt's steps; whether it made any."""
-        first = loops.next(attempt.replica)
-        if first is None:
-            return False
-        self._computer.walk(attempt, _followed(loops, attempt, first))
+        """Let the user's loop make this attempt's micro-steps; False where it ended before the last of them."""
+        for _ in range(attempt.micro_steps):
+            batch = loops.next(attempt.replica)
+            if batch is None:
+                return False
+            loops.took(attempt.replica, self._computer.step(attempt, batch))
         return True
 
     def apply(self, action: Apply) -> None:
@@ -167,10 +176,15 @@ class VirtualRun:
 
     def _used(self, arrival: Arrival) -> State:
         attempt = self._pushed.pop((arrival.replica, arrival.clock))
-        out = self._computer.compute(attempt)
-        if not self._eager and attempt.measured is not None:
-            self._chronicle.heard(attempt.measured)
-        return out
+        if not self._eager:
+            self._compute(attempt)
+        assert attempt.out is not None
+        return attempt.out
+
+    def _compute(self, attempt: Attempt) -> None:
+        self._computer.compute(attempt)
+        assert attempt.measured is not None
+        self._chronicle.heard(attempt.measured)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
@@ -181,7 +195,7 @@ class VirtualRun:
         if mine.attempt is not None:
             mine.attempt.void = True
             self._computer.forget(mine.attempt)
-            mine.stop(self._now, self._end)
+            mine.stop(mine.attempt, self._now, self._end)
         self._coordinator.cancelled(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
@@ -196,20 +210,28 @@ class VirtualRun:
             return
         points = self._chronicle.points
         while points.next < time_s and points.next <= self._end * (1 + 1e-12):
-            self._score(min(points.step_over(), self._end))
+            self._look(min(points.step_over(), self._end))
 
-    def _score(self, time_s: Seconds) -> None:
+    def _look(self, time_s: Seconds) -> None:
+        """Score A; the run ends here where the condition is met."""
+        if self._score(time_s) and self._end > time_s:
+            self._end = time_s
+            raise _TimeUp
+
+    def _score(self, time_s: Seconds) -> bool:
         record = self._scorer.score(self._owner.state, self._chronicle.moment(time_s))
         met = self._chronicle.record(record)
         self._watch(self._chronicle.progress("training", time_s))
-        if met and self._end > time_s:
-            self._end = time_s
-            raise _TimeUp
+        return met
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 
     def _result(self, interrupted: bool) -> Outcome:
-        workers = [WorkerFigures(r, 0, 0, m.clock, m.busy_s, None, None, None, None) for r, m in enumerate(self._lanes)]
+        per_step = self._setup.per_step
+        workers = [
+            WorkerFigures(r, 0, 0, mine.micro_steps // per_step, mine.busy_s, None, None, None, None)
+            for r, mine in enumerate(self._lanes)
+        ]
         notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
@@ -222,7 +244,8 @@ class VirtualRun:
         """Whether Δs are computed as they arrive rather than when an update needs them."""
         job, setup = self._job, self._setup
         asked = "loss" in setup.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
-        return asked or setup.owns_steps or setup.order is None or bool(job.program.loader.get("num_workers"))
+        bound = setup.owns_steps or setup.order is None or self._loops is not None
+        return asked or bound or bool(job.program.loader.get("num_workers"))
 
     def _make_computer(self) -> Computer:
         job, setup = self._job, self._setup
@@ -245,38 +268,3 @@ class VirtualRun:
         if times.compute == "measured":
             measured_s = measure(self._setup, self._job.program.build(), self._owner.state)
         return Durations(self._setup, times, measured_s)
-
-
-class _Lane:
-    """One replica's place in time."""
-
-    def __init__(self) -> None:
-        self.clock = self.micro_clock = 0
-        self.busy_s: Seconds = 0.0
-        self.attempt: Attempt | None = None
-        self.arrived_s: Seconds | None = None
-        self._work = (0.0, 0.0)
-
-    def begin(self, attempt: Attempt, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
-        """An attempt has begun, which is at work for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
-        self.clock, self.micro_clock = attempt.clock, self.micro_clock + attempt.micro_steps
-        self.attempt = attempt
-        self._work = from_s, from_s + busy_s
-        self.busy_s += max(0.0, min(self._work[1], end_s) - from_s)
-
-    def stop(self, at_s: Seconds, end_s: Seconds) -> None:
-        """It was cancelled: what it would still have worked is taken back."""
-        from_s, to_s = self._work
-        self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
-        self.attempt, self.arrived_s = None, at_s
-
-
-def _followed(loops: Loops, attempt: Attempt, first: Batch) -> Iterator[Batch]:
-    """The batches of a loop's attempt; fewer than were granted where the loop ends before."""
-    yield first
-    for done in range(1, attempt.micro_steps):
-        batch = loops.next(attempt.replica)
-        if batch is None:
-            attempt.micro_steps = done
-            return
-        yield batch

@@ -14,7 +14,8 @@ from torch.func import functional_call, grad_and_value, vmap
 
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
-from paceline.engine.virtual.attempts import Attempt, BatchAt, Computer, refuse_nonfinite
+from paceline.engine.nonfinite import refuse_nonfinite
+from paceline.engine.virtual.attempts import Attempt, BatchAt, Computer
 from paceline.program import Program, as_tensors
 from paceline.replica.base import Measured, Replica, finite
 from paceline.replica.state import Layout, State
@@ -60,7 +61,12 @@ class Stacked(Computer):
             samples = self._waiting.pop(attempt)
             if not samples:
                 return super().compute(attempt)
-            self._together([attempt, *self._companions(samples)], samples)
+            companions = self._companions(samples)
+            try:
+                self._together([attempt, *companions], samples)
+            except Exception:  # somebody's batch is bad; one at a time it shows whose
+                self._waiting |= dict.fromkeys(companions, samples)
+                return super().compute(attempt)
         assert attempt.out is not None
         assert attempt.measured is not None
         if self._stop:

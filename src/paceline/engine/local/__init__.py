@@ -1,0 +1,1 @@
+"""One host, one process per worker: A, read slots and Δ slots in shared memory."""
