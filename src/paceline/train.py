@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import torch
 
-from paceline.aggregation.base import Gradient
 from paceline.clock.delay import Delay
 from paceline.clock.times import Times
+from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
@@ -24,7 +24,7 @@ from paceline.program import Program, is_source
 from paceline.progress import watcher
 from paceline.replica.base import Batch
 from paceline.replica.batches import stream
-from paceline.run import Run, check_out
+from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy
 
 POINTS = 20
@@ -112,6 +112,8 @@ def train(
     folder = check_out(out) if out is not None else None
     if tensorboard and folder is None:
         raise InputError("tensorboard=True writes beside the saved run; write out='runs/a' too")
+    if tensorboard:
+        require_tensorboard()
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
         job = replace(_job(program, strategy, carrier, settings), out=folder)
         with watcher(progress, f"{program.name}: {job.strategy}") as watch:

@@ -22,7 +22,8 @@ from paceline.aggregation import (
     parse,
     registered,
 )
-from paceline.aggregation.base import Apply, Arrival, Change, Distance, InPlace, Keep, Mix
+from paceline.aggregation.base import Apply, Arrival
+from paceline.core.delta import Change, Distance, InPlace, Keep, Mix
 from paceline.core.errors import InputError
 from tests.aggregation.policy_driver import World, arrivals, brief
 

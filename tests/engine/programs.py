@@ -63,7 +63,9 @@ def batchnorm() -> nn.Module:
 
 
 def convolution() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)).double()
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3)
+    ).double()
 
 
 def half_decayed(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

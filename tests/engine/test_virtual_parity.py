@@ -143,7 +143,9 @@ def test_bf16_computes_in_half_the_bits_and_keeps_the_models_own(replicas: int, 
 
 
 def test_bf16_is_not_full_precision() -> None:
-    single = programs.program(model=functools.partial(programs.mlp, torch.float32), train=programs.data(dtype=torch.float32))
+    single = programs.program(
+        model=functools.partial(programs.mlp, torch.float32), train=programs.data(dtype=torch.float32)
+    )
     half = programs.program(model=single.model, train=single.train, precision="bf16")
     one, other = (dict(run(p, replicas=2).model.named_parameters()) for p in (single, half))
     assert all((one[n] - other[n]).abs().max() > 1e-5 for n in one)

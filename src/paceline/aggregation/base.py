@@ -27,65 +27,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from paceline.core.delta import Adopt, Delta, Gradient, Replace
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
-
-# ---------------------------------------------------------------------------------------------- what a replica computes
-
-
-@dataclass(frozen=True, slots=True)
-class Gradient:
-    """Δ is the gradient of the mean loss of one batch."""
-
-
-@dataclass(frozen=True, slots=True)
-class Accumulated:
-    """Δ is the gradient of the mean loss over ``micro_steps`` consecutive batches, all at one A."""
-
-    micro_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """Δ is x - x_read: how far ``steps`` own optimizer steps moved the parameters from the A that was read."""
-
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Distance:
-    """Δ is x - A: how far the replica's own parameters, after ``steps`` own steps, are from A as it is then."""
-
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class InPlace:
-    """Replicas share A and write it themselves, step by step: there is no Δ to send (Hogwild)."""
-
-
-Delta: TypeAlias = Gradient | Accumulated | Change | Distance | InPlace
-
-# ------------------------------------------------------------------------------ what it does with the A that it is sent
-
-
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """x becomes A."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """x becomes x - alpha * (x - A)."""
-
-    alpha: float
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """x stays as it is."""
-
-
-Adopt: TypeAlias = Replace | Mix | Keep
 
 # ------------------------------------------------------------------------------------------------ what a policy is told
 

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import final
 
-from paceline.aggregation.base import Adopt, Aggregation, Apply, Arrival, Decision, Delta, Distance, Mix, Release
+from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release
 from paceline.aggregation.checks import number, whole
 from paceline.aggregation.registry import register
+from paceline.core.delta import Adopt, Delta, Distance, Mix
 from paceline.core.types import LeaveReason, ReplicaId
 
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, final
 
-from paceline.aggregation.base import Aggregation, Arrival, Change, Decision, Delta, Gradient, Need
+from paceline.aggregation.base import Aggregation, Arrival, Decision, Need
 from paceline.aggregation.checks import flag, number, positive, whole
 from paceline.aggregation.registry import declare, register
 from paceline.aggregation.synchronous import Synchronous
+from paceline.core.delta import Change, Delta, Gradient
 from paceline.core.errors import InputError
 from paceline.core.types import LeaveReason, ReplicaId
 

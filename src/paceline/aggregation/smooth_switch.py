@@ -68,7 +68,9 @@ class SmoothSwitch(Aggregation[Switch]):
 
     def __post_init__(self) -> None:
         if self.threshold is not None and self.every != _EVERY:
-            raise InputError(f"every={self.every} and threshold={self.threshold} both say what K is; write one of them.")
+            raise InputError(
+                f"every={self.every} and threshold={self.threshold} both say what K is; write one of them."
+            )
         if isinstance(self.threshold, Step):  # one value, one way to write it
             object.__setattr__(self, "every", self.threshold.every)
             object.__setattr__(self, "threshold", None)

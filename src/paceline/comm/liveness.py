@@ -4,14 +4,17 @@ A pidfd stands for one process for ever, where a pid may soon be another's; it b
 ended, also while that is still a zombie.
 """
 
+import contextlib
 import os
 import select
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from paceline.comm import kernel
+
+_last_acts: list[Callable[[], None]] = []
 
 ORPHANED = 86
 """The exit code of a process that left because the one it worked for had gone."""
@@ -55,6 +58,11 @@ def watch_and_exit(pidfd: int) -> None:
     threading.Thread(target=_leave_after, args=(pidfd,), name="paceline-watch", daemon=True).start()
 
 
+def when_orphaned(act: Callable[[], None]) -> None:
+    """Have something done, quickly and without raising, just before :func:`watch_and_exit` ends this process."""
+    _last_acts.append(act)
+
+
 def describe_exit(code: int) -> str:
     """An exit code as subprocess has it, negative for a signal, in words.
 
@@ -78,6 +86,9 @@ def _ended(pidfds: Iterable[int], timeout_s: float | None) -> set[int]:
 
 def _leave_after(pidfd: int) -> None:
     wait_gone([pidfd], None)
+    for act in _last_acts:
+        with contextlib.suppress(Exception):
+            act()
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.aggregation.base import Aggregation, Change, Distance
+from paceline.aggregation.base import Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
+from paceline.core.delta import Change, Distance
 from paceline.program import Program
 from paceline.replica.state import State
 

@@ -7,7 +7,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.aggregation.base import Accumulated, Aggregation, Change, Delta, Distance, Gradient, InPlace
+from paceline.aggregation.base import Aggregation
+from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
 from paceline.engine.allowance import Allowance, Epochs, Steps, Unbounded

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from paceline.aggregation.base import Accumulated, Change, Delta, Distance
+from paceline.core.delta import Accumulated, Change, Delta, Distance
 from paceline.core.types import Clock
 from paceline.program import Tree
 from paceline.replica.state import State

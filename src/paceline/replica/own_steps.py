@@ -6,7 +6,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.aggregation.base import Adopt, Keep, Mix
+from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.autograd import Autograd

@@ -1,12 +1,10 @@
 """The worker processes of a run, as main sees them: started, heard, missed, ended."""
 
-import contextlib
 import json
 import os
 import socket
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.comm import liveness
@@ -150,39 +148,3 @@ def worker_failed(message: dict[str, Any]) -> str:
     """The text of a worker's failure: coordinates, the error, its own traceback."""
     who = "the scorer" if message["failed"] < 0 else f"replica {message['failed']}"
     return f"{who} failed: {message['what']}\n\n{message['traceback']}"
-
-
-class Roster:
-    """``workers.json`` in the run's folder, there while the run lasts.
-
-    Args:
-        folder: of the run; None: nothing is written.
-        pids: of the workers, by replica.
-        scorer: its process id.
-    """
-
-    def __init__(self, folder: Path | None, pids: dict[ReplicaId, int], scorer: int) -> None:
-        self._folder = folder
-        if folder is not None:
-            rows: list[dict[str, Any]] = [
-                {"role": "coordinator", "pid": os.getpid()},
-                {"role": "scorer", "pid": scorer},
-            ]
-            rows += [{"role": "replica", "replica": r, "stage": 0, "shard": 0, "pid": p} for r, p in pids.items()]
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / ".workers.json.partial"
-            beside.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-            beside.replace(folder / "workers.json")
-
-    def close(self) -> None:
-        """Take the file away, and the folder, which is written anew as a whole."""
-        if self._folder is not None:
-            remove_roster(self._folder)
-
-
-def remove_roster(folder: Path) -> None:
-    """Remove ``workers.json`` and a folder that holds nothing else; nothing happens where they are gone."""
-    with contextlib.suppress(OSError):
-        (folder / "workers.json").unlink()
-    with contextlib.suppress(OSError):
-        folder.rmdir()

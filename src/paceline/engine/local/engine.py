@@ -2,13 +2,17 @@
 
 import torch
 
-from paceline.aggregation.base import InPlace
 from paceline.comm.nursery import Nursery
+from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.run import LocalRun
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
+"""What the fork server imports, so that no worker has to."""
+
+WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
+"""Where replicas have optimizers of their own: torch 2.11 to 2.13 import this, which takes over a second, at the first."""
 
 
 class LocalEngine(Engine):
@@ -18,6 +22,7 @@ class LocalEngine(Engine):
 
     def __init__(self) -> None:
         self._nursery: Nursery | None = None
+        self._preloaded: tuple[str, ...] = ()
 
     def refuse(self, job: Job) -> None:
         strategy = job.strategy
@@ -34,16 +39,24 @@ class LocalEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        if self._nursery is None:
-            self._nursery = Nursery.start(PRELOAD)
+        nursery = self._nursery_for(job)
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # the owner's part of the work is small vectors
-        run = LocalRun(job, self._nursery, watch)
+        run = LocalRun(job, nursery, watch)
         try:
             return run.outcome()
         finally:
             run.close()
             torch.set_num_threads(threads)
+
+    def _nursery_for(self, job: Job) -> Nursery:
+        """The fork server, which stays from one run to the next unless it lacks what this one needs."""
+        own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
+        wanted = WITH_OPTIMIZERS if own else PRELOAD
+        if self._nursery is None or not set(wanted) <= set(self._preloaded):
+            self.close()
+            self._nursery, self._preloaded = Nursery.start(wanted), wanted
+        return self._nursery
 
     def close(self) -> None:
         if self._nursery is not None:

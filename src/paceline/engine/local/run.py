@@ -26,8 +26,9 @@ from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.local.board import ARRIVED, END, GO, Board, Order
-from paceline.engine.local.crew import Crew, Roster
+from paceline.engine.local.crew import Crew
 from paceline.engine.local.desk import Desk
+from paceline.engine.local.roster import Roster
 from paceline.engine.nonfinite import refuse_nonfinite
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
@@ -65,7 +66,7 @@ class LocalRun:
         self._ended = False
         self._told_s: Seconds = -1.0
         self._heard_s: Seconds = 0.0
-        self._parcel: Parcel = ship(replace(job, out=None))
+        self._parcel: Parcel = ship(job)
         self._crew = Crew(nursery, setup.replicas, self._board.segment.fd, self._parcel, trace=job.trace)
         self._desk: Desk | None = None
         self._roster: Roster | None = None

@@ -1,5 +1,6 @@
 """A worker process: one replica and its loop."""
 
+import functools
 import json
 import math
 import os
@@ -12,12 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.comm import liveness
 from paceline.comm.bell import Bell
 from paceline.comm.shipping import Parcel, unpack
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.local.board import Board
 from paceline.engine.local.gauge import Gauge
+from paceline.engine.local.roster import remove_roster
 from paceline.engine.local.station import Cancelled, Station
 from paceline.engine.setup import Setup
 from paceline.engine.worker import TrainingEnded, Worker
@@ -38,6 +41,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     with socket.socket(fileno=link_fd) as link:
         try:
             job: Job = unpack(Parcel(job_fd))
+            if job.out is not None:
+                liveness.when_orphaned(functools.partial(remove_roster, job.out))
             recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
             _carry(job, replica, board_fd, Bell(mine), Bell(coordinator), link, recorder)
         except BaseException as error:

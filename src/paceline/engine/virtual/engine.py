@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.aggregation.base import InPlace
+from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.virtual.run import VirtualRun

@@ -12,9 +12,10 @@ policy decides for one is done before the next is looked at.
 import math
 from contextlib import nullcontext
 
-from paceline.aggregation.base import Apply, Arrival, Gradient
+from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.events import EventQueue
 from paceline.clock.times import Times
+from paceline.core.delta import Gradient
 from paceline.core.errors import PacelineError
 from paceline.core.records import WorkerFigures
 from paceline.core.types import ReplicaId, Seconds

@@ -1,0 +1,58 @@
+"""Kinds of Δ, and of what a replica does with the A it is sent: the words that policies and replicas share."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """Δ is the gradient of the mean loss of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """Δ is the gradient of the mean loss over ``micro_steps`` consecutive batches, all at one A."""
+
+    micro_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Δ is x - x_read: how far ``steps`` own optimizer steps moved the parameters from the A that was read."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """Δ is x - A: how far the replica's own parameters, after ``steps`` own steps, are from A as it is then."""
+
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class InPlace:
+    """Replicas share A and write it themselves, step by step: there is no Δ to send (Hogwild)."""
+
+
+Delta: TypeAlias = Gradient | Accumulated | Change | Distance | InPlace
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """x becomes A."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """x becomes x - alpha * (x - A)."""
+
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """x stays as it is."""
+
+
+Adopt: TypeAlias = Replace | Mix | Keep

@@ -1,0 +1,93 @@
+"""Coordinator and clock with nothing to carry: what policies do to time and staleness, at 10^5 updates a second or so."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.aggregation import Aggregation, parse
+from paceline.aggregation.base import Apply, Arrival
+from paceline.clock.distributions import parse as distribution
+from paceline.clock.events import EventQueue
+from paceline.engine.allowance import Allowance, Unbounded
+from paceline.engine.coordinator import Coordinator
+
+
+class Weightless:
+    """Hands that hold nothing: each Δ takes the next draw of its replica's stream.
+
+    Args:
+        aggregation: the policy, or its text.
+        replicas: P.
+        compute: distribution of the time of one Δ; or one for each replica.
+        samples: of the k-th Δ (from 0) of a replica.
+    """
+
+    def __init__(
+        self,
+        aggregation: str | Aggregation[Any],
+        replicas: int,
+        compute: str | list[str],
+        allowance: Allowance | None = None,
+        samples: Any = lambda replica, k: 1,
+        finite: Any = lambda replica, k: True,
+    ) -> None:
+        self.policy = parse(aggregation) if isinstance(aggregation, str) else aggregation
+        self.coordinator = Coordinator(self.policy, replicas, allowance or Unbounded(1), self)
+        kinds = [compute] * replicas if isinstance(compute, str) else compute
+        self._streams = [distribution(k).stream(np.random.default_rng([1, r])) for r, k in enumerate(kinds)]
+        self._samples, self._finite = samples, finite
+        self.events: EventQueue[Arrival] = EventQueue()
+        self.clocks = [0] * replicas
+        self.current: dict[int, int] = {}
+        self.arrived: list[Arrival] = []
+        self.dead: list[int] = []
+        self.granted: list[list[int]] = [[] for _ in range(replicas)]
+        self.applied: list[Arrival] = []
+        self.discarded: list[Arrival] = []
+        self.cancelled: list[tuple[int, int]] = []
+        self.dismissed: list[int] = []
+
+    def carry(self, updates: float = float("inf"), die: Mapping[int, int] | None = None) -> "Weightless":
+        """Until so many updates are made or everybody has gone.
+
+        Args:
+            updates: of A.
+            die: before the how-manieth event which replica dies, whatever it is at.
+        """
+        self.coordinator.begin()
+        happened = 0
+        while self.events and self.coordinator.version < updates:
+            victim = (die or {}).get(happened)
+            happened += 1
+            if victim is not None and victim in self.coordinator.present:
+                self.current.pop(victim, None)
+                self.dead.append(victim)
+                self.coordinator.left(victim, "died")
+            arrival = self.events.pop()
+            if self.current.get(arrival.replica) == arrival.clock:
+                del self.current[arrival.replica]
+                self.arrived.append(arrival)
+                self.coordinator.arrived(arrival)
+        return self
+
+    def apply(self, action: Apply) -> None:
+        self.applied += [arrival for arrival, _ in action.deltas]
+
+    def send(self, replica: int, micro_steps: int) -> None:
+        self.granted[replica].append(micro_steps)
+        k = self.clocks[replica]
+        self.clocks[replica] = self.current[replica] = k + 1
+        time_s = self.events.now_s + next(self._streams[replica])
+        samples, finite = self._samples(replica, k), self._finite(replica, k)
+        self.events.push(time_s, Arrival(replica, self.coordinator.version, k + 1, samples, time_s, finite, 1.0))
+
+    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
+        self.discarded += arrivals
+
+    def cancel(self, replica: int) -> None:
+        self.cancelled.append((replica, self.current.pop(replica)))
+        self.coordinator.cancelled(replica)
+
+    def dismiss(self, replica: int) -> None:
+        self.dismissed.append(replica)
