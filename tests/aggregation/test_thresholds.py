@@ -24,7 +24,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize(("threshold", "expected"), VALUES, ids=str)
+@pytest.mark.parametrize(("threshold", "expected"), VALUES, ids=lambda v: type(v).__name__)
 def test_values(threshold: Threshold[Any], expected: dict[int, int]) -> None:
     assert {u: math.floor(threshold.at(threshold.start(), u)) for u in expected} == expected
     assert threshold.needs == set()

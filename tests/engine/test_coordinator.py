@@ -131,8 +131,8 @@ def test_time_up_discards_what_is_held() -> None:
     assert run.coordinator.tally.discarded == run.coordinator.tally.gradients == 2
 
 
-def test_a_delta_of_a_replica_that_was_meanwhile_cancelled_is_void() -> None:
-    """On engines where a cancel takes its time, the Δ may have been on its way already."""
+def test_a_replica_that_takes_its_time_to_stop() -> None:
+    """On engines where a cancel is a message, the Δ may be on its way already: it is void."""
 
     class Slow(Weightless):
         def cancel(self, replica: int) -> None:
@@ -140,12 +140,13 @@ def test_a_delta_of_a_replica_that_was_meanwhile_cancelled_is_void() -> None:
 
     run = Slow("buffered:k=1,cancel=true", 2, "1")
     run.coordinator.begin()
-    first, second = run.events.pop(), run.events.pop()
-    run.coordinator.arrived(first)
-    run.coordinator.arrived(second)
+    run.coordinator.arrived(run.events.pop())
+    assert [run.coordinator.voids(r) for r in (0, 1)] == [False, True]
+    assert run.clocks == [2, 1], "it is sent A when it has stopped, not before"
+    run.coordinator.cancelled(1)
     tally = run.coordinator.tally
     assert (tally.gradients, tally.applied, tally.cancelled, tally.micro_steps) == (1, 1, 1, 2)
-    assert run.clocks == [2, 2], "both go on"
+    assert (run.clocks, run.coordinator.voids(1)) == ([2, 2], False)
 
 
 def test_mean_staleness_is_told_since_it_was_last_asked() -> None:

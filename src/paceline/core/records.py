@@ -19,7 +19,7 @@ class Record:
     threshold: int
     """K: how many Δs the next update waits for."""
     staleness_mean: float | None
-    """Over the Δs applied since the record before: how many updates A had had since they read it; None: none applied."""
+    """Over the Δs applied since the record before: how many updates A had had since they read it; None: none were."""
     train_loss: float | None
     """Mean loss on a fixed, seeded sample of the training set."""
     test_loss: float | None

@@ -12,7 +12,7 @@ PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.score
 """What the fork server imports, so that no worker has to."""
 
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
-"""Where replicas have optimizers of their own: torch 2.11 to 2.13 import this, which takes over a second, at the first."""
+"""Where replicas have optimizers of their own: at the first, torch 2.13 imports this, which takes over a second."""
 
 
 class LocalEngine(Engine):

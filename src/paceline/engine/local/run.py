@@ -12,8 +12,6 @@ import time
 from dataclasses import replace
 from statistics import median
 
-import torch
-
 from paceline.aggregation.base import Apply, Arrival
 from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Nursery
@@ -29,6 +27,7 @@ from paceline.engine.local.board import ARRIVED, END, GO, Board, Order
 from paceline.engine.local.crew import Crew
 from paceline.engine.local.desk import Desk
 from paceline.engine.local.roster import Roster
+from paceline.engine.local.worker import threads
 from paceline.engine.nonfinite import refuse_nonfinite
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
@@ -111,6 +110,8 @@ class LocalRun:
         """Until the budget is spent, the condition met, or Ctrl-C noted; returns the training time."""
         budget = self._job.budget
         end = budget.amount if budget.unit == "seconds" and budget.amount is not None else math.inf
+        self._chronicle.point_reached(0.0)
+        self._hand_in(0.0)
         self._began = time.monotonic_ns()
         self._coordinator.begin()
         while not self._coordinator.idle and not self._ended and not ctrl_c.noted:
@@ -224,7 +225,7 @@ class LocalRun:
         slots = self._posts[replica].slots
         if not slots:
             raise PacelineError(
-                f"{self._setup.policy} lets replica {replica} go on while all of its {self._setup.slots} Δ slots are held; "
+                f"{self._setup.policy} lets replica {replica} go on with all {self._setup.slots} of its Δ slots held; "
                 "its slots() must say how many Δs of one replica, the one under way included, there can be at once"
             )
         return slots.pop()
@@ -302,7 +303,7 @@ class LocalRun:
             self._crew.kill(replica)
 
     def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
-        notes: dict[str, str | int | float] = {"threads": torch.get_num_threads()}
+        notes: dict[str, str | int | float] = {"threads_per_worker": threads(self._job)}
         account = self._chronicle.account(seconds, self._figures(), self._left, notes, interrupted=interrupted)
         model = write(self._module, self._A)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)

@@ -2,6 +2,7 @@
 
 import torch
 
+from paceline.clock.times import Times
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
@@ -22,6 +23,10 @@ class VirtualEngine(Engine):
             )
         if strategy.device != "cpu":
             raise InputError(f"engine=virtual computes on the CPU, not on device={strategy.device}; write device=cpu")
+        if job.budget.unit == "seconds" and _timeless(job.times or Times()):
+            raise InputError(
+                f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
+            )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         threads = torch.get_num_threads()
@@ -31,3 +36,8 @@ class VirtualEngine(Engine):
                 return VirtualRun(job, watch).outcome()
         finally:
             torch.set_num_threads(threads)
+
+
+def _timeless(times: Times) -> bool:
+    parts = (times.compute, times.transfer, times.apply, times.gradient)
+    return all(not isinstance(part, str) and part.mean_s == 0 for part in parts)

@@ -74,9 +74,7 @@ class Loops:
         self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
         self._losses = [float("nan")] * replicas
         self._threads = [threading.Thread(target=_carry, args=(loop, w), daemon=True) for w in self._workers]
-        self._live = set(range(replicas))
-        for thread in self._threads:
-            thread.start()
+        self._live: set[ReplicaId] = set()
 
     def next(self, replica: ReplicaId) -> Batch | None:
         """Let a loop run up to its next step; None: it has returned."""
@@ -88,8 +86,8 @@ class Loops:
 
     def dismiss(self, replica: ReplicaId) -> None:
         """Tell a loop that training has ended for it, and let it run to its end."""
-        while replica in self._live and self._turn(replica, on=False) is not None:
-            pass
+        if replica in self._live or not self._threads[replica].ident:
+            self._turn(replica, on=False)
 
     def __enter__(self) -> "Loops":
         return self
@@ -101,13 +99,16 @@ class Loops:
                 self.dismiss(replica)
 
     def _turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
-        worker = self._workers[replica]
+        worker, thread = self._workers[replica], self._threads[replica]
+        if not thread.ident:
+            thread.start()
+            self._live.add(replica)
         worker.to_loop.put(_Go(self._losses[replica], on))
         answer = worker.to_engine.get()
         if isinstance(answer, Batch):
             return answer
         self._live.discard(replica)
-        self._threads[replica].join()
+        thread.join()
         if isinstance(answer, BaseException):
             raise WorkerError(f"the loop of replica {replica} raised {type(answer).__name__}: {answer}") from answer
         return None
