@@ -21,8 +21,8 @@ check:
 # The main job: three ways to train one model, from the same start, under the same budget, in real processes.
 demo: venv
 	rm -rf $(DEMO)
-	$(BIN)/paceline compare digits --engine local --seconds 15 \
-	  --delay "fraction=0.5 normal:mean=0,std=0.025,negative=clip" \
+	$(BIN)/paceline compare digits --engine local --seconds 20 --evaluate-every 0.5 \
+	  --delay "fraction=0.5 normal:mean=0,std=0.1" \
 	  --strategy "replicas=8" \
 	  --strategy "replicas=8 aggregation=asynchronous" \
 	  --strategy "replicas=8 aggregation=smooth-switch:every=500" \

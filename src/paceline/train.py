@@ -1,5 +1,6 @@
 """train, launch, and all refusals: what can't be done is said here, before anything starts."""
 
+import inspect
 import math
 import os
 import re
@@ -7,10 +8,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
+from torch.utils.data import DataLoader
 
+from paceline.aggregation import text_of
 from paceline.clock.delay import Delay
 from paceline.clock.times import Times
 from paceline.core.delta import Gradient
@@ -26,6 +29,13 @@ from paceline.replica.base import Batch
 from paceline.replica.batches import stream
 from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy
+
+V = TypeVar("V", Delay, Times)
+
+_EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0.01 transfer=0 apply=0 gradient=0"}
+
+_OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
+"""What DataLoader could be told, but the program's batch size and seed say already."""
 
 POINTS = 20
 """Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
@@ -210,6 +220,8 @@ def _job(program: Program, strategy: Strategy | str, engine: Engine, settings: S
     if not isinstance(program, Program):
         raise InputError(f"program is {type(program).__name__}, not a Program; write paceline.Program(model=…, …)")
     strategy = Strategy.coerce(strategy)
+    if not isinstance(strategy, Strategy):
+        raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
     _refuse_mesh(strategy)
     _refuse_settings(engine, settings)
     budget = settings.budget()
@@ -223,8 +235,8 @@ def _job(program: Program, strategy: Strategy | str, engine: Engine, settings: S
         program=replace(program, metrics=seen.metrics),
         strategy=replace(strategy, aggregation=aggregation),
         running_buffers=seen.running_buffers,
-        delay=Delay.parse(settings.delay) if isinstance(settings.delay, str) else settings.delay,
-        times=Times.parse(settings.times) if isinstance(settings.times, str) else settings.times,
+        delay=_read(Delay, "delay", settings.delay),
+        times=_read(Times, "times", settings.times),
         trace=settings.trace,
         on_nonfinite=settings.on_nonfinite,
         timeout_s=settings.timeout_s,
@@ -232,6 +244,14 @@ def _job(program: Program, strategy: Strategy | str, engine: Engine, settings: S
     )
     engine.refuse(job)
     return job
+
+
+def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
+    if isinstance(given, str):
+        return kind.parse(given)
+    if given is not None and not isinstance(given, kind):
+        raise InputError(f"{name}={given!r} is no {kind.__name__} and no text; write {name}='{_EXAMPLES[name]}'")
+    return given
 
 
 def _refuse_mesh(strategy: Strategy) -> None:
@@ -244,8 +264,9 @@ def _refuse_mesh(strategy: Strategy) -> None:
             raise InputError(f"{name}={getattr(strategy, name)} is not built yet; leave it out")
     if strategy.accumulate > 1 and not isinstance(strategy.aggregation.delta, Gradient):
         raise InputError(
-            f"accumulate={strategy.accumulate} is for policies that send gradients, but {strategy.aggregation} lets "
-            "replicas take steps of their own; write accumulate=1 and a longer period"
+            f"accumulate={strategy.accumulate} is for policies that send gradients, but under "
+            f"aggregation={text_of(strategy.aggregation)} replicas take steps of their own; write accumulate=1 and a "
+            "longer period"
         )
     if strategy.device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={strategy.device}, but torch sees no GPU here; write device=cpu")
@@ -266,7 +287,19 @@ def _refuse_settings(engine: Engine, settings: Settings) -> None:
         )
 
 
+def _refuse_loader(program: Program) -> None:
+    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_OURS}
+    for name in program.loader:
+        if name in _OURS:
+            raise InputError(
+                f"loader={{{name!r}: …}}: which samples make a batch is said by batch_size= and seed=; leave {name} out"
+            )
+        if name not in known:
+            raise unknown("option of loader=", name, known)
+
+
 def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
+    _refuse_loader(program)
     if not is_source(program.train):
         return
     if budget.unit == "epochs" and budget.amount is not None:
@@ -288,7 +321,8 @@ def _first_batch(job: Job) -> Batch:
     order = order_of(job)
     plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
     try:
-        return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
+        with torch.random.fork_rng(devices=[]):
+            return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
     except InputError:
         raise
     except Exception as error:
@@ -301,12 +335,10 @@ def _condition(text: str) -> Condition:
     >>> _condition("train_loss <= 0.1")
     Condition(field='train_loss', above=False, bound=0.1)
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+.\deE]+)\s*", text)
-    try:
-        assert found is not None
-        return Condition(found[1], found[2] == ">=", float(found[3]))
-    except (AssertionError, ValueError):
-        raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'") from None
+    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", str(text))
+    if found is None or found[3].count(".") > 1:
+        raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
+    return Condition(found[1], found[2] == ">=", float(found[3]))
 
 
 def _refuse_condition(budget: Budget, program: Program, seen: Trial) -> None:

@@ -100,7 +100,7 @@ SAME = [
 ]
 
 
-@pytest.mark.parametrize(("one", "other"), SAME, ids=str)
+@pytest.mark.parametrize(("one", "other"), SAME, ids=lambda policy: type(policy).__name__)
 @CHECK
 @given(REPLICAS, EVENTS)
 def test_same_policy_same_log(

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
@@ -194,7 +195,7 @@ class Coordinator:
         names = {(a.replica, a.clock) for a in arrivals}
         if len(names) < len(arrivals) or not names <= self._held.keys():
             raise PacelineError(
-                f"{self._policy} named Δs (replica, clock) {sorted((a.replica, a.clock) for a in arrivals)}, but holds "
+                f"{text_of(self._policy)} named Δs (replica, clock) {sorted((a.replica, a.clock) for a in arrivals)}, but holds "
                 f"{sorted(self._held)}: each Δ must be applied or discarded exactly once"
             )
 
@@ -224,7 +225,7 @@ class Coordinator:
             return
         if replica in self._computing:
             raise PacelineError(
-                f"{self._policy} released replica {replica}, which is computing; release those that wait, cancel others"
+                f"{text_of(self._policy)} released replica {replica}, which is computing; release those that wait, cancel others"
             )
         micro_steps = self._granted[replica] = self._allowance.grant(replica)
         if micro_steps:

@@ -1,18 +1,19 @@
 """Scores a snapshot of A: losses and metrics on the test set and on a fixed sample of the training set."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from paceline.core.errors import WorkerError
 from paceline.core.records import Record
 from paceline.core.types import Seconds
-from paceline.program import Data, Program, call, is_source, length
+from paceline.program import Data, Program, Tree, call, is_source, length
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.state import State, write
 
@@ -21,6 +22,9 @@ TRAIN_SAMPLE = 2048
 
 CHUNK = 1024
 """Samples in one forward pass."""
+
+Metrics: TypeAlias = Mapping[str, Callable[[Tree, Tree], Any]]
+"""name -> (output, target) -> mean."""
 
 _TAG = int.from_bytes(b"training sample")
 
@@ -60,8 +64,8 @@ class Scorer:
     def score(self, state: State, moment: Moment) -> Record:
         """The record of one snapshot."""
         write(self._module, state)
-        train = self._mean(self._train, {}).get("loss", moment.recent_loss)
-        test = self._mean(self._test, self._metrics)
+        train = self._mean("training sample", self._train, {}).get("loss", moment.recent_loss)
+        test = self._mean("test set", self._test, self._metrics)
         return Record(
             time_s=moment.time_s,
             updates=moment.updates,
@@ -74,22 +78,26 @@ class Scorer:
             test_metrics=test,
         )
 
-    @torch.no_grad()
-    def _mean(self, chunks: "list[_Chunk]", metrics: Mapping[str, object]) -> dict[str, float]:
+    def _mean(self, what: str, chunks: "list[_Chunk]", metrics: Metrics) -> dict[str, float]:
         """Means over all samples of the chunks, by name; what is not finite is left as it is."""
         sums: dict[str, float] = {}
-        count = 0
         for chunk in chunks:
-            inputs, targets = chunk.fetch(chunk.indices)
-            with self._program.autocast("cpu"):
-                output = call(self._module, inputs)
-                values = {"loss": self._program.loss(output, targets)}
-            for name in metrics:
-                values[name] = self._metrics[name](output, targets)
+            try:
+                values = self._values(chunk, metrics)
+            except Exception as error:
+                raise WorkerError(f"the {what} can't be scored: {type(error).__name__}: {error}") from error
             for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + float(value) * len(chunk.indices)
-            count += len(chunk.indices)
+                sums[name] = sums.get(name, 0.0) + value * len(chunk.indices)
+        count = sum(len(chunk.indices) for chunk in chunks)
         return {name: total / count if math.isfinite(total) else total for name, total in sums.items()}
+
+    @torch.no_grad()
+    def _values(self, chunk: "_Chunk", metrics: Metrics) -> dict[str, float]:
+        inputs, targets = chunk.fetch(chunk.indices)
+        with self._program.autocast("cpu"):
+            output = call(self._module, inputs)
+            loss = self._program.loss(output, targets)
+        return {"loss": float(loss)} | {name: float(metric(output, targets)) for name, metric in metrics.items()}
 
 
 @dataclass(frozen=True)

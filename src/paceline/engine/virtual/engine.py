@@ -2,6 +2,7 @@
 
 import torch
 
+from paceline.aggregation import text_of
 from paceline.clock.times import Times
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
@@ -18,7 +19,7 @@ class VirtualEngine(Engine):
         strategy = job.strategy
         if isinstance(strategy.aggregation.delta, InPlace):
             raise InputError(
-                f"aggregation={strategy.aggregation} writes memory that replicas share, but engine=virtual has one "
+                f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but engine=virtual has one "
                 "replica at work at a time; write engine=local"
             )
         if strategy.device != "cpu":
@@ -33,6 +34,7 @@ class VirtualEngine(Engine):
         torch.set_num_threads(job.strategy.threads or 1)
         try:
             with torch.random.fork_rng(devices=[]):
+                torch.default_generator.manual_seed(job.program.seed)  # what samples draw as they are read
                 return VirtualRun(job, watch).outcome()
         finally:
             torch.set_num_threads(threads)

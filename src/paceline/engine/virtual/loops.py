@@ -8,7 +8,6 @@ A baton goes to and fro between the engine and the thread of one replica::
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -74,7 +73,7 @@ class Loops:
         self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
         self._losses = [float("nan")] * replicas
         self._threads = [threading.Thread(target=_carry, args=(loop, w), daemon=True) for w in self._workers]
-        self._live: set[ReplicaId] = set()
+        self._new, self._live = set(range(replicas)), set[ReplicaId]()
 
     def next(self, replica: ReplicaId) -> Batch | None:
         """Let a loop run up to its next step; None: it has returned."""
@@ -86,23 +85,31 @@ class Loops:
 
     def dismiss(self, replica: ReplicaId) -> None:
         """Tell a loop that training has ended for it, and let it run to its end."""
-        if replica in self._live or not self._threads[replica].ident:
+        if replica in self._new or replica in self._live:
             self._turn(replica, on=False)
 
     def __enter__(self) -> "Loops":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Dismiss all that still run; after a failure, whatever they have to say comes too late."""
-        for replica in sorted(self._live):
-            with nullcontext() if kind is None else suppress(WorkerError):
-                self.dismiss(replica)
+        """Dismiss all that still run; the first failure counts."""
+        failures = [failure for replica in sorted(self._live) if (failure := self._dismissed(replica))]
+        if kind is None and failures:
+            raise failures[0]
+
+    def _dismissed(self, replica: ReplicaId) -> WorkerError | None:
+        try:
+            self.dismiss(replica)
+        except WorkerError as failure:
+            return failure
+        return None
 
     def _turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
         worker, thread = self._workers[replica], self._threads[replica]
-        if not thread.ident:
-            thread.start()
+        if replica in self._new:
+            self._new.remove(replica)
             self._live.add(replica)
+            thread.start()
         worker.to_loop.put(_Go(self._losses[replica], on))
         answer = worker.to_engine.get()
         if isinstance(answer, Batch):

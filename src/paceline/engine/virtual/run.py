@@ -12,6 +12,7 @@ policy decides for one is done before the next is looked at.
 import math
 from contextlib import nullcontext
 
+from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.events import EventQueue
 from paceline.clock.times import Times
@@ -95,7 +96,7 @@ class VirtualRun:
     def _turn(self) -> None:
         if not self._events:
             raise PacelineError(
-                f"{self._setup.policy} lets nobody go on: replicas {sorted(self._coordinator.present)} all wait; "
+                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all wait; "
                 "its arrived() must Release those who wait"
             )
         start = max(self._events.next_s, self._now)
@@ -189,7 +190,9 @@ class VirtualRun:
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
-            self._computer.forget(self._pushed.pop((arrival.replica, arrival.clock)))
+            attempt = self._pushed.pop((arrival.replica, arrival.clock), None)
+            if attempt is not None:  # an update that Ctrl-C broke off has taken it
+                self._computer.forget(attempt)
 
     def cancel(self, replica: ReplicaId) -> None:
         mine = self._lanes[replica]
