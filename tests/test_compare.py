@@ -222,7 +222,25 @@ def test_an_interrupt_before_any_result_goes_on(world: World, tmp_path: Path) ->
     world.stop_at = 0
     with pytest.raises(KeyboardInterrupt):
         compare(PROGRAM, [A, B], seconds=5, out=tmp_path / "c")
-    assert os.listdir(tmp_path) == []
+    [folder] = (tmp_path / "c").iterdir()
+    assert os.listdir(folder) == ["round-0-interrupted"]
+    assert load(folder / "round-0-interrupted").summary["interrupted"]
+
+
+def test_each_run_is_saved_before_the_next_begins(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[int] = []
+
+    def train(*args: Any, **options: Any) -> Run:
+        file = tmp_path / "c" / "comparison.json"
+        saved.append(sum(len(e["rounds"]) for e in json.loads(file.read_text())["strategies"]) if file.exists() else 0)
+        return world.train(*args, **options)
+
+    monkeypatch.setattr(sys.modules["paceline.compare"], "train", train)
+    found = compare(PROGRAM, [A, B], rounds=2, seconds=5, out=tmp_path / "c")
+    assert saved == [0, 1, 2, 3]
+    assert load_comparison(tmp_path / "c").to_json() == found.to_json()
 
 
 # -------------------------------------------------------------------------------------------------------------- figures

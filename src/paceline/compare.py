@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from paceline.comparison import Comparison, find_baseline, load_comparison
+from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.base import Engine
 from paceline.program import Program
@@ -30,9 +30,10 @@ def compare(
 ) -> Comparison:
     """Train a program under each strategy in turn, round after round.
 
-    Round r starts every strategy from the same A_0 and feeds it the same data, both from ``program.seed + r``. Ctrl-C
-    ends the comparison; the runs that are complete are kept, the one that it hit is not: it had less time. Where none
-    is complete, KeyboardInterrupt goes on.
+    Round r starts every strategy from the same A_0 and feeds it the same data, both from ``program.seed + r``. With
+    ``out``, each run is saved as soon as it is made. Ctrl-C ends the comparison: the runs that are complete count, the
+    one that it hit had less time and does not, but is saved beside them, as ``round-0-interrupted`` say. Where none is
+    complete, KeyboardInterrupt goes on.
 
     Args:
         program: what is trained.
@@ -57,44 +58,65 @@ def compare(
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
     with _opened(engine) as opened:
-        comparison = _rounds(program, chosen, opened, rounds, against, budget | {"progress": progress})
-    if out is not None:
-        comparison.save(out, tensorboard=tensorboard)
-    return comparison
+        book = Book(list(chosen), against, Path(out) if out is not None else None, tensorboard=tensorboard)
+        complete = _fill(book, program, chosen, opened, rounds, budget | {"progress": progress})
+    return book.comparison(interrupted=not complete)
 
 
-def _rounds(
+def _fill(
+    book: "Book",
     program: Program,
     strategies: dict[str, Strategy],
     engine: Engine,
     rounds: int,
-    baseline: str,
     options: dict[str, Any],
-) -> Comparison:
-    runs: dict[str, list[Run]] = {text: [] for text in strategies}
+) -> bool:
+    """Make all runs; False where Ctrl-C ended them."""
     for number in range(rounds):
         job = program.seeded(program.seed + number)
         for text, strategy in strategies.items():
-            run = _uninterrupted(job, strategy, engine, options)
-            if run is None:
-                return _ended(runs, baseline)
-            runs[text].append(run)
-        _check_starts(number, {text: made[number] for text, made in runs.items()})
-    return Comparison(runs, baseline)
+            try:
+                run = train(job, strategy, engine=engine, **options)
+            except KeyboardInterrupt:
+                return False
+            book.add(text, run)
+            if run.summary["interrupted"]:
+                return False
+        _check_starts(number, {text: made[number] for text, made in book.runs.items()})
+    return True
 
 
-def _uninterrupted(program: Program, strategy: Strategy, engine: Engine, options: dict[str, Any]) -> Run | None:
-    try:
-        run = train(program, strategy, engine=engine, **options)
-    except KeyboardInterrupt:
-        return None
-    return None if run.summary["interrupted"] else run
+class Book:
+    """The runs of a comparison as they come, each saved at once where there is a folder.
 
+    Args:
+        strategies: their texts.
+        baseline: one of them.
+        folder: to make and fill; None: nothing is saved.
+        tensorboard: also write events.
+    """
 
-def _ended(runs: dict[str, list[Run]], baseline: str) -> Comparison:
-    if not any(runs.values()):
-        raise KeyboardInterrupt("no run was complete")
-    return Comparison(runs, baseline, interrupted=True)
+    def __init__(self, strategies: Sequence[str], baseline: str, folder: Path | None, *, tensorboard: bool) -> None:
+        self.runs: dict[str, list[Run]] = {text: [] for text in strategies}
+        self._baseline, self._folder, self._tensorboard = baseline, folder, tensorboard
+
+    def add(self, text: str, run: Run) -> None:
+        """One more run; one that was interrupted is saved, but does not count."""
+        number, index = len(self.runs[text]), list(self.runs).index(text)
+        complete = not run.summary["interrupted"]
+        if complete:
+            self.runs[text].append(run)
+        if self._folder is not None:
+            place = self._folder / run_folder(index, text, number)
+            run.save(place if complete else place.with_name(f"{place.name}-interrupted"), tensorboard=self._tensorboard)
+            if complete:
+                Comparison(self.runs, self._baseline).write(self._folder)
+
+    def comparison(self, *, interrupted: bool) -> Comparison:
+        """What has been compared; raises KeyboardInterrupt where no run is complete."""
+        if not any(self.runs.values()):
+            raise KeyboardInterrupt("no run was complete")
+        return Comparison(self.runs, self._baseline, interrupted=interrupted)
 
 
 def _opened(engine: str | Engine) -> AbstractContextManager[Engine]:

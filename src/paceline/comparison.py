@@ -92,10 +92,14 @@ class Comparison:
             InputError: the folder exists or can't be made, or tensorboard is not installed.
         """
         with new_folder(path) as folder:
-            write_json(folder / "comparison.json", self.to_json())
+            self.write(folder)
             for index, (text, runs) in enumerate(self.runs.items()):
                 for number, run in enumerate(runs):
-                    run.save(folder / _place(index, text, number), tensorboard=tensorboard)
+                    run.save(folder / run_folder(index, text, number), tensorboard=tensorboard)
+
+    def write(self, folder: Path) -> None:
+        """Write ``comparison.json`` into a folder, in the place of an older one."""
+        write_json(folder / "comparison.json", self.to_json())
 
 
 def load_comparison(path: str | Path, program: Program | None = None) -> Comparison:
@@ -110,7 +114,7 @@ def load_comparison(path: str | Path, program: Program | None = None) -> Compari
         rounds = [(str(entry["strategy"]), len(entry["rounds"])) for entry in saved["strategies"]]
         baseline = find_baseline(saved["baseline"], [text for text, _ in rounds])
     runs = {
-        text: [load(Path(path) / _place(index, text, number), program) for number in range(count)]
+        text: [load(Path(path) / run_folder(index, text, number), program) for number in range(count)]
         for index, (text, count) in enumerate(rounds)
     }
     return Comparison(runs, baseline)
@@ -127,7 +131,8 @@ def find_baseline(text: str, strategies: Sequence[str]) -> str:
     return text
 
 
-def _place(index: int, text: str, number: int) -> str:
+def run_folder(index: int, text: str, number: int) -> str:
+    """Where, in a comparison's folder, the run of a strategy in a round lies."""
     return f"{index}-{slug(text)}/round-{number}"
 
 

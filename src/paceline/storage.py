@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.trace.files import replacing
 
 State: TypeAlias = Mapping[str, Tensor]
 """Parameters and buffers by full name."""
@@ -66,8 +67,10 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """``value`` as indented JSON; keys stay in their order."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    """``value`` as indented JSON, keys in their order; the file is whole at every moment."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    with replacing(path) as file:
+        file.write(text + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:
