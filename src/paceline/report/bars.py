@@ -19,24 +19,29 @@ _ROW_IN, _REST_IN = 0.95, 0.8
 _BINS = 48
 """Most bars that a histogram has."""
 
+_TOLD_APART = 0.99
+"""The share of the gradients that the bars tell apart."""
+
 
 def staleness(groups: Sequence[Group]) -> str | None:
     """Histograms of the staleness of applied Δs, all rounds together, as SVG; None where none was applied."""
     found = {group.strategy: _added(group) for group in groups}
-    largest = [max(histogram) for histogram in found.values() if histogram]
-    if not largest:
+    reach = max((_reach(histogram) for histogram in found.values() if histogram), default=None)
+    if reach is None:
         return None
-    width = -(-(max(largest) + 1) // _BINS)
+    width = -(-(reach + 1) // _BINS)
+    more = any(max(histogram, default=0) > reach for histogram in found.values())
 
     def row(axes: Axes, group: Group) -> None:
         histogram = found[group.strategy]
         if histogram:
-            at, shares = _binned(histogram, width)
+            at, shares = _binned(histogram, width, reach)
             axes.bar(at, 100 * shares, width=0.86 * width, color=group.colour)
             mean = weighted_mean(histogram.items())
             axes.set_title(f"mean {mean:.1f}, largest {max(histogram)}", loc="right", color=PALE)
 
-    return _rows(groups, row, "Staleness: share of the applied gradients, %", "updates of A since it was read")
+    beyond = f"; the last bar: more than {reach}" if more else ""
+    return _rows(groups, row, "Staleness: share of the applied gradients, %", f"updates of A since it was read{beyond}")
 
 
 def utilisation(groups: Sequence[Group]) -> str | None:
@@ -80,10 +85,21 @@ def _added(group: Group) -> dict[int, int]:
     return dict(total)
 
 
-def _binned(histogram: Mapping[int, int], width: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Middles of the bins, and which share of all fell into each."""
-    counts = np.zeros(max(histogram) // width + 1)
+def _reach(histogram: Mapping[int, int]) -> int:
+    """The staleness up to which bars are told apart: a few gradients of a worker that was held up may be far off."""
+    total, below = sum(histogram.values()), 0
+    for value in sorted(histogram):
+        below += histogram[value]
+        if below >= _TOLD_APART * total:
+            return value
+    return 0
+
+
+def _binned(histogram: Mapping[int, int], width: int, reach: int) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Middles of the bins, and which share of all fell into each; what lies beyond ``reach`` is in one bin after it."""
+    last = reach // width + 1
+    counts = np.zeros(last + 1)
     for value, count in histogram.items():
-        counts[value // width] += count
+        counts[last if value > reach else value // width] += count
     middles = width * np.arange(len(counts), dtype=np.float64) + (width - 1) / 2
     return middles, counts / counts.sum()
