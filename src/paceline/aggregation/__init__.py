@@ -1,4 +1,10 @@
-"""F: which Δs are combined, when, with what weights, and who may go on. No torch."""
+"""F: which Δs are combined, when, with what weights, and who may go on. No torch.
+
+Every file of this folder is imported, so a policy is added by adding its file.
+"""
+
+import importlib
+import pkgutil
 
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Aggregation
@@ -13,6 +19,9 @@ from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
 from paceline.aggregation.text import parse, text_of
 from paceline.aggregation.thresholds import Curve, Exponential, Linear, PerLearningRate, Step, Threshold
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
     "Aggregation",
