@@ -154,7 +154,8 @@ def parameter_server(
 ) -> tuple[Values, list[int]]:
     """Asynchronous SGD as a script: a Δ is the gradient at the A that its replica read, applied to the A there is.
 
-    A takes the running buffers of each Δ as they are, but counters never go back. Returns the trained values and the staleness of each update.
+    A takes the running buffers of each Δ as they are, but counters never go back. Returns the trained values and the
+    staleness of each update.
     """
     server, worker, data = Plain(program), Plain(program), order(program, replicas)
     versions = [server.values()]

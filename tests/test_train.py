@@ -17,7 +17,7 @@ from paceline.train import check, open_engine
 from tests.engine import programs
 
 
-class Started(AssertionError):
+class StartedError(AssertionError):
     """The run was not refused."""
 
 
@@ -26,7 +26,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> VirtualEngine:
     """The virtual engine, which must not be asked to run."""
 
     def run(*_: Any) -> Any:
-        raise Started
+        raise StartedError
 
     monkeypatch.setattr(VirtualEngine, "run", run)
     return VirtualEngine()
@@ -172,6 +172,10 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
         ({"optimizer": torch.optim.LBFGS}, "LBFGS calls the loss several times a step"),
         ({"scheduler": thrower}, r"scheduler\(optimizer\) failed: ZeroDivisionError"),
         ({"scheduler": ReduceLROnPlateau}, "scheduler ReduceLROnPlateau can't be stepped once per update"),
+        (
+            {"metrics": {"loss": lambda o, t: 0.0}},
+            "test_loss is the program's loss in every record; write another name",
+        ),
         ({"metrics": {"f1": lambda o, t: o}}, "metric 'f1' must give one number for output and target"),
         ({"train": Broken()}, "the first batch of train can't be had: OSError: disk on fire"),
         ({"train": Triples()}, r"a batch must be \(input, target\), but is list of 3; put several inputs in one tuple"),
@@ -222,7 +226,7 @@ def test_torchrun(engine: VirtualEngine, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_good_is_not_refused(engine: VirtualEngine) -> None:
     check(programs.program(), "replicas=2", engine="virtual", steps=1)
     check(programs.program(), "replicas=2", engine=engine, until="train_loss<=-1.5e-3", evaluate_every=1)
-    with pytest.raises(Started):
+    with pytest.raises(StartedError):
         train(programs.program(), engine="virtual", steps=1, progress=False)
 
 
@@ -252,7 +256,7 @@ def test_a_run_tells_how_it_was_made(finished: Run) -> None:
     assert str(finished.strategy) == "replicas=3 aggregation=buffered:k=2"
     assert finished.left == []
     assert finished.summary["test_accuracy"] == finished.history[-1].test_accuracy is not None
-    assert finished.summary["notes"] == {"gradient_batching": "vmap over up to 32 attempts that wait"}
+    assert finished.summary["notes"] == {"gradient_batching": "up to 32 attempts that wait in one call"}
     assert not {"peak_memory_bytes", "step_time_s", "payload_bytes_per_step"} & finished.summary.keys()
     assert finished.spans
     for name, value in finished.model.state_dict().items():

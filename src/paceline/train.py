@@ -1,44 +1,22 @@
-"""train, launch, and all refusals: what can't be done is said here, before anything starts."""
+"""train and launch: one program, one strategy, one run."""
 
-import inspect
-import math
-import os
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from paceline.aggregation import text_of
 from paceline.clock.delay import Delay
 from paceline.clock.times import Times
-from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
-from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
-from paceline.engine.setup import order_of
-from paceline.engine.trial import Trial, trial
+from paceline.engine.base import Engine, OnNonFinite
 from paceline.metrics.summary import summarize
-from paceline.program import Program, is_source
+from paceline.program import Program
 from paceline.progress import watcher
-from paceline.replica.base import Batch
-from paceline.replica.batches import stream
 from paceline.run import Run, check_out, require_tensorboard
+from paceline.settings import Settings, job_of
 from paceline.strategy import Strategy
-
-V = TypeVar("V", Delay, Times)
-
-_EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0.01 transfer=0 apply=0 gradient=0"}
-
-_OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
-"""What DataLoader could be told, but the program's batch size and seed say already."""
-
-POINTS = 20
-"""Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
 
 ENGINES = ("local", "virtual")
 TO_COME = {
@@ -125,7 +103,7 @@ def train(
     if tensorboard:
         require_tensorboard()
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
-        job = replace(_job(program, strategy, carrier, settings), out=folder)
+        job = replace(job_of(program, strategy, carrier, settings), out=folder)
         with watcher(progress, f"{program.name}: {job.strategy}") as watch:
             outcome = carrier.run(job, watch)
     run = Run(
@@ -164,44 +142,6 @@ def launch(
     return train(program, strategy, loop=loop, **settings)
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The settings of :func:`train` that say what is run."""
-
-    steps: int | None = None
-    epochs: float | None = None
-    seconds: Seconds | None = None
-    until: str | None = None
-    evaluate_every: float | None = None
-    delay: Delay | str | None = None
-    times: Times | str | None = None
-    trace: bool = False
-    on_nonfinite: OnNonFinite = "stop"
-    timeout_s: Seconds = 60.0
-    loop: Callable[[Any], None] | None = None
-
-    def budget(self) -> Budget:
-        """How long the run may take; raises InputError where that is not said, or said twice."""
-        units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
-        given: dict[BudgetUnit, float] = {u: a for u in units if (a := getattr(self, u)) is not None}
-        unit: BudgetUnit
-        if len(given) > 1 or not (given or self.until):
-            raise InputError(
-                f"a run needs one budget, but has {' and '.join(f'{u}={a}' for u, a in given.items()) or 'none'}; "
-                "write seconds=60, or steps=, or epochs=, or until="
-            )
-        unit, amount = next(iter(given.items())) if given else ("seconds", None)
-        for name, value in (*given.items(), ("evaluate_every", self.evaluate_every)):
-            if value is not None and not (_is_number(value) and 0 < value < math.inf):
-                raise InputError(f"{name}={value!r} must be a number above 0; write {name}=10")
-        if self.steps is not None and self.steps != int(self.steps):
-            raise InputError(f"steps={self.steps} must be a whole number; write steps={max(1, round(self.steps))}")
-        every = self.evaluate_every or (amount / POINTS if amount is not None else None)
-        if every is None:
-            raise InputError(f"until={self.until!r} alone says not how often to look; write evaluate_every=1 (seconds)")
-        return Budget(unit, amount, every, _condition(self.until) if self.until is not None else None)
-
-
 def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = "local", **settings: Any) -> None:
     """Raise what :func:`train` with these words would refuse; start nothing.
 
@@ -212,144 +152,4 @@ def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = 
         settings: those of :func:`train` that say what is run.
     """
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
-        _job(program, strategy, carrier, Settings(**settings))
-
-
-def _job(program: Program, strategy: Strategy | str, engine: Engine, settings: Settings) -> Job:
-    """The job that these words mean, every refusal made."""
-    if not isinstance(program, Program):
-        raise InputError(f"program is {type(program).__name__}, not a Program; write paceline.Program(model=…, …)")
-    strategy = Strategy.coerce(strategy)
-    if not isinstance(strategy, Strategy):
-        raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
-    _refuse_mesh(strategy)
-    _refuse_settings(engine, settings)
-    budget = settings.budget()
-    _refuse_data(program, strategy, budget)
-    draft = Job(program, strategy, budget)
-    seen = trial(program, _first_batch(draft))
-    _refuse_condition(budget, program, seen)
-    aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
-    job = replace(
-        draft,
-        program=replace(program, metrics=seen.metrics),
-        strategy=replace(strategy, aggregation=aggregation),
-        running_buffers=seen.running_buffers,
-        delay=_read(Delay, "delay", settings.delay),
-        times=_read(Times, "times", settings.times),
-        trace=settings.trace,
-        on_nonfinite=settings.on_nonfinite,
-        timeout_s=settings.timeout_s,
-        loop=settings.loop,
-    )
-    engine.refuse(job)
-    return job
-
-
-def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
-    if isinstance(given, str):
-        return kind.parse(given)
-    if given is not None and not isinstance(given, kind):
-        raise InputError(f"{name}={given!r} is no {kind.__name__} and no text; write {name}='{_EXAMPLES[name]}'")
-    return given
-
-
-def _refuse_mesh(strategy: Strategy) -> None:
-    """What no engine carries yet, or can't on this machine."""
-    for name, what in (("stages", "pipeline stages"), ("shards", "shards of operators")):
-        if getattr(strategy, name) != 1:
-            raise InputError(f"{name}={getattr(strategy, name)}: {what} are not built yet; write {name}=1")
-    for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
-        if getattr(strategy, name) not in (only, False):
-            raise InputError(f"{name}={getattr(strategy, name)} is not built yet; leave it out")
-    if strategy.accumulate > 1 and not isinstance(strategy.aggregation.delta, Gradient):
-        raise InputError(
-            f"accumulate={strategy.accumulate} is for policies that send gradients, but under "
-            f"aggregation={text_of(strategy.aggregation)} replicas take steps of their own; write accumulate=1 and a "
-            "longer period"
-        )
-    if strategy.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={strategy.device}, but torch sees no GPU here; write device=cpu")
-
-
-def _refuse_settings(engine: Engine, settings: Settings) -> None:
-    if settings.times is not None and engine.name != "virtual":
-        raise InputError(
-            f"times= sets virtual time, but engine={engine.name} runs in real time; write engine='virtual'"
-        )
-    if settings.on_nonfinite not in get_args(OnNonFinite):
-        raise unknown("on_nonfinite", str(settings.on_nonfinite), get_args(OnNonFinite))
-    if not (_is_number(settings.timeout_s) and settings.timeout_s > 0):
-        raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-    if engine.name == "local" and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise InputError(
-            "engine=local starts its own processes, but this one was started by torchrun; run it with python"
-        )
-
-
-def _refuse_loader(program: Program) -> None:
-    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_OURS}
-    for name in program.loader:
-        if name in _OURS:
-            raise InputError(
-                f"loader={{{name!r}: …}}: which samples make a batch is said by batch_size= and seed=; leave {name} out"
-            )
-        if name not in known:
-            raise unknown("option of loader=", name, known)
-
-
-def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
-    _refuse_loader(program)
-    if not is_source(program.train):
-        return
-    if budget.unit == "epochs" and budget.amount is not None:
-        raise InputError(
-            "epochs= needs a training set of known length, but train= is a function; write steps= or seconds="
-        )
-    if strategy.partition != "global":
-        raise InputError(
-            f"partition={strategy.partition} needs a training set to divide, but train= is a function, which divides "
-            "by itself; leave partition out"
-        )
-    if program.global_batch_size is not None:
-        raise InputError(
-            "global_batch_size= has no say where train= is a function, which makes the batches; leave it out"
-        )
-
-
-def _first_batch(job: Job) -> Batch:
-    order = order_of(job)
-    plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
-
-
-def _condition(text: str) -> Condition:
-    """``test_accuracy>=0.97`` as a value.
-
-    >>> _condition("train_loss <= 0.1")
-    Condition(field='train_loss', above=False, bound=0.1)
-    """
-    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", str(text))
-    if found is None or found[3].count(".") > 1:
-        raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
-    return Condition(found[1], found[2] == ">=", float(found[3]))
-
-
-def _refuse_condition(budget: Budget, program: Program, seen: Trial) -> None:
-    if budget.until is None:
-        return
-    known = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
-    if program.test is not None:
-        known += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
-    if budget.until.field not in known:
-        raise unknown("history field in until=", budget.until.field, known)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+        job_of(program, strategy, carrier, Settings(**settings))

@@ -74,7 +74,7 @@ def test_epochs_are_passes_of_all_together(
     order = Order(samples, batch, replicas, 0)
     each = 3 if "local" in aggregation else 1
     run = Weightless(
-        aggregation, replicas, "exponential:mean=1", Epochs(epochs, order, each, samples), lambda r, k: order.size(r, k)
+        aggregation, replicas, "exponential:mean=1", Epochs(epochs, order, each, samples), order.size
     ).carry()
     seen = sum(order.size(r, k) for r in range(replicas) for k in range(sum(run.granted[r])))
     assert run.coordinator.idle

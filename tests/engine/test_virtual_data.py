@@ -65,7 +65,7 @@ def doubled() -> Run:
     [
         {"train": TensorDataset(*programs.data())},
         {"train": Rows(programs.data())},
-        {"train": list(Rows(programs.data())[i] for i in range(programs.SAMPLES))},
+        {"train": [Rows(programs.data())[i] for i in range(programs.SAMPLES)]},
         {"loader": {"collate_fn": default_collate}},
         {"loader": {"num_workers": 0}},
     ],
@@ -161,6 +161,25 @@ def test_a_mean_weighs_what_a_function_gives_by_its_samples() -> None:
         plain.step(plain.gradient(range(12)))
     trained = run(programs.program(train=uneven), "replicas=2")
     oracle.assert_same(trained.model, plain.values(), ROUNDING)
+
+
+@pytest.mark.parametrize("looped", [False, True])
+def test_what_a_function_opened_is_closed_when_the_run_ends(looped: bool) -> None:
+    closed: list[int] = []
+
+    def opened(replica: int, replicas: int, seed: int) -> Iterator[Any]:
+        try:
+            yield from source(replica, replicas, seed)
+        finally:
+            closed.append(replica)
+
+    def loop(worker: Any) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+
+    trained = run(programs.program(train=opened), "replicas=2", steps=2, loop=loop if looped else None)
+    assert sorted(closed) == [0, 0, 1], "one of them was the trial's before the run"
+    assert trained.summary["updates"] == 2
 
 
 def test_a_function_that_fails_in_the_middle() -> None:

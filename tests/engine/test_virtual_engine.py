@@ -1,6 +1,7 @@
 """Virtual time: budgets, what takes how long, when it is scored, and what ends a run."""
 
 import functools
+import itertools
 import math
 import signal
 from typing import Any
@@ -146,7 +147,7 @@ def test_measured_time_is_noted() -> None:
 
 @pytest.mark.parametrize("compute", ["0", "normal:mean=-1,std=0"])
 def test_seconds_need_something_that_takes_time(compute: str) -> None:
-    with pytest.raises(InputError, match="nothing takes time, so seconds never pass; write compute=0.01, or steps="):
+    with pytest.raises(InputError, match=r"nothing takes time, so seconds never pass; write compute=0.01, or steps="):
         run(seconds=1, times=f"compute={compute}")
     assert run(steps=2, times=f"compute={compute}").summary["seconds"] == 0
 
@@ -157,7 +158,7 @@ def test_spans_tile_each_replicas_time() -> None:
     for replica in range(3):
         mine = [s for s in trained.spans if s.replica == replica]
         assert mine[0].start_ns == 0
-        assert all(abs(b.start_ns - a.end_ns) <= 1 for a, b in zip(mine, mine[1:], strict=False))
+        assert all(abs(b.start_ns - a.end_ns) <= 1 for a, b in itertools.pairwise(mine))
         assert [s.action for s in mine].count("compute") == 5
     assert {s.action for s in trained.spans} == {"pull", "compute", "delay", "push", "wait", "apply"}
     assert sum(s.replica == SERVER for s in trained.spans) == trained.summary["updates"]
@@ -303,7 +304,7 @@ def test_a_bad_target_is_named_also_where_gradients_are_batched() -> None:
 
 def test_a_test_set_that_can_not_be_scored() -> None:
     inputs, targets = programs.data()
-    with pytest.raises(WorkerError, match="the test set can't be scored: IndexError: Target 1. is out of bounds"):
+    with pytest.raises(WorkerError, match=r"the test set can't be scored: IndexError: Target 1. is out of bounds"):
         run(program=programs.program(test=(inputs, targets + 10)), epochs=1)
 
 
@@ -338,5 +339,5 @@ def test_a_keyboard_interrupt_in_the_users_own_code_too() -> None:
 
 
 def test_hogwild_needs_memory_that_replicas_share() -> None:
-    with pytest.raises(InputError, match="aggregation=hogwild writes memory that replicas share.*write engine=local"):
+    with pytest.raises(InputError, match=r"aggregation=hogwild writes memory that replicas share.*write engine=local"):
         run("replicas=2 aggregation=hogwild", steps=1)

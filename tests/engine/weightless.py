@@ -1,4 +1,4 @@
-"""Coordinator and clock with nothing to carry: what policies do to time and staleness, at 10^5 updates a second or so."""
+"""Coordinator and clock with nothing to carry: what policies do to time and staleness, quickly."""
 
 from collections.abc import Mapping
 from typing import Any

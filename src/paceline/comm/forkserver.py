@@ -26,6 +26,7 @@ from paceline.comm.bell import Waiter
 from paceline.comm.nursery import MESSAGE_BYTES
 
 MAX_FDS = 253  # the kernel's bound for one message
+GRACE_S = 1.0
 REAP_TIMEOUT_S = 1.0
 
 
@@ -93,6 +94,8 @@ class Server:
         os.close(self._pidfds.pop(pid))
 
     def _end(self) -> None:
+        # Children see for themselves that main has gone, and may have something to do then (``when_orphaned``).
+        liveness.wait_gone(self._pidfds.values(), GRACE_S)
         for pidfd in self._pidfds.values():
             liveness.kill(pidfd)
         liveness.wait_gone(self._pidfds.values(), REAP_TIMEOUT_S)

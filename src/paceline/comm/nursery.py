@@ -34,7 +34,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A forked process. ``pidfd`` belongs to its nursery and is good until that is closed."""
+    """A forked process. ``pidfd`` belongs to its nursery and is good until that is closed or forgets the child."""
 
     pid: int
     pidfd: int
@@ -82,6 +82,11 @@ class Nursery:
         """The fork server's."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the fork server still runs."""
+        return self._process.poll() is None
+
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the fork server has imported what it should.
 
@@ -128,6 +133,13 @@ class Nursery:
             return liveness.describe_exit(self._ask({"do": "status", "pid": pid}, ())[0]["code"])
         except PacelineError:
             return "ended, its status lost with the fork server"
+
+    def forget(self, child: Child) -> None:
+        """Kill a child if it still runs, and let go of it; idempotent."""
+        if self._children.get(child.pid) is child:
+            liveness.kill(child.pidfd)
+            del self._children[child.pid]
+            os.close(child.pidfd)
 
     def close(self) -> None:
         """Kill the children that still run and end the fork server, and wait until all are gone; idempotent."""

@@ -53,7 +53,7 @@ class Epochs:
 
     def __init__(self, epochs: float, order: Order, micro_steps: int, samples: int) -> None:
         self._size: Callable[[ReplicaId, int], int] = order.size
-        self._left = epochs * samples
+        self._left = round(epochs * samples, 6)  # 0.07 · 100 is a little more than 7
         self._micro_steps = micro_steps
         self._next: dict[ReplicaId, int] = {}
 

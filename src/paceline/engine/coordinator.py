@@ -150,9 +150,10 @@ class Coordinator:
         self._finishing.append(replica)
 
     def finish(self) -> None:
-        """The time is up: what is still held is discarded and counted."""
+        """The time is up: what is still held is discarded and counted, and nobody takes part any more."""
         if self._held:
             self._execute(Discard(tuple(self._held.values())))
+        self.present.clear()
 
     def recent_staleness(self) -> float | None:
         """Mean staleness of the Δs applied since this was last asked."""
@@ -195,8 +196,8 @@ class Coordinator:
         names = {(a.replica, a.clock) for a in arrivals}
         if len(names) < len(arrivals) or not names <= self._held.keys():
             raise PacelineError(
-                f"{text_of(self._policy)} named Δs (replica, clock) {sorted((a.replica, a.clock) for a in arrivals)}, but holds "
-                f"{sorted(self._held)}: each Δ must be applied or discarded exactly once"
+                f"{text_of(self._policy)} named Δs (replica, clock) {sorted((a.replica, a.clock) for a in arrivals)}, "
+                f"but holds {sorted(self._held)}: each Δ must be applied or discarded exactly once"
             )
 
     def _settle(self, arrivals: Sequence[Arrival]) -> None:
@@ -225,7 +226,8 @@ class Coordinator:
             return
         if replica in self._computing:
             raise PacelineError(
-                f"{text_of(self._policy)} released replica {replica}, which is computing; release those that wait, cancel others"
+                f"{text_of(self._policy)} released replica {replica}, which is computing; release those that wait, "
+                "cancel others"
             )
         micro_steps = self._granted[replica] = self._allowance.grant(replica)
         if micro_steps:

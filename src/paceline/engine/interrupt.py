@@ -7,7 +7,7 @@ from types import FrameType, TracebackType
 
 
 class Interruptible:
-    """While it is entered, the first Ctrl-C is noted instead of raised; a second one is raised.
+    """While it is entered, the first two Ctrl-C are noted instead of raised; a third one is raised.
 
     Outside the main thread, where Python delivers no signals, it notes nothing.
 
@@ -15,10 +15,16 @@ class Interruptible:
         wake: called when a Ctrl-C is noted, so that a wait ends.
     """
 
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        self.noted = False
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self.heard = 0
+        """How many there have been: the first one asks to end, the second one not to wait for anything either."""
         self._wake = wake
         self._before: Callable[[int, FrameType | None], object] | int | None = None
+
+    @property
+    def insisted(self) -> bool:
+        """Whether nothing is to be waited for."""
+        return self.heard > 1
 
     def __enter__(self) -> "Interruptible":
         if threading.current_thread() is threading.main_thread():
@@ -33,7 +39,7 @@ class Interruptible:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame
-        if self.noted:
+        self.heard += 1
+        if self.heard > 2:
             raise KeyboardInterrupt
-        self.noted = True
         self._wake()

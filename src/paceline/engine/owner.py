@@ -38,14 +38,12 @@ class Owner:
         self._scheduler: LRScheduler | None = None
         self._combined = state.clone()
         if self._moves:
-            outer = policy.outer if isinstance(policy, LocalSteps) else None
-            self._optimizer, self._tensors = _outer(outer, state)
+            self._optimizer = _outer(policy.outer if isinstance(policy, LocalSteps) else None, state, self._combined)
         else:
-            self._optimizer, self._tensors = optimizer_of(program, state)
+            self._optimizer = optimizer_of(program, state, self._combined)
             self._scheduler = program.scheduler(self._optimizer) if program.scheduler else None
             self._clip_norm = program.clip_norm
-        flat = self._tensors[0].dim() == 1 and len(self._tensors) == len(state.parameters)
-        self._gradients = self._combined.parameters if flat else self._combined.views.parameters
+        self._plain_rate = _plain_rate(self._optimizer)
 
     @property
     def combined(self) -> list[Tensor]:
@@ -62,9 +60,11 @@ class Owner:
             _clip(self._combined.parameters, self._clip_norm)
         if self._moves:
             torch._foreach_neg_(self._combined.parameters)
-        for tensor, gradient in zip(self._tensors, self._gradients, strict=True):
-            tensor.grad = gradient
-        self._step(rate)
+        if self._plain_rate is None:
+            self._step(rate)
+        else:
+            for vector, gradient in zip(self.state.parameters, self._combined.parameters, strict=True):
+                vector.add_(gradient, alpha=-self._plain_rate * rate)
 
     def _combine(self, deltas: Iterable[tuple[State, float]]) -> None:
         buffers = _Buffers(self.state)
@@ -81,9 +81,8 @@ class Owner:
     def _step(self, rate: float) -> None:
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
-        if rate != 1.0:
-            for group in groups:
-                group["lr"] = group["lr"] * rate
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr * rate
         self._optimizer.step()
         for group, lr in zip(groups, before, strict=True):
             group["lr"] = lr
@@ -91,22 +90,42 @@ class Owner:
             self._scheduler.step()
 
 
-def optimizer_of(program: Program, state: State) -> tuple[Optimizer, list[nn.Parameter]]:
-    """The program's optimizer over A, and what it steps on: flat vectors where that is the same, else A's tensors."""
-    tensors = [nn.Parameter(view) for view in state.views.parameters]
+def optimizer_of(program: Program, state: State, gradient: State) -> Optimizer:
+    """The program's optimizer over A: on its flat vectors where that comes to the same, else on its tensors.
+
+    Their ``grad`` is ``gradient``, now and for ever.
+    """
+    tensors = _parameters(state.views.parameters, gradient.views.parameters)
     optimizer = program.optimizer(tensors)
     groups = optimizer.param_groups
     whole = len(groups) == 1 and len(groups[0]["params"]) == len(tensors)
-    if not (whole and type(optimizer) in ELEMENTWISE and not optimizer.state):
-        return optimizer, tensors
-    groups[0]["params"] = vectors = [nn.Parameter(vector) for vector in state.parameters]
-    return optimizer, vectors
+    if whole and type(optimizer) in ELEMENTWISE and not optimizer.state:
+        groups[0]["params"] = _parameters(state.parameters, gradient.parameters)
+    return optimizer
 
 
-def _outer(outer: Outer | None, state: State) -> tuple[Optimizer, list[nn.Parameter]]:
+def _outer(outer: Outer | None, state: State, gradient: State) -> Optimizer:
     rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
-    vectors = [nn.Parameter(vector) for vector in state.parameters]
-    return torch.optim.SGD(vectors, lr=rule.lr, momentum=rule.momentum, nesterov=rule.nesterov), vectors
+    vectors = _parameters(state.parameters, gradient.parameters)
+    return torch.optim.SGD(vectors, lr=rule.lr, momentum=rule.momentum, nesterov=rule.nesterov)
+
+
+def _parameters(tensors: list[Tensor], gradients: list[Tensor]) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(tensor) for tensor in tensors]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
+def _plain_rate(optimizer: Optimizer) -> float | None:
+    """The learning rate where a step is A -= lr·g and nothing else; torch.optim takes ten times as long for that."""
+    group = optimizer.param_groups[0]
+    single = type(optimizer) is torch.optim.SGD and len(optimizer.param_groups) == 1
+    if not single or any(group[name] for name in ("momentum", "weight_decay", "maximize", "differentiable")):
+        return None
+    wrapped = "step" in vars(optimizer)  # a scheduler does that
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return None if wrapped or hooked or isinstance(group["lr"], Tensor) else float(group["lr"])
 
 
 def _clip(vectors: list[Tensor], bound: float) -> None:

@@ -1,6 +1,5 @@
 """What every engine does first: A_0, the data order, each replica's share of the budget, its replicas."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -16,8 +15,8 @@ from paceline.engine.base import Job
 from paceline.engine.points import Meter
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.autograd import NO_RECORDER, Autograd
-from paceline.replica.base import Batch, Replica, micro_steps
-from paceline.replica.batches import stream
+from paceline.replica.base import Replica, micro_steps
+from paceline.replica.batches import Stream, stream
 from paceline.replica.own_steps import OwnSteps, WritesInPlace
 from paceline.replica.single import Single
 from paceline.replica.state import Layout, State, read
@@ -73,7 +72,7 @@ class Setup:
             return Meter("epochs", self.order.samples)
         return Meter(self.job.budget.unit, self.replicas * self.per_step)
 
-    def batches(self, replica: ReplicaId) -> Iterator[Batch]:
+    def batches(self, replica: ReplicaId) -> Stream:
         """The endless data of one replica."""
         return stream(self.job.program, self.order, replica, self.replicas)
 

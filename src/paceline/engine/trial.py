@@ -74,6 +74,8 @@ def _check_loss(loss: Any) -> None:
 def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:
     if program.metrics is None:
         return {"accuracy": accuracy} if _classifies(output, target) else {}
+    if "loss" in program.metrics:
+        raise InputError("metrics={'loss': …}: test_loss is the program's loss in every record; write another name")
     for name, metric in program.metrics.items():
         with torch.no_grad():
             number = functools.partial(_number, metric, output, target)

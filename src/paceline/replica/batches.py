@@ -1,8 +1,8 @@
 """D, the batches of one replica: the seeded order of the data, fetched from whatever kind of data set it is."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from paceline.program import Data, Program, Tree, as_tensors, leaves, map_tree
 from paceline.replica.base import Batch
 
 Fetch = Callable[[NDArray[np.int64]], tuple[Tree, Tree]]
+Stream: TypeAlias = Generator[Batch, None, None]
 
 
 def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
@@ -29,8 +30,8 @@ def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
     return lambda indices: _as_pair(collate([dataset[int(i)] for i in indices]))
 
 
-def stream(program: Program, order: Order | None, replica: ReplicaId, replicas: int) -> Iterator[Batch]:
-    """The endless batches of one replica.
+def stream(program: Program, order: Order | None, replica: ReplicaId, replicas: int) -> Stream:
+    """The endless batches of one replica; to be closed where torch's DataLoader may be behind it.
 
     ``order`` is None where ``program.train`` is a function; such a source is called again each time it runs dry.
     """
@@ -41,13 +42,13 @@ def stream(program: Program, order: Order | None, replica: ReplicaId, replicas: 
     return _from_order(fetcher(cast(Data, program.train), program.loader), order, replica)
 
 
-def _from_order(fetch: Fetch, order: Order, replica: ReplicaId) -> Iterator[Batch]:
+def _from_order(fetch: Fetch, order: Order, replica: ReplicaId) -> Stream:
     for k in itertools.count():
         indices = order.batch(replica, k)
         yield Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
 
 
-def _from_loader(program: Program, order: Order, replica: ReplicaId) -> Iterator[Batch]:
+def _from_loader(program: Program, order: Order, replica: ReplicaId) -> Stream:
     """Torch's DataLoader fetches ahead in its own workers; its sampler is our order."""
     indices = (order.batch(replica, k).tolist() for k in itertools.count())
     skipped, full = itertools.tee(indices)
@@ -57,7 +58,7 @@ def _from_loader(program: Program, order: Order, replica: ReplicaId) -> Iterator
         yield Batch(*_as_pair(next(batches)), len(chosen)) if chosen else EMPTY
 
 
-def _from_source(program: Program, replica: ReplicaId, replicas: int) -> Iterator[Batch]:
+def _from_source(program: Program, replica: ReplicaId, replicas: int) -> Stream:
     source = cast(Callable[[int, int, int], Any], program.train)
     while True:
         empty = True
@@ -69,11 +70,13 @@ def _from_source(program: Program, replica: ReplicaId, replicas: int) -> Iterato
 
 
 def as_batch(item: Any) -> Batch:
-    """A batch as it is, or made of (input, target) with samples along dim 0 of the first tensor."""
+    """A batch as it is, or made of (input, target) with samples along dim 0 of the target's first tensor."""
     if isinstance(item, Batch):
         return item
     inputs, targets = _as_pair(item)
     tensors = leaves(targets) or leaves(inputs)
+    if not tensors or not tensors[0].dim():
+        raise InputError("a batch needs a tensor with samples along dim 0; write (inputs, targets), two tensors")
     return Batch(inputs, targets, len(tensors[0]))
 
 

@@ -130,6 +130,14 @@ class Board:
         """The newest attempt that was called off."""
         return self._words[replica * WORDS + 5]
 
+    def excuse(self, replica: ReplicaId, until_ns: int) -> None:
+        """Say that nothing will be heard of a worker until then: it is in a delay that was asked for."""
+        self._words[replica * WORDS + 6] = until_ns
+
+    def excused(self, replica: ReplicaId) -> int:
+        """Until when nothing will be heard of a worker; 0 where there was no delay."""
+        return self._words[replica * WORDS + 6]
+
     def tell(self, replica: ReplicaId, report: Report) -> None:
         """Write a report; ring the coordinator's bell after it."""
         at = replica * WORDS + 8

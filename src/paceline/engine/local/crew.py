@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,9 @@ Token: TypeAlias = tuple[str, int]
 """What has happened: ("report", 0), ("message", 0), ("ended", replica), or whatever else was added to the waiter."""
 
 ENTRY = "paceline.engine.local.worker:main"
+
+GONE_TIMEOUT_S: Seconds = 10.0
+"""How long a process that was killed is waited for."""
 
 
 class Crew:
@@ -42,35 +46,44 @@ class Crew:
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(replicas)] if trace else []
+        self._shared = (board_fd, parcel.fd)
+        self.living: set[ReplicaId] = set()
+        """Those that have not been seen to end."""
         self.bell = Bell()
         self.waiter: Waiter[Token] = Waiter()
         self.waiter.add(self.bell.fileno(), ("report", 0))
         self.waiter.add(self._link.fileno(), ("message", 0))
-        self._shared = (board_fd, parcel.fd)
 
-    def start(self) -> None:
-        """Fork them all."""
+    def start(self, stop: Callable[[], bool]) -> None:
+        """Fork them all, or as many as there are when ``stop`` says so."""
         board_fd, job_fd = self._shared
         for replica, bell in enumerate(self._bells):
+            if stop():
+                return
             fds = [board_fd, job_fd, bell.fileno(), self.bell.fileno(), self._theirs.fileno()]
             fds += self._traces[replica : replica + 1]
             child = self._nursery.spawn(ENTRY, {"replica": replica}, fds)
             self._children[replica] = child
+            self.living.add(replica)
             self.waiter.add(child.pidfd, ("ended", replica))
 
-    def wait_ready(self, timeout_s: Seconds, each: Callable[[int], None]) -> None:
-        """Wait until all have built their model.
+    def wait_ready(self, timeout_s: Seconds, each: Callable[[int], None], stop: Callable[[], bool]) -> None:
+        """Wait until all have built their model, or ``stop`` says so; then those that have not are killed.
 
         Args:
             timeout_s: for all of them.
             each: called with how many are ready.
+            stop: asked whenever something has happened.
+
+        One that was ready and has ended since is for the waiter to tell.
 
         Raises:
-            WorkerError: one failed or ended.
+            WorkerError: one failed, or ended before it was ready.
             WaitTimeoutError: names those that were not ready in time.
         """
         deadline = time.monotonic() + timeout_s
-        while len(self._ready) < len(self._bells):
+        early: list[ReplicaId] = []
+        while len(self._ready) < len(self._bells) and not stop():
             left = deadline - time.monotonic()
             tokens = self.waiter.wait(max(0.0, left))
             if not tokens and left <= 0:
@@ -79,10 +92,19 @@ class Crew:
                     f"main waited {timeout_s:g} s for replicas {late} to build their model; write a larger timeout_s="
                 )
             self.hear()
-            for what, replica in tokens:
-                if what == "ended":
-                    raise WorkerError(f"replica {replica} ended while it started: {self.how_ended(replica)}")
+            early += [replica for what, replica in tokens if what == "ended" and self._put_off(replica)]
             each(len(self._ready))
+        for replica in early:
+            self.waiter.add(self._children[replica].pidfd, ("ended", replica))
+        for replica in self.living - self._ready:
+            self.signal(replica, signal.SIGKILL)
+
+    def _put_off(self, replica: ReplicaId) -> bool:
+        """Don't be told again, until training, that this one has ended; one that was not ready must not have."""
+        if replica not in self._ready:
+            raise WorkerError(f"replica {replica} ended while it started: {self.ended(replica)}")
+        self.waiter.remove(self._children[replica].pidfd)
+        return True
 
     def pids(self) -> dict[ReplicaId, int]:
         """Process ids."""
@@ -104,24 +126,27 @@ class Crew:
             else:
                 raise WorkerError(worker_failed(message))
 
-    def wait_gone(self, timeout_s: Seconds) -> list[ReplicaId]:
-        """Wait until the workers have ended; those that have not in time."""
-        pidfds = {replica: child.pidfd for replica, child in self._children.items()}
-        if liveness.wait_gone(pidfds.values(), timeout_s):
-            return []
-        return [replica for replica, pidfd in pidfds.items() if liveness.alive(pidfd)]
+    def ended(self, replica: ReplicaId) -> str:
+        """A worker has ended: wait for it no more, and say in words how it did.
 
-    def how_ended(self, replica: ReplicaId) -> str:
-        """In words; the worker must have ended."""
+        Raises:
+            WorkerError: it has left a message that says more.
+        """
+        self.hear()
+        self.living.discard(replica)
+        self.waiter.remove(self._children[replica].pidfd)
         return self._nursery.status(self._children[replica].pid) or "running"
 
-    def forget(self, replica: ReplicaId) -> None:
-        """An ended worker is no longer waited for."""
-        self.waiter.remove(self._children[replica].pidfd)
+    def signal(self, replica: ReplicaId, number: int) -> None:
+        """Send a worker a signal."""
+        liveness.kill(self._children[replica].pidfd, number)
 
-    def kill(self, replica: ReplicaId) -> None:
-        """End a worker at once."""
-        liveness.kill(self._children[replica].pidfd)
+    def end(self) -> None:
+        """Kill whoever still runs, and wait until all are gone."""
+        pidfds = [child.pidfd for child in self._children.values()]
+        for pidfd in pidfds:
+            liveness.kill(pidfd)
+        liveness.wait_gone(pidfds, GONE_TIMEOUT_S)
 
     def spans(self) -> Iterator[Span]:
         """What the workers recorded and wrote; read it when they have ended."""
@@ -129,11 +154,8 @@ class Crew:
             yield from read_packed(fd)
 
     def close(self) -> None:
-        """Kill whoever still runs, wait until all are gone, and let go of everything."""
-        pidfds = [child.pidfd for child in self._children.values()]
-        for pidfd in pidfds:
-            liveness.kill(pidfd)
-        liveness.wait_gone(pidfds, 10.0)
+        """End all, and let go of everything."""
+        self.end()
         self.waiter.close()
         for bell in (*self._bells, self.bell):
             bell.close()
@@ -141,7 +163,8 @@ class Crew:
         self._theirs.close()
         for fd in self._traces:
             os.close(fd)
-        self._traces = []
+        for child in self._children.values():
+            self._nursery.forget(child)
 
 
 def worker_failed(message: dict[str, Any]) -> str:

@@ -1,15 +1,20 @@
 """Where snapshots are handed in for scoring, and records come back."""
 
+import functools
 import json
-import os
 import socket
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import asdict
+from typing import Any
 
-from paceline.comm.nursery import Child, Nursery
-from paceline.comm.segments import Arena, Segment
+from paceline.comm import liveness
+from paceline.comm.nursery import Nursery
+from paceline.comm.segments import Arena, Segment, available_bytes
 from paceline.comm.shipping import Parcel
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
+from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.engine.local.crew import worker_failed
 from paceline.engine.scoring import Moment, Scorer
@@ -17,94 +22,117 @@ from paceline.replica.state import Layout, State
 
 ENTRY = "paceline.engine.local.scorer:main"
 
+SHARE = 0.25
+"""Of the memory that is free: what waits to be scored may fill it; then the run waits for the scorer."""
+
 
 class Desk:
     """The scorer process of a run, and what it has still to score. Where it is killed, main scores the rest.
+
+    It is given one snapshot at a time, in one piece of shared memory; the others queue up here.
 
     Args:
         job: of the run.
         nursery: makes the process.
         parcel: the job.
+        layout: of A.
         patient: use only idle cores; not where the run waits for a score.
     """
 
-    def __init__(self, job: Job, nursery: Nursery, parcel: Parcel, *, patient: bool) -> None:
-        self._job = job
+    def __init__(self, job: Job, nursery: Nursery, parcel: Parcel, layout: Layout, *, patient: bool) -> None:
+        self._job, self._nursery, self._layout = job, nursery, layout
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._segment, self._slot = new_snapshot(layout)
+        fds = [parcel.fd, theirs.fileno(), self._segment.fd]
         with theirs:
-            self.child: Child = nursery.spawn(ENTRY, {"patient": patient}, [parcel.fd, theirs.fileno()])
-        self._open: dict[int, tuple[Moment, Segment]] = {}
-        self._next = 0
-        self._alive = True
+            self.child = nursery.spawn(ENTRY, {"patient": patient}, fds)
+        self._queue: deque[tuple[Moment, State]] = deque()
+        self._early: list[Record] = []
+        self._asked = False
+        self._room = max(1, int(SHARE * available_bytes() / max(1, layout.nbytes)))
+        self.alive = True
 
     def fileno(self) -> int:
-        """Readable when a record is there."""
+        """Readable when a record is there, or the scorer has gone."""
         return self._link.fileno()
 
     @property
     def waiting(self) -> int:
         """How many snapshots are not scored yet."""
-        return len(self._open)
-
-    @property
-    def alive(self) -> bool:
-        """Whether the scorer still answers."""
-        return self._alive
+        return len(self._queue)
 
     def hand_in(self, state: State, moment: Moment) -> None:
         """Have a copy of ``state`` scored."""
-        segment, copy = new_snapshot(state.layout)
-        copy.copy_(state)
-        self._open[self._next] = moment, segment
-        try:
-            request = json.dumps({"number": self._next, "moment": asdict(moment)}).encode()
-            socket.send_fds(self._link, [request], [segment.fd])
-        except OSError:
-            self._alive = False
-        self._next += 1
+        while self.alive and len(self._queue) >= self._room:
+            self._early += self._receive(self._job.timeout_s)
+        self._queue.append((moment, state.clone()))
+        self._ask()
 
     def collect(self) -> list[Record]:
         """The records that have come back."""
-        records: list[Record] = []
-        while self._alive:
-            try:
-                message = self._link.recv(1 << 18, socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                break
-            except OSError:
-                message = b""
-            if not message:
-                self._alive = False
-                break
-            records.append(self._taken(json.loads(message)))
+        records, self._early = [*self._early, *self._receive(0.0)], []
         return records
 
-    def score_rest(self) -> list[Record]:
-        """Score here what a scorer that was killed has left."""
-        scorer = Scorer(self._job.program, self._job.program.build())
-        layout = Layout.of(scorer.module, self._job.running_buffers)
-        records = [scorer.score(snapshot_in(os.dup(s.fd), layout), moment) for moment, s in self._open.values()]
-        self._drop()
-        return records
+    def score_rest(self) -> Iterator[Record]:
+        """Score here what a scorer that has gone has left."""
+        self.give_up()
+        yield from self.collect()
+        while self._queue:
+            moment, state = self._queue.popleft()
+            yield self._scorer.score(state, moment)
+
+    def give_up(self) -> None:
+        """End the scorer."""
+        liveness.kill(self.child.pidfd)
+        self.alive = False
 
     def close(self) -> None:
-        """Hang up; the scorer ends."""
+        """End the scorer and let go of what was not scored."""
+        self.give_up()
         self._link.close()
-        self._drop()
+        self._segment.close()
+        self._queue.clear()
+        self._nursery.forget(self.child)
 
-    def _taken(self, answer: dict[str, object]) -> Record:
+    @functools.cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self._job.program, self._job.program.build())
+
+    def _ask(self) -> None:
+        """Give the scorer the first of the queue, if it has nothing to do."""
+        if not self._queue or self._asked or not self.alive:
+            return
+        moment, state = self._queue[0]
+        self._slot.copy_(state)
+        try:
+            self._link.send(json.dumps(asdict(moment)).encode())
+            self._asked = True
+        except OSError:
+            self.alive = False
+
+    def _receive(self, timeout_s: Seconds) -> list[Record]:
+        """The record that has come back, if one has; one that is waited for in vain is the scorer's last."""
+        if not self.alive:
+            return []
+        self._link.settimeout(timeout_s)
+        try:
+            message = self._link.recv(1 << 18)
+        except BlockingIOError:
+            return []
+        except (ConnectionError, TimeoutError):
+            message = b""
+        if not message:
+            self.give_up()
+            return []
+        return [self._taken(json.loads(message))]
+
+    def _taken(self, answer: dict[str, Any]) -> Record:
         if "failed" in answer:
             raise WorkerError(worker_failed(answer))
-        number, row = answer["scored"], answer["record"]
-        assert isinstance(number, int)
-        assert isinstance(row, dict)
-        self._open.pop(number)[1].close()
-        return Record.of(row)
-
-    def _drop(self) -> None:
-        for _, segment in self._open.values():
-            segment.close()
-        self._open.clear()
+        self._asked = False
+        self._queue.popleft()
+        self._ask()
+        return Record.of(answer)
 
 
 def new_snapshot(layout: Layout) -> tuple[Segment, State]:

@@ -1,12 +1,17 @@
 """The local engine: real processes on this host."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 
+from paceline.aggregation import text_of
 from paceline.comm.nursery import Nursery
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.run import LocalRun
+from paceline.engine.local.script import Script
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
 """What the fork server imports, so that no worker has to."""
@@ -16,11 +21,16 @@ WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 
 
 class LocalEngine(Engine):
-    """Keeps its fork server from one run to the next."""
+    """Keeps its fork server from one run to the next.
+
+    Args:
+        script: the order of arrivals and the faults of each run; for tests, and to tell a run again.
+    """
 
     name = "local"
 
-    def __init__(self) -> None:
+    def __init__(self, script: Script | None = None) -> None:
+        self.script = script or Script()
         self._nursery: Nursery | None = None
         self._preloaded: tuple[str, ...] = ()
 
@@ -29,31 +39,25 @@ class LocalEngine(Engine):
         in_place = isinstance(strategy.aggregation.delta, InPlace)
         if in_place and job.on_nonfinite == "skip":
             raise InputError(
-                f"on_nonfinite=skip discards a Δ before it is applied, but aggregation={strategy.aggregation} has "
-                "none: replicas write A in place; write on_nonfinite='stop'"
+                f"on_nonfinite=skip discards a Δ before it is applied, but aggregation={text_of(strategy.aggregation)} "
+                "has none: replicas write A in place; write on_nonfinite='stop'"
             )
         if in_place and strategy.device != "cpu":
             raise InputError(
-                f"aggregation={strategy.aggregation} shares A in the host's memory, not on device={strategy.device}; "
-                "write device=cpu"
+                f"aggregation={text_of(strategy.aggregation)} shares A in the host's memory, not on "
+                f"device={strategy.device}; write device=cpu"
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         nursery = self._nursery_for(job)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # the owner's part of the work is small vectors
-        run = LocalRun(job, nursery, watch)
-        try:
-            return run.outcome()
-        finally:
-            run.close()
-            torch.set_num_threads(threads)
+        with _one_thread(), ExitStack() as closing:
+            return LocalRun(job, nursery, watch, self.script, closing).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:
-        """The fork server, which stays from one run to the next unless it lacks what this one needs."""
+        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed."""
         own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
         wanted = WITH_OPTIMIZERS if own else PRELOAD
-        if self._nursery is None or not set(wanted) <= set(self._preloaded):
+        if self._nursery is None or not self._nursery.alive or not set(wanted) <= set(self._preloaded):
             self.close()
             self._nursery, self._preloaded = Nursery.start(wanted), wanted
         return self._nursery
@@ -62,3 +66,14 @@ class LocalEngine(Engine):
         if self._nursery is not None:
             self._nursery.close()
             self._nursery = None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The owner's part of the work is small vectors."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -17,11 +17,13 @@ class Gauge:
         replica: of the worker.
         recorder: of its spans.
         step_bytes: what one Δ moves, there and back.
+        per_step: micro-steps of one step.
     """
 
-    def __init__(self, board: Board, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int) -> None:
-        self._board, self._replica, self._recorder, self._step_bytes = board, replica, recorder, step_bytes
-        self._steps = self._waited_ns = self._payload = self._peak = 0
+    def __init__(self, board: Board, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int) -> None:
+        self._board, self._replica, self._recorder = board, replica, recorder
+        self._step_bytes, self._per_step = step_bytes, per_step
+        self._micro_steps = self._waited_ns = self._payload = self._peak = 0
         self._began = self._last = time.monotonic_ns()
 
     def start(self) -> None:
@@ -39,17 +41,18 @@ class Gauge:
         """The worker has done something from ``since_ns`` until now."""
         self._recorder.record(action, step, since_ns, time.monotonic_ns(), bytes=moved)  # type: ignore[arg-type]
 
-    def stepped(self, *, pushed: bool) -> None:
-        """One more micro-step is made."""
+    def stepped(self, *, pushed: bool, skipped: int = 0) -> None:
+        """One more micro-step is made; ``skipped`` others were left out."""
         now = time.monotonic_ns()
-        self._steps += 1
-        self._payload += self._step_bytes if pushed else 0
-        if self._steps == 1:
+        if not self._micro_steps:
             self._peak = proportional_bytes()
+        self._micro_steps += 1 + skipped
+        self._payload += self._step_bytes if pushed else 0
         busy = now - self._began - self._waited_ns
-        figures = Figures(self._steps, busy, self._payload, self._peak)
-        self._board.measure(self._replica, figures, (now - self._last) * 1e-9)
-        self._last = now
+        figures = Figures(self._micro_steps // self._per_step, busy, self._payload, self._peak)
+        whole = self._micro_steps % self._per_step == 0
+        self._board.measure(self._replica, figures, (now - self._last) * 1e-9 if whole else None)
+        self._last = now if whole else self._last
 
     def close(self) -> None:
         """The worker ends."""

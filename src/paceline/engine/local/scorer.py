@@ -22,29 +22,25 @@ SCORER = -1
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """The process's entry: scores what it is sent until the other end hangs up."""
-    job_fd, link_fd = fds
+    job_fd, link_fd, slot_fd = fds
     with socket.socket(fileno=link_fd) as link:
         try:
-            _serve(unpack(Parcel(job_fd)), link, patient=args["patient"])
+            _serve(unpack(Parcel(job_fd)), link, slot_fd, patient=args["patient"])
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
                 link.send(failure(SCORER, error))
             raise SystemExit(1) from error
 
 
-def _serve(job: Job, link: socket.socket, *, patient: bool) -> None:
+def _serve(job: Job, link: socket.socket, slot_fd: int, *, patient: bool) -> None:
     torch.set_num_threads(1)
     if patient:
         # Only cycles that nobody else wants, so that scoring never bends the timing of the workers.
         with contextlib.suppress(OSError, AttributeError):
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     module = job.program.build()
-    layout = Layout.of(module, job.running_buffers)
+    snapshot = snapshot_in(slot_fd, Layout.of(module, job.running_buffers))
     scorer = Scorer(job.program, module)
-    while True:
-        message, fds, _, _ = socket.recv_fds(link, 1 << 16, 1)
-        if not message:
-            return
-        request = json.loads(message)
-        record = scorer.score(snapshot_in(fds[0], layout), Moment(**request["moment"]))
-        link.send(json.dumps({"scored": request["number"], "record": record.row()}).encode())
+    while moment := link.recv(1 << 16):
+        record = scorer.score(snapshot, Moment(**json.loads(moment)))
+        link.send(json.dumps(record.row()).encode())

@@ -75,14 +75,17 @@ class Station:
         cancelled = self._board.cancelled(self._replica)
         return cancelled >= self._order.attempt or self._board.order(self._replica).kind == END
 
-    def confirm(self) -> None:
-        """The attempt that was called off has stopped."""
+    def confirm(self) -> int:
+        """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
+        undone = max(0, self._order.micro_steps - self._made - 1)
         self._made = 0
         self._report(CANCELLED, Measured(math.nan, 0, True))
+        return undone
 
     def pause(self, seconds: float) -> None:
         """Be slow for so long, or until called off."""
         until = time.monotonic() + seconds
+        self._board.excuse(self._replica, int(until * 1e9))
         while not self.called_off() and (left := until - time.monotonic()) > 0:
             self._mine.wait(left)
             self._mine.clear()

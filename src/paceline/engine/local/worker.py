@@ -1,5 +1,6 @@
 """A worker process: one replica and its loop."""
 
+import contextlib
 import functools
 import json
 import math
@@ -7,7 +8,9 @@ import os
 import socket
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -30,8 +33,8 @@ from paceline.replica.state import Layout, State
 from paceline.step import step
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
 
-LONGEST_TRACEBACK = 60_000
-"""Characters that are sent to main: one message must hold it."""
+LONGEST_TRACEBACK = 20_000
+"""Characters that are sent to main, at most six bytes each: one message must hold them."""
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
@@ -46,14 +49,15 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
             _carry(job, replica, board_fd, Bell(mine), Bell(coordinator), link, recorder)
         except BaseException as error:
-            link.send(failure(replica, error))
+            with contextlib.suppress(OSError):  # main has gone, or wants no more
+                link.send(failure(replica, error))
             raise SystemExit(1) from error
 
 
 def failure(replica: ReplicaId, error: BaseException) -> bytes:
     """The message that tells main of an error."""
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
-    what = f"{type(error).__name__}: {error}"[:1000]
+    what = traceback.format_exception_only(error)[-1].strip()[:1000]
     return json.dumps({"failed": replica, "what": what, "traceback": text}).encode()
 
 
@@ -73,7 +77,7 @@ def _carry(
     slots = setup.slots
     board = Board(layout, setup.replicas, slots, board_fd)
     station = Station(board, replica, mine, coordinator, slots)
-    gauge = Gauge(board, replica, recorder, 2 * layout.parameter_bytes if slots else 0)
+    gauge = Gauge(board, replica, recorder, 2 * layout.parameter_bytes if slots else 0, setup.per_step)
     watch(module, station)
     inner = setup.replica(replica, module, layout, recorder)
     worker = LocalWorker(setup, replica, Gauged(inner, gauge, station, layout.parameter_bytes), station, gauge)
@@ -118,7 +122,7 @@ class LocalWorker(Worker):
         self._source = setup.batches(number)
         delay = setup.job.delay
         self._delays = delay.stream(number, setup.replicas, setup.job.program.seed) if delay else None
-        self._clock = 0
+        self._clock = self._skip = 0
 
     @property
     def going(self) -> bool:
@@ -134,7 +138,8 @@ class LocalWorker(Worker):
 
     def batches(self) -> Iterator[Batch]:
         while self.going:
-            yield next(self._source)
+            skip, self._skip = self._skip, 0
+            yield next(islice(self._source, skip, None))
 
     def step(self, batch: Any) -> float:
         if not self.going:
@@ -144,10 +149,19 @@ class LocalWorker(Worker):
             self._slow()
             loss = step(self._replica, self._station, as_batch(batch), clock)
         except Cancelled:
-            self._station.confirm()
-            loss = math.nan
+            self._called_off()
+            return math.nan
         self._gauge.stepped(pushed=self._station.opens())
         return loss
+
+    def _called_off(self) -> None:
+        """The attempt ticks as if it had been made whole: its seeds, its delays and its batches are passed over."""
+        undone = self._station.confirm()
+        self._clock += undone
+        self._skip += undone
+        if self._delays is not None:
+            deque(islice(self._delays, undone), maxlen=0)
+        self._gauge.stepped(pushed=False, skipped=undone)
 
     def _slow(self) -> None:
         if self._delays is not None and (seconds := next(self._delays)) > 0:

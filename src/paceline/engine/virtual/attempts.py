@@ -8,6 +8,7 @@ and those that are discarded or cancelled never.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TypeAlias, cast
 
 from paceline.core.errors import PacelineError, WorkerError
@@ -16,7 +17,7 @@ from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.nonfinite import refuse_nonfinite
 from paceline.program import Data, Program
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.batches import EMPTY, fetcher
+from paceline.replica.batches import EMPTY, Stream, fetcher
 from paceline.replica.state import State
 from paceline.step import step
 
@@ -28,8 +29,8 @@ class Attempt:
     replica: ReplicaId
     clock: Clock
     version: Version
-    read: State
-    """The A that it reads: shared with all that read this version, never written."""
+    read: State | None
+    """The A that it reads: shared with all that read this version, never written; let go once Δ is computed."""
     first_micro_step: Clock
     micro_steps: int
     began_s: Seconds = 0.0
@@ -45,6 +46,7 @@ class Attempt:
         return self.done == 0
 
     def pull(self) -> State:
+        assert self.read is not None, "its Δ is computed"
         return self.read
 
     def closes(self) -> bool:
@@ -52,11 +54,11 @@ class Attempt:
         return self.done == self.micro_steps
 
     def slot(self) -> State:
-        self.out = self.read.layout.new()
+        self.out = self.pull().layout.new()
         return self.out
 
     def push(self, measured: Measured) -> None:
-        self.measured = measured
+        self.measured, self.read = measured, None
 
 
 BatchAt: TypeAlias = Callable[[ReplicaId, int], Batch]
@@ -129,12 +131,32 @@ def ordered_batches(program: Program, order: Order) -> BatchAt:
     return batch_at
 
 
-def streamed_batches(source: Callable[[ReplicaId], Iterator[Batch]]) -> BatchAt:
-    """The batches of streams, which only run forwards: what is not asked for is passed over."""
-    streams: dict[ReplicaId, Iterator[tuple[int, Batch]]] = {}
+class Streams:
+    """The batches of streams, which are opened when they are asked for and closed with the run.
 
-    def batch_at(replica: ReplicaId, k: int) -> Batch:
-        stream = streams.setdefault(replica, enumerate(source(replica)))
-        return next(batch for i, batch in stream if i == k)
+    A DataLoader that is merely forgotten, to be found by the garbage collector, makes that wait for its workers.
+    """
 
-    return batch_at
+    def __init__(self, source: Callable[[ReplicaId], Stream]) -> None:
+        self._source = source
+        self._open: dict[ReplicaId, Stream] = {}
+        self._next: dict[ReplicaId, int] = {}
+
+    def of(self, replica: ReplicaId) -> Stream:
+        """The stream of a replica, always the same."""
+        if replica not in self._open:
+            self._open[replica] = self._source(replica)
+        return self._open[replica]
+
+    def at(self, replica: ReplicaId, k: int) -> Batch:
+        """The k-th batch of a replica. A stream only runs forwards: what is not asked for is passed over."""
+        begin = self._next.get(replica, 0)
+        self._next[replica] = k + 1
+        return next(islice(self.of(replica), k - begin, None))
+
+    def __enter__(self) -> "Streams":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in self._open.values():
+            stream.close()

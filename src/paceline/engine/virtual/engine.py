@@ -19,8 +19,8 @@ class VirtualEngine(Engine):
         strategy = job.strategy
         if isinstance(strategy.aggregation.delta, InPlace):
             raise InputError(
-                f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but engine=virtual has one "
-                "replica at work at a time; write engine=local"
+                f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but engine=virtual "
+                "has one replica at work at a time; write engine=local"
             )
         if strategy.device != "cpu":
             raise InputError(f"engine=virtual computes on the CPU, not on device={strategy.device}; write device=cpu")

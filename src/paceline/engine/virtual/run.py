@@ -23,12 +23,12 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Watcher
 from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.interrupts import Interrupts
+from paceline.engine.interrupt import Interruptible
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
 from paceline.engine.scoring import Scorer
 from paceline.engine.setup import Setup, first_state
-from paceline.engine.virtual.attempts import Attempt, Computer, ordered_batches, streamed_batches
+from paceline.engine.virtual.attempts import Attempt, Computer, Streams, ordered_batches
 from paceline.engine.virtual.durations import Durations, lane, measure, span
 from paceline.engine.virtual.lane import Lane
 from paceline.engine.virtual.loops import Loops
@@ -51,7 +51,8 @@ class VirtualRun:
         self._module, state = first_state(job.program, job.running_buffers)
         self._owner = Owner(job.program, setup.policy, state)
         self._observer = Observer(setup.policy, self._owner)
-        self._loops = Loops(job.loop, setup.replicas, setup.batches) if job.loop else None
+        self._streams = Streams(setup.batches)
+        self._loops = Loops(job.loop, setup.replicas, self._streams.of) if job.loop else None
         self._computer = self._make_computer()
         self._durations = self._make_durations()
         self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
@@ -68,7 +69,7 @@ class VirtualRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with self._loops or nullcontext():
+        with self._streams, self._loops or nullcontext():
             interrupted = self._carry()
         self._coordinator.finish()
         if not self._chronicle.stands_at(self._now):
@@ -77,7 +78,7 @@ class VirtualRun:
 
     def _carry(self) -> bool:
         """Make all turns; whether Ctrl-C ended them."""
-        with Interrupts() as interrupts:
+        with Interruptible(lambda: None) as interrupts:
             try:
                 self._begin()
                 while not self._coordinator.idle and not interrupts.heard:
@@ -86,7 +87,7 @@ class VirtualRun:
                 self._now = self._end
             except KeyboardInterrupt:
                 return True
-            return interrupts.heard
+            return interrupts.heard > 0
 
     def _begin(self) -> None:
         if self._job.budget.unit != "seconds" and self._chronicle.point_reached(0.0):
@@ -96,8 +97,8 @@ class VirtualRun:
     def _turn(self) -> None:
         if not self._events:
             raise PacelineError(
-                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all wait; "
-                "its arrived() must Release those who wait"
+                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all "
+                "wait; its arrived() must Release those who wait"
             )
         start = max(self._events.next_s, self._now)
         self._score_before(start)
@@ -259,10 +260,10 @@ class VirtualRun:
             return setup.replica(replica, self._module, layout)
 
         if order is None or job.program.loader.get("num_workers"):
-            return Computer(make, streamed_batches(setup.batches), stop=stop)
+            return Computer(make, self._streams.at, stop=stop)
         batch_at = ordered_batches(job.program, order)
         plain = isinstance(setup.delta, Gradient) and self._loops is None
-        if plain and stackable(job.program, self._module, layout, order):
+        if plain and stackable(self._module, job.program, layout, order):
             return Stacked(job.program, self._module, layout, order, make, batch_at, stop=stop)
         return Computer(make, batch_at, stop=stop)
 

@@ -1,24 +1,28 @@
-"""Many small gradients in one call: torch.func.vmap over the attempts that are under way.
+"""Many small gradients in one call: those of attempts that are under way, each at its own A and on its own batch.
 
 The rule is fixed and never timed, so that a run is reproducible: when a Δ is needed that has not been computed, it is
 computed together with the up to 31 others that have waited longest among those whose batch is as large. It is used
-for models whose parameters all belong to Linear layers, at most 100,000 of them, without randomness or running buffers,
+for an nn.Sequential of Linear layers and elementwise activations with at most 100,000 parameters, all of them trained,
 on data held as tensors; and only after it has given the gradients that autograd gives one at a time.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from typing import TypeGuard, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import vmap
+from torch.nn import functional as F
 
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
 from paceline.engine.nonfinite import refuse_nonfinite
 from paceline.engine.virtual.attempts import Attempt, BatchAt, Computer
-from paceline.program import Program, as_tensors
+from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica, finite
-from paceline.replica.state import Layout, State
+from paceline.replica.state import Layout, State, read
 
 MOST = 32
 """Gradients in one call."""
@@ -26,16 +30,19 @@ MOST = 32
 LARGEST = 100_000
 """Parameters, above which one call at a time is as fast."""
 
+ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity)
+"""Layers that don't care how many dims a tensor has."""
+
 
 class Stacked(Computer):
     """Computes Δs up to :data:`MOST` at a time."""
 
-    rule = f"vmap over up to {MOST} attempts that wait"
+    rule = f"up to {MOST} attempts that wait in one call"
 
     def __init__(
         self,
         program: Program,
-        module: nn.Module,
+        module: nn.Sequential,
         layout: Layout,
         order: Order,
         make: Callable[[ReplicaId], Replica],
@@ -85,73 +92,129 @@ class Stacked(Computer):
         return chosen
 
     def _together(self, attempts: list[Attempt], samples: int) -> None:
-        rows = [torch.from_numpy(self._order.batch(a.replica, a.first_micro_step)) for a in attempts]
-        index = torch.cat(rows)
+        rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
+        index = torch.from_numpy(np.concatenate(rows))
         shape = (len(attempts), samples)
         inputs = self._inputs[index].view(*shape, *self._inputs.shape[1:])
         targets = self._targets[index].view(*shape, *self._targets.shape[1:])
-        gradients, losses = self._stacked([a.read for a in attempts], inputs, targets)
+        gradients, losses = self._stacked([a.pull() for a in attempts], inputs, targets)
         sums = gradients.sum(1).tolist()
         for attempt, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
-            attempt.out = State(attempt.read.layout, [gradient.clone()], [])
+            attempt.out = State(attempt.pull().layout, [gradient.clone()], [])
             good = total - total == 0.0 and loss - loss == 0.0
-            attempt.measured = Measured(loss, samples, good or finite([gradient], loss))
+            attempt.push(Measured(loss, samples, good or finite([gradient], loss)))
 
 
 class StackedGradient:
     """Gradients of the mean loss at several A, each on its own batch.
 
-    Called with B states, inputs [B, b, ...] and targets [B, b, ...]; returns gradients [B, |A|] and losses [B].
+    Called with B states, inputs [B, b, features] and targets [B, b, ...]; returns gradients [B, |A|] and losses [B].
     """
 
-    def __init__(self, program: Program, module: nn.Module, layout: Layout) -> None:
+    def __init__(self, program: Program, module: nn.Sequential, layout: Layout) -> None:
+        self._layers = list(module)
         self._entries = layout.parameters[0].entries
-
-        def loss(parameters: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
-            return program.loss(functional_call(module, parameters, (inputs,)), targets)
-
-        self._function = vmap(grad_and_value(loss))
+        pair = as_tensors(program.train)
+        self._losses = _loss_of_each(program.loss, pair[1] if pair else None)
 
     def __call__(self, states: list[State], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         flat = torch.stack([s.parameters[0] for s in states])
-        stacked = {e.name: flat[:, e.start : e.stop].view(len(states), *e.shape) for e in self._entries}
-        gradients, losses = self._function(stacked, inputs, targets)
-        return torch.cat([gradients[e.name].flatten(1) for e in self._entries], 1), losses
+        stacked = [flat[:, e.start : e.stop].view(len(states), *e.shape).requires_grad_() for e in self._entries]
+        losses = self._losses(self._forward(inputs, iter(stacked)), targets)
+        gradients = torch.autograd.grad(losses.sum(), stacked)
+        return torch.cat([g.flatten(1) for g in gradients], 1), losses.detach()
+
+    def _forward(self, x: Tensor, parameters: Iterator[Tensor]) -> Tensor:
+        for layer in self._layers:
+            if not isinstance(layer, nn.Linear):
+                x = layer(x)
+            elif layer.bias is None:
+                x = torch.bmm(x, next(parameters).mT)
+            else:
+                weight, bias = next(parameters), next(parameters)
+                x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+        return x
 
 
-def stackable(program: Program, module: nn.Module, layout: Layout, order: Order | None) -> bool:
+def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor], Tensor]:
+    """[B, b, ...] outputs and targets -> B mean losses.
+
+    Where a loss is the plain mean of its samples' whatever the batch, it can leave the mean to us, at half the price of
+    a call through vmap. Others may divide by something else: class weights, targets that are not ignored.
+    """
+    if not _plain_mean(loss, targets):
+        return vmap(loss)
+    by_sample = functools.partial(cast(Callable[..., Tensor], loss), reduction="none")
+
+    def means(outputs: Tensor, targets: Tensor) -> Tensor:
+        return by_sample(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1).mean(1)
+
+    return means
+
+
+def _plain_mean(loss: LossFunction, targets: Tree) -> bool:
+    if loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits):
+        return True
+    classes = isinstance(targets, Tensor) and not targets.is_floating_point()
+    return loss in (F.cross_entropy, F.nll_loss) and classes and bool((targets >= 0).all())  # none is ignored
+
+
+def stackable(module: nn.Module, program: Program, layout: Layout, order: Order | None) -> TypeGuard[nn.Sequential]:
     """Whether the rule of this file applies to a program."""
-    if order is None or layout.buffers or len(layout.parameters) != 1 or program.precision != "fp32":
-        return False
     pair = as_tensors(program.train) if not program.loader else None
-    if pair is None or not all(isinstance(part, Tensor) for part in pair):
+    if pair is None or order is None or not _in_rows(*pair) or program.precision != "fp32":
         return False
-    owners = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
-    small = layout.parameters[0].elements <= LARGEST
-    return small and all(type(m) is nn.Linear for m in owners) and _agrees(program, module, layout, pair, order)
+    return _plain(module, layout) and _agrees(program, module, layout, pair, order)
 
 
-def _agrees(program: Program, module: nn.Module, layout: Layout, pair: tuple[Tensor, Tensor], order: Order) -> bool:
-    """Whether one stacked call of two gives, to rounding, what autograd gives one at a time.
+def _in_rows(inputs: Tree, targets: Tree) -> bool:
+    return isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() == 2
+
+
+def _plain(module: nn.Module, layout: Layout) -> TypeGuard[nn.Sequential]:
+    """Whether A is the weights and biases of Linear layers, in order, with elementwise functions in between."""
+    if type(module) is not nn.Sequential or len(layout.parameters) != 1 or layout.buffers:
+        return False
+    if any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module) or _hooked(module):
+        return False
+    linear = [(name, layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
+    names = [
+        f"{name}.{part}" for name, layer in linear for part in ("weight", "bias") if getattr(layer, part) is not None
+    ]
+    block = layout.parameters[0]
+    return block.elements <= LARGEST and names == [entry.name for entry in block.entries]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether something that is called with a layer would be passed over."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
+
+
+def _agrees(program: Program, module: nn.Sequential, layout: Layout, pair: tuple[Tensor, Tensor], order: Order) -> bool:
+    """Whether one call for two gives the losses and gradients that autograd gives one at a time.
 
     The bound is 100 rounding errors of the dtype, relative to the largest element: both sum the same products.
     """
-    from paceline.replica.state import read
-
     state = read(module, layout.new())
     halves = [torch.from_numpy(order.batch(0, k)) for k in (0, 1)]
     if len({len(h) for h in halves}) != 1 or not len(halves[0]):
         halves = [halves[0], halves[0]]
     inputs, targets = (torch.stack([part[h] for h in halves]) for part in pair)
     try:
-        with torch.random.fork_rng(devices=[]):
-            stacked, _ = StackedGradient(program, module, layout)([state, state], inputs, targets)
-    except RuntimeError:  # vmap refuses randomness and what has no batching rule
+        gradients, losses = StackedGradient(program, module, layout)([state, state], inputs, targets)
+    except Exception:  # the loss is random or can't be called so; one at a time it may work
         return False
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    for row, x, y in zip(stacked, inputs, targets, strict=True):
-        alone = torch.autograd.grad(program.loss(module(x), y), parameters)
-        expected = torch.cat([g.flatten() for g in alone])
-        if (row - expected).abs().max() > 100 * torch.finfo(row.dtype).eps * max(1.0, float(expected.abs().max())):
+    parameters = list(module.parameters())
+    for gradient, loss, x, y in zip(gradients, losses, inputs, targets, strict=True):
+        alone = program.loss(module(x), y)
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(alone, parameters)])
+        if not (_near(gradient, expected) and _near(loss, alone.detach())):
             return False
     return True
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    largest = max(1.0, float(expected.abs().max()))
+    return bool((found - expected).abs().max() <= 100 * torch.finfo(found.dtype).eps * largest)

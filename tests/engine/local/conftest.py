@@ -1,0 +1,30 @@
+"""One fork server for the whole folder: a run costs a tenth of a second, starting Python and torch costs two."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline import Run, train
+from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.script import Script
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LocalEngine]:
+    """Shared by tests that leave it running."""
+    with LocalEngine() as engine:
+        yield engine
+
+
+@pytest.fixture
+def local(engine: LocalEngine) -> Iterator[Callable[..., Run]]:
+    """``train`` on it, by a script where one is given; afterwards no process of a run may be left."""
+
+    def run(program: Any, strategy: Any, *, script: Script | None = None, **settings: Any) -> Run:
+        engine.script = script or Script()
+        return train(program, strategy, engine=engine, **{"progress": False} | settings)
+
+    yield run
+    engine.script = Script()
+    assert engine._nursery is None or not engine._nursery._children

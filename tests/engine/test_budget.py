@@ -1,0 +1,115 @@
+"""Budgets, evaluation points, and what policies ask to be told: the small parts that all engines share."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.aggregation import Aggregation, Asynchronous, parse
+from paceline.core.order import Order
+from paceline.core.records import Record
+from paceline.engine.allowance import Epochs, Steps, Unbounded
+from paceline.engine.base import Budget, Condition
+from paceline.engine.observe import Observer
+from paceline.engine.owner import Owner
+from paceline.engine.points import Meter, Points
+from paceline.engine.setup import first_state
+from tests.engine import programs
+
+
+@given(steps=st.integers(1, 50), micro_steps=st.integers(1, 8), accumulated=st.booleans())
+def test_steps_are_granted_to_each_and_no_more(steps: int, micro_steps: int, accumulated: bool) -> None:
+    """All micro-steps of an accumulated gradient make one step; each of its own optimizer's makes one."""
+    allowance = Steps(steps, 2, micro_steps, micro_steps if accumulated else 1)
+    granted = iter(lambda: allowance.grant(1), 0)
+    counts = list(granted)
+    assert sum(counts) == steps * (micro_steps if accumulated else 1)
+    assert set(counts[:-1]) <= {micro_steps}
+    assert allowance.grant(1) == 0
+    assert allowance.grant(0) > 0
+
+
+@pytest.mark.parametrize("epochs", [0.07, 0.28, 1.1, 2])
+def test_epochs_have_no_batch_too_many_from_rounding(epochs: float) -> None:
+    """0.07 · 100 is a little more than 7 in binary."""
+    allowance = Epochs(epochs, Order(100, 1, 1, 0), 1, 100)
+    assert len(list(iter(lambda: allowance.grant(0), 0))) == round(epochs * 100)
+
+
+def test_time_alone_bounds_nothing() -> None:
+    assert {Unbounded(3).grant(0) for _ in range(5)} == {3}
+
+
+def budget(every: float) -> Budget:
+    return Budget("seconds", 10, every)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.sampled_from([0.1, 0.3, 1.0, 7.0]))
+def test_points_are_met_once_each_in_order(times: list[float], every: float) -> None:
+    points, met = Points(budget(every)), 0
+    for time in sorted(times):
+        if points.reached(time):
+            met += 1
+            assert points.next > time
+        assert not points.reached(time)
+    assert 1 <= met <= int(max(times) / every * (1 + 1e-9)) + 1 or points.next > 0
+
+
+@pytest.mark.parametrize("every", [0.1, 1 / 3, 0.7])
+def test_points_do_not_drift(every: float) -> None:
+    points = Points(budget(every))
+    assert [points.step_over() for _ in range(1000)] == [i * every for i in range(1000)]
+
+
+@pytest.mark.parametrize(("unit", "per_unit", "spent"), [("seconds", 0, 2.5), ("steps", 4, 3.0), ("epochs", 50, 2.0)])
+def test_a_meter_counts_in_the_budgets_unit(unit: Any, per_unit: float, spent: float) -> None:
+    assert Meter(unit, per_unit).spent(2.5, micro_steps=12, samples=100) == spent
+
+
+@pytest.mark.parametrize(
+    ("field", "above", "bound", "met"),
+    [
+        ("test_accuracy", True, 0.9, True),
+        ("test_accuracy", True, 0.91, False),
+        ("train_loss", False, 0.5, True),
+        ("test_top5", True, 0.99, True),
+        ("test_loss", False, 100, False),
+    ],
+)
+def test_a_condition_is_met_by_what_was_scored(field: str, above: bool, bound: float, met: bool) -> None:
+    record = Record(1.0, 5, 5, 1, 0.0, 0.5, None, 0.9, {"top5": 0.99})
+    assert Condition(field, above, bound).met(record) is met
+
+
+class Curious(Asynchronous):
+    """Asks for everything."""
+
+    needs = frozenset({"norm", "agreement", "server"})  # type: ignore[assignment]
+
+
+def observer(policy: Aggregation[Any]) -> tuple[Observer, Owner]:
+    owner = Owner(programs.program(), policy, first_state(programs.program(), ())[1])
+    return Observer(policy, owner), owner
+
+
+def test_policies_are_told_what_they_ask_for() -> None:
+    watcher, owner = observer(Curious())
+    assert watcher.looks_inside
+    delta, opposite = owner.state.clone(), owner.state.clone()
+    opposite.parameters[0].neg_()
+    norm = float(torch.linalg.vector_norm(delta.parameters[0]))
+    first = watcher.observe(delta, 2.0)
+    assert first == {"norm": pytest.approx(norm), "agreement": 0.0, "server": 0.0}
+    owner.apply([(delta, 1.0)])
+    watcher.applied(0.5)
+    assert watcher.observe(delta, 4.0) == {"norm": pytest.approx(norm), "agreement": pytest.approx(1), "server": 0.25}
+    assert watcher.observe(opposite, 5.0)["agreement"] == pytest.approx(-1)
+    assert watcher.observe(opposite, 5.0)["server"] == 0.0
+
+
+def test_nothing_is_computed_unasked() -> None:
+    watcher, owner = observer(parse("asynchronous"))
+    assert not watcher.looks_inside
+    assert watcher.observe(owner.state, 1.0) == {}

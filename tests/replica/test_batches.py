@@ -1,0 +1,87 @@
+"""Batches follow the order of the data, from whatever kind of data set."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+from paceline import InputError
+from paceline.core.order import Order
+from paceline.replica.base import Batch
+from paceline.replica.batches import as_batch, fetcher, stream
+from tests.engine import programs
+
+
+class Numbers(Dataset[Any]):
+    """Sample i is (i, -i)."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor(index), torch.tensor(-index)
+
+
+TENSORS = (torch.arange(10), -torch.arange(10))
+ORDER = Order(samples=10, batch_size=3, replicas=3, seed=1)
+"""An epoch is one full round and one in which a single sample is left."""
+
+
+@pytest.mark.parametrize("loader", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+@pytest.mark.parametrize("data", [TENSORS, TensorDataset(*TENSORS), Numbers()])
+@pytest.mark.parametrize("replica", [0, 2])
+def test_a_stream_is_the_order(replica: int, data: Any, loader: dict[str, Any]) -> None:
+    program = programs.program(train=data, loader=loader)
+    for k, batch in enumerate(islice(stream(program, ORDER, replica, 3), 7)):
+        expected = ORDER.batch(replica, k)
+        assert batch.samples == len(expected)
+        if len(expected):
+            assert batch.input.tolist() == expected.tolist() == (-batch.target).tolist()
+        else:
+            assert batch == Batch(None, None, 0)
+
+
+@pytest.mark.parametrize("data", [TENSORS, Numbers()])
+def test_collating_is_the_programs(data: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return [int(i) for i, _ in samples], len(samples)
+
+    assert fetcher(data, {"collate_fn": collate})(torch.tensor([3, 1]).numpy()) == ([3, 1], 2)
+
+
+def test_trees_are_indexed_leaf_by_leaf() -> None:
+    tree = ({"a": TENSORS[0], "b": (TENSORS[1],)}, [TENSORS[0]])
+    inputs, targets = fetcher(tree, {})(torch.tensor([3, 1]).numpy())
+    assert (inputs["a"].tolist(), inputs["b"][0].tolist(), targets[0].tolist()) == ([3, 1], [-3, -1], [3, 1])
+
+
+@pytest.mark.parametrize(
+    ("item", "samples"),
+    [
+        ((torch.zeros(3, 2), torch.zeros(3)), 3),
+        ([torch.zeros(3, 2), torch.zeros(3)], 3),
+        (({"x": torch.zeros(4, 1)}, None), 4),
+        (((torch.zeros(2), torch.zeros(2)), {"y": torch.zeros(2)}), 2),
+    ],
+)
+def test_a_batch_has_as_many_samples_as_its_first_target(item: Any, samples: int) -> None:
+    assert as_batch(item).samples == samples
+
+
+def test_a_batch_is_taken_as_it_is() -> None:
+    batch = Batch(1, 2, 3)
+    assert as_batch(batch) is batch
+
+
+@pytest.mark.parametrize("item", [5, (1, 2, 3), "ab", torch.zeros(2, 2)])
+def test_what_is_no_batch(item: Any) -> None:
+    with pytest.raises(InputError, match=r"a batch must be \(input, target\), but is"):
+        as_batch(item)
+
+
+@pytest.mark.parametrize("item", [(1, 2), (torch.tensor(1.0), torch.tensor(2.0))])
+def test_what_has_no_samples(item: Any) -> None:
+    with pytest.raises(InputError, match="a batch needs a tensor with samples along dim 0"):
+        as_batch(item)

@@ -1,0 +1,191 @@
+"""Replicas by themselves: adopt, advance, finish."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Adam
+
+from paceline import Program
+from paceline.core.delta import Keep, Mix, Replace
+from paceline.replica.autograd import Autograd, step_seed
+from paceline.replica.base import Batch, finite
+from paceline.replica.batches import EMPTY
+from paceline.replica.own_steps import OwnSteps, WritesInPlace
+from paceline.replica.single import Single
+from paceline.replica.state import Layout, State, read
+from tests import oracle
+from tests.engine import programs
+
+ROUNDING = 1e-14
+
+
+def autograd(program: Program, replica: int = 0, buffers: tuple[str, ...] = ()) -> tuple[Autograd, State]:
+    module = oracle.Plain(program).module
+    layout = Layout.of(module, buffers)
+    return Autograd(program, module, layout, replica, "cpu"), read(module, layout.new())
+
+
+def batch(program: Program, *indices: int) -> Batch:
+    inputs, targets = program.train
+    return Batch(inputs[list(indices)], targets[list(indices)], len(indices))
+
+
+def same(state: State, expected: oracle.Values, bound: float = ROUNDING) -> None:
+    for name, value in state.named():
+        torch.testing.assert_close(value, expected[name], rtol=bound, atol=bound)
+
+
+def test_a_gradient_is_that_of_all_its_micro_steps() -> None:
+    program = programs.program()
+    mine, state = autograd(program)
+    replica = Single(mine, micro_steps=3)
+    out = state.layout.new()
+    for _ in range(2):  # nothing is left over from the Δ before
+        replica.adopt(state)
+        losses = [replica.advance(b, k) for k, b in enumerate([batch(program, 1, 2, 3), EMPTY, batch(program, 7)])]
+        measured = replica.finish(out)
+        same(out, oracle.Plain(program).gradient([1, 2, 3, 7]))
+        assert (measured.samples, measured.finite) == (4, True)
+        assert measured.loss == pytest.approx((3 * losses[0] + losses[2]) / 4)
+        assert math.isnan(losses[1])
+
+
+def test_a_delta_that_was_called_off_leaves_nothing_behind() -> None:
+    program = programs.program()
+    mine, state = autograd(program)
+    replica = Single(mine, micro_steps=2)
+    replica.adopt(state)
+    replica.advance(batch(program, 5), 0)
+    replica.adopt(state)
+    for k in (1, 2):
+        replica.advance(batch(program, k), k)
+    replica.finish(out := state.layout.new())
+    same(out, oracle.Plain(program).gradient([1, 2]))
+
+
+def test_no_sample_no_gradient() -> None:
+    program = programs.program()
+    mine, state = autograd(program)
+    replica = Single(mine)
+    replica.adopt(state)
+    replica.advance(EMPTY, 0)
+    measured = replica.finish(out := state.layout.new())
+    assert (measured.samples, measured.finite) == (0, True)
+    assert math.isnan(measured.loss)
+    assert not any(v.any() for v in out.parameters)
+
+
+def test_parameters_without_a_gradient_have_zeros_and_sparse_ones_are_filled_up() -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.idle = nn.Embedding(5, 3, sparse=True), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x)
+
+    data = torch.tensor([0, 1, 1, 4]), torch.tensor([0, 1, 2, 0])
+    program = programs.program(model=Sparse, train=data)
+    mine, state = autograd(program)
+    replica = Single(mine)
+    replica.adopt(state)
+    replica.advance(batch(program, 0, 1, 2), 0)
+    replica.finish(out := state.layout.new())
+    gradient = dict(out.named())
+    assert gradient["table.weight"].abs().sum(1).gt(0).tolist() == [True, True, False, False, False]
+    assert not gradient["idle.weight"].any()
+
+
+def test_running_buffers_begin_at_as_and_travel_with_the_delta() -> None:
+    names = tuple(f"1.{n}" for n, _ in nn.BatchNorm1d(8).named_buffers())
+    program = programs.program(model=programs.batchnorm)
+    mine, state = autograd(program, buffers=names)
+    dict(state.named())["1.running_mean"].fill_(3)
+    replica = Single(mine)
+    for _ in range(2):  # the second time from A again, not from the first
+        replica.adopt(state)
+        replica.advance(batch(program, 1, 2, 3), 0)
+        replica.finish(out := state.layout.new())
+    plain = oracle.Plain(program)
+    plain.module[1].running_mean.fill_(3)
+    gradient = plain.gradient([1, 2, 3])
+    same(out, gradient | dict(plain.module.named_buffers()))
+    assert not torch.equal(dict(out.named())["1.running_mean"], dict(state.named())["1.running_mean"])
+
+
+@pytest.mark.parametrize("optimizer", [functools.partial(SGD, lr=0.1, momentum=0.9), functools.partial(Adam, lr=0.01)])
+@pytest.mark.parametrize(("rule", "alpha"), [(Replace(), 1.0), (Mix(0.25), 0.25), (Keep(), 0.0)])
+@pytest.mark.parametrize("distance", [False, True])
+def test_own_steps(optimizer: Any, rule: Any, alpha: float, distance: bool) -> None:
+    """Two rounds of two steps, between which A has moved elsewhere."""
+    program = programs.program(optimizer=optimizer, clip_norm=0.5)
+    mine, state = autograd(program)
+    replica, plain = OwnSteps(program, mine, rule, distance=distance), oracle.Plain(program)
+    out = state.layout.new()
+    for round_ in range(2):
+        replica.adopt(state)
+        if round_:
+            sent = plain.values() | {n: v.clone() for n, v in state.named()}
+            plain.load({n: x - alpha * (x - sent[n]) for n, x in plain.values().items()})
+        began = plain.values()
+        for k in range(2):
+            replica.advance(batch(program, round_ * 2 + k, 9), k)
+            plain.step(plain.gradient([round_ * 2 + k, 9]))
+        measured = replica.finish(out)
+        assert measured.samples == 4
+        same(out, plain.values() if distance else {n: p - began[n] for n, p in plain.values().items()}, 1e-12)
+        state.parameters[0].add_(0.3)
+
+
+def test_own_steps_begin_anew_after_what_is_not_finite() -> None:
+    program = programs.program(optimizer=functools.partial(Adam, lr=0.01))
+    mine, state = autograd(program)
+    replica = OwnSteps(program, mine, Mix(0.5), distance=True)
+    out = state.layout.new()
+    replica.adopt(state)
+    good = batch(program, 1, 2)
+    replica.advance(Batch(good.input * math.inf, good.target, 2), 0)
+    assert not replica.finish(out).finite
+    replica.adopt(state)
+    replica.advance(good, 1)
+    assert replica.finish(out).finite
+    plain = oracle.Plain(program)
+    plain.step(plain.gradient([1, 2]))
+    same(out, plain.values())
+
+
+def test_writing_in_place() -> None:
+    program = programs.program()
+    mine, state = autograd(program)
+    replica, plain = WritesInPlace(program, mine), oracle.Plain(program)
+    for k in range(3):
+        replica.adopt(state)
+        replica.advance(batch(program, k, 8), k)
+        plain.step(plain.gradient([k, 8]))
+        same(state, plain.values())
+    assert replica.finish(state).samples == 2
+
+
+@given(st.integers(0, 2**63 - 1), st.integers(0, 2000), st.integers(0, 10**7))
+def test_a_step_has_a_seed_that_torch_takes(seed: int, replica: int, clock: int) -> None:
+    value = step_seed(seed, replica, clock)
+    assert 0 <= value < 2**63
+    assert value != step_seed(seed, replica, clock + 1)
+    assert value != step_seed(seed, replica + 1, clock)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_finite(bad: float) -> None:
+    good = torch.ones(4, dtype=torch.float64)
+    spoilt = good.clone()
+    spoilt[2] = bad
+    assert finite([good, good], 1.0)
+    assert finite([good * 1e308], 1.0), "a sum that overflows says nothing of what it adds"
+    assert not finite([good, spoilt], 1.0)
+    assert not finite([good], bad)
