@@ -135,9 +135,10 @@ class Nursery:
             return "ended, its status lost with the fork server"
 
     def forget(self, child: Child) -> None:
-        """Kill a child if it still runs, and let go of it; idempotent."""
+        """Kill a child if it still runs, wait until it has gone, and let go of it; idempotent."""
         if self._children.get(child.pid) is child:
             liveness.kill(child.pidfd)
+            liveness.wait_gone([child.pidfd], CLOSE_TIMEOUT_S)
             del self._children[child.pid]
             os.close(child.pidfd)
 

@@ -50,15 +50,16 @@ class Segment:
             raise _no_memory(size_bytes, str(error)) from error
 
     @classmethod
-    def create(cls, name: str, size_bytes: int) -> "Segment":
+    def create(cls, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> "Segment":
         """New shared memory.
 
         Args:
             name: shown in /proc/PID/maps; need not be unique.
             size_bytes: at least 1; address space only, until it is written or reserved.
+            reserved_bytes: how many bytes from the start on are reserved at once.
 
         Raises:
-            PacelineError: where the system refuses that size.
+            PacelineError: where the system refuses that size, or has not that much memory to reserve.
         """
         fd = memfd_create(f"paceline:{name}")
         try:
@@ -66,7 +67,14 @@ class Segment:
         except (OSError, OverflowError) as error:
             os.close(fd)
             raise _no_memory(size_bytes, str(error)) from error
-        return cls(fd, size_bytes)
+        segment = cls(fd, size_bytes)
+        try:
+            if reserved_bytes:
+                segment.reserve(0, reserved_bytes)
+        except PacelineError:
+            segment.close()
+            raise
+        return segment
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> "Segment":

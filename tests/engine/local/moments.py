@@ -121,3 +121,10 @@ def hanging_metric(main: int, output: Tensor, target: Tensor) -> float:
     if os.getpid() != main:
         hang(None)
     return 0.5
+
+
+def enormous() -> nn.Module:
+    """An ordinary model, and a parameter of 80 MB that it hardly looks at."""
+    model = programs.mlp()
+    model[0].register_parameter("idle", nn.Parameter(torch.zeros(10_000_000, dtype=torch.float64)))
+    return model

@@ -90,10 +90,11 @@ class Board:
             if slot == 0:
                 needed = self._arena.size_bytes
         size = self._arena.size_bytes
-        self.segment = Segment.create("run", size) if fd is None else Segment.attach(fd, size)
         if fd is None:
             # What every run touches has its memory now; further slots take theirs as they are needed.
-            self.segment.reserve(0, needed if slots else size)
+            self.segment = Segment.create("run", size, reserved_bytes=needed if slots else size)
+        else:
+            self.segment = Segment.attach(fd, size)
         self._words = self.segment.buffer[words : words + replicas * WORDS * 8].cast("q")
         self._reals = self.segment.buffer[words : words + replicas * WORDS * 8].cast("d")
         self._times = self.segment.buffer[times : times + replicas * STEP_TIMES * 8].cast("d")

@@ -142,7 +142,7 @@ class Crew:
         liveness.kill(self._children[replica].pidfd, number)
 
     def end(self) -> None:
-        """Kill whoever still runs, and wait until all are gone."""
+        """Kill whoever still runs, all at once, and wait until they are gone."""
         pidfds = [child.pidfd for child in self._children.values()]
         for pidfd in pidfds:
             liveness.kill(pidfd)

@@ -138,8 +138,7 @@ class Desk:
 def new_snapshot(layout: Layout) -> tuple[Segment, State]:
     """Shared memory for one state of its own."""
     arena = _arena(layout)
-    segment = Segment.create("snapshot", arena.size_bytes)
-    segment.reserve(0, arena.size_bytes)
+    segment = Segment.create("snapshot", arena.size_bytes, reserved_bytes=arena.size_bytes)
     return segment, _state(segment, arena, layout)
 
 

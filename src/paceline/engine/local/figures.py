@@ -5,20 +5,20 @@ from dataclasses import replace
 from statistics import median
 
 from paceline.core.records import WorkerFigures
-from paceline.core.types import Nanoseconds, ReplicaId
+from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.local.board import Board
 from paceline.trace.spans import Span
 
 
-def figures(board: Board, replica: ReplicaId, parameter_bytes: int) -> WorkerFigures:
-    """One worker's, as it left them on the board."""
+def figures(board: Board, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
+    """One worker's, as it left them on the board; a step that outlasted the training time counts up to its end."""
     seen, times = board.figures(replica), board.step_times(replica)
     return WorkerFigures(
         replica=replica,
         stage=0,
         shard=0,
         steps=seen.steps,
-        busy_s=seen.busy_ns * 1e-9,
+        busy_s=min(seen.busy_ns * 1e-9, seconds),
         step_time_s=median(times) if times else None,
         payload_bytes=seen.payload_bytes,
         peak_memory_bytes=seen.peak_memory_bytes or None,

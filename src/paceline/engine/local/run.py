@@ -271,7 +271,7 @@ class LocalRun:
     def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
         notes: dict[str, str | int | float] = {"threads": threads(self._job)}
         size = self._server.state.layout.parameter_bytes
-        workers = [figures(self._board, r, size) for r in range(self._setup.replicas)]
+        workers = [figures(self._board, r, size, seconds) for r in range(self._setup.replicas)]
         account = self._chronicle.account(seconds, workers, self._left, notes, interrupted=interrupted)
         model = write(self._module, self._server.state)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)

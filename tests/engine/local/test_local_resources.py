@@ -1,0 +1,136 @@
+"""What one engine needs does not grow with the runs that it carries."""
+
+import gc
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline import InputError, Run, WorkerError, compare, train
+from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.script import Script
+from tests.engine import programs
+from tests.engine.local import moments
+
+Local = Callable[..., Run]
+
+
+def files() -> Counter[str]:
+    """What this process has open, by kind."""
+    gc.collect()
+    names: Counter[str] = Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:  # the listing's own
+            continue
+        names[name.split(":[")[0]] += 1
+    return names
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {"strategy": "replicas=3"},
+    "traced": {"strategy": "replicas=3 aggregation=asynchronous", "trace": True},
+    "scored often": {"strategy": "replicas=2", "evaluate_every": 1},
+    "killed": {"strategy": "replicas=3", "script": Script().kill(replica=1, step=2)},
+    "hogwild": {"strategy": "replicas=2 aggregation=hogwild"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_files_do_not_pile_up(local: Local, name: str) -> None:
+    settings = dict(RUNS[name])
+    strategy = settings.pop("strategy")
+    local(programs.program(), strategy, steps=4, **settings)
+    before = files()
+    for _ in range(3):
+        local(programs.program(), strategy, steps=4, **settings)
+    assert files() == before
+
+
+def test_nor_where_runs_fail(local: Local) -> None:
+    def loop(worker: Any) -> None:
+        raise ValueError
+
+    def fail() -> None:
+        with pytest.raises(WorkerError):
+            local(programs.program(), "replicas=3", steps=4, loop=loop)
+
+    fail()
+    before = files()
+    for _ in range(3):
+        fail()
+    assert files() == before
+
+
+def test_processes_and_threads_neither(local: Local, engine: LocalEngine) -> None:
+    local(programs.program(), "replicas=3", steps=4)
+    assert engine._nursery is not None
+    server = psutil.Process(engine._nursery.pid)
+    assert server.children() == [] or {child.status() for child in server.children()} == {psutil.STATUS_ZOMBIE}
+    threads = threading.active_count()
+    local(programs.program(), "replicas=3", steps=4)
+    assert psutil.Process(engine._nursery.pid) == server
+    assert threading.active_count() == threads
+    assert len(os.listdir(f"/proc/{server.pid}/task")) == 1
+
+
+def test_a_comparison_has_one_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.comm.nursery import Nursery
+
+    started: list[Any] = []
+    start = Nursery.start
+
+    def counted(preload: Any) -> Nursery:
+        started.append(preload)
+        return start(preload)
+
+    monkeypatch.setattr(Nursery, "start", counted)
+    strategies = ["replicas=2", "replicas=2 aggregation=asynchronous"]
+    result = compare(programs.program(), strategies, engine="local", rounds=2, steps=4, progress=False)
+    assert len(started) == 1
+    assert result is not None
+
+
+def test_an_engine_by_name_is_closed_after_the_run() -> None:
+    train(programs.program(), "replicas=2", engine="local", steps=3, progress=False)
+    assert [c for c in psutil.Process().children() if "paceline.comm.forkserver" in " ".join(c.cmdline())] in (
+        [],
+        *([c] for c in psutil.Process().children()),  # that of this folder's tests
+    )
+
+
+def test_two_engines_at_once() -> None:
+    """Each from a thread of its own."""
+    program, runs = programs.program(), {}
+
+    def carry(name: str) -> None:
+        with LocalEngine() as engine:
+            runs[name] = train(program, "replicas=2", engine=engine, steps=20, progress=False)
+
+    threads = [threading.Thread(target=carry, args=(name,)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [runs[name].summary["updates"] for name in ("a", "b")] == [20, 20]
+
+
+def test_a_model_that_memory_cannot_hold_is_refused_with_nothing_left(local: Local) -> None:
+    """Each of a thousand replicas would need a read slot and a Δ slot of 800 MB."""
+    before = files()
+    program = programs.program(model=moments.enormous)
+    with pytest.raises(Exception, match="bytes of shared memory can't be had"):
+        local(program, "replicas=1000", steps=3)
+    assert files() == before
+
+
+def test_hogwild_refuses_what_it_cannot_do(local: Local) -> None:
+    with pytest.raises(
+        InputError, match="on_nonfinite=skip discards a Δ before it is applied, but aggregation=hogwild"
+    ):
+        local(programs.program(), "replicas=2 aggregation=hogwild", steps=3, on_nonfinite="skip")
