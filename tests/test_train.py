@@ -152,6 +152,11 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
     [
         ({"model": lambda: 3}, r"model\(\) returned int, not an nn.Module"),
         (
+            {"model": lambda: nn.LazyLinear(3)},
+            "weight has no shape before a first forward pass; give the layer its sizes",
+        ),
+        ({"model": lambda: nn.Linear("6", 3)}, r"model\(\) failed: TypeError"),
+        (
             {"model": lambda: nn.Linear(5, 3).double()},
             r"can't take a batch of the training set \(input float64 \[4, 6\]\)",
         ),

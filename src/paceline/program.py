@@ -216,7 +216,11 @@ def _check_data(name: str, data: Any, *, functions: bool) -> None:
 
 def _check_pair(name: str, data: tuple[Any, ...]) -> None:
     if len(data) != 2 or not all(leaves(part) for part in data):
-        raise InputError(f"{name} as a tuple must be a pair of tensors; write {name}=(inputs, targets)")
+        kinds = ", ".join(type(part).__name__ for part in data)
+        raise InputError(
+            f"{name}=({kinds}) must be a pair of tensors, inputs and targets; write {name}=(inputs, targets), arrays as "
+            "torch.from_numpy(array)"
+        )
     sizes = {len(t) if t.dim() else 0 for t in leaves(data)}
     if len(sizes) != 1:
         raise InputError(f"the tensors of {name} have {sorted(sizes)} samples along dim 0; they must have equally many")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program, Tree, accuracy, call, leaves
@@ -33,7 +34,7 @@ def trial(program: Program, batch: Batch) -> Trial:
             no parameter, or optimizer, scheduler or a metric can't be made.
     """
     with torch.random.fork_rng(devices=[]):
-        module = program.build().train()
+        module = _made(program)
         buffers = {name: b.clone() for name, b in module.named_buffers()}
         output, loss = _forward(program, module, batch)
         _check_loss(loss)
@@ -44,6 +45,17 @@ def trial(program: Program, batch: Batch) -> Trial:
         learning_rate = _optimizer(program, module)
     changed = tuple(n for n, b in module.named_buffers() if n in buffers and not torch.equal(b, buffers[n]))
     return Trial(metrics, changed, learning_rate)
+
+
+def _made(program: Program) -> nn.Module:
+    module: nn.Module = _attempt("model() failed", program.build).train()
+    lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]} has no shape before a first forward pass; give the layer its sizes, nn.Linear(in, out) for "
+            "instance, or let model() call the module once"
+        )
+    return module
 
 
 def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
