@@ -218,7 +218,7 @@ def _check_pair(name: str, data: tuple[Any, ...]) -> None:
     if len(data) != 2 or not all(leaves(part) for part in data):
         kinds = ", ".join(type(part).__name__ for part in data)
         raise InputError(
-            f"{name}=({kinds}) must be a pair of tensors, inputs and targets; write {name}=(inputs, targets), and arrays "
+            f"{name}=({kinds}) must be a pair of tensors, inputs and targets; write {name}=(inputs, targets); arrays "
             "as torch.from_numpy(array)"
         )
     sizes = {len(t) if t.dim() else 0 for t in leaves(data)}

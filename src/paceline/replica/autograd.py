@@ -41,9 +41,11 @@ class Autograd:
     def bind(self, state: State) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
         with torch.no_grad():
+            for parameter in self.parameters:
+                parameter.grad = None  # an attempt that was called off may have left some
             if self._device.type == "cpu":
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
-                    parameter.data, parameter.grad = view, None
+                    parameter.data = view
             else:
                 torch._foreach_copy_([p.data for p in self.parameters], state.views.parameters, non_blocking=True)
             if self._buffers:

@@ -103,6 +103,11 @@ def hang(worker: Any) -> None:
         signal.pause()
 
 
+def rest(args: Any, fds: Any) -> None:
+    """The entry of a process that does nothing for ever."""
+    hang(None)
+
+
 # ------------------------------------------------------------------------------------- what is done elsewhere than main
 
 

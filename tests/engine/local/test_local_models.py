@@ -89,7 +89,7 @@ def test_whole_numbers_and_what_is_frozen(local: Local) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
 def test_scripted_layers(local: Local) -> None:
-    """They take hooks as others do, or do without."""
+    """They take no hooks, by which others end a step that is called off."""
     program = programs.program(model=scripted)
     run = local(program, "replicas=2 aggregation=buffered:k=1,cancel=true", steps=STEPS)
     assert run.summary["gradients"] + run.summary["cancelled"] == 2 * STEPS

@@ -134,15 +134,17 @@ def test_equal_starts_have_equal_digests(local: Local) -> None:
 # -------------------------------------------------------------------------------------------------------------- delays
 
 
-def test_delays_slow_the_chosen_and_are_cut_short(local: Local) -> None:
-    """A thousand seconds each: only who is cancelled, or not slowed, gets anywhere."""
+def test_delays_slow_the_chosen_alone_and_are_cut_short(local: Local) -> None:
+    """A thousand seconds each: only who is not slowed gets anywhere; the others are called off again and again."""
     program = programs.program()
     delay = Delay.parse("fraction=0.5 constant:value=1000")
     slowed = delay.slowed(replicas=4, seed=program.seed)
-    run = local(program, "replicas=4 aggregation=buffered:k=2,cancel=true", steps=5, delay=delay, trace=True)
+    policy = "buffered:k=2,cancel=true"
+    until = {"until": "updates>=20", "evaluate_every": 0.02}
+    run = local(program, f"replicas=4 aggregation={policy}", delay=delay, trace=True, **until)
     assert {span.replica for span in run.spans if span.action == "delay"} == slowed
     assert {span.replica for span in run.spans if span.action == "push"} == set(range(4)) - slowed
-    assert run.summary["cancelled"] == 2 * 5
+    assert run.summary["cancelled"] > 0
 
 
 def test_the_end_cuts_delays_short_too(local: Local) -> None:

@@ -8,6 +8,9 @@ from typing import Any
 
 from paceline.core.types import ReplicaId
 
+PARTIAL = ".workers.json.partial"
+"""What it is called until it is whole."""
+
 
 class Roster:
     """``workers.json`` in the run's folder, there while the run lasts.
@@ -27,7 +30,7 @@ class Roster:
             ]
             rows += [{"role": "replica", "replica": r, "stage": 0, "shard": 0, "pid": p} for r, p in pids.items()]
             folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / ".workers.json.partial"
+            beside = folder / PARTIAL
             beside.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
             beside.replace(folder / "workers.json")
 
@@ -39,7 +42,8 @@ class Roster:
 
 def remove_roster(folder: Path) -> None:
     """Remove ``workers.json`` and a folder that holds nothing else; nothing happens where they are gone."""
-    with contextlib.suppress(OSError):
-        (folder / "workers.json").unlink()
+    for name in (PARTIAL, "workers.json"):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
     with contextlib.suppress(OSError):
         folder.rmdir()

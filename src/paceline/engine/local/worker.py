@@ -109,7 +109,8 @@ def watch(module: nn.Module, station: Station) -> None:
             raise Cancelled
 
     for layer in module.modules():
-        if next(layer.children(), None) is None:
+        # Scripted layers take no hooks; an attempt then ends at the next one that does.
+        if next(layer.children(), None) is None and not isinstance(layer, torch.jit.ScriptModule):
             layer.register_forward_pre_hook(look)
 
 
