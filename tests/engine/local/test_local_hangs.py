@@ -1,6 +1,7 @@
 """A hang is a failure, unless the run can end without the one that hangs."""
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from paceline import PacelineError, Run, Strategy, WaitTimeoutError
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Arrival, Decision
 from paceline.clock.delay import Delay
+from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.script import Script
 from tests.engine import programs
 from tests.engine.local import moments
@@ -67,6 +69,22 @@ def test_a_delay_that_was_asked_for_is_no_hang(local: Local) -> None:
     run = local(programs.program(), "replicas=2", steps=1, timeout_s=TIMEOUT_S, delay=delay)
     assert run.left == []
     assert run.summary["updates"] == 1
+
+
+def test_a_main_process_that_was_suspended_blames_nobody(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after Ctrl-Z and fg: replicas have long reported, and main was not there to hear it."""
+    plain, suspended = Coordinator.arrived, threading.Event()
+
+    def arrived(self: Coordinator, arrival: Arrival) -> None:
+        plain(self, arrival)
+        if arrival.clock == 2:
+            suspended.wait(1.2 * TIMEOUT_S)
+            suspended.set()
+
+    monkeypatch.setattr(Coordinator, "arrived", arrived)
+    run = local(programs.program(), "replicas=2 aggregation=asynchronous", steps=5, timeout_s=TIMEOUT_S)
+    assert run.summary["gradients"] == 10
+    assert suspended.is_set()
 
 
 def test_a_scorer_that_says_nothing_is_replaced(local: Local) -> None:

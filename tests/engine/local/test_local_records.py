@@ -81,6 +81,12 @@ def test_epochs_have_them_too(local: Local) -> None:
     assert [record.updates for record in run.history] == list(range(21))
 
 
+def test_no_point_is_missed_where_several_report_at_once(local: Local) -> None:
+    program = programs.program(train=programs.data(samples=48))
+    run = local(program, "replicas=6 aggregation=asynchronous", steps=20, evaluate_every=1 / 6)
+    assert [record.gradients for record in run.history] == list(range(121))
+
+
 def test_more_points_than_any_queue_holds(local: Local) -> None:
     """The scorer is slower than training, and main waits for it at the end alone."""
     run = local(programs.program(**WITH_TEST), "replicas=1", steps=600, evaluate_every=1)

@@ -112,6 +112,7 @@ class LocalRun:
         """Until the budget is spent, the condition met, or Ctrl-C noted; returns the training time."""
         budget, timed = self._job.budget, self._job.budget.unit == "seconds"
         end = budget.amount if timed and budget.amount is not None else math.inf
+        self._look(0.0)
         self._began = time.monotonic_ns()
         if not ctrl_c.heard:
             self._coordinator.begin()
@@ -229,8 +230,9 @@ class LocalRun:
                 f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all "
                 "wait; its arrived() must Release those who wait"
             )
-        excused_s = max(self._board.excused(r) for r in at_work) * 1e-9 - self._began * 1e-9
-        if self._now() - max(self._heard_s, excused_s) > self._job.timeout_s:
+        excused_s = (max(self._board.excused(r) for r in at_work) - self._began) * 1e-9
+        silent = self._now() - max(self._heard_s, excused_s) > self._job.timeout_s
+        if silent and not self._server.untaken():  # main itself may have been suspended
             waiting = [f"replica {r}" for r in sorted(self._coordinator.present - set(at_work))]
             late = ", ".join(f"replica {r} at its step {self._server.attempt(r)}" for r in at_work)
             raise WaitTimeoutError(

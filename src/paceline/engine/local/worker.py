@@ -27,6 +27,7 @@ from paceline.engine.local.roster import remove_roster
 from paceline.engine.local.station import Cancelled, Station
 from paceline.engine.setup import Setup
 from paceline.engine.worker import TrainingEnded, Worker
+from paceline.replica.autograd import step_seed
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.batches import as_batch
 from paceline.replica.state import Layout, State
@@ -72,6 +73,7 @@ def _carry(
 ) -> None:
     setup = Setup.of(job)
     torch.set_num_threads(threads(job))
+    torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
     module = job.program.build()
     layout = Layout.of(module, job.running_buffers)
     slots = setup.slots
@@ -87,7 +89,7 @@ def _carry(
     except TrainingEnded:
         pass
     finally:
-        gauge.close()
+        worker.close()
 
 
 def plain_loop(worker: Worker) -> None:
@@ -154,6 +156,11 @@ class LocalWorker(Worker):
             return math.nan
         self._gauge.stepped(pushed=self._station.opens())
         return loss
+
+    def close(self) -> None:
+        """The loop has ended: end the loader's own workers, and write the last figures."""
+        self._source.close()
+        self._gauge.close()
 
     def _called_off(self) -> None:
         """The attempt ticks as if it had been made whole: its seeds, its delays and its batches are passed over."""

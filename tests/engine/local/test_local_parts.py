@@ -1,0 +1,245 @@
+"""The parts of a run, each by itself: scripts, the desk, the board, figures, the roster."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.comm import liveness
+from paceline.comm.nursery import Nursery
+from paceline.comm.shipping import ship
+from paceline.core.errors import PacelineError
+from paceline.core.records import Record
+from paceline.engine.base import Budget, Job
+from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Figures, Report
+from paceline.engine.local.desk import Desk
+from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.figures import figures
+from paceline.engine.local.gauge import Gauge
+from paceline.engine.local.roster import Roster, remove_roster
+from paceline.engine.local.script import Director, Script
+from paceline.engine.scoring import Moment
+from paceline.replica.state import Layout, State, read
+from paceline.strategy import Strategy
+from paceline.trace.recorder import NullRecorder
+from tests.engine import programs
+from tests.engine.local.leaks import files
+
+# -------------------------------------------------------------------------------------------------------------- scripts
+
+
+def report(attempt: int, at_ns: int = 0, ending: int = ARRIVED) -> Report:
+    return Report(ending, attempt, 0, 0, 4, True, 0.5, at_ns)
+
+
+def cues(
+    script: Script, told: dict[int, Report], present: set[int], voided: frozenset[int] = frozenset()
+) -> list[tuple[int, int]]:
+    """(replica, attempt) of what is taken, where no further report comes in the meantime."""
+    coordinator: Any = SimpleNamespace(present=present, voids=lambda replica: replica in voided)
+    director = Director(script, lambda replica, number: None)
+    return [(r, told.pop(r).attempt) for r, _ in director.cued(lambda: list(told.items()), coordinator)]
+
+
+def test_without_a_script_reports_are_taken_as_they_were_made() -> None:
+    assert cues(Script(), {0: report(1, 30), 1: report(1, 10), 2: report(2, 20)}, {0, 1, 2}) == [(1, 1), (2, 2), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("order", "present", "taken"),
+    [
+        ([(2, 1), (0, 1), (1, 1)], {0, 1, 2}, [(2, 1), (0, 1), (1, 1)]),
+        ([(2, 1), (2, 2), (0, 1)], {0, 1, 2}, [(2, 1)]),  # the next one has not come
+        ([(3, 1), (1, 1)], {0, 1, 2}, [(1, 1), (0, 1), (2, 1)]),  # one that left is skipped; then as they come
+        ([(1, 1)], {1, 2}, [(0, 1), (1, 1), (2, 1)]),  # a report of one that left is nobody's
+    ],
+)
+def test_an_order_holds_reports_back(
+    order: list[tuple[int, int]], present: set[int], taken: list[tuple[int, int]]
+) -> None:
+    told = {r: report(1, at_ns=r) for r in range(3)}
+    assert cues(Script().order(*order), told, present) == taken
+
+
+def test_replicas_stop_before_the_next_arrival() -> None:
+    script, everyone = Script().order((0, 1), (1, 2)), {0, 1, 2}
+    assert cues(script, {0: report(1)}, everyone, frozenset({1})) == []
+    stopped = {0: report(1), 1: report(1, ending=CANCELLED)}
+    assert cues(script, stopped, everyone) == [(1, 1), (0, 1)]
+    overtaken = {0: report(1), 1: report(1)}  # its Δ came all the same
+    assert cues(script, overtaken, everyone, frozenset({1})) == [(1, 1)]
+
+
+def test_faults_meet_their_moment_alone() -> None:
+    sent: list[tuple[int, int]] = []
+    script = Script().kill(replica=1, step=3).stop(replica=0, step=2, when="taken")
+    director = Director(script, lambda replica, number: sent.append((replica, number)))
+    for replica in (0, 1):
+        for step in (1, 2, 3, 4):
+            director.reached(replica, step, "sent")
+            director.reached(replica, step, "taken")
+    assert sent == [(0, 19), (1, 9)]
+
+
+# ---------------------------------------------------------------------------------------------------- where scores wait
+
+
+@pytest.fixture
+def nursery(engine: LocalEngine) -> Nursery:
+    """That of the engine, with all imports made."""
+    job = Job(programs.program(), Strategy(replicas=1), Budget("steps", 1, 1))
+    return engine._nursery_for(job)
+
+
+MOMENT = Moment(0.0, 0, 0, 1, None, None)
+
+
+@pytest.fixture
+def desk(nursery: Nursery) -> Iterator[Callable[..., tuple[Desk, State]]]:
+    opened: list[Callable[[], None]] = []
+
+    def make(**fields: Any) -> tuple[Desk, State]:
+        job = Job(programs.program(metrics={}, **fields), Strategy(replicas=1), Budget("steps", 1, 1), timeout_s=30)
+        module = job.program.build()
+        layout = Layout.of(module)
+        parcel = ship(job)
+        opened.append(parcel.close)
+        it = Desk(job, nursery, parcel, layout, patient=False)
+        opened.append(it.close)
+        return it, read(module, layout.new())
+
+    yield make
+    for close in reversed(opened):
+        close()
+    assert not nursery._children
+
+
+def collected(desk: Desk, count: int) -> list[Record]:
+    """As many records as there are to come."""
+    records: list[Record] = []
+    while len(records) < count:
+        desk._link.settimeout(60)
+        records += desk._receive(60)
+    return records
+
+
+def test_snapshots_are_scored_one_after_the_other_as_they_were(desk: Any) -> None:
+    it, state = desk()
+    for value in (0.0, 1.0, 2.0):
+        for vector in state.parameters:
+            vector.fill_(value)
+        it.hand_in(state, MOMENT)
+    assert it.waiting == 3
+    losses = [record.train_loss for record in collected(it, 3)]
+    assert it.waiting == 0
+    assert losses[0] == pytest.approx(float(torch.log(torch.tensor(3.0))), abs=1e-6)  # of zeros, all classes are equal
+    assert len({*losses}) >= 2 or losses[1] == losses[2] == losses[0]
+
+
+def test_where_memory_is_short_handing_in_waits(desk: Any) -> None:
+    it, state = desk()
+    it._room = 2
+    for _ in range(6):
+        it.hand_in(state, MOMENT)
+        assert it.waiting <= 2
+    early = it.collect()
+    assert len(early) + it.waiting == 6
+    assert len(collected(it, it.waiting)) == 6 - len(early)
+
+
+def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
+    it, state = desk()
+    liveness.kill(it.child.pidfd)
+    assert liveness.wait_gone([it.child.pidfd], 60)
+    for _ in range(3):
+        it.hand_in(state, MOMENT)
+    it.collect()
+    assert not it.alive
+    assert len({record.train_loss for record in it.score_rest()}) == 1
+    assert it.waiting == 0
+
+
+# -------------------------------------------------------------------------------------------------- board and figures
+
+
+@pytest.fixture
+def board() -> Iterator[Board]:
+    board = Board(Layout.of(programs.mlp()), replicas=2, slots=1)
+    yield board
+    board.segment.close()
+
+
+def test_memory_that_cannot_be_had_is_let_go_of() -> None:
+    before = files()
+    with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
+        Board(Layout.of(torch.nn.Linear(500_000, 500_000, device="meta")), replicas=2, slots=1)
+    assert files() == before
+
+
+@pytest.mark.parametrize(("per_step", "steps"), [(1, 6), (3, 2)])
+def test_a_step_may_be_several_micro_steps(board: Board, per_step: int, steps: int) -> None:
+    gauge = Gauge(board, 1, NullRecorder(), step_bytes=100, per_step=per_step)
+    gauge.start()
+    for k in range(6):
+        gauge.stepped(pushed=k % 3 == 2)
+    gauge.close()
+    seen = figures(board, 1, parameter_bytes=7, seconds=1000.0)
+    assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
+    assert len(board.step_times(1)) == steps
+    assert figures(board, 0, 7, 1.0).step_time_s is None
+
+
+def test_a_cancelled_step_counts_whole(board: Board) -> None:
+    gauge = Gauge(board, 0, NullRecorder(), step_bytes=100, per_step=3)
+    gauge.start()
+    gauge.stepped(pushed=False)
+    gauge.stepped(pushed=False, skipped=1)
+    assert board.figures(0).steps == 1
+
+
+def test_nobody_is_busier_than_the_run_was_long(board: Board) -> None:
+    board.measure(0, Figures(1, int(5e9), 0, 0))
+    assert figures(board, 0, 0, seconds=2.0).busy_s == 2.0
+
+
+# -------------------------------------------------------------------------------------------------------------- roster
+
+
+def test_the_roster_is_there_while_the_run_lasts(tmp_path: Path) -> None:
+    roster = Roster(tmp_path / "runs" / "a", {0: 11, 1: 12}, scorer=13)
+    rows = json.loads((tmp_path / "runs" / "a" / "workers.json").read_text())
+    assert [(row["role"], row["pid"]) for row in rows] == [
+        ("coordinator", os.getpid()),
+        ("scorer", 13),
+        ("replica", 11),
+        ("replica", 12),
+    ]
+    roster.close()
+    assert not (tmp_path / "runs" / "a").exists()
+
+
+def test_taking_it_away_keeps_what_is_not_ours(tmp_path: Path) -> None:
+    Roster(tmp_path, {}, scorer=1)
+    (tmp_path / "mine").touch()
+    (tmp_path / ".workers.json.partial").touch()  # main was killed while it wrote
+    remove_roster(tmp_path)
+    remove_roster(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_child_that_is_forgotten_has_gone(nursery: Nursery) -> None:
+    nursery.wait_ready()
+    before = files()
+    child = nursery.spawn("tests.engine.local.moments:rest", {})
+    watched = liveness.open_pid(child.pid)
+    nursery.forget(child)
+    nursery.forget(child)
+    assert not liveness.alive(watched)
+    os.close(watched)
+    assert files() == before
+    assert nursery.alive
