@@ -1,6 +1,7 @@
 """What is trained: the model, its loss, its optimizer and its data; nothing about how it is split or paced."""
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeGuard
@@ -21,6 +22,10 @@ BatchSource: TypeAlias = Callable[[int, int, int], Iterable[tuple[Tree, Tree]]]
 """(replica, replicas, seed) -> batches of (input, target): data that no one machine holds."""
 Data: TypeAlias = Dataset[Any] | tuple[Tree, Tree]
 Precision: TypeAlias = Literal["fp32", "bf16"]
+
+
+_GENERATOR = threading.Lock()
+"""Threads share torch's generator: two models made at once would take each other's numbers."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class Program:
 
     def build(self) -> nn.Module:
         """The module with the parameters A_0: the same bits wherever it is called; leaves torch's own seed alone."""
-        with torch.random.fork_rng(devices=[]):
+        with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             module: Any = self.model()
         if not isinstance(module, nn.Module):
