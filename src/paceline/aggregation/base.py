@@ -69,6 +69,11 @@ class Apply:
     deltas: tuple[tuple[Arrival, float], ...]
     rate: float = 1.0
 
+    @property
+    def alone(self) -> bool:
+        """Whether it is one Δ, of weight 1."""
+        return len(self.deltas) == 1 and self.deltas[0][1] == 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Release:
@@ -164,6 +169,8 @@ def combined(arrivals: tuple[Arrival, ...], combine: Combine, rate: float = 1.0)
     """
     if not arrivals:
         return ()
+    if len(arrivals) == 1 and arrivals[0].samples:
+        return (Apply(((arrivals[0], 1.0),), rate),)
     total = sum(a.samples for a in arrivals)
     if total == 0:
         return (Discard(arrivals),)

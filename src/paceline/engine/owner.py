@@ -44,17 +44,25 @@ class Owner:
             self._scheduler = program.scheduler(self._optimizer) if program.scheduler else None
             self._clip_norm = program.clip_norm
         self._plain_rate = _plain_rate(self._optimizer)
+        looked_at = self._moves or self._clip_norm is not None or "agreement" in policy.needs
+        self._direct = self._plain_rate is not None and not looked_at and not state.buffers
 
     @property
     def combined(self) -> list[Tensor]:
-        """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
+        """Σ weight·Δ of the last update, clipped, one vector for each dtype; kept for policies that need agreement."""
         return self._combined.parameters
 
-    def apply(self, deltas: Iterable[tuple[State, float]], rate: float = 1.0) -> None:
+    def apply(self, deltas: Iterable[tuple[State, float]], rate: float = 1.0, *, alone: bool = False) -> None:
         """One update of A by Σ weight·Δ, summed in the order given; each Δ is looked at once, then let go.
 
-        ``deltas`` may compute each Δ as it is asked for.
+        Args:
+            deltas: may compute each Δ as it is asked for.
+            rate: times the learning rate.
+            alone: whether there is but one, of weight 1.
         """
+        if alone and self._direct:
+            self._move(next(iter(deltas))[0], rate)
+            return
         self._combine(deltas)
         if self._clip_norm is not None:
             _clip(self._combined.parameters, self._clip_norm)
@@ -65,6 +73,12 @@ class Owner:
         else:
             for vector, gradient in zip(self.state.parameters, self._combined.parameters, strict=True):
                 vector.add_(gradient, alpha=-self._plain_rate * rate)
+
+    def _move(self, delta: State, rate: float) -> None:
+        """A step on one Δ of weight 1, straight from where it lies: to the bit what the long way does."""
+        assert self._plain_rate is not None, "only where a step is A -= lr·g"
+        for vector, gradient in zip(self.state.parameters, delta.parameters, strict=True):
+            vector.add_(gradient, alpha=-self._plain_rate * rate)
 
     def _combine(self, deltas: Iterable[tuple[State, float]]) -> None:
         buffers = _Buffers(self.state)

@@ -35,15 +35,16 @@ class Server:
         recorder: AnyRecorder,
     ) -> None:
         self._setup, self._board, self._recorder = setup, board, recorder
+        self._slots = setup.slots
         self._ring, self._about_to_send = ring, about_to_send
         self.state: State = board.state
         self.version: Version = 0
-        self._owner = Owner(setup.job.program, setup.policy, self.state) if setup.slots else None
+        self._owner = Owner(setup.job.program, setup.policy, self.state) if self._slots else None
         self.observer = Observer(setup.policy, self._owner)
-        replicas, slots = range(setup.replicas), range(setup.slots)
+        replicas, slots = range(setup.replicas), range(self._slots)
         self._reads = [board.read_slot(r) for r in replicas] if slots else []
         self._deltas = [[board.delta_slot(r, s) for s in slots] for r in replicas]
-        self._posts = [_Post(setup.slots) for _ in replicas]
+        self._posts = [_Post(self._slots) for _ in replicas]
         self._held: dict[tuple[ReplicaId, Clock], int] = {}
 
     # ------------------------------------------------------------------------------------------ what workers have told
@@ -56,13 +57,13 @@ class Server:
     def take(self, replica: ReplicaId, report: Report) -> None:
         """Look at a report no more; the slot it names is free again."""
         self._posts[replica].heard = report.attempt
-        if self._setup.slots:
+        if self._slots:
             self._posts[replica].slots.append(report.slot)
 
     def keep(self, replica: ReplicaId, report: Report) -> State | None:
         """Take a report and hold its Δ until it is applied or discarded; None where Δs have no slots."""
         self._posts[replica].heard = report.attempt
-        if not self._setup.slots:
+        if not self._slots:
             return None
         self._held[replica, report.attempt] = report.slot
         return self._deltas[replica][report.slot]
@@ -87,7 +88,9 @@ class Server:
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns()
         if self._owner is not None:
-            self._owner.apply([(self._delta(a), weight) for a, weight in action.deltas], action.rate)
+            self._owner.apply(
+                [(self._delta(a), weight) for a, weight in action.deltas], action.rate, alone=action.alone
+            )
         ended = time.monotonic_ns()
         self.version += 1
         self.observer.applied((ended - began) * 1e-9)
@@ -95,7 +98,7 @@ class Server:
         self.discard(tuple(a for a, _ in action.deltas))
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
-        for a in arrivals if self._setup.slots else ():
+        for a in arrivals if self._slots else ():
             self._posts[a.replica].slots.append(self._held.pop((a.replica, a.clock)))
 
     def cancel(self, replica: ReplicaId) -> None:
@@ -113,7 +116,7 @@ class Server:
         slots = self._posts[replica].slots
         if not slots:
             raise PacelineError(
-                f"{text_of(self._setup.policy)} lets replica {replica} go on with all {self._setup.slots} of its Δ "
+                f"{text_of(self._setup.policy)} lets replica {replica} go on with all {self._slots} of its Δ "
                 "slots held; its slots() must say how many Δs of one replica, the one under way included, there can be "
                 "at once"
             )

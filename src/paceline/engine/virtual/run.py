@@ -171,7 +171,7 @@ class VirtualRun:
         self._score_before(self._now)
         if self._now > self._end:
             raise _TimeUp
-        self._owner.apply(((self._used(a), weight) for a, weight in action.deltas), action.rate)
+        self._owner.apply(((self._used(a), weight) for a, weight in action.deltas), action.rate, alone=action.alone)
         self._snapshot = None
         self._observer.applied(self._now - began)
         if self._job.trace and self._now > began:
