@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from paceline import Program
 from paceline.aggregation import Aggregation, parse
+from paceline.engine.kernels import kernel_of
 from paceline.engine.owner import Owner
 from paceline.engine.setup import first_state
 from paceline.replica.state import State
@@ -49,7 +50,9 @@ OPTIMIZERS = [
     functools.partial(SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     lambda parameters: SGD(parameters, lr=torch.tensor(0.1)),
     functools.partial(Adam, lr=0.01, amsgrad=True),
+    functools.partial(Adam, lr=0.01, weight_decay=0.1),
     functools.partial(AdamW, lr=0.01),
+    functools.partial(SGD, lr=0.1, weight_decay=0.01),
     functools.partial(RMSprop, lr=0.01, momentum=0.5, centered=True),
     programs.half_decayed,
 ]
@@ -64,9 +67,22 @@ def test_a_vector_is_stepped_on_as_its_tensors_are(optimizer: Any, model: Any, s
     for step in range(5):
         (delta,) = deltas(owner, 1, step)
         rate = 0.5 if step % 2 else 1.0
-        owner.apply([(delta, 1.0)], rate)
+        before = delta.clone()
+        owner.apply([(delta, 1.0)], rate, alone=step > 1)
+        assert all(torch.equal(a, b) for a, b in zip(delta.parameters, before.parameters, strict=True))
         plain.step(dict(delta.named()), rate)
     same(owner, plain)
+
+
+KERNELS = [(lambda p: SGD(p, lr=1), True), (Adam, True), (AdamW, True), (RMSprop, False)]
+KERNELS += [(lambda p: SGD(p, lr=1, maximize=True), False), (lambda p: Adam(p, amsgrad=True), False)]
+
+
+@pytest.mark.parametrize(("make", "expected"), KERNELS)
+def test_who_has_a_kernel(make: Any, expected: bool) -> None:
+    vector, other = torch.zeros(3), torch.zeros(3)
+    assert (kernel_of(make([torch.nn.Parameter(vector)]), [vector]) is not None) is expected
+    assert kernel_of(make([torch.nn.Parameter(other)]), [vector]) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.aggregation.base import Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.core.delta import Change, Distance
+from paceline.engine.kernels import kernel_of
 from paceline.program import Program
 from paceline.replica.state import State
 
@@ -43,9 +44,9 @@ class Owner:
             self._optimizer = optimizer_of(program, state, self._combined)
             self._scheduler = program.scheduler(self._optimizer) if program.scheduler else None
             self._clip_norm = program.clip_norm
-        self._plain_rate = _plain_rate(self._optimizer)
+        self._kernel = kernel_of(self._optimizer, state.parameters)
         looked_at = self._moves or self._clip_norm is not None or "agreement" in policy.needs
-        self._direct = self._plain_rate is not None and not looked_at and not state.buffers
+        self._direct = not looked_at and not state.buffers
 
     @property
     def combined(self) -> list[Tensor]:
@@ -60,25 +61,18 @@ class Owner:
             rate: times the learning rate.
             alone: whether there is but one, of weight 1.
         """
-        if alone and self._direct:
-            self._move(next(iter(deltas))[0], rate)
+        if alone and self._direct and self._kernel is not None:
+            self._kernel.step(next(iter(deltas))[0].parameters, rate)  # to the bit what the long way does
             return
         self._combine(deltas)
         if self._clip_norm is not None:
             _clip(self._combined.parameters, self._clip_norm)
         if self._moves:
             torch._foreach_neg_(self._combined.parameters)
-        if self._plain_rate is None:
+        if self._kernel is None:
             self._step(rate)
         else:
-            for vector, gradient in zip(self.state.parameters, self._combined.parameters, strict=True):
-                vector.add_(gradient, alpha=-self._plain_rate * rate)
-
-    def _move(self, delta: State, rate: float) -> None:
-        """A step on one Δ of weight 1, straight from where it lies: to the bit what the long way does."""
-        assert self._plain_rate is not None, "only where a step is A -= lr·g"
-        for vector, gradient in zip(self.state.parameters, delta.parameters, strict=True):
-            vector.add_(gradient, alpha=-self._plain_rate * rate)
+            self._kernel.step(self._combined.parameters, rate)
 
     def _combine(self, deltas: Iterable[tuple[State, float]]) -> None:
         buffers = _Buffers(self.state)
@@ -129,17 +123,6 @@ def _parameters(tensors: list[Tensor], gradients: list[Tensor]) -> list[nn.Param
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return parameters
-
-
-def _plain_rate(optimizer: Optimizer) -> float | None:
-    """The learning rate where a step is A -= lr·g and nothing else; torch.optim takes ten times as long for that."""
-    group = optimizer.param_groups[0]
-    single = type(optimizer) is torch.optim.SGD and len(optimizer.param_groups) == 1
-    if not single or any(group[name] for name in ("momentum", "weight_decay", "maximize", "differentiable")):
-        return None
-    wrapped = "step" in vars(optimizer)  # a scheduler does that
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return None if wrapped or hooked or isinstance(group["lr"], Tensor) else float(group["lr"])
 
 
 def _clip(vectors: list[Tensor], bound: float) -> None:
