@@ -36,10 +36,13 @@ class Crew:
         board_fd: the run's shared memory.
         parcel: the job.
         trace: whether they record spans.
+        entry: of their process, "package.module:function".
     """
 
-    def __init__(self, nursery: Nursery, replicas: int, board_fd: int, parcel: Parcel, *, trace: bool) -> None:
-        self._nursery = nursery
+    def __init__(
+        self, nursery: Nursery, replicas: int, board_fd: int, parcel: Parcel, *, trace: bool, entry: str = ENTRY
+    ) -> None:
+        self._nursery, self._entry = nursery, entry
         self._children: dict[ReplicaId, Child] = {}
         self._ready: set[ReplicaId] = set()
         self._bells = [Bell() for _ in range(replicas)]
@@ -62,7 +65,7 @@ class Crew:
                 return
             fds = [board_fd, job_fd, bell.fileno(), self.bell.fileno(), self._theirs.fileno()]
             fds += self._traces[replica : replica + 1]
-            child = self._nursery.spawn(ENTRY, {"replica": replica}, fds)
+            child = self._nursery.spawn(self._entry, {"replica": replica}, fds)
             self._children[replica] = child
             self.living.add(replica)
             self.waiter.add(child.pidfd, ("ended", replica))

@@ -10,6 +10,7 @@ from paceline.comm.nursery import Nursery
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.local.crew import ENTRY
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
 
@@ -25,12 +26,13 @@ class LocalEngine(Engine):
 
     Args:
         script: the order of arrivals and the faults of each run; for tests, and to tell a run again.
+        entry: of the worker processes, "package.module:function"; for measurements of the engine without a model.
     """
 
     name = "local"
 
-    def __init__(self, script: Script | None = None) -> None:
-        self.script = script or Script()
+    def __init__(self, script: Script | None = None, entry: str = ENTRY) -> None:
+        self.script, self._entry = script or Script(), entry
         self._nursery: Nursery | None = None
         self._preloaded: tuple[str, ...] = ()
 
@@ -51,7 +53,7 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         nursery = self._nursery_for(job)
         with _one_thread(), ExitStack() as closing:
-            return LocalRun(job, nursery, watch, self.script, closing).outcome()
+            return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:
         """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed."""

@@ -29,7 +29,7 @@ from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.local.board import ARRIVED, Board, Report
-from paceline.engine.local.crew import Crew, Token
+from paceline.engine.local.crew import ENTRY, Crew, Token
 from paceline.engine.local.desk import Desk
 from paceline.engine.local.figures import figures, timeline
 from paceline.engine.local.roster import Roster
@@ -56,9 +56,12 @@ class LocalRun:
         watch: told how it stands.
         script: what is to happen in it.
         closing: what has to be let go of, however it ends; for the caller to close.
+        entry: of the worker processes.
     """
 
-    def __init__(self, job: Job, nursery: Nursery, watch: Watcher, script: Script, closing: ExitStack) -> None:
+    def __init__(
+        self, job: Job, nursery: Nursery, watch: Watcher, script: Script, closing: ExitStack, entry: str = ENTRY
+    ) -> None:
         self._job, self._nursery, self._watch, self._closing = job, nursery, watch, closing
         self._setup = setup = Setup.of(job)
         self._module, state = first_state(job.program, job.running_buffers)
@@ -69,7 +72,7 @@ class LocalRun:
         self._board.state.copy_(state)
         self._sink = self._new_sink()
         self._recorder = Recorder(SERVER, 0, 0, self._sink) if job.trace else NullRecorder()
-        self._crew = Crew(nursery, setup.replicas, self._board.segment.fd, self._parcel, trace=job.trace)
+        self._crew = Crew(nursery, setup.replicas, self._board.segment.fd, self._parcel, trace=job.trace, entry=entry)
         closing.callback(self._crew.close)
         self._director = Director(script, self._crew.signal)
         self._server = Server(setup, self._board, self._crew.ring, self._about_to_send, self._recorder)

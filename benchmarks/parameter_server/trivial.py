@@ -1,0 +1,43 @@
+"""A worker of the local engine that computes nothing: its Δ lies ready, so that the engine alone is measured."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from paceline.engine.local import worker
+from paceline.engine.setup import Setup
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.state import State
+
+
+class Trivial(Replica):
+    """Writes its Δ once into each slot, and after that says only that it is there."""
+
+    def __init__(self) -> None:
+        self._written: set[int] = set()
+
+    def adopt(self, state: State) -> None:
+        """Nothing is read."""
+
+    def advance(self, batch: Batch, clock: int) -> float:
+        return 0.5
+
+    def finish(self, out: State) -> Measured:
+        if id(out) not in self._written:
+            self._written.add(id(out))
+            for vector in out.vectors:
+                vector.fill_(1e-6)
+        return Measured(0.5, 1, finite=True)
+
+
+def main(args: dict[str, Any], fds: Sequence[int]) -> None:
+    """The process's entry: the engine's own worker, with a trivial replica and no data."""
+
+    def replica(*_: object, **__: object) -> Replica:
+        return Trivial()
+
+    def batches(*_: object) -> Iterator[Batch]:
+        return (Batch(None, None, 1) for _ in itertools.count())
+
+    Setup.replica, Setup.batches = replica, batches  # type: ignore[assignment,method-assign]
+    worker.main(args, fds)
