@@ -78,7 +78,9 @@ def main() -> None:
             ]
             mine, theirs = (median(column) for column in zip(*pairs, strict=True))
             ratio = median(a / b for a, b in pairs)
-            print(f"| {workers} | {parameters:,} | {optimizer} | {mine:,.0f} | {theirs:,.0f} | {ratio:.0f} |", flush=True)
+            print(
+                f"| {workers} | {parameters:,} | {optimizer} | {mine:,.0f} | {theirs:,.0f} | {ratio:.0f} |", flush=True
+            )
 
 
 if __name__ == "__main__":
