@@ -16,7 +16,7 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Progress, Watcher
 
 REDRAW_S: Seconds = 0.2
-"""A redraw takes about a millisecond of the thread that drives the run, so five a second stay under 1 % of it."""
+"""Seconds between two redraws, which the thread that drives the run makes: it has better things to do."""
 
 
 def figures(progress: Progress) -> str:

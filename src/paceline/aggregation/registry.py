@@ -26,8 +26,6 @@ _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 class Option(NamedTuple):
     """One option of a registered class."""
 
-    field: str
-    """The attribute that keeps it."""
     hint: Any
     """Its type."""
     default: Any
@@ -45,10 +43,9 @@ class Entry:
     def options(self) -> Mapping[str, Option]:
         """What may be written after the colon, in the constructor's order."""
         hints = get_type_hints(self.cls.__init__)
-        # A field whose name the constructor can't use says in its metadata which option it keeps.
-        kept = {f.metadata.get("option", f.name): f for f in fields(self.cls)}
+        kept = {f.name: f for f in fields(self.cls)}
         parameters = [p for p in signature(self.cls).parameters.values() if p.name not in self.fixed]
-        return {p.name: Option(kept[p.name].name, hints[p.name], _default(p, kept[p.name])) for p in parameters}
+        return {p.name: Option(hints[p.name], _default(p, kept[p.name])) for p in parameters}
 
     def means(self, value: object) -> bool:
         """Whether ``value`` is of this class and has what the name settles."""

@@ -46,7 +46,7 @@ def text_of(value: object) -> str:
     if entry is None:
         function = value.function if isinstance(value, Function) else type(value)
         return f"<{getattr(function, '__name__', type(function).__name__).strip('<>')}>"
-    kept = {name: getattr(value, option.field) for name, option in entry.options().items()}
+    kept = {name: getattr(value, name) for name in entry.options()}
     said = [f"{name}={show(kept[name])}" for name, o in entry.options().items() if kept[name] != o.default]
     return f"{entry.name}:{','.join(said)}" if said else entry.name
 
