@@ -144,6 +144,15 @@ class Triples(Broken):
         return 1.0, 2.0, 3.0
 
 
+class Clamped(nn.Linear):
+    """Writes its own parameter as it is used."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
@@ -164,6 +173,10 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
         (
             {"model": lambda: nn.Linear(6, 1).double()},
             r"output float64 \[4, 1\] does not fit the loss on target int64 \[4\]",
+        ),
+        (
+            {"model": lambda: Clamped(6, 3).double()},
+            "writes its parameter weight in forward or backward .* write aggregation=local-steps:period=1",
         ),
         ({"model": Wrong}, "the loss does not depend on any parameter"),
         ({"model": unfrozen}, "the loss does not depend on any parameter"),

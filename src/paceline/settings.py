@@ -88,6 +88,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
     draft = Job(program, strategy, budget)
     seen = trial(program, _first_batch(draft))
     _refuse_condition(budget, program, seen)
+    _refuse_writing(strategy, seen)
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
     job = replace(
         draft,
@@ -198,6 +199,16 @@ def _condition(text: str) -> Condition:
     if found is None or found[3].count(".") > 1:
         raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
     return Condition(found[1], found[2] == ">=", float(found[3]))
+
+
+def _refuse_writing(strategy: Strategy, seen: Trial) -> None:
+    """A replica that sends gradients computes from an A that others read as well."""
+    if seen.written and isinstance(strategy.aggregation.delta, Gradient):
+        raise InputError(
+            f"the model writes its parameter {seen.written[0]} in forward or backward (an Embedding with max_norm=, "
+            f"a clamp_?), but under aggregation={text_of(strategy.aggregation)} replicas only read A; do it to a copy "
+            "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
+        )
 
 
 def _refuse_condition(budget: Budget, program: Program, seen: Trial) -> None:

@@ -24,8 +24,9 @@ applies or discards all that it holds.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from paceline.core.delta import Adopt, Delta, Gradient, Replace
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
@@ -41,8 +42,11 @@ fraction of the time since the previous arrival in which the owners were busy.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+NOTHING: Mapping[str, float] = MappingProxyType({})
+"""What an engine has observed where nothing was asked for."""
+
+
+class Arrival(NamedTuple):
     """One Δ that has reached the coordinator; (replica, clock) names it."""
 
     replica: ReplicaId
@@ -56,7 +60,7 @@ class Arrival:
     finite: bool = True
     """Always true where a policy sees it: an engine stops at a Δ that is not finite, or discards it and counts it."""
     loss: float | None = None
-    observed: Mapping[str, float] = field(default_factory=dict[str, float])
+    observed: Mapping[str, float] = NOTHING
 
 
 # ------------------------------------------------------------------------------------------------ what a policy decides

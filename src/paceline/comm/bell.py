@@ -22,6 +22,8 @@ class Bell:
     def __init__(self, fd: int | None = None) -> None:
         """A new bell, or the one behind an ``fd`` that was inherited or received; closing the bell closes it."""
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if fd is None else fd
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
 
     def fileno(self) -> int:
         """What to pass to another process and to add to a Waiter; readable while the bell has been rung."""
@@ -43,9 +45,7 @@ class Bell:
 
     def wait(self, timeout_s: float | None) -> bool:
         """Sleep until the bell has been rung; False where it was not in time. Does not clear it. None: no bound."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
 
     def close(self) -> None:
         """Idempotent."""

@@ -6,6 +6,7 @@ process that holds or maps it, however that process ends. So there is nothing to
 
 import mmap
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -40,11 +41,12 @@ class Segment:
     >>> segment.close()
     """
 
-    def __init__(self, fd: int, size_bytes: int) -> None:
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
         """Map ``fd``, which from now on belongs to the segment; ``create`` and ``attach`` say it more clearly."""
-        self._fd, self.size_bytes = fd, size_bytes
+        self._fd, self.size_bytes, self._writable = fd, size_bytes, writable
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
-            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED)
+            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
         except (OSError, ValueError, OverflowError) as error:
             os.close(fd)
             raise _no_memory(size_bytes, str(error)) from error
@@ -81,6 +83,10 @@ class Segment:
         """The segment behind an ``fd`` that was inherited or received; closing the segment closes it."""
         return cls(fd, size_bytes)
 
+    def readable(self) -> "Segment":
+        """The same memory again, where a write is a SIGSEGV."""
+        return Segment(os.dup(self._fd), self.size_bytes, writable=False)
+
     @property
     def fd(self) -> int:
         """What to pass to another process."""
@@ -96,7 +102,10 @@ class Segment:
         count = prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        return torch.frombuffer(self._mapping(), dtype=dtype, count=count, offset=offset).view(tuple(shape))
+        with warnings.catch_warnings():
+            if not self._writable:  # torch has no tensors that can't be written, and says so
+                warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(self._mapping(), dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def reserve(self, offset: int, size_bytes: int) -> None:
         """Give these bytes memory now, so that a write can't meet a full memory later (which would kill by SIGBUS).

@@ -1,5 +1,6 @@
 """How much of the budget each replica may still spend."""
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -13,6 +14,9 @@ class Allowance(Protocol):
     def grant(self, replica: ReplicaId) -> int:
         """How many micro-steps this replica's next Δ takes; 0: it is done."""
 
+    def surely(self, replica: ReplicaId) -> int:
+        """How many further Δs it will be granted, whatever the others do until then; at least."""
+
 
 class Unbounded:
     """Time alone ends the run."""
@@ -23,6 +27,10 @@ class Unbounded:
     def grant(self, replica: ReplicaId) -> int:
         del replica
         return self._micro_steps
+
+    def surely(self, replica: ReplicaId) -> int:
+        del replica
+        return sys.maxsize
 
 
 class Steps:
@@ -42,6 +50,9 @@ class Steps:
         granted = min(self._micro_steps, self._left[replica])
         self._left[replica] -= granted
         return granted
+
+    def surely(self, replica: ReplicaId) -> int:
+        return self._left[replica] // self._micro_steps
 
 
 class Epochs:
@@ -65,3 +76,7 @@ class Epochs:
             self._left -= self._size(replica, k)
             granted += 1
         return granted
+
+    def surely(self, replica: ReplicaId) -> int:
+        del replica
+        return 0

@@ -11,7 +11,6 @@ from paceline.engine.coordinator import Coordinator
 from paceline.engine.points import Points
 from paceline.engine.scoring import Moment
 from paceline.engine.setup import Setup
-from paceline.replica.base import Measured
 
 
 class Chronicle:
@@ -31,10 +30,10 @@ class Chronicle:
         self.history: list[Record] = []
         self._last: tuple[int, int] | None = None
 
-    def heard(self, measured: Measured) -> None:
+    def heard(self, loss: float, samples: int) -> None:
         """A Δ's loss is known."""
-        if measured.samples:
-            self._losses.append(measured.loss)
+        if samples:
+            self._losses.append(loss)
 
     def spent(self, time_s: Seconds) -> float:
         """How much of the budget is spent, in its unit."""

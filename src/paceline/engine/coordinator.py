@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from paceline.aggregation import text_of
-from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Cancel, Decision, Discard, Release
+from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
 from paceline.engine.allowance import Allowance
@@ -95,6 +95,11 @@ class Coordinator:
         return frozenset(self._computing)
 
     @property
+    def waiting(self) -> list[ReplicaId]:
+        """Who takes part and does not compute."""
+        return sorted(self.present - self._computing)
+
+    @property
     def idle(self) -> bool:
         """Whether every replica has gone."""
         return not self.present
@@ -111,18 +116,20 @@ class Coordinator:
 
     def arrived(self, arrival: Arrival) -> None:
         """A Δ is there."""
-        self._computing.discard(arrival.replica)
-        self.tally.gradients += 1
-        self.tally.seen_samples += arrival.samples
-        self.tally.micro_steps += self._granted[arrival.replica]
+        tally, replica = self.tally, arrival.replica
+        self._computing.discard(replica)
+        tally.gradients += 1
+        tally.seen_samples += arrival.samples
+        tally.micro_steps += self._granted[replica]
         self._held[arrival.replica, arrival.clock] = arrival
         if arrival.finite:
             self._decide(*self._policy.arrived(self._state, arrival))
         else:
-            self.tally.nonfinite += 1
+            tally.nonfinite += 1
             self._execute(Discard((arrival,)))
-            self._execute(Release((arrival.replica,)))
-        self._see_off()
+            self._execute(Release((replica,)))
+        if self._finishing:
+            self._see_off()
 
     def cancelled(self, replica: ReplicaId) -> None:
         """A replica has stopped its attempt and can read A."""
@@ -172,27 +179,28 @@ class Coordinator:
             self._executing = not outermost
 
     def _execute(self, action: Action) -> None:
-        match action:
-            case Apply():
-                arrivals = [a for a, _ in action.deltas]
-                self._check(arrivals)
-                self._hands.apply(action)
-                self._settle(arrivals)
-                self._count(action)
-                self.version += 1
-            case Release():
-                for replica in action.replicas:
-                    self._go_on(replica)
-            case Discard():
-                self._check(action.arrivals)
-                self._settle(action.arrivals)
-                self.tally.discarded += len(action.arrivals)
-                self._hands.discard(action.arrivals)
-            case Cancel():
-                for replica in action.replicas:
-                    self._cancel(replica)
+        if isinstance(action, Apply):
+            arrivals = [a for a, _ in action.deltas]
+            self._check(arrivals)
+            self._hands.apply(action)
+            self._settle(arrivals)
+            self._count(action)
+            self.version += 1
+        elif isinstance(action, Release):
+            for replica in action.replicas:
+                self._go_on(replica)
+        elif isinstance(action, Discard):
+            self._check(action.arrivals)
+            self._settle(action.arrivals)
+            self.tally.discarded += len(action.arrivals)
+            self._hands.discard(action.arrivals)
+        else:
+            for replica in action.replicas:
+                self._cancel(replica)
 
     def _check(self, arrivals: Sequence[Arrival]) -> None:
+        if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:
+            return
         names = {(a.replica, a.clock) for a in arrivals}
         if len(names) < len(arrivals) or not names <= self._held.keys():
             raise PacelineError(

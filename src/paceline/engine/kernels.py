@@ -1,31 +1,151 @@
 """Steps of the most common optimizers on flat vectors, without what torch.optim spends around them.
 
-Each does torch's own operations in torch's own order (``torch/optim/sgd.py`` and ``adam.py`` of 2.13, one tensor at a
-time), so the bits are the same. On 22,000 parameters torch.optim's checks and hooks take longer than the arithmetic.
+A kernel is a value: the numbers of one step, and nothing else. What the optimizer remembers from step to step lies in
+vectors that are handed in, so any process that sees them can make any part of the step. SGD does torch's own operations
+in torch's own order (``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused
+kernel, which rounds as ``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the
+arithmetic.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+Memory: TypeAlias = Sequence[Tensor]
+"""What an optimizer remembers of one vector: ``Kernel.remembers`` vectors of the same form, zeros at first."""
 
+
+@dataclass(slots=True)
 class Kernel(ABC):
-    """The update rule of one optimizer on the vectors of A."""
+    """One step of one optimizer."""
+
+    number: int
+    """Which step it is, 1 for the first."""
+    lr: float
+    """Learning rate, the update's own rate included."""
+    weight_decay: float
+
+    @property
+    @abstractmethod
+    def remembers(self) -> int:
+        """How many vectors of memory it needs for each vector of A."""
 
     @abstractmethod
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        """Move A, with learning rate · ``rate``; the gradients stay as they are."""
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+        """Write into ``there`` what A's vector ``here`` becomes; both may be one. The gradient stays as it is."""
 
 
-def kernel_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> Kernel | None:
-    """The kernel that does what ``optimizer`` does to A; None where torch.optim has to do it.
+@dataclass(slots=True)
+class SgdKernel(Kernel):
+    """Stochastic gradient descent."""
 
-    That is so where it steps on anything but A's vectors, where somebody listens to its steps (a scheduler, a hook), or
-    where an option of it has no place here.
+    momentum: float
+    dampening: float
+    nesterov: float
+
+    @property
+    def remembers(self) -> int:
+        return int(self.momentum != 0)
+
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+        if self.weight_decay:
+            gradient = gradient.add(here, alpha=self.weight_decay)
+        if self.momentum:
+            gradient = self._with_momentum(gradient, memory[0])
+        torch.add(here, gradient, alpha=-self.lr, out=there)
+
+    def _with_momentum(self, gradient: Tensor, buffer: Tensor) -> Tensor:
+        if self.number == 1:
+            buffer.copy_(gradient)
+        else:
+            buffer.mul_(self.momentum).add_(gradient, alpha=1 - self.dampening)
+        return gradient.add(buffer, alpha=self.momentum) if self.nesterov else buffer
+
+
+@dataclass(slots=True)
+class AdamKernel(Kernel):
+    """Adam, and with ``decoupled`` AdamW."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    decoupled: float
+
+    @property
+    def remembers(self) -> int:
+        return 2
+
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+        if there is not here:
+            there.copy_(here)
+        step = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        step(
+            [there],
+            [gradient],
+            [memory[0]],
+            [memory[1]],
+            [],
+            [torch.tensor(float(self.number))],
+            lr=self.lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+KINDS: tuple[type[Kernel], ...] = (SgdKernel, AdamKernel)
+
+
+def encode(kernel: Kernel) -> list[float]:
+    """A kernel as numbers, which another process can read."""
+    return [float(KINDS.index(type(kernel))), *map(float, astuple(kernel))]
+
+
+def decode(numbers: Sequence[float]) -> Kernel:
+    """The kernel that was encoded; further numbers are ignored.
+
+    >>> decode(encode(SgdKernel(3, 0.1, 0.0, 0.9, 0.0, 1.0))).momentum
+    0.9
+    """
+    kind = KINDS[int(numbers[0])]
+    return kind(int(numbers[1]), *numbers[2 : len(kind.__dataclass_fields__) + 1])
+
+
+class Rule:
+    """Makes the kernel of each step from what an optimizer's only group says at that moment."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._group: dict[str, Any] = optimizer.param_groups[0]
+        self._sgd = type(optimizer) is SGD
+
+    @property
+    def remembers(self) -> int:
+        """As the kernels'; a group that turns momentum on later makes no kernel that needs it."""
+        return self.kernel(1, 1.0).remembers
+
+    def kernel(self, number: int, rate: float) -> Kernel:
+        """The kernel of the step of this number, with learning rate · ``rate``."""
+        group = self._group
+        lr, decay = group["lr"] * rate, group["weight_decay"]
+        if self._sgd:
+            return SgdKernel(number, lr, decay, group["momentum"], group["dampening"], group["nesterov"])
+        beta1, beta2 = group["betas"]
+        return AdamKernel(number, lr, decay, beta1, beta2, group["eps"], group["decoupled_weight_decay"])
+
+
+def rule_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> Rule | None:
+    """The rule that does what ``optimizer`` does to A; None where torch.optim has to do it.
+
+    That is so where it steps on anything but A's vectors, where somebody listens to its steps, or where an option of it
+    has no place here.
     """
     groups = optimizer.param_groups
     if len(groups) != 1 or _places(groups[0]["params"]) != _places(vectors):
@@ -38,71 +158,8 @@ def kernel_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> Kernel | None:
     odd = any(isinstance(number, Tensor) for number in numbers) or any(v.is_complex() for v in vectors)
     if heard or asked or odd:
         return None
-    if type(optimizer) is SGD:
-        return _Sgd(group, vectors)
-    return _Adam(group, vectors) if type(optimizer) in (Adam, AdamW) else None
+    return Rule(optimizer) if type(optimizer) in (SGD, Adam, AdamW) else None
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     return [(t.data_ptr(), t.numel()) for t in tensors]
-
-
-class _Sgd(Kernel):
-    def __init__(self, group: dict[str, Any], vectors: Sequence[Tensor]) -> None:
-        self._group, self._vectors = group, vectors
-        self._buffers: list[Tensor] = []
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        group = self._group
-        lr, decay = group["lr"] * rate, group["weight_decay"]
-        if decay:
-            gradients = [g.add(v, alpha=decay) for v, g in zip(self._vectors, gradients, strict=True)]
-        if group["momentum"]:
-            gradients = self._with_momentum(gradients)
-        for vector, gradient in zip(self._vectors, gradients, strict=True):
-            vector.add_(gradient, alpha=-lr)
-
-    def _with_momentum(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        momentum, fresh = self._group["momentum"], 1 - self._group["dampening"]
-        if not self._buffers:
-            self._buffers = [g.clone() for g in gradients]
-        else:
-            for buffer, gradient in zip(self._buffers, gradients, strict=True):
-                buffer.mul_(momentum).add_(gradient, alpha=fresh)
-        if not self._group["nesterov"]:
-            return self._buffers
-        return [g.add(b, alpha=momentum) for b, g in zip(self._buffers, gradients, strict=True)]
-
-
-class _Adam(Kernel):
-    def __init__(self, group: dict[str, Any], vectors: Sequence[Tensor]) -> None:
-        self._group, self._vectors = group, vectors
-        self._means = [torch.zeros_like(v) for v in vectors]
-        self._squares = [torch.zeros_like(v) for v in vectors]
-        self._scratch = [torch.empty_like(v) for v in vectors]
-        self._steps = 0
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Tensor], rate: float) -> None:
-        group = self._group
-        lr, decay, (beta1, beta2) = group["lr"] * rate, group["weight_decay"], group["betas"]
-        self._steps += 1
-        if decay:
-            gradients = self._decayed(gradients, lr, decay)
-        step_size = lr / (1 - beta1**self._steps)
-        root = (1 - beta2**self._steps) ** 0.5
-        for vector, gradient, mean, square, scratch in zip(
-            self._vectors, gradients, self._means, self._squares, self._scratch, strict=True
-        ):
-            mean.lerp_(gradient, 1 - beta1)
-            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            torch.sqrt(square, out=scratch).div_(root).add_(group["eps"])
-            vector.addcdiv_(mean, scratch, value=-step_size)
-
-    def _decayed(self, gradients: Sequence[Tensor], lr: float, decay: float) -> Sequence[Tensor]:
-        if not self._group["decoupled_weight_decay"]:
-            return [g.add(v, alpha=decay) for v, g in zip(self._vectors, gradients, strict=True)]
-        for vector in self._vectors:
-            vector.mul_(1 - lr * decay)
-        return gradients

@@ -2,13 +2,11 @@
 
 from paceline.core.errors import NonFiniteError
 from paceline.core.types import Clock, ReplicaId
-from paceline.replica.base import Measured
 
 
-def refuse_nonfinite(measured: Measured, replica: ReplicaId, clock: Clock) -> None:
-    """Raise NonFiniteError where a Δ is not finite."""
-    if not measured.finite:
-        raise NonFiniteError(
-            f"the Δ of replica {replica} at its step {clock} is not finite (loss {measured.loss:g}); lower the "
-            "learning rate, set clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
-        )
+def not_finite(loss: float, replica: ReplicaId, clock: Clock) -> NonFiniteError:
+    """The error that ends a run where nothing is to be skipped."""
+    return NonFiniteError(
+        f"the Δ of replica {replica} at its step {clock} is not finite (loss {loss:g}); lower the learning rate, set "
+        "clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
+    )

@@ -1,11 +1,12 @@
 """What a policy asked to be told of each Δ; nothing is computed unasked."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.aggregation.base import Aggregation
+from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.core.types import Seconds
 from paceline.engine.owner import Owner
 from paceline.replica.state import State
@@ -30,8 +31,10 @@ class Observer:
         """Whether Δ itself must be there to be looked at."""
         return bool(self._needs - {"server"})
 
-    def observe(self, delta: State | None, now_s: Seconds) -> dict[str, float]:
+    def observe(self, delta: State | None, now_s: Seconds) -> Mapping[str, float]:
         """The facts of one Δ that has just arrived."""
+        if not self._needs:
+            return NOTHING
         seen: dict[str, float] = {}
         if "norm" in self._needs and delta is not None:
             seen["norm"] = _norm(delta.parameters)

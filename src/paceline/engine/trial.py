@@ -1,7 +1,7 @@
 """One training step on A_0 before anything starts: what it shows is refused or taken note of."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,8 @@ class Trial:
     """The program's, or accuracy where the output is scores and the target classes."""
     running_buffers: tuple[str, ...]
     """The buffers that the step wrote."""
+    written: tuple[str, ...]
+    """The trainable parameters that forward or backward wrote."""
     learning_rate: float | None
     """Of the optimizer's first group."""
 
@@ -36,15 +38,20 @@ def trial(program: Program, batch: Batch) -> Trial:
     with torch.random.fork_rng(devices=[]):
         module = _made(program)
         buffers = {name: b.clone() for name, b in module.named_buffers()}
+        parameters = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
         output, loss = _forward(program, module, batch)
         _check_loss(loss)
         _attempt("loss.backward() failed", loss.backward)
         if all(p.grad is None for p in module.parameters()):
             raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
         metrics = _metrics(program, output, batch.target)
+        written = _changed(module.named_parameters(), parameters)
         learning_rate = _optimizer(program, module)
-    changed = tuple(n for n, b in module.named_buffers() if n in buffers and not torch.equal(b, buffers[n]))
-    return Trial(metrics, changed, learning_rate)
+    return Trial(metrics, _changed(module.named_buffers(), buffers), written, learning_rate)
+
+
+def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, Tensor]) -> tuple[str, ...]:
+    return tuple(name for name, tensor in tensors if name in before and not torch.equal(tensor, before[name]))
 
 
 def _made(program: Program) -> nn.Module:

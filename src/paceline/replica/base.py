@@ -1,7 +1,6 @@
 """What every replica is, wherever its Δ is computed."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -22,8 +21,7 @@ class Batch(NamedTuple):
     """0: nothing fell to this replica in the data's last round; Δ is then zero."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """What is known of a Δ beside its values."""
 
     loss: float

@@ -23,6 +23,7 @@ from paceline.engine.local.figures import figures
 from paceline.engine.local.gauge import Gauge
 from paceline.engine.local.roster import Roster, remove_roster
 from paceline.engine.local.script import Director, Script
+from paceline.engine.local.store import Plan, Store
 from paceline.engine.scoring import Moment
 from paceline.replica.state import Layout, State, read
 from paceline.strategy import Strategy
@@ -81,8 +82,8 @@ def test_faults_meet_their_moment_alone() -> None:
     director = Director(script, lambda replica, number: sent.append((replica, number)))
     for replica in (0, 1):
         for step in (1, 2, 3, 4):
-            director.reached(replica, step, "sent")
-            director.reached(replica, step, "taken")
+            director.about_to_send(replica, step)
+            director.has_taken(replica, step)
     assert sent == [(0, 19), (1, 9)]
 
 
@@ -169,15 +170,13 @@ def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
 
 @pytest.fixture
 def board() -> Iterator[Board]:
-    board = Board(Layout.of(programs.mlp()), replicas=2, slots=1)
-    yield board
-    board.segment.close()
+    return Board(memoryview(bytearray(8 * Board.size(2, 1))), replicas=2)
 
 
 def test_memory_that_cannot_be_had_is_let_go_of() -> None:
     before = files()
     with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
-        Board(Layout.of(torch.nn.Linear(500_000, 500_000, device="meta")), replicas=2, slots=1)
+        Store(Plan(Layout.of(torch.nn.Linear(500_000, 500_000, device="meta")), 2, 1, remembers=2, words=8))
     assert files() == before
 
 

@@ -1,50 +1,61 @@
-"""The shared memory of a run: A, and for each replica what it reads, what it writes, and a few words of control.
+"""The words of control in a run's shared memory: what workers are told, what they tell, and who sleeps.
 
 ::
 
-    A              owner --> (copied at a release)
-    read slot r    the A that replica r computes from: its parameters are views of it
-    Δ slots r      one, or several where a replica goes on while its Δ waits in the buffer
-    order r        coordinator --> worker: go / end, attempt number, micro-steps, version, Δ slot, cancelled attempt
-    report r       worker --> coordinator: attempt number, how it ended, samples, loss, ...
+    order r        main --> worker: go / end, attempt, micro-steps, version, Δ slot, how far ahead, cancelled attempt
+    told           worker --> main: for each worker the newest attempt that it has reported
+    reports r      worker --> main: the last few attempts: how each ended, samples, loss, ...
+    part r         main --> worker --> main: a part of an update to make while it waits, and that it is made
+    task           main --> workers: what is made in parts
+    asleep         for each worker and for main: whether it has to be rung
 
-A slot has one writer at a time: the coordinator's process writes a read slot only while its replica waits, a worker
-writes a Δ slot only between a release that names it and its report. So nothing is locked and nothing is torn. The last
-word written is the attempt number, and then a bell is rung, which is a system call: who sees the number sees the rest.
+Each word has one writer at a time. The last word of a message to be written is its number (an attempt, a task), and an
+:class:`~paceline.comm.alarm.Alarm` is rung after it: who sees the number sees the rest.
 """
 
-from array import array
-from dataclasses import dataclass
+import struct
+from typing import NamedTuple
 
-import torch
-
-from paceline.comm.segments import Arena, Segment
 from paceline.core.types import ReplicaId
-from paceline.replica.state import Layout, State
-
-WORDS = 32
-"""8-byte words for each replica: an order, a report, figures."""
 
 STEP_TIMES = 512
 """How many of a worker's latest step times are kept."""
 
+REPORTS = 64
+"""How many of a worker's latest reports are kept: it may be that many attempts ahead of what main has looked at."""
+
+TASK_WORDS = 32
+"""Of the description of a task, without the list of its Δs."""
+
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
 
+_ORDER = struct.Struct("=qqqqqqq")
+_REPORT = struct.Struct("=qqqqq?7xdq")
+_FIGURES = struct.Struct("=qqqq")
+_PART = struct.Struct("=qqq")
+_TASK = struct.Struct("=qqqqqqq")
+_DELTA = struct.Struct("=qqd")
 
-@dataclass(frozen=True, slots=True)
-class Order:
+# Words of one worker: the order, then one each, its figures, its part of a task.
+_CANCELLED, _EXCUSED, _ASLEEP, _FIGURES_AT, _PART_AT, _DONE, _SQUARE, _WORDS = 8, 9, 10, 16, 24, 28, 29, 32
+
+
+class Order(NamedTuple):
     """What a worker is told."""
 
-    kind: int
     attempt: int
+    """The newest that it may begin, or with ``ahead``: that many more."""
+    kind: int
     micro_steps: int
     version: int
+    place: int
+    """Where that version lies."""
     slot: int
+    ahead: int
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+class Report(NamedTuple):
     """What a worker tells of one attempt."""
 
     ending: int
@@ -57,8 +68,7 @@ class Report:
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Figures:
+class Figures(NamedTuple):
     """What a worker has measured of itself so far."""
 
     steps: int
@@ -67,123 +77,180 @@ class Figures:
     peak_memory_bytes: int
 
 
+class Part(NamedTuple):
+    """One worker's part of a task, one ``of`` several; they are numbered from 0 on."""
+
+    task: int
+    number: int
+    of: int
+
+
+class Task(NamedTuple):
+    """An update that is made in parts; ``kernel`` are its numbers, ``deltas`` are (replica, slot, weight)."""
+
+    number: int
+    only_sum: bool
+    """Whether Σ weight·Δ alone is asked for."""
+    of_sum: bool
+    """Whether the gradient is the Σ weight·Δ that was made before, times the only weight."""
+    here: int
+    there: int
+    """Places of versions."""
+    memory: int
+    """Which copy of the optimizer's memory is the old one."""
+    kernel: tuple[float, ...]
+    deltas: tuple[tuple[ReplicaId, int, float], ...]
+
+
 class Board:
-    """A run's shared memory, laid out alike in every process.
+    """A view of the words.
 
     Args:
-        layout: of A.
+        words: as many as :meth:`size` says, zeros at first.
         replicas: P.
-        slots: Δ slots of each replica; 0: replicas write A in place and have no slots at all.
-        fd: of the segment; None: make it.
     """
 
-    def __init__(self, layout: Layout, replicas: int, slots: int, fd: int | None = None) -> None:
-        self._layout, self._arena = layout, Arena()
-        words = self._arena.add("words", (replicas, WORDS), torch.int64)
-        times = self._arena.add("times", (replicas, STEP_TIMES), torch.float64)
-        self._place("A")
-        for name in [f"read {r}" for r in range(replicas)] if slots else []:
-            self._place(name)
-        for slot in range(slots):
-            for r in range(replicas):
-                self._place(f"delta {r} {slot}")
-            if slot == 0:
-                needed = self._arena.size_bytes
-        size = self._arena.size_bytes
-        if fd is None:
-            # What every run touches has its memory now; further slots take theirs as they are needed.
-            self.segment = Segment.create("run", size, reserved_bytes=needed if slots else size)
-        else:
-            self.segment = Segment.attach(fd, size)
-        self._words = self.segment.buffer[words : words + replicas * WORDS * 8].cast("q")
-        self._reals = self.segment.buffer[words : words + replicas * WORDS * 8].cast("d")
-        self._times = self.segment.buffer[times : times + replicas * STEP_TIMES * 8].cast("d")
+    def __init__(self, words: memoryview, replicas: int) -> None:
+        self._bytes = words
+        self._words, self._reals = words.cast("q"), words.cast("d")
+        self._told_at = replicas * _WORDS
+        self._told = self._words[self._told_at : self._told_at + replicas]
+        self._main_at = self._told_at + replicas
+        self._reports_at = self._main_at + 8
+        self._times_at = self._reports_at + replicas * REPORTS * 8
+        self._task_at = self._times_at + replicas * STEP_TIMES
 
-    @property
-    def state(self) -> State:
-        """A."""
-        return self._state("A")
+    @staticmethod
+    def size(replicas: int, slots: int) -> int:
+        """Words of a board."""
+        each = _WORDS + 1 + REPORTS * 8 + STEP_TIMES + 3 * slots
+        return replicas * each + 8 + TASK_WORDS
 
-    def read_slot(self, replica: ReplicaId) -> State:
-        """What a replica computes from."""
-        return self._state(f"read {replica}")
+    def sleeper(self, replica: ReplicaId | None) -> "memoryview[int]":
+        """The word that says whether a worker, or None: main, sleeps."""
+        at = self._main_at if replica is None else replica * _WORDS + _ASLEEP
+        return self._words[at : at + 1]
 
-    def delta_slot(self, replica: ReplicaId, slot: int) -> State:
-        """Where a replica writes Δ."""
-        return self._state(f"delta {replica} {slot}")
+    # ---------------------------------------------------------------------------------------------------------- orders
 
     def give(self, replica: ReplicaId, order: Order) -> None:
-        """Write an order; ring the worker's bell after it."""
-        at = replica * WORDS
-        self._words[at + 1 : at + 5] = _q(order.kind, order.micro_steps, order.version, order.slot)
+        """Write an order."""
+        at = replica * _WORDS
+        _ORDER.pack_into(self._bytes, 8 * at, self._words[at], *order[1:])
         self._words[at] = order.attempt
 
     def order(self, replica: ReplicaId) -> Order:
         """The newest order."""
-        attempt, kind, micro_steps, version, slot = self._words[replica * WORDS : replica * WORDS + 5]
-        return Order(kind, attempt, micro_steps, version, slot)
+        return Order._make(_ORDER.unpack_from(self._bytes, 8 * replica * _WORDS))
+
+    def allowed(self, replica: ReplicaId) -> int:
+        """The newest attempt that a worker was released for."""
+        return self._words[replica * _WORDS]
+
+    def reach(self, replica: ReplicaId) -> int:
+        """The newest attempt that a worker may begin."""
+        at = replica * _WORDS
+        return self._words[at] + self._words[at + 6]
+
+    def ended(self, replica: ReplicaId) -> bool:
+        """Whether a worker was told to end."""
+        return self._words[replica * _WORDS + 1] == END
 
     def cancel(self, replica: ReplicaId, attempt: int) -> None:
-        """Call an attempt off; ring the worker's bell after it."""
-        self._words[replica * WORDS + 5] = attempt
+        """Call an attempt off."""
+        self._words[replica * _WORDS + _CANCELLED] = attempt
 
     def cancelled(self, replica: ReplicaId) -> int:
         """The newest attempt that was called off."""
-        return self._words[replica * WORDS + 5]
+        return self._words[replica * _WORDS + _CANCELLED]
 
     def excuse(self, replica: ReplicaId, until_ns: int) -> None:
         """Say that nothing will be heard of a worker until then: it is in a delay that was asked for."""
-        self._words[replica * WORDS + 6] = until_ns
+        self._words[replica * _WORDS + _EXCUSED] = until_ns
 
     def excused(self, replica: ReplicaId) -> int:
         """Until when nothing will be heard of a worker; 0 where there was no delay."""
-        return self._words[replica * WORDS + 6]
+        return self._words[replica * _WORDS + _EXCUSED]
+
+    # --------------------------------------------------------------------------------------------------------- reports
 
     def tell(self, replica: ReplicaId, report: Report) -> None:
-        """Write a report; ring the coordinator's bell after it."""
-        at = replica * WORDS + 8
-        self._words[at + 1 : at + 7] = _q(
-            report.ending, report.version, report.slot, report.samples, int(report.finite), report.at_ns
-        )
-        self._reals[at + 7] = report.loss
-        self._words[at] = report.attempt
+        """Write a report."""
+        _REPORT.pack_into(self._bytes, self._report_at(replica, report.attempt), *report)
+        self._told[replica] = report.attempt
 
-    def told(self, replica: ReplicaId) -> int:
-        """The newest attempt that was reported."""
-        return self._words[replica * WORDS + 8]
+    def told(self) -> list[int]:
+        """For each worker the newest attempt that it has reported."""
+        return self._told.tolist()
 
-    def report(self, replica: ReplicaId) -> Report:
-        """The newest report."""
-        at = replica * WORDS + 8
-        attempt, ending, version, slot, samples, finite, at_ns = self._words[at : at + 7]
-        return Report(ending, attempt, version, slot, samples, bool(finite), self._reals[at + 7], at_ns)
+    def report(self, replica: ReplicaId, attempt: int) -> Report:
+        """The report of one of the last attempts."""
+        return Report._make(_REPORT.unpack_from(self._bytes, self._report_at(replica, attempt)))
+
+    def _report_at(self, replica: ReplicaId, attempt: int) -> int:
+        return 8 * (self._reports_at + (replica * REPORTS + attempt % REPORTS) * 8)
+
+    # ----------------------------------------------------------------------------------------------------------- tasks
+
+    def describe(self, task: Task) -> None:
+        """Write what is to be made in parts."""
+        at = 8 * self._task_at
+        kernel = struct.Struct(f"={len(task.kernel)}d")
+        numbers = (task.number, task.only_sum, task.of_sum, task.here, task.there, task.memory, len(task.deltas))
+        _TASK.pack_into(self._bytes, at, *numbers)
+        kernel.pack_into(self._bytes, at + _TASK.size, *task.kernel)
+        for i, delta in enumerate(task.deltas):
+            _DELTA.pack_into(self._bytes, at + 8 * TASK_WORDS + i * _DELTA.size, *delta)
+
+    def task(self) -> Task:
+        """The newest task."""
+        at = 8 * self._task_at
+        number, only_sum, of_sum, here, there, memory, count = _TASK.unpack_from(self._bytes, at)
+        reals = self._task_at + _TASK.size // 8
+        kernel = tuple(self._reals[reals : self._task_at + TASK_WORDS].tolist())
+        first = at + 8 * TASK_WORDS
+        deltas = tuple(_DELTA.unpack_from(self._bytes, first + i * _DELTA.size) for i in range(count))
+        return Task(number, bool(only_sum), bool(of_sum), here, there, memory, kernel, deltas)
+
+    def assign(self, replica: ReplicaId, part: Part) -> None:
+        """Write what a worker's part of the newest task is."""
+        at = replica * _WORDS + _PART_AT
+        _PART.pack_into(self._bytes, 8 * at, self._words[at], part.number, part.of)
+        self._words[at] = part.task
+
+    def part(self, replica: ReplicaId) -> Part | None:
+        """A worker's part that it has not made."""
+        at = replica * _WORDS + _PART_AT
+        if self._words[at] == self._words[replica * _WORDS + _DONE]:
+            return None
+        return Part._make(_PART.unpack_from(self._bytes, 8 * at))
+
+    def made(self, replica: ReplicaId, part: Part, square: float) -> None:
+        """A worker has made its part; ``square`` is the squared norm of its Σ weight·Δ."""
+        self._reals[replica * _WORDS + _SQUARE] = square
+        self._words[replica * _WORDS + _DONE] = part.task
+
+    def has_made(self, replica: ReplicaId, task: int) -> bool:
+        """Whether a worker has made its part of a task."""
+        return self._words[replica * _WORDS + _DONE] == task
+
+    def square(self, replica: ReplicaId) -> float:
+        """What a worker gave to :meth:`made`."""
+        return self._reals[replica * _WORDS + _SQUARE]
+
+    # --------------------------------------------------------------------------------------------------------- figures
 
     def measure(self, replica: ReplicaId, figures: Figures, step_time_s: float | None = None) -> None:
         """Write a worker's figures, and the time of one more step."""
-        at = replica * WORDS + 16
         if step_time_s is not None:
-            self._times[replica * STEP_TIMES + figures.steps % STEP_TIMES] = step_time_s
-        self._words[at : at + 4] = _q(figures.steps, figures.busy_ns, figures.payload_bytes, figures.peak_memory_bytes)
+            self._reals[self._times_at + replica * STEP_TIMES + figures.steps % STEP_TIMES] = step_time_s
+        _FIGURES.pack_into(self._bytes, 8 * (replica * _WORDS + _FIGURES_AT), *figures)
 
     def figures(self, replica: ReplicaId) -> Figures:
         """A worker's figures."""
-        at = replica * WORDS + 16
-        return Figures(*self._words[at : at + 4])
+        return Figures._make(_FIGURES.unpack_from(self._bytes, 8 * (replica * _WORDS + _FIGURES_AT)))
 
     def step_times(self, replica: ReplicaId) -> list[float]:
         """A worker's latest step times, in seconds, in no order."""
-        times = self._times[replica * STEP_TIMES : (replica + 1) * STEP_TIMES]
-        return [t for t in times if t > 0]
-
-    def _place(self, name: str) -> None:
-        for i, block in enumerate((*self._layout.parameters, *self._layout.buffers)):
-            self._arena.add(f"{name}: {i}", (block.elements,), block.dtype)
-
-    def _state(self, name: str) -> State:
-        count = len(self._layout.parameters)
-        vectors = [self._arena.tensor(self.segment, f"{name}: {i}") for i in range(count + len(self._layout.buffers))]
-        return State(self._layout, vectors[:count], vectors[count:])
-
-
-def _q(*words: int) -> memoryview:
-    return memoryview(array("q", words))
+        first = self._times_at + replica * STEP_TIMES
+        return [t for t in self._reals[first : first + STEP_TIMES].tolist() if t > 0]

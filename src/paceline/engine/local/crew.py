@@ -2,19 +2,23 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias
 
 from paceline.comm import liveness
+from paceline.comm.alarm import Alarm
 from paceline.comm.bell import Bell, Waiter
 from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Child, Nursery
 from paceline.comm.shipping import Parcel
 from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.local.board import Board
+from paceline.engine.local.store import Store
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import Span
 
@@ -32,40 +36,54 @@ class Crew:
 
     Args:
         nursery: makes them.
-        replicas: P.
-        board_fd: the run's shared memory.
+        store: the run's vectors.
+        board: its words.
         parcel: the job.
         trace: whether they record spans.
+        timeout_s: how long a wait for some of them may take.
         entry: of their process, "package.module:function".
     """
 
     def __init__(
-        self, nursery: Nursery, replicas: int, board_fd: int, parcel: Parcel, *, trace: bool, entry: str = ENTRY
+        self,
+        nursery: Nursery,
+        store: Store,
+        board: Board,
+        parcel: Parcel,
+        *,
+        trace: bool,
+        timeout_s: Seconds,
+        entry: str = ENTRY,
     ) -> None:
-        self._nursery, self._entry = nursery, entry
+        self._nursery, self._entry, self._timeout_s = nursery, entry, timeout_s
+        replicas = store.plan.replicas
+        self._args = {"remembers": store.plan.remembers}
         self._children: dict[ReplicaId, Child] = {}
         self._ready: set[ReplicaId] = set()
         self._bells = [Bell() for _ in range(replicas)]
+        self._alarms = [Alarm(bell, board.sleeper(r)) for r, bell in enumerate(self._bells)]
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(replicas)] if trace else []
-        self._shared = (board_fd, parcel.fd)
+        self._shared = (store.segment.fd, parcel.fd)
         self.living: set[ReplicaId] = set()
         """Those that have not been seen to end."""
         self.bell = Bell()
+        self.alarm = Alarm(self.bell, board.sleeper(None))
+        """Main's own: workers ring it."""
         self.waiter: Waiter[Token] = Waiter()
         self.waiter.add(self.bell.fileno(), ("report", 0))
         self.waiter.add(self._link.fileno(), ("message", 0))
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Fork them all, or as many as there are when ``stop`` says so."""
-        board_fd, job_fd = self._shared
+        store_fd, job_fd = self._shared
         for replica, bell in enumerate(self._bells):
             if stop():
                 return
-            fds = [board_fd, job_fd, bell.fileno(), self.bell.fileno(), self._theirs.fileno()]
+            fds = [store_fd, job_fd, bell.fileno(), self.bell.fileno(), self._theirs.fileno()]
             fds += self._traces[replica : replica + 1]
-            child = self._nursery.spawn(self._entry, {"replica": replica}, fds)
+            child = self._nursery.spawn(self._entry, {"replica": replica} | self._args, fds)
             self._children[replica] = child
             self.living.add(replica)
             self.waiter.add(child.pidfd, ("ended", replica))
@@ -114,8 +132,37 @@ class Crew:
         return {replica: child.pid for replica, child in self._children.items()}
 
     def ring(self, replica: ReplicaId) -> None:
-        """Wake a worker: there is an order, or a cancellation."""
-        self._bells[replica].ring()
+        """Wake a worker, if it sleeps: there is something for it on the board."""
+        self._alarms[replica].ring()
+
+    def wait_for(self, done: Callable[[ReplicaId], bool], whom: Collection[ReplicaId], what: str) -> None:
+        """Wait until each of them has done something, or has ended; nothing else is looked at meanwhile.
+
+        Args:
+            done: whether one has.
+            whom: all of them.
+            what: in words, what they are to do.
+
+        Raises:
+            WaitTimeoutError: somebody neither does it nor ends.
+        """
+        if self.alarm.spin(lambda: all(map(done, whom))):
+            return
+        deadline = time.monotonic() + self._timeout_s
+        while late := [r for r in whom if not done(r) and liveness.alive(self._children[r].pidfd)]:
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"main waited {self._timeout_s:g} s for replicas {late} to make {what}; "
+                    "write a larger timeout_s= if their loops pause for so long"
+                )
+            self.alarm.sleep(lambda: all(map(done, late)), lambda s: self._block(late, s), self._timeout_s)
+
+    def _block(self, whom: Collection[ReplicaId], timeout_s: Seconds) -> None:
+        """Sleep until main is rung, or one of these has ended."""
+        poll = select.poll()
+        for fd in (self.bell.fileno(), *(self._children[r].pidfd for r in whom)):
+            poll.register(fd, select.POLLIN)
+        poll.poll(timeout_s * 1000)
 
     def hear(self) -> None:
         """Read all messages; raises WorkerError at the first failure."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.local.board import Board, Figures
-from paceline.trace.recorder import AnyRecorder
+from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 
 class Gauge:
@@ -24,6 +24,7 @@ class Gauge:
         self._board, self._replica, self._recorder = board, replica, recorder
         self._step_bytes, self._per_step = step_bytes, per_step
         self._micro_steps = self._waited_ns = self._payload = self._peak = 0
+        self._traced = not isinstance(recorder, NullRecorder)
         self._began = self._last = time.monotonic_ns()
 
     def start(self) -> None:
@@ -35,11 +36,13 @@ class Gauge:
         """The worker has waited from ``since_ns`` until now."""
         now = time.monotonic_ns()
         self._waited_ns += now - since_ns
-        self._recorder.record("wait", step, since_ns, now)
+        if self._traced:
+            self._recorder.record("wait", step, since_ns, now)
 
     def spent(self, action: str, since_ns: int, step: Clock, moved: int = 0) -> None:
         """The worker has done something from ``since_ns`` until now."""
-        self._recorder.record(action, step, since_ns, time.monotonic_ns(), bytes=moved)  # type: ignore[arg-type]
+        if self._traced:
+            self._recorder.record(action, step, since_ns, time.monotonic_ns(), bytes=moved)  # type: ignore[arg-type]
 
     def stepped(self, *, pushed: bool, skipped: int = 0) -> None:
         """One more micro-step is made; ``skipped`` others were left out."""
@@ -49,10 +52,10 @@ class Gauge:
         self._micro_steps += 1 + skipped
         self._payload += self._step_bytes if pushed else 0
         busy = now - self._began - self._waited_ns
-        figures = Figures(self._micro_steps // self._per_step, busy, self._payload, self._peak)
-        whole = self._micro_steps % self._per_step == 0
-        self._board.measure(self._replica, figures, (now - self._last) * 1e-9 if whole else None)
-        self._last = now if whole else self._last
+        steps, rest = divmod(self._micro_steps, self._per_step)
+        figures = Figures(steps, busy, self._payload, self._peak)
+        self._board.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
+        self._last = self._last if rest else now
 
     def close(self) -> None:
         """The worker ends."""

@@ -12,7 +12,7 @@ comes then; a second one ends all waiting.
 import math
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 
@@ -28,23 +28,26 @@ from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.interrupt import Interruptible
-from paceline.engine.local.board import ARRIVED, Board, Report
+from paceline.engine.local.board import ARRIVED, REPORTS, Report
 from paceline.engine.local.crew import ENTRY, Crew, Token
 from paceline.engine.local.desk import Desk
 from paceline.engine.local.figures import figures, timeline
 from paceline.engine.local.roster import Roster
 from paceline.engine.local.script import Director, Script
 from paceline.engine.local.server import Server
-from paceline.engine.local.worker import threads
-from paceline.engine.nonfinite import refuse_nonfinite
+from paceline.engine.local.worker import lay_out, threads
+from paceline.engine.nonfinite import not_finite
+from paceline.engine.owner import Owner
 from paceline.engine.setup import Setup, first_state
-from paceline.replica.base import Measured
 from paceline.replica.state import write
 from paceline.trace.recorder import NullRecorder, Recorder, read_packed
 from paceline.trace.spans import SERVER, Span
 
 TICK_S: Seconds = 0.2
 """How often the live display is told."""
+
+GLANCE_S: Seconds = 0.01
+"""How often main looks for what is no report, a worker's end for instance, while reports keep coming."""
 
 
 class LocalRun:
@@ -67,22 +70,48 @@ class LocalRun:
         self._module, state = first_state(job.program, job.running_buffers)
         self._parcel: Parcel = ship(job)
         closing.callback(self._parcel.close)
-        self._board = Board(state.layout, setup.replicas, setup.slots)
-        closing.callback(self._board.segment.close)
-        self._board.state.copy_(state)
+        owner = Owner(job.program, setup.policy, state) if setup.slots else None
+        self._store, self._board = lay_out(setup, state.layout, owner.remembers if owner else 0)
+        closing.callback(self._store.close)
+        digest = state.digest()
+        if owner is not None:
+            owner.move_to(self._store.version(0))
+        else:
+            self._store.version(0).copy_(state)
         self._sink = self._new_sink()
         self._recorder = Recorder(SERVER, 0, 0, self._sink) if job.trace else NullRecorder()
-        self._crew = Crew(nursery, setup.replicas, self._board.segment.fd, self._parcel, trace=job.trace, entry=entry)
+        self._crew = Crew(
+            nursery,
+            self._store,
+            self._board,
+            self._parcel,
+            trace=job.trace,
+            timeout_s=job.timeout_s,
+            entry=entry,
+        )
         closing.callback(self._crew.close)
         self._director = Director(script, self._crew.signal)
-        self._server = Server(setup, self._board, self._crew.ring, self._about_to_send, self._recorder)
-        self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self._server)
-        self._chronicle = Chronicle(setup, self._coordinator, state.digest())
+        self._allowance = setup.allowance()
+        self._server = Server(
+            setup,
+            self._store,
+            self._board,
+            owner,
+            self._crew,
+            waiting=lambda: self._coordinator.waiting,
+            ahead=self._lead(scripted=script != Script()),
+            about_to_send=self._director.about_to_send,
+            recorder=self._recorder,
+        )
+        self._coordinator = Coordinator(setup.policy, setup.replicas, self._allowance, self._server)
+        self._chronicle = Chronicle(setup, self._coordinator, digest)
         self._left: list[Departure] = []
         self._began: Nanoseconds = time.monotonic_ns()
+        self._timed = job.budget.unit == "seconds"
         self._condition_met = False
         self._told_s: Seconds = -1.0
         self._heard_s: Seconds = 0.0
+        self._glanced_s: Seconds = 0.0
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -113,7 +142,7 @@ class LocalRun:
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
         """Until the budget is spent, the condition met, or Ctrl-C noted; returns the training time."""
-        budget, timed = self._job.budget, self._job.budget.unit == "seconds"
+        budget, timed = self._job.budget, self._timed
         end = budget.amount if timed and budget.amount is not None else math.inf
         self._look(0.0)
         self._began = time.monotonic_ns()
@@ -127,7 +156,7 @@ class LocalRun:
                 self._look(now)
             self._tell(now)
             due = self._chronicle.points.next if timed else math.inf
-            self._hear(self._crew.waiter.wait(max(0.0, min(due, end, now + TICK_S) - now)))
+            self._hear(self._wait(max(0.0, min(due, end, now + TICK_S) - now)))
             self._miss_nobody()
         if self._left and len(self._left) == self._setup.replicas:
             raise WorkerError(f"every replica died: {'; '.join(f'{d.replica} {d.reason}' for d in self._left)}")
@@ -148,7 +177,7 @@ class LocalRun:
 
     def _score(self, seconds: Seconds, ctrl_c: Interruptible) -> None:
         """Wait for the records that are still to come; main makes those of a scorer that has gone or says nothing."""
-        if self._job.budget.unit == "seconds" or self._chronicle.moved_on:
+        if self._timed or self._chronicle.moved_on:
             self._hand_in(seconds)
         enough = min(ctrl_c.heard, 1) + 1
         silent_since = time.monotonic()
@@ -165,14 +194,28 @@ class LocalRun:
 
     # ----------------------------------------------------------------------------------------- what workers tell main
 
+    def _wait(self, timeout_s: Seconds) -> list[Token]:
+        """Wait for news; whatever is no report is looked for once a while, however many of these there are."""
+        alarm, tokens = self._crew.alarm, list[Token]()
+        if alarm.spin(self._server.news) and self._now() - self._glanced_s < GLANCE_S:
+            return tokens
+        self._glanced_s = self._now()
+
+        def block(seconds: Seconds) -> None:
+            tokens.extend(self._crew.waiter.wait(seconds))
+
+        if self._server.news():
+            block(0.0)
+        else:
+            alarm.sleep(self._server.news, block, timeout_s)
+        return tokens
+
     def _hear(self, tokens: list[Token]) -> None:
         """Reports first: what a worker has sent before it died is good."""
         what = {kind for kind, _ in tokens}
         if "message" in what:
             self._crew.hear()
-        if "report" in what:
-            self._crew.bell.clear()
-        for replica, report in self._director.cued(self._server.untaken, self._coordinator) if tokens else ():
+        for replica, report in self._director.cued(self._server.untaken, self._coordinator):
             self._take(replica, report)
         for kind, replica in tokens:
             if kind == "ended":
@@ -184,37 +227,29 @@ class LocalRun:
         if replica not in self._coordinator.present:
             self._server.take(replica, report)
             return
-        self._heard_s = self._now()
+        self._heard_s = now = self._now()
         if report.ending == ARRIVED and not self._coordinator.voids(replica):
-            self._arrived(replica, report)
+            self._arrived(replica, report, now)
         else:
             self._server.take(replica, report)
             self._coordinator.cancelled(replica)
-        if self._job.budget.unit != "seconds":
+        if not self._timed:
             self._look(self._now())
-        self._director.reached(replica, report.attempt, "taken")
+        self._director.has_taken(replica, report.attempt)
 
-    def _arrived(self, replica: ReplicaId, report: Report) -> None:
-        measured = Measured(report.loss, report.samples, report.finite)
-        if self._job.on_nonfinite == "stop":
-            refuse_nonfinite(measured, replica, report.attempt)
-        self._chronicle.heard(measured)
-        delta, now = self._server.keep(replica, report), self._now()
-        arrival = Arrival(
-            replica=replica,
-            version=report.version,
-            clock=report.attempt,
-            samples=report.samples,
-            time_s=now,
-            finite=report.finite,
-            loss=report.loss if report.samples else None,
-            observed=self._server.observer.observe(delta, now),
-        )
+    def _arrived(self, replica: ReplicaId, report: Report, now: Seconds) -> None:
+        if not report.finite and self._job.on_nonfinite == "stop":
+            raise not_finite(report.loss, replica, report.attempt)
+        self._chronicle.heard(report.loss, report.samples)
+        observed = self._server.observer.observe(self._server.keep(replica, report), now)
+        loss = report.loss if report.samples else None
+        arrival = Arrival(replica, report.version, report.attempt, report.samples, now, report.finite, loss, observed)
         self._coordinator.arrived(arrival)
 
     def _lost(self, replica: ReplicaId) -> None:
         """A worker has ended; if nobody told it to, its replica leaves."""
         how = self._crew.ended(replica)
+        self._server.lost(replica)
         if replica not in self._coordinator.present:
             return
         if how == "exit code 0":
@@ -243,8 +278,12 @@ class LocalRun:
                 "write a larger timeout_s= if a step takes so long"
             )
 
-    def _about_to_send(self, replica: ReplicaId, step: int) -> None:
-        self._director.reached(replica, step, "sent")
+    def _lead(self, *, scripted: bool) -> Callable[[ReplicaId], int]:
+        """How many attempts a replica may be ahead: where it waits for nobody, and no evaluation point is passed by."""
+        budget = self._job.budget
+        between = math.inf if budget.unit == "seconds" else budget.evaluate_every / 2
+        most = 0 if self._setup.slots or scripted else int(min(REPORTS - 1, between))
+        return lambda replica: min(most, self._allowance.surely(replica)) if most else 0
 
     # -------------------------------------------------------------------------------------------- how the run stands
 

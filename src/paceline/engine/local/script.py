@@ -61,6 +61,10 @@ class Script:
         return replace(self, faults=(*self.faults, fault))
 
 
+def _when(told: tuple[ReplicaId, Report]) -> int:
+    return told[1].at_ns
+
+
 class Director:
     """Carries a script out in one run.
 
@@ -74,11 +78,15 @@ class Director:
         self._faults = {(f.replica, f.step, f.when): f.number for f in script.faults}
         self._send_signal = send_signal
 
-    def reached(self, replica: ReplicaId, step: Clock, when: When) -> None:
-        """A moment has come at which a worker may have to meet its fault."""
-        number = self._faults.get((replica, step, when))
-        if number is not None:
-            self._send_signal(replica, number)
+    def about_to_send(self, replica: ReplicaId, step: Clock) -> None:
+        """A replica is to be sent A for a step: its worker may have to meet its fault instead."""
+        if self._faults:
+            self._reached(replica, step, "sent")
+
+    def has_taken(self, replica: ReplicaId, step: Clock) -> None:
+        """A Δ has been decided on: its worker may have to meet its fault now."""
+        if self._faults:
+            self._reached(replica, step, "taken")
 
     def cued(self, untaken: Untaken, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Report]]:
         """The reports to take now, one after the other; the next is looked for when the one before has been taken."""
@@ -87,7 +95,12 @@ class Director:
             if found is None:
                 return
             yield found
-        yield from sorted(untaken(), key=lambda told: told[1].at_ns)
+        yield from sorted(untaken(), key=_when)
+
+    def _reached(self, replica: ReplicaId, step: Clock, when: When) -> None:
+        number = self._faults.get((replica, step, when))
+        if number is not None:
+            self._send_signal(replica, number)
 
     def _next(self, told: list[tuple[ReplicaId, Report]], coordinator: Coordinator) -> tuple[ReplicaId, Report] | None:
         stopping = {replica for replica in coordinator.present if coordinator.voids(replica)}

@@ -1,5 +1,6 @@
 """Holds A, and executes the log of decisions in the run's shared memory."""
 
+import os
 import time
 from collections.abc import Callable
 
@@ -8,6 +9,10 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.local.board import END, GO, Board, Order, Report
+from paceline.engine.local.crew import Crew
+from paceline.engine.local.places import Places
+from paceline.engine.local.rounds import Rounds
+from paceline.engine.local.store import Store
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
 from paceline.engine.setup import Setup
@@ -20,8 +25,12 @@ class Server:
 
     Args:
         setup: of the run.
-        board: its shared memory, with A_0 in it.
-        ring: wakes a worker.
+        store: its vectors.
+        board: its words.
+        owner: of A; None where replicas write it in place.
+        crew: the workers.
+        waiting: which replicas wait for A.
+        ahead: how many attempts a replica may make that nobody has been told of.
         about_to_send: called before a replica is sent A for an attempt.
         recorder: of updates.
     """
@@ -29,103 +38,129 @@ class Server:
     def __init__(
         self,
         setup: Setup,
+        store: Store,
         board: Board,
-        ring: Callable[[ReplicaId], None],
+        owner: Owner | None,
+        crew: Crew,
+        waiting: Callable[[], list[ReplicaId]],
+        ahead: Callable[[ReplicaId], int],
         about_to_send: Callable[[ReplicaId, Clock], None],
         recorder: AnyRecorder,
     ) -> None:
-        self._setup, self._board, self._recorder = setup, board, recorder
-        self._slots = setup.slots
-        self._ring, self._about_to_send = ring, about_to_send
-        self.state: State = board.state
+        self._policy, self._store, self._board, self._recorder = setup.policy, store, board, recorder
+        self._slots = store.plan.slots
+        self._crew, self._waiting, self._ahead, self._about_to_send = crew, waiting, ahead, about_to_send
+        self._owner = owner
+        cores = len(os.sched_getaffinity(0))
+        self._rounds = Rounds(store, board, crew, owner, cores) if owner is not None else None
+        self.observer = Observer(setup.policy, owner)
+        self._timed = setup.job.trace or bool(setup.policy.needs)
         self.version: Version = 0
-        self._owner = Owner(setup.job.program, setup.policy, self.state) if self._slots else None
-        self.observer = Observer(setup.policy, self._owner)
-        replicas, slots = range(setup.replicas), range(self._slots)
-        self._reads = [board.read_slot(r) for r in replicas] if slots else []
-        self._deltas = [[board.delta_slot(r, s) for s in slots] for r in replicas]
-        self._posts = [_Post(self._slots) for _ in replicas]
+        self._places = Places(store)
+        self._attempts = [0] * setup.replicas
+        self._heard = [0] * setup.replicas
+        self._seen = list(self._heard)
+        self._free = [list(reversed(range(self._slots))) for _ in range(setup.replicas)]
         self._held: dict[tuple[ReplicaId, Clock], int] = {}
+
+    @property
+    def state(self) -> State:
+        """A."""
+        return self._store.version(self._places.present)
 
     # ------------------------------------------------------------------------------------------ what workers have told
 
+    def news(self) -> bool:
+        """Whether there are reports that have not been looked at."""
+        return self._board.told() != self._seen
+
     def untaken(self) -> list[tuple[ReplicaId, Report]]:
         """The reports that lie on the board."""
-        told, report = self._board.told, self._board.report
-        return [(r, report(r)) for r, post in enumerate(self._posts) if told(r) > post.heard]
+        self._seen = told = self._board.told()
+        if told == self._heard:
+            return []
+        ends = enumerate(zip(self._heard, told, strict=True))
+        return [(r, self._board.report(r, a)) for r, (old, new) in ends for a in range(old + 1, new + 1)]
 
     def take(self, replica: ReplicaId, report: Report) -> None:
         """Look at a report no more; the slot it names is free again."""
-        self._posts[replica].heard = report.attempt
+        self._look_at(replica, report)
         if self._slots:
-            self._posts[replica].slots.append(report.slot)
+            self._free[replica].append(report.slot)
 
     def keep(self, replica: ReplicaId, report: Report) -> State | None:
         """Take a report and hold its Δ until it is applied or discarded; None where Δs have no slots."""
-        self._posts[replica].heard = report.attempt
+        self._look_at(replica, report)
         if not self._slots:
             return None
         self._held[replica, report.attempt] = report.slot
-        return self._deltas[replica][report.slot]
+        return self._store.delta(replica, report.slot)
+
+    def lost(self, replica: ReplicaId) -> None:
+        """A replica computes no more."""
+        self._places.read_no_more(replica)
 
     def attempt(self, replica: ReplicaId) -> Clock:
         """The newest step that a replica was sent A for."""
-        return self._posts[replica].attempt
+        return self._attempts[replica]
+
+    def _look_at(self, replica: ReplicaId, report: Report) -> None:
+        self._heard[replica] = report.attempt
+        self._places.read_no_more(replica)
 
     # ----------------------------------------------------------------------------------------------- hands: in the log
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
-        post = self._posts[replica]
-        post.attempt += 1
-        slot = 0
-        if self._reads:
-            self._reads[replica].copy_(self.state)
-            slot = self._free_slot(replica)
-        self._about_to_send(replica, post.attempt)
-        self._board.give(replica, Order(GO, post.attempt, micro_steps, self.version, slot))
-        self._ring(replica)
+        self._attempts[replica] = attempt = self._attempts[replica] + 1
+        slot = self._free_slot(replica) if self._slots else 0
+        place, ahead = self._places.read(replica), self._ahead(replica)
+        self._about_to_send(replica, attempt)
+        self._board.give(replica, Order(attempt, GO, micro_steps, self.version, place, slot, ahead))
+        self._crew.ring(replica)
 
     def apply(self, action: Apply) -> None:
-        began = time.monotonic_ns()
+        began = time.monotonic_ns() if self._timed else 0
         if self._owner is not None:
-            self._owner.apply(
-                [(self._delta(a), weight) for a, weight in action.deltas], action.rate, alone=action.alone
-            )
-        ended = time.monotonic_ns()
+            self._update(self._owner, action)
         self.version += 1
-        self.observer.applied((ended - began) * 1e-9)
-        self._recorder.record("apply", self.version, began, ended)
-        self.discard(tuple(a for a, _ in action.deltas))
+        if self._timed:
+            ended = time.monotonic_ns()
+            self.observer.applied((ended - began) * 1e-9)
+            self._recorder.record("apply", self.version, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for a in arrivals if self._slots else ():
-            self._posts[a.replica].slots.append(self._held.pop((a.replica, a.clock)))
+            self._free[a.replica].append(self._held.pop((a.replica, a.clock)))
 
     def cancel(self, replica: ReplicaId) -> None:
-        self._board.cancel(replica, self._posts[replica].attempt)
-        self._ring(replica)
+        self._board.cancel(replica, self._attempts[replica])
+        self._crew.ring(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._board.give(replica, Order(END, self._posts[replica].attempt + 1, 0, self.version, 0))
-        self._ring(replica)
+        self._board.give(replica, Order(self._attempts[replica] + 1, END, 0, self.version, 0, 0, 0))
+        self._crew.ring(replica)
 
-    def _delta(self, arrival: Arrival) -> State:
-        return self._deltas[arrival.replica][self._held[arrival.replica, arrival.clock]]
+    def _update(self, owner: Owner, action: Apply) -> None:
+        """Write the next A where nobody reads."""
+        names = [(a.replica, self._held.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
+        deltas = [(self._store.delta(replica, slot), weight) for replica, slot, weight in names]
+        here, there, rounds = self._places.present, self._places.free(), self._rounds
+        if rounds is not None and rounds.worth(len(deltas)) and len(waiting := self._waiting()) > 1:
+            rounds.apply(deltas, names, action.rate, (here, there), waiting)
+        else:
+            owner.apply(deltas, action.rate, alone=action.alone, out=self._store.version(there))
+        self._places.move_to(there)
+        for replica, slot, _ in names:
+            self._free[replica].append(slot)
 
     def _free_slot(self, replica: ReplicaId) -> int:
-        slots = self._posts[replica].slots
+        slots = self._free[replica]
         if not slots:
             raise PacelineError(
-                f"{text_of(self._setup.policy)} lets replica {replica} go on with all {self._slots} of its Δ "
-                "slots held; its slots() must say how many Δs of one replica, the one under way included, there can be "
-                "at once"
+                f"{text_of(self._policy)} lets replica {replica} go on with all {self._slots} of its Δ slots held; "
+                "its slots() must say how many Δs of one replica, the one under way included, there can be at once"
             )
-        return slots.pop()
-
-
-class _Post:
-    """What is remembered of one worker: its newest attempt, the newest that was taken, its free Δ slots."""
-
-    def __init__(self, slots: int) -> None:
-        self.attempt = self.heard = 0
-        self.slots = list(range(slots))
+        slot = slots.pop()
+        if slot:
+            self._store.claim(f"delta {replica} {slot}")
+        return slot

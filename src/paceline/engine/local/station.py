@@ -1,11 +1,14 @@
-"""A replica's side of the board: its slots, its orders, its reports."""
+"""A replica's side of the board: its orders, its reports, and what it does while it waits."""
 
 import math
 import time
 
-from paceline.comm.bell import Bell
+from paceline.comm.alarm import Alarm
 from paceline.core.types import Clock, ReplicaId
-from paceline.engine.local.board import ARRIVED, CANCELLED, END, Board, Report
+from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Order, Report
+from paceline.engine.local.parts import Bench
+from paceline.engine.local.rounds import Helper
+from paceline.engine.local.store import Store
 from paceline.replica.base import Measured
 from paceline.replica.state import State
 
@@ -18,44 +21,40 @@ class Station:
     """The server, as this replica sees it.
 
     Args:
-        board: of the run.
+        store: the run's vectors.
+        board: its words.
         replica: whose side.
-        mine: rung when there is an order or a cancellation.
-        coordinator: to ring when there is a report.
-        slots: Δ slots of each replica; 0: it writes A in place.
+        mine: rung when there is something on the board for this replica.
+        main: to ring when there is something on the board for main.
     """
 
-    def __init__(self, board: Board, replica: ReplicaId, mine: Bell, coordinator: Bell, slots: int) -> None:
-        self._board, self._replica, self._mine, self._coordinator = board, replica, mine, coordinator
-        self._read = board.read_slot(replica) if slots else board.state
-        self._deltas = [board.delta_slot(replica, slot) for slot in range(slots)]
-        self._order = board.order(replica)
+    def __init__(self, store: Store, board: Board, replica: ReplicaId, mine: Alarm, main: Alarm) -> None:
+        self._store, self._board, self._replica, self._mine, self._main = store, board, replica, mine, main
+        self._in_place = store.plan.slots == 0
+        self._helper = Helper(board, Bench(store), replica, main.ring)
+        self._order = Order(0, 0, 0, 0, 0, 0, 0)
         self._made = 0
-
-    @property
-    def attempt(self) -> Clock:
+        self._under_way = False
+        self._version = 0
+        self.attempt: Clock = 0
         """Which Δ this replica is at."""
-        return self._order.attempt
 
     def going(self) -> bool:
-        """Wait for an order after the last report; whether it is to go on."""
-        board, replica = self._board, self._replica
-        while True:
-            order = board.order(replica)
-            if order.kind == END:
-                return False
-            if order.attempt > board.told(replica):
-                if order.attempt != self._order.attempt:
-                    self._order, self._made = order, 0
+        """Wait for an order after the last report, and help meanwhile; whether it is to go on."""
+        while not self._board.ended(self._replica):
+            if self._under_way or self._begun():
                 return True
-            self._mine.wait(None)
-            self._mine.clear()
+            if self._helper.asked():
+                self._helper.help()
+            elif not self._mine.spin(self._news):
+                self._mine.sleep(self._news, self._mine.bell.wait, math.inf)
+        return False
 
     def opens(self) -> bool:
         return self._made == 0
 
     def pull(self) -> State:
-        return self._read
+        return self._store.version(0) if self._in_place else self._store.reading(self._order.place)
 
     def closes(self) -> bool:
         self._made += 1
@@ -65,15 +64,14 @@ class Station:
         return True
 
     def slot(self) -> State:
-        return self._deltas[self._order.slot] if self._deltas else self._read
+        return self.pull() if self._in_place else self._store.delta(self._replica, self._order.slot)
 
     def push(self, measured: Measured) -> None:
         self._report(ARRIVED, measured)
 
     def called_off(self) -> bool:
         """Whether the attempt under way was cancelled, or the run has ended."""
-        cancelled = self._board.cancelled(self._replica)
-        return cancelled >= self._order.attempt or self._board.order(self._replica).kind == END
+        return self._board.cancelled(self._replica) >= self.attempt or self._board.ended(self._replica)
 
     def confirm(self) -> int:
         """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
@@ -87,17 +85,32 @@ class Station:
         until = time.monotonic() + seconds
         self._board.excuse(self._replica, int(until * 1e9))
         while not self.called_off() and (left := until - time.monotonic()) > 0:
-            self._mine.wait(left)
-            self._mine.clear()
+            self._mine.sleep(self.called_off, self._mine.bell.wait, left)
+
+    def _begun(self) -> bool:
+        """Begin the next attempt, if there is an order for it."""
+        if self.attempt >= self._board.reach(self._replica):
+            return False
+        self._order = order = self._board.order(self._replica)
+        self._made, self._under_way = 0, True
+        self.attempt += 1
+        # Who writes A in place reads it as all that were told of have left it.
+        self._version = sum(self._board.told()) if self._in_place else order.version
+        return True
+
+    def _news(self) -> bool:
+        board = self._board
+        return board.reach(self._replica) > self.attempt or board.ended(self._replica) or self._helper.asked()
 
     def _report(self, ending: int, measured: Measured) -> None:
-        order = self._order
+        order, attempt = self._order, self.attempt
+        self._under_way = False
         self._board.tell(
             self._replica,
             Report(
                 ending,
-                order.attempt,
-                order.version,
+                attempt,
+                self._version,
                 order.slot,
                 measured.samples,
                 measured.finite,
@@ -105,4 +118,6 @@ class Station:
                 time.monotonic_ns(),
             ),
         )
-        self._coordinator.ring()
+        # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.
+        if not order.ahead or attempt >= self._board.allowed(self._replica) + order.ahead // 2:
+            self._main.ring()

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from paceline.comm import liveness
+from paceline.comm.alarm import Alarm
 from paceline.comm.bell import Bell
+from paceline.comm.kernel import keep_freed_memory
 from paceline.comm.shipping import Parcel, unpack
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
@@ -25,6 +27,7 @@ from paceline.engine.local.board import Board
 from paceline.engine.local.gauge import Gauge
 from paceline.engine.local.roster import remove_roster
 from paceline.engine.local.station import Cancelled, Station
+from paceline.engine.local.store import Plan, Store
 from paceline.engine.setup import Setup
 from paceline.engine.worker import TrainingEnded, Worker
 from paceline.replica.autograd import step_seed
@@ -40,7 +43,8 @@ LONGEST_TRACEBACK = 20_000
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """The process's entry: ``args`` name the replica, ``fds`` what it shares with the coordinator."""
-    board_fd, job_fd, mine, coordinator, link_fd, *trace = fds
+    keep_freed_memory()
+    store_fd, job_fd, mine, coordinator, link_fd, *trace = fds
     replica: ReplicaId = args["replica"]
     with socket.socket(fileno=link_fd) as link:
         try:
@@ -48,7 +52,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             if job.out is not None:
                 liveness.when_orphaned(functools.partial(remove_roster, job.out))
             recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
-            _carry(job, replica, board_fd, Bell(mine), Bell(coordinator), link, recorder)
+            _carry(job, replica, args["remembers"], store_fd, Bell(mine), Bell(coordinator), link, recorder)
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
                 link.send(failure(replica, error))
@@ -65,7 +69,8 @@ def failure(replica: ReplicaId, error: BaseException) -> bytes:
 def _carry(
     job: Job,
     replica: ReplicaId,
-    board_fd: int,
+    remembers: int,
+    store_fd: int,
     mine: Bell,
     coordinator: Bell,
     link: socket.socket,
@@ -76,10 +81,11 @@ def _carry(
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
     module = job.program.build()
     layout = Layout.of(module, job.running_buffers)
-    slots = setup.slots
-    board = Board(layout, setup.replicas, slots, board_fd)
-    station = Station(board, replica, mine, coordinator, slots)
-    gauge = Gauge(board, replica, recorder, 2 * layout.parameter_bytes if slots else 0, setup.per_step)
+    store, board = lay_out(setup, layout, remembers, store_fd)
+    station = Station(
+        store, board, replica, Alarm(mine, board.sleeper(replica)), Alarm(coordinator, board.sleeper(None))
+    )
+    gauge = Gauge(board, replica, recorder, 2 * layout.parameter_bytes if setup.slots else 0, setup.per_step)
     watch(module, station)
     inner = setup.replica(replica, module, layout, recorder)
     worker = LocalWorker(setup, replica, Gauged(inner, gauge, station, layout.parameter_bytes), station, gauge)
@@ -90,6 +96,13 @@ def _carry(
         pass
     finally:
         worker.close()
+
+
+def lay_out(setup: Setup, layout: Layout, remembers: int, fd: int | None = None) -> tuple[Store, Board]:
+    """The shared memory of a run, in any of its processes: new, or what lies behind ``fd``."""
+    replicas, slots = setup.replicas, setup.slots
+    store = Store(Plan(layout, replicas, slots, remembers, Board.size(replicas, slots)), fd)
+    return store, Board(store.words, replicas)
 
 
 def plain_loop(worker: Worker) -> None:

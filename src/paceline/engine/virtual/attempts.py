@@ -14,7 +14,7 @@ from typing import TypeAlias, cast
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.order import Order
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
-from paceline.engine.nonfinite import refuse_nonfinite
+from paceline.engine.nonfinite import not_finite
 from paceline.program import Data, Program
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.batches import EMPTY, Stream, fetcher
@@ -102,8 +102,8 @@ class Computer:
             replica = self._replicas[attempt.replica] = self._make(attempt.replica)
         with blaming(attempt):
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
-        if self._stop and attempt.measured is not None:
-            refuse_nonfinite(attempt.measured, attempt.replica, attempt.clock)
+        if self._stop and attempt.measured is not None and not attempt.measured.finite:
+            raise not_finite(attempt.measured.loss, attempt.replica, attempt.clock)
         return loss
 
 

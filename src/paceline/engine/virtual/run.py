@@ -187,7 +187,7 @@ class VirtualRun:
     def _compute(self, attempt: Attempt) -> None:
         self._computer.compute(attempt)
         assert attempt.measured is not None
-        self._chronicle.heard(attempt.measured)
+        self._chronicle.heard(attempt.measured.loss, attempt.measured.samples)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
-from paceline.engine.nonfinite import refuse_nonfinite
+from paceline.engine.nonfinite import not_finite
 from paceline.engine.virtual.attempts import Attempt, BatchAt, Computer
 from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica, finite
@@ -76,8 +76,8 @@ class Stacked(Computer):
                 return super().compute(attempt)
         assert attempt.out is not None
         assert attempt.measured is not None
-        if self._stop:
-            refuse_nonfinite(attempt.measured, attempt.replica, attempt.clock)
+        if self._stop and not attempt.measured.finite:
+            raise not_finite(attempt.measured.loss, attempt.replica, attempt.clock)
         return attempt.out
 
     def _companions(self, samples: int) -> list[Attempt]:

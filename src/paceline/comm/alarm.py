@@ -1,0 +1,91 @@
+"""Waking who sleeps, and nobody else: a bell that is rung only where somebody waits for it.
+
+::
+
+    who waits                                 who wakes
+    looks; yields the processor, looks ...    writes what there is to see
+    sets "asleep"                             fence
+    fence                                     asleep?  clear it, ring the bell
+    looks once more
+    blocks on the bell
+
+Between a fence and what follows it no load overtakes a store, so at least one of the two sees the other's word: either
+the sleeper sees what was written, or the writer sees the sleeper. Ringing is a system call and wakes a process; looking
+is a load. While there is much to do nobody sleeps, and nothing but loads and stores is needed.
+"""
+
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.comm.bell import Bell
+from paceline.core.types import Nanoseconds, Seconds
+
+MOST_LOOKS = 64
+"""Looks before a wait blocks, at most; with a yield in between each takes about a microsecond."""
+
+SHORT_NS: Nanoseconds = 300_000
+"""A wait that was over so soon is looked for the next time; after longer ones, less and less."""
+
+DOZE_S: Seconds = 1.0
+"""Nobody sleeps longer without looking: no wait depends on it where fences hold, and where they don't it ends soon."""
+
+FENCED = platform.machine() in ("x86_64", "AMD64")
+"""Whether stores become visible in the order they are made in, and :func:`fence` is one. Elsewhere every ring rings."""
+
+_barrier = threading.Lock()
+
+
+def fence() -> None:
+    """Let no later load overtake an earlier store: a lock is taken and released by locked instructions."""
+    with _barrier:
+        return
+
+
+class Alarm:
+    """A bell, and a word in shared memory that says whether its owner sleeps.
+
+    Args:
+        bell: rung to wake the owner.
+        asleep: one 8-byte word, 0 at first; written by both sides.
+    """
+
+    def __init__(self, bell: Bell, asleep: "memoryview[int]") -> None:
+        self.bell, self._asleep = bell, asleep
+        self._looks = MOST_LOOKS
+        self._began: Nanoseconds = 0
+
+    def ring(self) -> None:
+        """Wake the owner if it sleeps; what it is to see has been written before."""
+        fence()
+        if self._asleep[0] or not FENCED:
+            self._asleep[0] = 0
+            self.bell.ring()
+
+    def spin(self, ready: Callable[[], bool]) -> bool:
+        """Look for a moment, if such a wait has lately been short; whether there was something to see."""
+        self._began = time.monotonic_ns()
+        for _ in range(self._looks):
+            if ready():
+                return True
+            os.sched_yield()
+        return ready()
+
+    def sleep(self, ready: Callable[[], bool], block: Callable[[Seconds], object], timeout_s: Seconds) -> None:
+        """Block until rung or, without blocking, until there is something to see; for the owner alone.
+
+        Args:
+            ready: whether there is something to see.
+            block: waits for the bell, and whatever else may wake the owner, for so long at the most.
+            timeout_s: the longest sleep.
+        """
+        self._asleep[0] = 1
+        fence()
+        if not ready():
+            block(min(timeout_s, DOZE_S))
+            self.bell.clear()
+        self._asleep[0] = 0
+        short = time.monotonic_ns() - self._began < SHORT_NS
+        self._looks = MOST_LOOKS if short else self._looks // 2

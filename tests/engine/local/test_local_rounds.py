@@ -1,0 +1,191 @@
+"""Updates that waiting replicas make, each a part: they are those of one process, whoever dies over his part."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.optim import SGD, Adam
+
+from paceline import Program, Run, Strategy
+from paceline.engine.local import parts
+from paceline.engine.local.board import Part
+from paceline.engine.local.parts import LINE, chunks
+from paceline.engine.local.rounds import Rounds
+from paceline.engine.local.script import Script
+from tests import oracle
+from tests.engine import programs
+from tests.engine.local import moments
+from tests.engine.local.test_local_kills import assert_went_on
+from tests.engine.local.test_local_parity import FEATURES, ROUNDING
+from tests.engine.test_virtual_parity import TwoTypes
+
+Local = Callable[..., Run]
+
+STEPS = 6
+
+STATEFUL = functools.partial(SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All updates that can be are made in parts; how many replicas made each."""
+    seen: list[int] = []
+    plain = Rounds.apply
+
+    def apply(self: Rounds, *args: Any) -> None:
+        self._cores = 3
+        plain(self, *args)
+        seen.append(min(3, len(args[-1])))
+
+    monkeypatch.setattr(Rounds, "worth", lambda self, deltas: self._owner.divisible)
+    monkeypatch.setattr(Rounds, "apply", apply)
+    return seen
+
+
+DIVISIBLE = sorted(FEATURES.keys() - {"groups"})
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_rounds_made_in_parts_are_those_of_one_process(local: Local, made: list[int], name: str) -> None:
+    fields, bound = FEATURES[name]
+    program = programs.program(**fields)
+    trained = local(program, Strategy(replicas=4), steps=13)
+    oracle.assert_same(trained.model, oracle.one_process(program, 4, 13), bound)
+    assert made == [3] * 13
+
+
+def test_what_cannot_be_divided_is_made_by_main(local: Local, made: list[int]) -> None:
+    fields, bound = FEATURES["groups"]
+    program = programs.program(**fields)
+    trained = local(program, Strategy(replicas=4), steps=5)
+    oracle.assert_same(trained.model, oracle.one_process(program, 4, 5), bound)
+    assert not made
+
+
+@pytest.mark.parametrize("model", ["batchnorm", "convolution"])
+def test_running_means_go_with_them(local: Local, made: list[int], model: str) -> None:
+    program = programs.program(model=getattr(programs, model), train=programs.data(samples=48), optimizer=STATEFUL)
+    trained = local(program, Strategy(replicas=3), steps=STEPS)
+    oracle.assert_same(trained.model, oracle.rounds(program, 3, STEPS), ROUNDING)
+    assert made
+
+
+def test_two_dtypes_are_two_vectors(local: Local, made: list[int]) -> None:
+    program = programs.program(model=TwoTypes, optimizer=STATEFUL, clip_norm=0.05)
+    trained = local(program, Strategy(replicas=2), steps=STEPS)
+    oracle.assert_same(trained.model, oracle.one_process(program, 2, STEPS), 1e-6)  # float32
+    assert made
+
+
+@pytest.mark.parametrize(
+    "policy", ["smooth-switch:every=3", "buffered:k=2", "local-steps:period=2", "local-steps:outer=nesterov,period=2"]
+)
+def test_under_other_policies(local: Local, made: list[int], policy: str) -> None:
+    """Made in parts or by main alone, an update is the same."""
+    program = programs.program(optimizer=functools.partial(Adam, lr=0.01))
+    order = Script().order(*((r, k) for k in range(1, STEPS + 1) for r in (2, 0, 1)))
+    strategy = f"replicas=3 aggregation={policy}"
+    divided = local(program, strategy, steps=STEPS, script=order)
+    assert made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rounds, "worth", lambda self, deltas: False)
+        whole = local(program, strategy, steps=STEPS, script=order)
+    oracle.assert_same(divided.model, dict(whole.model.state_dict()), 1e-13)  # Adam's kernel on shorter vectors
+
+
+# ----------------------------------------------------------------------------------------------- deaths over one's part
+
+
+def half_a_part(worker: Any) -> None:
+    """Die with half of it written, as wrongly as can be."""
+    bench = worker._station._helper._bench
+
+    def make(task: Any, part: Part) -> float:
+        states = [[v] for v in bench._store.version(task.there).parameters], bench._store.memory[1 - task.memory]
+        for vector in (v for state in states for vectors in state for v in vectors):
+            for span in chunks(len(vector), part):
+                vector[span][: (span.stop - span.start) // 2].fill_(7.0)
+        moments.die()
+        return 0.0
+
+    bench.make = make
+
+
+def a_part_made_but_not_told(worker: Any) -> None:
+    worker._station._helper._board.made = lambda *_: moments.die()
+
+
+def a_part_told_but_not_rung(worker: Any) -> None:
+    worker._station._helper._ring = moments.die
+
+
+DEATHS = [half_a_part, a_part_made_but_not_told, a_part_told_but_not_rung]
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "momentum": {"optimizer": STATEFUL},
+    "adam": {"optimizer": functools.partial(Adam, lr=0.01)},
+    "clipping": {"optimizer": STATEFUL, "clip_norm": 0.05},
+}
+
+
+def one_fewer_after(program: Program, dead: int, rounds: int) -> oracle.Values:
+    """Three replicas in lockstep, of which one takes part in the first so many rounds."""
+    plain, data = oracle.Plain(program), oracle.order(program, 3)
+    for k in range(STEPS):
+        present = [r for r in range(3) if r != dead or k < rounds]
+        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
+    return plain.values()
+
+
+@pytest.mark.parametrize("prepare", DEATHS, ids=lambda prepare: prepare.__name__)
+@pytest.mark.parametrize("fields", PROGRAMS)
+@pytest.mark.parametrize("replica", [0, 2])
+def test_a_round_is_neither_lost_nor_made_twice(
+    local: Local, made: list[int], prepare: Callable[[Any], None], fields: str, replica: int
+) -> None:
+    """What the dead one had pushed counts, once; its part is made again from what was there before."""
+    program = programs.program(**PROGRAMS[fields])
+    loop = functools.partial(moments.loop, replica=replica, step=3, prepare=prepare)
+    run = local(program, "replicas=3", steps=STEPS, loop=loop)
+    assert_went_on(run, replica)
+    assert run.summary["updates"] == STEPS
+    assert made == [3] * 3 + [2] * 3
+    oracle.assert_same(run.model, one_fewer_after(program, replica, 3), 1e-9 if fields == "adam" else 1e-12)
+
+
+# ------------------------------------------------------------------------------------------------------------ the cuts
+
+
+@given(elements=st.integers(0, 5000), of=st.integers(1, 7), chunk=st.sampled_from([64, 640, 2**16]))
+def test_parts_make_the_whole(elements: int, of: int, chunk: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "CHUNK", chunk)
+        spans = [span for number in range(of) for span in chunks(elements, Part(1, number, of))]
+    assert [i for span in spans for i in range(span.start, span.stop)] == list(range(elements))
+    assert all(span.start % LINE == 0 and span.stop - span.start <= chunk for span in spans)
+
+
+def test_a_task_is_read_as_it_was_written() -> None:
+    from paceline.engine.kernels import AdamKernel, decode, encode
+    from paceline.engine.local.board import Board, Task
+
+    board = Board(memoryview(bytearray(8 * Board.size(3, 2))), replicas=3)
+    kernel = AdamKernel(7, 0.1, 0.01, 0.9, 0.999, 1e-8, 1.0)
+    deltas = tuple((r, slot, 1 / (r + slot + 1)) for r in range(3) for slot in range(2))
+    task = Task(5, True, False, 1, 2, 0, tuple(encode(kernel)), deltas)
+    board.describe(task)
+    read = board.task()
+    assert read._replace(kernel=()) == task._replace(kernel=())
+    assert decode(read.kernel) == kernel
+    assert board.part(1) is None
+    board.assign(1, Part(5, 0, 2))
+    part = board.part(1)
+    assert part == Part(5, 0, 2)
+    assert not board.has_made(1, 5)
+    board.made(1, part, 2.5)
+    assert (board.part(1), board.has_made(1, 5), board.square(1)) == (None, True, 2.5)
+    assert torch.tensor(board.told()).tolist() == [0, 0, 0]
