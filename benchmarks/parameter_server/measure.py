@@ -1,25 +1,22 @@
-"""Updates a second of a parameter server, a trivial Δ from each worker: Paceline's local engine beside Ray actors.
+"""The local engine beside Ray actors, beside processes without a server, and beside PyTorch's recipe for Hogwild.
 
-Needs ``pip install ray``. The two alternate; the rates are medians, the ratio is the median of the pairs'.
+Needs ``pip install ray``. The sides alternate; figures are medians, a ratio is the median of the rounds'. A turn of
+another side is a process of its own, which has ended with all that it started before ours begins.
 """
 
+import argparse
 import functools
-import os
-import sys
-from pathlib import Path
-from statistics import median
 
-import ray_server
-import torch
-from torch import nn
+import programs
+from table import OURS, Figures, alternate, head, middle, ratio, row
+from turn import take
 
+from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
 from paceline.program import Program
 from paceline.train import train
 
-SECONDS = 3.0
-PAIRS = 5
-CASES = [
+TRIVIAL = [
     (2, 22_000, "sgd"),
     (8, 22_000, "sgd"),
     (25, 22_000, "sgd"),
@@ -29,58 +26,102 @@ CASES = [
     (8, 1_000_000, "sgd"),
     (25, 1_000_000, "sgd"),
 ]
+"""Workers, parameters, optimizer."""
+
+DESIGNS = ("separate", "merged")
+"""Of the Ray actors."""
+
+Options = argparse.Namespace
 
 
-class Weights(nn.Module):
-    """So many parameters, which are hardly used."""
-
-    def __init__(self, parameters: int) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.zeros(parameters))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sum() + self.weights.sum()
+def paceline(engine: Engine, program: Program, workers: int, aggregation: str, seconds: float) -> Figures:
+    """Gradients a second of a run; under these aggregations each is an update."""
+    strategy = f"replicas={workers} threads=1 aggregation={aggregation}"
+    run = train(program, strategy, engine=engine, seconds=seconds, progress=False)
+    return {OURS: run.summary["gradients"] / run.summary["seconds"]}
 
 
-def identity(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The output as its own loss."""
-    del target
-    return output
+def trivial(options: Options) -> None:
+    """Updates a second where a Δ costs nothing."""
+    columns = ["workers", "parameters", "optimizer", "Paceline", "Ray, separate", "Ray, merged"]
+    head(f"updates/s, {_how(options)}", *columns, "÷ separate", "÷ merged")
+    with LocalEngine(entry="trivial:main") as engine:
+        for workers, parameters, optimizer in TRIVIAL:
+            program = programs.trivial(parameters, optimizer)
+            rounds = alternate(
+                options.pairs,
+                functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds),
+                functools.partial(
+                    take,
+                    "ray_server:trivial",
+                    workers=workers,
+                    parameters=parameters,
+                    optimizer=optimizer,
+                    seconds=options.seconds,
+                ),
+            )
+            rates = [middle(rounds, side) for side in (OURS, *DESIGNS)]
+            row(workers, f"{parameters:,}", optimizer, *rates, *(ratio(rounds, design) for design in DESIGNS))
 
 
-def paceline_rate(engine: LocalEngine, workers: int, parameters: int, optimizer: str) -> float:
-    """Updates a second of an asynchronous run."""
-    rule = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]
-    program = Program(
-        model=functools.partial(Weights, parameters),
-        loss=identity,
-        optimizer=functools.partial(rule, lr=0.01),
-        train=(torch.zeros(64, 1), torch.zeros(64)),
+def cnn(options: Options) -> None:
+    """Gradients a second of 25 workers."""
+    workers = 25
+    case = {"data": options.data, "workers": workers, "seconds": options.seconds}
+    program = programs.images(options.data)
+    with LocalEngine() as engine:
+        rounds = alternate(
+            options.pairs,
+            functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds),
+            functools.partial(take, "processes:independent", **case),
+            functools.partial(take, "ray_server:cnn", **case),
+        )
+    head(
+        f"gradients/s of {workers} workers on {_images(options)}, {_how(options)}", "side", "gradients/s", "Paceline ÷"
     )
-    run = train(program, f"replicas={workers} aggregation=asynchronous", engine=engine, seconds=SECONDS, progress=False)
-    return float(run.summary["updates_per_s"])
+    row("Paceline, asynchronous", middle(rounds, OURS), "")
+    row("independent processes", middle(rounds, "independent"), ratio(rounds, "independent"))
+    for design in DESIGNS:
+        row(f"Ray actors, {design}", middle(rounds, design), ratio(rounds, design))
+
+
+def hogwild(options: Options) -> None:
+    """Updates a second, in place and without locks."""
+    title = f"updates/s on {_images(options)}, {_how(options)}"
+    head(title, "workers", "Paceline, hogwild", "PyTorch's recipe", "ratio")
+    program = programs.images(options.data)
+    with LocalEngine() as engine:
+        for workers in (2, 8):
+            case = {"data": options.data, "workers": workers, "seconds": options.seconds}
+            rounds = alternate(
+                options.pairs,
+                functools.partial(paceline, engine, program, workers, "hogwild", options.seconds),
+                functools.partial(take, "processes:recipe", **case),
+            )
+            row(workers, middle(rounds, OURS), middle(rounds, "recipe"), ratio(rounds, "recipe"))
+
+
+def _how(options: Options) -> str:
+    return f"medians of {options.pairs} alternating rounds of {options.seconds:g} s for each side"
+
+
+def _images(options: Options) -> str:
+    return "noise of MNIST's shape (no --data)" if options.data is None else "MNIST"
 
 
 def main() -> None:
-    """Print the table."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    ray_server.start(len(os.sched_getaffinity(0)))
-    print(f"updates/s, medians of {PAIRS} pairs of {SECONDS:g} s each\n")
-    print("| workers | parameters | optimizer | Paceline | Ray actors | ratio |\n|---|---|---|---|---|---|")
-    with LocalEngine(entry="trivial:main") as engine:
-        for workers, parameters, optimizer in CASES:
-            pairs = [
-                (
-                    paceline_rate(engine, workers, parameters, optimizer),
-                    ray_server.rate(workers, parameters, optimizer, SECONDS),
-                )
-                for _ in range(PAIRS)
-            ]
-            mine, theirs = (median(column) for column in zip(*pairs, strict=True))
-            ratio = median(a / b for a, b in pairs)
-            print(
-                f"| {workers} | {parameters:,} | {optimizer} | {mine:,.0f} | {theirs:,.0f} | {ratio:.0f} |", flush=True
-            )
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    tables = parser.add_subparsers(title="tables", required=True)
+    for table, seconds in ((trivial, 3.0), (cnn, 10.0), (hogwild, 10.0)):
+        options = tables.add_parser(table.__name__, help=table.__doc__)
+        options.set_defaults(table=table)
+        options.add_argument("--pairs", type=int, default=5, help="rounds in which each side is measured (%(default)s)")
+        options.add_argument("--seconds", type=float, default=seconds, help="of each measurement (%(default)g)")
+        if table is not trivial:
+            options.add_argument("--data", metavar="DIR", help="MNIST's files; without it noise of the same shape")
+    chosen = parser.parse_args()
+    chosen.table(chosen)
 
 
 if __name__ == "__main__":
