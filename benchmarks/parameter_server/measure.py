@@ -10,6 +10,7 @@ import functools
 import programs
 from table import OURS, Figures, alternate, head, middle, ratio, row
 from turn import take
+from window import WARM_UP_S
 
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
@@ -35,10 +36,11 @@ Options = argparse.Namespace
 
 
 def paceline(engine: Engine, program: Program, workers: int, aggregation: str, seconds: float) -> Figures:
-    """Gradients a second of a run; under these aggregations each is an update."""
+    """Gradients a second of a run, after a second to warm up; under these aggregations each is an update."""
     strategy = f"replicas={workers} threads=1 aggregation={aggregation}"
-    run = train(program, strategy, engine=engine, seconds=seconds, progress=False)
-    return {OURS: run.summary["gradients"] / run.summary["seconds"]}
+    run = train(program, strategy, engine=engine, seconds=seconds + WARM_UP_S, evaluate_every=WARM_UP_S, progress=False)
+    warm, last = run.history[1], run.history[-1]
+    return {OURS: (last.gradients - warm.gradients) / (last.time_s - warm.time_s)}
 
 
 def trivial(options: Options) -> None:
@@ -73,14 +75,16 @@ def cnn(options: Options) -> None:
         rounds = alternate(
             options.pairs,
             functools.partial(paceline, engine, program, workers, "asynchronous", options.seconds),
-            functools.partial(take, "processes:independent", **case),
+            functools.partial(take, "processes:alone", **case),
+            functools.partial(take, "processes:gradients", **case),
             functools.partial(take, "ray_server:cnn", **case),
         )
     head(
         f"gradients/s of {workers} workers on {_images(options)}, {_how(options)}", "side", "gradients/s", "Paceline ÷"
     )
     row("Paceline, asynchronous", middle(rounds, OURS), "")
-    row("independent processes", middle(rounds, "independent"), ratio(rounds, "independent"))
+    row("processes that train alone", middle(rounds, "alone"), ratio(rounds, "alone"))
+    row("processes that compute gradients", middle(rounds, "gradients"), ratio(rounds, "gradients"))
     for design in DESIGNS:
         row(f"Ray actors, {design}", middle(rounds, design), ratio(rounds, design))
 

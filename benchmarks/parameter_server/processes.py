@@ -24,11 +24,18 @@ READY_S = 60.0
 """How long processes may take to make their first steps; and to answer after the window."""
 
 
-def independent(*, data: str | None, workers: int, seconds: float) -> dict[str, float]:
-    """Gradients a second of processes that communicate nothing, each with a model of its own."""
+def gradients(*, data: str | None, workers: int, seconds: float) -> dict[str, float]:
+    """Gradients a second of processes that communicate nothing, and do nothing with them: no model ever changes."""
     torch.set_num_threads(1)
     program = programs.images(data)
-    return {"independent": _rate(lambda worker: _gradient(program, program.build(), worker), workers, seconds)}
+    return {"gradients": _rate(lambda worker: _gradient(program, program.build(), worker), workers, seconds)}
+
+
+def alone(*, data: str | None, workers: int, seconds: float) -> dict[str, float]:
+    """Steps a second of processes that communicate nothing: each trains a model of its own."""
+    torch.set_num_threads(1)
+    program = programs.images(data)
+    return {"alone": _rate(lambda worker: _training(program, program.build(), worker), workers, seconds)}
 
 
 def recipe(*, data: str | None, workers: int, seconds: float) -> dict[str, float]:
@@ -39,18 +46,18 @@ def recipe(*, data: str | None, workers: int, seconds: float) -> dict[str, float
     torch.set_num_threads(1)
     program = programs.images(data)
     model = program.build().share_memory()
+    return {"recipe": _rate(lambda worker: _training(program, model, worker), workers, seconds)}
 
-    def work(worker: int) -> Step:
-        gradient = _gradient(program, model, worker)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-        def step() -> None:
-            gradient()
-            optimizer.step()
+def _training(program: Program, model: torch.nn.Module, worker: int) -> Step:
+    gradient = _gradient(program, model, worker)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-        return step
+    def step() -> None:
+        gradient()
+        optimizer.step()
 
-    return {"recipe": _rate(work, workers, seconds)}
+    return step
 
 
 def _gradient(program: Program, model: torch.nn.Module, worker: int) -> Gradient:

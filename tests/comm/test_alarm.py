@@ -82,6 +82,35 @@ def test_long_waits_are_looked_for_less_and_less(alarm: Alarm, monkeypatch: pyte
     assert alarm.spin(lambda: True)
 
 
+@pytest.mark.parametrize(
+    ("wait_ns", "worked_ns", "held_ns"),
+    [
+        (50_000, 1_000_000, 100_000),  # twice what it takes
+        (50_000, 100_000, 0),  # as long as all the work
+        (module.MOST_HELD_NS, 10**9, 0),  # too long for anybody
+    ],
+)
+def test_the_processor_is_held_for_a_short_wait_after_long_work(
+    alarm: Alarm, monkeypatch: pytest.MonkeyPatch, wait_ns: int, worked_ns: int, held_ns: int
+) -> None:
+    now, yields = 0, list[int]()
+
+    def clock() -> int:
+        nonlocal now
+        now += 1000
+        return now
+
+    alarm.spin(lambda: True)
+    monkeypatch.setattr(module.time, "monotonic_ns", clock)
+    monkeypatch.setattr(module.os, "sched_yield", lambda: yields.append(now))
+    alarm.spin(lambda: True)
+    now += worked_ns
+    alarm.expect(wait_ns)
+    began = now
+    alarm.spin(lambda: False)
+    assert held_ns <= yields[0] - began <= held_ns + 3000  # each look at the clock takes a microsecond here
+
+
 @pytest.mark.parametrize("spins", [True, False])
 def test_no_wake_is_lost(spins: bool) -> None:
     """Two threads hand a number to and fro; with no doze to end a sleep, a lost wake would be a hang."""

@@ -11,9 +11,9 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from paceline import Program
 from paceline.aggregation import Aggregation, parse
-from paceline.engine.kernels import rule_of
 from paceline.engine.owner import Owner
 from paceline.engine.setup import first_state
+from paceline.replica.kernels import rule_of
 from paceline.replica.state import State
 from tests import oracle
 from tests.engine import programs
@@ -71,7 +71,7 @@ def test_a_vector_is_stepped_on_as_its_tensors_are(optimizer: Any, model: Any, s
         owner.apply([(delta, 1.0)], rate, alone=step > 1)
         assert all(torch.equal(a, b) for a, b in zip(delta.parameters, before.parameters, strict=True))
         plain.step(dict(delta.named()), rate)
-    fused = owner.remembers == 2
+    fused = owner.stepper.remembers == 2
     same(owner, plain, (1e-6 if model is TwoTypes else 1e-14) if fused else 0.0)
 
 

@@ -3,7 +3,7 @@
 ::
 
     who waits                                 who wakes
-    looks; yields the processor, looks ...    writes what there is to see
+    looks; yields the processor; looks ...    writes what there is to see
     sets "asleep"                             fence
     fence                                     asleep?  clear it, ring the bell
     looks once more
@@ -28,6 +28,9 @@ MOST_LOOKS = 64
 
 SHORT_NS: Nanoseconds = 300_000
 """A wait that was over so soon is looked for the next time; after longer ones, less and less."""
+
+MOST_HELD_NS: Nanoseconds = 200_000
+"""Nobody looks for longer without yielding the processor."""
 
 DOZE_S: Seconds = 1.0
 """Nobody sleeps longer without looking: no wait depends on it where fences hold, and where they don't it ends soon."""
@@ -56,6 +59,7 @@ class Alarm:
         self.bell, self._asleep = bell, asleep
         self._looks = MOST_LOOKS
         self._began: Nanoseconds = 0
+        self._hold_ns: Nanoseconds = 0
 
     def ring(self) -> None:
         """Wake the owner if it sleeps; what it is to see has been written before."""
@@ -64,9 +68,21 @@ class Alarm:
             self._asleep[0] = 0
             self.bell.ring()
 
+    def expect(self, wait_ns: Nanoseconds) -> None:
+        """Say how long it takes until there is something to see; the next :meth:`spin` holds the processor for it.
+
+        Not for long, nor for more than a small part of what has been worked since the last wait. Who yields instead
+        gets the processor back when all others have had their turn, and finds its caches filled with their data.
+        """
+        worked_ns = time.monotonic_ns() - self._began
+        self._hold_ns = 2 * wait_ns if 2 * wait_ns < min(MOST_HELD_NS, worked_ns // 8) else 0
+
     def spin(self, ready: Callable[[], bool]) -> bool:
         """Look for a moment, if such a wait has lately been short; whether there was something to see."""
-        self._began = time.monotonic_ns()
+        self._began = began = time.monotonic_ns()
+        while self._hold_ns and time.monotonic_ns() - began < self._hold_ns:
+            if ready():
+                return True
         for _ in range(self._looks):
             if ready():
                 return True

@@ -11,6 +11,7 @@ Receivers map these bytes copy-on-write, so 25 receivers of 100 MB cost 100 MB o
 tensors changes nobody else's.
 """
 
+import contextlib
 import io
 import mmap
 import os
@@ -30,6 +31,8 @@ SHARED_FROM_BYTES = 64 * 1024
 """Smaller arrays travel in the pickle itself: copying one costs less than its pages of a mapping."""
 
 _INT = 8
+
+_MADV_POPULATE_READ = 22  # not among the names of mmap
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,11 @@ def unpack(parcel: Parcel) -> Any:
     Read-only numpy arrays come back read-only. What two tensors shared, they share again.
     """
     # ACCESS_COPY: a receiver may normalise its data set in place, and no other one must see that.
-    view = memoryview(mmap.mmap(parcel.fd, parcel.size_bytes, access=mmap.ACCESS_COPY))
+    pages = mmap.mmap(parcel.fd, parcel.size_bytes, access=mmap.ACCESS_COPY)
+    # All pages are there; mapped one by one as samples are drawn, they would cost a page fault each in every process.
+    with contextlib.suppress(OSError):  # before Linux 5.14
+        pages.madvise(_MADV_POPULATE_READ)
+    view = memoryview(pages)
     count = _number(view, 0)
     sizes = [_number(view, _INT * (i + 1)) for i in range(count)]
     stream, *buffers = (view[o : o + n] for o, n in zip(_offsets(sizes), sizes, strict=False))

@@ -38,12 +38,18 @@ class Autograd:
         self.parameters = [parameters[e.name] for b in layout.parameters for e in b.entries]
         self._buffers = [buffers[e.name] for b in layout.buffers for e in b.entries]
 
+    @property
+    def on_host(self) -> bool:
+        """Whether parameters are views of the state they are bound to, not copies."""
+        return self._device.type == "cpu"
+
     def bind(self, state: State) -> None:
         """Let the module's parameters be ``state``'s, and its buffers copies of them."""
         with torch.no_grad():
             for parameter in self.parameters:
-                parameter.grad = None  # an attempt that was called off may have left some
-            if self._device.type == "cpu":
+                if parameter.grad is not None:  # an attempt that was called off has left it
+                    parameter.grad = None
+            if self.on_host:
                 for parameter, view in zip(self.parameters, state.views.parameters, strict=True):
                     parameter.data = view
             else:
@@ -77,10 +83,15 @@ class Autograd:
 
     def take_gradients(self) -> list[Tensor]:
         """The gradients of all parameters (zeros where one has none), which the parameters then no longer hold."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self.parameters]
+        grads = []
         for parameter in self.parameters:
-            parameter.grad = None
-        return [g.to_dense() if g.is_sparse else g for g in grads]
+            grad = parameter.grad
+            if grad is None:
+                grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad = None
+            grads.append(grad.to_dense() if grad.is_sparse else grad)
+        return grads
 
     def write_buffers(self, out: State) -> None:
         """Copy the buffers as they are now into ``out``."""

@@ -1,5 +1,6 @@
 """What every replica is, wherever its Δ is computed."""
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
@@ -59,6 +60,6 @@ def micro_steps(delta: Delta) -> int:
 
 def finite(vectors: list[Tensor], loss: float) -> bool:
     """Whether a loss and all elements are finite. One pass: a sum is finite if all it adds are."""
-    if loss != loss or loss in (float("inf"), float("-inf")):
+    if not math.isfinite(loss):
         return False
-    return all(bool(torch.isfinite(v.sum())) or bool(torch.isfinite(v).all()) for v in vectors)
+    return all(math.isfinite(abs(v.sum().item())) or bool(torch.isfinite(v).all()) for v in vectors)

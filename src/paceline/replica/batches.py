@@ -84,9 +84,9 @@ EMPTY = Batch(None, None, 0)
 
 
 def _select(inputs: Tree, targets: Tree, indices: torch.Tensor) -> tuple[Tree, Tree]:
-    if isinstance(inputs, torch.Tensor) and isinstance(targets, torch.Tensor):
-        return inputs[indices], targets[indices]
-    return map_tree(lambda t: t[indices], inputs), map_tree(lambda t: t[indices], targets)
+    return map_tree(lambda t: t.index_select(0, indices), inputs), map_tree(
+        lambda t: t.index_select(0, indices), targets
+    )
 
 
 def _as_pair(item: Any) -> tuple[Tree, Tree]:

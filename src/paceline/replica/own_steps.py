@@ -4,14 +4,15 @@ import math
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.clipping import clip
 from paceline.replica.state import State
+from paceline.replica.stepper import Stepper
 
 
 class _Walk:
@@ -19,14 +20,18 @@ class _Walk:
 
     def __init__(self, program: Program, autograd: Autograd) -> None:
         self._program, self._autograd = program, autograd
-        self.restart()
+        self._gradient = autograd.layout.new()
+        self._stepper: Stepper | None = None
         self.forget()
 
-    def restart(self) -> None:
-        """Begin with an optimizer and a schedule that have not made a step."""
-        self._optimizer: Optimizer = self._program.optimizer(self._autograd.parameters)
-        make = self._program.scheduler
-        self._scheduler: LRScheduler | None = make(self._optimizer) if make is not None else None
+    def begin(self, state: State) -> None:
+        """Move ``state``, which the parameters have been bound to, with an optimizer that has not made a step."""
+        program, autograd = self._program, self._autograd
+        if autograd.on_host:
+            self._stepper = Stepper(program.optimizer, program.scheduler, state, self._gradient)
+        else:  # there the parameters are copies, and an optimizer has to step on these
+            self._optimizer: Optimizer = program.optimizer(autograd.parameters)
+            self._scheduler = program.scheduler(self._optimizer) if program.scheduler is not None else None
 
     def forget(self) -> None:
         self._losses, self._samples = 0.0, 0
@@ -35,15 +40,28 @@ class _Walk:
         if not batch.samples:
             return math.nan
         loss = self._autograd.backward(batch, clock)
+        if self._stepper is not None:
+            self._step(self._stepper)
+        else:
+            self._step_on_device()
+        self._losses += loss * batch.samples
+        self._samples += batch.samples
+        return loss
+
+    def _step(self, stepper: Stepper) -> None:
+        gradient = self._gradient
+        torch._foreach_copy_(gradient.views.parameters, self._autograd.take_gradients())
+        if self._program.clip_norm is not None:
+            clip(gradient.parameters, self._program.clip_norm)
+        stepper.step(gradient.parameters)
+
+    def _step_on_device(self) -> None:
         if self._program.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._autograd.parameters, self._program.clip_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         if self._scheduler is not None:
             self._scheduler.step()
-        self._losses += loss * batch.samples
-        self._samples += batch.samples
-        return loss
 
     def measured(self, out: State) -> Measured:
         if not self._samples:
@@ -72,6 +90,7 @@ class OwnSteps(Replica):
         if self._own is None:
             self._own = state.clone()
             self._read = state.clone()
+            self._walk.begin(self._own)
         else:
             _take(self._own, state, self._rule)
             self._read.copy_(self._own)
@@ -88,14 +107,13 @@ class OwnSteps(Replica):
             if not self._distance:
                 torch._foreach_sub_(out.parameters, self._read.parameters)
             self._autograd.write_buffers(out)
-            if self._autograd.parameters[0].device.type != "cpu":
+            if not self._autograd.on_host:
                 torch._foreach_copy_(self._own.views.parameters, [p.detach() for p in self._autograd.parameters])
             if self._own.buffers:
                 self._autograd.write_buffers(self._own)
         measured = self._walk.measured(out)
         if not measured.finite:
             self._own = None
-            self._walk.restart()
         return measured
 
 
@@ -109,6 +127,7 @@ class WritesInPlace(Replica):
     def adopt(self, state: State) -> None:
         if self._bound is not state:
             self._autograd.bind(state)
+            self._walk.begin(state)
             self._bound = state
         self._walk.forget()
 

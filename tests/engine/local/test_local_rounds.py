@@ -170,8 +170,8 @@ def test_parts_make_the_whole(elements: int, of: int, chunk: int) -> None:
 
 
 def test_a_task_is_read_as_it_was_written() -> None:
-    from paceline.engine.kernels import AdamKernel, decode, encode
     from paceline.engine.local.board import Board, Task
+    from paceline.replica.kernels import AdamKernel, decode, encode
 
     board = Board(memoryview(bytearray(8 * Board.size(3, 2))), replicas=3)
     kernel = AdamKernel(7, 0.1, 0.01, 0.9, 0.999, 1e-8, 1.0)

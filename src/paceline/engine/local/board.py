@@ -30,7 +30,7 @@ TASK_WORDS = 32
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
 
-_ORDER = struct.Struct("=qqqqqqq")
+_ORDER = struct.Struct("=qqqqqqqq")
 _REPORT = struct.Struct("=qqqqq?7xdq")
 _FIGURES = struct.Struct("=qqqq")
 _PART = struct.Struct("=qqq")
@@ -53,6 +53,7 @@ class Order(NamedTuple):
     """Where that version lies."""
     slot: int
     ahead: int
+    at_ns: int
 
 
 class Report(NamedTuple):

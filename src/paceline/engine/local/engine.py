@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from paceline.aggregation import text_of
+from paceline.comm.kernel import prompt
 from paceline.comm.nursery import Nursery
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
@@ -52,7 +53,7 @@ class LocalEngine(Engine):
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         nursery = self._nursery_for(job)
-        with _one_thread(), ExitStack() as closing:
+        with _one_thread(), prompt(), ExitStack() as closing:
             return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from paceline.engine.kernels import decode
 from paceline.engine.local.board import Part, Task
 from paceline.engine.local.store import Store
+from paceline.replica.kernels import decode
 
 CHUNK = 2**16
 """Elements that are summed and stepped on before the next ones are: they fit into a core's own cache."""

@@ -4,12 +4,13 @@ import math
 from collections.abc import Callable, Sequence
 
 from paceline.core.types import ReplicaId
-from paceline.engine.kernels import Kernel, encode
 from paceline.engine.local.board import Board, Part, Task
 from paceline.engine.local.crew import Crew
 from paceline.engine.local.parts import Bench
 from paceline.engine.local.store import Store
-from paceline.engine.owner import Owner, Weighted, clip_scale
+from paceline.engine.owner import Owner, Weighted
+from paceline.replica.clipping import clip_scale
+from paceline.replica.kernels import Kernel, encode
 
 WORTH_BYTES = 2**23
 """What an update has to read and write for handing it out to pay: waking two processes takes as long as this does."""
@@ -70,7 +71,7 @@ class Rounds:
             task = task._replace(of_sum=True, deltas=((0, 0, clip_scale(square, bound)),))
         self._hand_out(task, by)
         self._memory = 1 - self._memory
-        self._owner.memory = self._store.memory[self._memory]
+        self._owner.stepper.memory = self._store.memory[self._memory]
 
     def _hand_out(self, task: Task, by: list[ReplicaId]) -> float:
         """Have all parts made; returns the squared norm of Σ weight·Δ where that is asked for."""
@@ -81,7 +82,7 @@ class Rounds:
         for replica, part in parts.items():
             self._board.assign(replica, part)
             self._crew.ring(replica)
-        self._crew.wait_for(self._has_made, parts, f"their part of update {self._owner.steps}")
+        self._crew.wait_for(self._has_made, parts, f"their part of update {self._owner.stepper.steps}")
         return sum(self._square(task, replica, part) for replica, part in parts.items())
 
     def _has_made(self, replica: ReplicaId) -> bool:
@@ -98,10 +99,10 @@ class Rounds:
             return
         remembers = range(self._store.plan.remembers)
         self._store.claim("sum", *(f"memory {copy} {m}" for copy in (0, 1) for m in remembers))
-        for mine, shared in zip(self._owner.memory, self._store.memory[0], strict=True):
+        for mine, shared in zip(self._owner.stepper.memory, self._store.memory[0], strict=True):
             for vector, place in zip(mine, shared, strict=True):
                 place.copy_(vector)
-        self._memory, self._owner.memory = 0, self._store.memory[0]
+        self._memory, self._owner.stepper.memory = 0, self._store.memory[0]
 
 
 class Helper:

@@ -71,7 +71,7 @@ class LocalRun:
         self._parcel: Parcel = ship(job)
         closing.callback(self._parcel.close)
         owner = Owner(job.program, setup.policy, state) if setup.slots else None
-        self._store, self._board = lay_out(setup, state.layout, owner.remembers if owner else 0)
+        self._store, self._board = lay_out(setup, state.layout, owner.stepper.remembers if owner else 0)
         closing.callback(self._store.close)
         digest = state.digest()
         if owner is not None:

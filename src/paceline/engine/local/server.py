@@ -115,7 +115,9 @@ class Server:
         slot = self._free_slot(replica) if self._slots else 0
         place, ahead = self._places.read(replica), self._ahead(replica)
         self._about_to_send(replica, attempt)
-        self._board.give(replica, Order(attempt, GO, micro_steps, self.version, place, slot, ahead))
+        self._board.give(
+            replica, Order(attempt, GO, micro_steps, self.version, place, slot, ahead, time.monotonic_ns())
+        )
         self._crew.ring(replica)
 
     def apply(self, action: Apply) -> None:
@@ -137,7 +139,9 @@ class Server:
         self._crew.ring(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._board.give(replica, Order(self._attempts[replica] + 1, END, 0, self.version, 0, 0, 0))
+        self._board.give(
+            replica, Order(self._attempts[replica] + 1, END, 0, self.version, 0, 0, 0, time.monotonic_ns())
+        )
         self._crew.ring(replica)
 
     def _update(self, owner: Owner, action: Apply) -> None:

@@ -4,7 +4,7 @@ import math
 import time
 
 from paceline.comm.alarm import Alarm
-from paceline.core.types import Clock, ReplicaId
+from paceline.core.types import Clock, Nanoseconds, ReplicaId
 from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Order, Report
 from paceline.engine.local.parts import Bench
 from paceline.engine.local.rounds import Helper
@@ -32,10 +32,11 @@ class Station:
         self._store, self._board, self._replica, self._mine, self._main = store, board, replica, mine, main
         self._in_place = store.plan.slots == 0
         self._helper = Helper(board, Bench(store), replica, main.ring)
-        self._order = Order(0, 0, 0, 0, 0, 0, 0)
+        self._order = Order(0, 0, 0, 0, 0, 0, 0, 0)
         self._made = 0
         self._under_way = False
         self._version = 0
+        self._reported_ns: Nanoseconds = 0
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
 
@@ -93,6 +94,7 @@ class Station:
             return False
         self._order = order = self._board.order(self._replica)
         self._made, self._under_way = 0, True
+        self._mine.expect(order.at_ns - self._reported_ns)
         self.attempt += 1
         # Who writes A in place reads it as all that were told of have left it.
         self._version = sum(self._board.told()) if self._in_place else order.version
@@ -104,7 +106,7 @@ class Station:
 
     def _report(self, ending: int, measured: Measured) -> None:
         order, attempt = self._order, self.attempt
-        self._under_way = False
+        self._under_way, self._reported_ns = False, time.monotonic_ns()
         self._board.tell(
             self._replica,
             Report(
@@ -115,7 +117,7 @@ class Station:
                 measured.samples,
                 measured.finite,
                 measured.loss,
-                time.monotonic_ns(),
+                self._reported_ns,
             ),
         )
         # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.

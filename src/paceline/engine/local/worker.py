@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.jit import ScriptModule
 
 from paceline.comm import liveness
 from paceline.comm.alarm import Alarm
@@ -36,6 +37,9 @@ from paceline.replica.batches import as_batch
 from paceline.replica.state import Layout, State
 from paceline.step import step
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
+
+LOOKS = 4
+"""How often a forward pass looks whether it has been called off, at least; a hook costs some microseconds."""
 
 LONGEST_TRACEBACK = 20_000
 """Characters that are sent to main, at most six bytes each: one message must hold them."""
@@ -123,10 +127,10 @@ def watch(module: nn.Module, station: Station) -> None:
         if station.called_off():
             raise Cancelled
 
-    for layer in module.modules():
-        # Scripted layers take no hooks; an attempt then ends at the next one that does.
-        if next(layer.children(), None) is None and not isinstance(layer, torch.jit.ScriptModule):
-            layer.register_forward_pre_hook(look)
+    # Scripted layers take no hooks.
+    layers = [m for m in module.modules() if next(m.children(), None) is None and not isinstance(m, ScriptModule)]
+    for layer in layers[:: max(1, len(layers) // LOOKS)]:
+        layer.register_forward_pre_hook(look)
 
 
 class LocalWorker(Worker):

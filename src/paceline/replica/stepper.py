@@ -1,0 +1,125 @@
+"""An optimizer at work on a state: as one flat vector for each dtype where that comes to the same."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.replica.kernels import Kernel, rule_of
+from paceline.replica.state import State
+
+Make: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
+"""Optimizers that treat each element alone and make their state at the first step: on A as one flat vector they do to
+the bit what they do on its tensors, in a fraction of the time."""
+
+
+class Stepper:
+    """Moves a state by gradients.
+
+    Args:
+        make: the optimizer.
+        schedule: its scheduler, stepped with it.
+        state: what it moves; its values are nobody's business here.
+        gradient: of the same layout; where a gradient has to be written, unless :attr:`takes_any`.
+    """
+
+    def __init__(
+        self, make: Make, schedule: Callable[[Any], LRScheduler] | None, state: State, gradient: State
+    ) -> None:
+        self._here, self._gradient = state, gradient
+        self._optimizer, self._targets = _optimizer(make, state, gradient)
+        self._rule = rule_of(self._optimizer, state.parameters)
+        self._scheduler = schedule(self._optimizer) if schedule else None
+        if self._rule is not None:
+            self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else the scheduler warns of no step
+        self.remembers = self._rule.remembers if self._rule is not None else 0
+        """How many vectors of memory there are for each vector of the state."""
+        self.memory = [[torch.zeros_like(v) for _ in range(self.remembers)] for v in state.parameters]
+        """What the optimizer remembers, for each vector of the state; where a kernel makes its steps."""
+        self.steps = 0
+        """How many have been made."""
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether gradients may lie anywhere, and a step may be made in parts: a kernel makes it."""
+        return self._rule is not None
+
+    def point_at(self, state: State) -> None:
+        """What lies there is moved from now on."""
+        self._here = state
+        self._targets.point_at(state)
+
+    def kernel(self, rate: float = 1.0) -> Kernel:
+        """That of the next step, which counts as made; its maker calls :meth:`moved`."""
+        assert self._rule is not None, "no kernel makes this optimizer's steps"
+        self.steps += 1
+        return self._rule.kernel(self.steps, rate)
+
+    def step(self, gradients: Sequence[Tensor], rate: float = 1.0, out: State | None = None) -> None:
+        """One step, with learning rate · ``rate``; ``out`` becomes what is moved, None: it is moved where it lies."""
+        there = out or self._here
+        if self._rule is None:
+            self._step_by_torch(rate, there)
+        else:
+            kernel = self.kernel(rate)
+            for i, gradient in enumerate(gradients):
+                kernel.step(self._here.parameters[i], there.parameters[i], gradient, self.memory[i])
+        self.moved(there)
+
+    def moved(self, there: State) -> None:
+        """The state lies there now, and the schedule goes on."""
+        self._here = there
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def _step_by_torch(self, rate: float, there: State) -> None:
+        if there is not self._here:
+            torch._foreach_copy_(there.parameters, self._here.parameters)
+            self._targets.point_at(there)
+        groups = self._optimizer.param_groups
+        before = [group["lr"] for group in groups]
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr * rate
+        self._optimizer.step()
+        for group, lr in zip(groups, before, strict=True):
+            group["lr"] = lr
+
+
+class Targets:
+    """The parameters that an optimizer steps on: a state's vectors, or their tensors; their ``grad`` is one state's.
+
+    Args:
+        state: of the parameters.
+        gradient: of the same layout.
+        flat: whether they are whole vectors.
+    """
+
+    def __init__(self, state: State, gradient: State, *, flat: bool) -> None:
+        self._flat = flat
+        self.parameters = [nn.Parameter(tensor) for tensor in self._tensors(state)]
+        for parameter, tensor in zip(self.parameters, self._tensors(gradient), strict=True):
+            parameter.grad = tensor
+
+    def point_at(self, state: State) -> None:
+        """From now on the optimizer steps on this one."""
+        for parameter, tensor in zip(self.parameters, self._tensors(state), strict=True):
+            parameter.data = tensor
+
+    def _tensors(self, state: State) -> list[Tensor]:
+        return state.parameters if self._flat else state.views.parameters
+
+
+def _optimizer(make: Make, state: State, gradient: State) -> tuple[Optimizer, Targets]:
+    targets = Targets(state, gradient, flat=False)
+    optimizer = make(targets.parameters)
+    groups = optimizer.param_groups
+    whole = len(groups) == 1 and len(groups[0]["params"]) == len(targets.parameters)
+    if whole and type(optimizer) in ELEMENTWISE and not optimizer.state:
+        targets = Targets(state, gradient, flat=True)
+        groups[0]["params"] = targets.parameters
+    return optimizer, targets

@@ -1,0 +1,47 @@
+"""What is asked of the system, and what it then does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from paceline.comm import kernel
+from paceline.comm.kernel import prompt
+
+CHURN = """
+import resource, sys, torch
+from paceline.comm.kernel import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+torch.set_num_threads(1)
+def churn():
+    for _ in range(50):
+        blocks = [torch.ones(750_000) for _ in range(20)]
+        del blocks
+churn()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+churn()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def faults(how: str) -> int:
+    """Page faults of a process that allocates and frees the same blocks again and again."""
+    told = subprocess.run([sys.executable, "-c", CHURN, how], capture_output=True, text=True, timeout=100)
+    assert told.returncode == 0, told.stderr
+    return int(told.stdout)
+
+
+@pytest.mark.skipif(kernel.platform.libc_ver()[0] != "glibc", reason="another C library")
+def test_kept_memory_is_not_paid_for_again() -> None:
+    """60 MB are 15,000 pages, 50 times: what is left is chance."""
+    assert faults("keep") < 1000 < faults("give back")
+
+
+def test_slices_are_short_for_as_long_as_asked() -> None:
+    before, policy = kernel._slice_ns(), os.sched_getscheduler(0)
+    with prompt(200_000):
+        assert kernel._slice_ns() in (200_000, before)  # older kernels know no slices of one's own
+        assert os.sched_getscheduler(0) & ~os.SCHED_RESET_ON_FORK == policy & ~os.SCHED_RESET_ON_FORK
+    assert kernel._slice_ns() == before
