@@ -1,1 +1,1 @@
-"""One host, one process per worker: A, read slots and Δ slots in shared memory."""
+"""One host, one process per worker: the versions of A and the Δs in shared memory."""

@@ -2,8 +2,8 @@
 
 ::
 
-    main     wait on bells ... report of replica 1: decide, apply, copy A into read slot 1, ring its bell ... wait
-    worker   wait on bell .... pull, compute, write Δ slot, report, ring main's bell ........................ wait
+    main     wait ... report of replica 1: decide, write the next A, name its place in an order ... wait
+    worker   wait ... read A where it lies, compute, write Δ slot, report ......................... wait
 
 Main goes through four phases: start, train, leave, score. The first Ctrl-C ends the first two, or the last where it
 comes then; a second one ends all waiting.
