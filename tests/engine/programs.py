@@ -22,6 +22,11 @@ def mlp(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
 
 
+def wide() -> nn.Module:
+    """More than 600 parameters: enough for three parts of whole cache lines."""
+    return nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+
+
 def frozen() -> nn.Module:
     model = mlp()
     model[0].requires_grad_(False)

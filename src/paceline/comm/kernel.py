@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from paceline.core.errors import PacelineError
 
@@ -20,7 +21,7 @@ _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architect
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_THRESHOLD, _NEVER = 2**25, 2**31 - 1  # glibc takes no larger mmap threshold, and an int
 _SCHED_SETATTR, _SCHED_GETATTR, _RESET_ON_FORK = 314, 315, 1
-_SCHED_ATTR = struct.Struct("=IIQiIQQQII")  # size, policy, flags, nice, priority, runtime (of a slice), ...
+_SCHED_ATTR = struct.Struct("=IIQiIQQQII")
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
@@ -65,31 +66,47 @@ def prompt(slice_ns: int = 100_000) -> Iterator[None]:
     It asks the scheduler for short slices, which Linux gives from 6.12 on to whoever wants them, and for which it then
     interrupts longer ones. It gets no more processor time than before. Where it can't be had, nothing changes.
     """
-    before = _slice_ns()
-    _ask_for_slice(slice_ns)
+    before = _scheduling()
+    if before is None:
+        yield
+        return
+    _schedule(before._replace(flags=before.flags | _RESET_ON_FORK, runtime_ns=slice_ns))  # children get no short ones
     try:
         yield
     finally:
-        _ask_for_slice(before)
+        _schedule(before)
+        if _scheduling() != before:  # who is not privileged may not take the flag back
+            _schedule(before._replace(flags=before.flags | _RESET_ON_FORK))
 
 
-def _slice_ns() -> int:
+class _Scheduling(NamedTuple):
+    """``struct sched_attr``, as far as it is asked for here."""
+
+    size: int
+    policy: int
+    flags: int
+    nice: int
+    priority: int
+    runtime_ns: int
+    """Of a slice."""
+    deadline_ns: int
+    period_ns: int
+    clamp_min: int
+    clamp_max: int
+
+
+def _scheduling() -> _Scheduling | None:
+    """This thread's; None where it has no slices that can be asked for."""
+    if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
+        return None
     attributes = ctypes.create_string_buffer(_SCHED_ATTR.size)
-    if sys.platform.startswith("linux") and platform.machine() == "x86_64":
-        ctypes.CDLL(None).syscall(_SCHED_GETATTR, 0, attributes, _SCHED_ATTR.size, 0)
-    return int(_SCHED_ATTR.unpack(attributes.raw)[5])
+    ctypes.CDLL(None).syscall(_SCHED_GETATTR, 0, attributes, _SCHED_ATTR.size, 0)
+    found = _Scheduling._make(_SCHED_ATTR.unpack(attributes.raw))
+    return found if found.policy == os.SCHED_OTHER and found.runtime_ns else None
 
 
-def _ask_for_slice(slice_ns: int) -> None:
-    attributes = ctypes.create_string_buffer(_SCHED_ATTR.size)
-    if sys.platform.startswith("linux") and platform.machine() == "x86_64" and slice_ns:
-        libc = ctypes.CDLL(None)
-        libc.syscall(_SCHED_GETATTR, 0, attributes, _SCHED_ATTR.size, 0)
-        size, policy, flags, nice, priority, _, *rest = _SCHED_ATTR.unpack(attributes.raw)
-        if policy == os.SCHED_OTHER:
-            # Children get slices as they are; who may not take this flag back needs not.
-            asked = _SCHED_ATTR.pack(size, policy, flags | _RESET_ON_FORK, nice, priority, slice_ns, *rest)
-            libc.syscall(_SCHED_SETATTR, 0, asked, 0)
+def _schedule(wanted: _Scheduling) -> None:
+    ctypes.CDLL(None).syscall(_SCHED_SETATTR, 0, _SCHED_ATTR.pack(*wanted), 0)
 
 
 def _call(name: str, number: int | None, *arguments: object) -> int:

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import optimizer as everyones
 
 Memory: TypeAlias = Sequence[Tensor]
 """What an optimizer remembers of one vector: ``Kernel.remembers`` vectors of the same form, zeros at first."""
@@ -128,8 +129,8 @@ class Rule:
 
     @property
     def remembers(self) -> int:
-        """As the kernels'; a group that turns momentum on later makes no kernel that needs it."""
-        return self.kernel(1, 1.0).remembers
+        """As the kernels', once the scheduler has been made."""
+        return int(self._group["momentum"] != 0) if self._sgd else 2
 
     def kernel(self, number: int, rate: float) -> Kernel:
         """The kernel of the step of this number, with learning rate · ``rate``."""
@@ -151,7 +152,7 @@ def rule_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> Rule | None:
     if len(groups) != 1 or _places(groups[0]["params"]) != _places(vectors):
         return None
     group = groups[0]
-    heard = "step" in vars(optimizer) or optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    heard = "step" in vars(optimizer) or hooked(optimizer)
     asked = any(group.get(name) for name in ("maximize", "differentiable", "amsgrad", "capturable", "foreach", "fused"))
     numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "dampening", "eps") if name in group]
     numbers += group.get("betas", ())
@@ -159,6 +160,12 @@ def rule_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> Rule | None:
     if heard or asked or odd:
         return None
     return Rule(optimizer) if type(optimizer) in (SGD, Adam, AdamW) else None
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Whether somebody listens to an optimizer's steps."""
+    its_own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*its_own, everyones._global_optimizer_pre_hooks, everyones._global_optimizer_post_hooks))
 
 
 def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -25,7 +25,7 @@ class _Walk:
         self.forget()
 
     def begin(self, state: State) -> None:
-        """Move ``state``, which the parameters have been bound to, with an optimizer that has not made a step."""
+        """Move ``state``, to which the parameters are bound, with an optimizer that has not made a step."""
         program, autograd = self._program, self._autograd
         if autograd.on_host:
             self._stepper = Stepper(program.optimizer, program.scheduler, state, self._gradient)
@@ -56,6 +56,9 @@ class _Walk:
         stepper.step(gradient.parameters)
 
     def _step_on_device(self) -> None:
+        for parameter in self._autograd.parameters:
+            if parameter.grad is None:  # as on the host: it counts as a gradient of zero
+                parameter.grad = torch.zeros_like(parameter)
         if self._program.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self._autograd.parameters, self._program.clip_norm)
         self._optimizer.step()

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.replica.kernels import Kernel, rule_of
+from paceline.core.errors import PacelineError
+from paceline.replica.kernels import Kernel, hooked, rule_of
 from paceline.replica.state import State
 
 Make: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
@@ -35,6 +36,8 @@ class Stepper:
         self._optimizer, self._targets = _optimizer(make, state, gradient)
         self._rule = rule_of(self._optimizer, state.parameters)
         self._scheduler = schedule(self._optimizer) if schedule else None
+        if hooked(self._optimizer):
+            self._rule = None
         if self._rule is not None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else the scheduler warns of no step
         self.remembers = self._rule.remembers if self._rule is not None else 0
@@ -58,7 +61,13 @@ class Stepper:
         """That of the next step, which counts as made; its maker calls :meth:`moved`."""
         assert self._rule is not None, "no kernel makes this optimizer's steps"
         self.steps += 1
-        return self._rule.kernel(self.steps, rate)
+        kernel = self._rule.kernel(self.steps, rate)
+        if kernel.remembers > self.remembers:
+            raise PacelineError(
+                f"momentum was 0 when training began and is above that at step {self.steps}, so it has no memory; "
+                "write a momentum above 0 from the start, as torch.optim.SGD(parameters, lr=…, momentum=1e-9)"
+            )
+        return kernel
 
     def step(self, gradients: Sequence[Tensor], rate: float = 1.0, out: State | None = None) -> None:
         """One step, with learning rate · ``rate``; ``out`` becomes what is moved, None: it is moved where it lies."""

@@ -1,6 +1,7 @@
 """Updates that waiting replicas make, each a part: they are those of one process, whoever dies over his part."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
-from paceline import Program, Run, Strategy
-from paceline.engine.local import parts
+from paceline import PacelineError, Program, Run, Strategy
+from paceline.engine.local import parts, rounds
 from paceline.engine.local.board import Part
 from paceline.engine.local.parts import LINE, chunks
 from paceline.engine.local.rounds import Rounds
 from paceline.engine.local.script import Script
+from paceline.engine.local.store import Store
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import moments
@@ -47,6 +49,34 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 DIVISIBLE = sorted(FEATURES.keys() - {"groups"})
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "clipping", "all of them"])
+def test_each_makes_its_part(local: Local, made: list[int], name: str) -> None:
+    fields, bound = FEATURES[name]
+    program = programs.program(model=programs.wide, **fields)
+    trained = local(program, Strategy(replicas=3), steps=13)
+    oracle.assert_same(trained.model, oracle.one_process(program, 3, 13), bound)
+    assert made == [3] * 13
+
+
+def test_without_room_for_parts_main_makes_all(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
+    claims: list[str] = []
+    plain = Store.claim
+
+    def claim(self: Store, *names: str) -> None:
+        if "sum" in names:
+            claims.extend(names)
+            raise PacelineError("none left")
+        plain(self, *names)
+
+    monkeypatch.setattr(rounds, "WORTH_BYTES", 0)
+    monkeypatch.setattr(Store, "claim", claim)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    program = programs.program(optimizer=STATEFUL)
+    trained = local(program, Strategy(replicas=3), steps=4)
+    oracle.assert_same(trained.model, oracle.one_process(program, 3, 4), ROUNDING)
+    assert claims == ["sum", "memory 0 0", "memory 1 0"]  # it is asked for once
 
 
 @pytest.mark.parametrize("name", DIVISIBLE)
@@ -148,7 +178,7 @@ def test_a_round_is_neither_lost_nor_made_twice(
     local: Local, made: list[int], prepare: Callable[[Any], None], fields: str, replica: int
 ) -> None:
     """What the dead one had pushed counts, once; its part is made again from what was there before."""
-    program = programs.program(**PROGRAMS[fields])
+    program = programs.program(model=programs.wide, **PROGRAMS[fields])
     loop = functools.partial(moments.loop, replica=replica, step=3, prepare=prepare)
     run = local(program, "replicas=3", steps=STEPS, loop=loop)
     assert_went_on(run, replica)

@@ -9,8 +9,9 @@
     task           main --> workers: what is made in parts
     asleep         for each worker and for main: whether it has to be rung
 
-Each word has one writer at a time. The last word of a message to be written is its number (an attempt, a task), and an
-:class:`~paceline.comm.alarm.Alarm` is rung after it: who sees the number sees the rest.
+Each word but "asleep" has one writer at a time. The last word of a message to be written is its number (an attempt, a
+task), and an :class:`~paceline.comm.alarm.Alarm` is rung after it: who sees the number sees the rest. For who looks
+without having been rung this relies on stores that become visible in their order, as they do on x86.
 """
 
 import struct
@@ -30,7 +31,9 @@ TASK_WORDS = 32
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
 
+# pack_into clears what it writes to first: the number of a message, which says that it is there, is never among it.
 _ORDER = struct.Struct("=qqqqqqqq")
+_ORDER_REST = struct.Struct("=qqqqqqq")
 _REPORT = struct.Struct("=qqqqq?7xdq")
 _FIGURES = struct.Struct("=qqqq")
 _PART = struct.Struct("=qqq")
@@ -116,7 +119,8 @@ class Board:
         self._words, self._reals = words.cast("q"), words.cast("d")
         self._told_at = replicas * _WORDS
         self._told = self._words[self._told_at : self._told_at + replicas]
-        self._main_at = self._told_at + replicas
+        self._moves = self._words[self._told_at + replicas : self._told_at + 2 * replicas]
+        self._main_at = self._told_at + 2 * replicas
         self._reports_at = self._main_at + 8
         self._times_at = self._reports_at + replicas * REPORTS * 8
         self._task_at = self._times_at + replicas * STEP_TIMES
@@ -124,7 +128,7 @@ class Board:
     @staticmethod
     def size(replicas: int, slots: int) -> int:
         """Words of a board."""
-        each = _WORDS + 1 + REPORTS * 8 + STEP_TIMES + 3 * slots
+        each = _WORDS + 2 + REPORTS * 8 + STEP_TIMES + 3 * slots
         return replicas * each + 8 + TASK_WORDS
 
     def sleeper(self, replica: ReplicaId | None) -> "memoryview[int]":
@@ -137,7 +141,7 @@ class Board:
     def give(self, replica: ReplicaId, order: Order) -> None:
         """Write an order."""
         at = replica * _WORDS
-        _ORDER.pack_into(self._bytes, 8 * at, self._words[at], *order[1:])
+        _ORDER_REST.pack_into(self._bytes, 8 * (at + 1), *order[1:])
         self._words[at] = order.attempt
 
     def order(self, replica: ReplicaId) -> Order:
@@ -178,11 +182,16 @@ class Board:
     def tell(self, replica: ReplicaId, report: Report) -> None:
         """Write a report."""
         _REPORT.pack_into(self._bytes, self._report_at(replica, report.attempt), *report)
+        self._moves[replica] += report.ending == ARRIVED and report.samples > 0
         self._told[replica] = report.attempt
 
     def told(self) -> list[int]:
         """For each worker the newest attempt that it has reported."""
         return self._told.tolist()
+
+    def moves(self) -> int:
+        """How many steps with samples have been reported, by all."""
+        return sum(self._moves.tolist())
 
     def report(self, replica: ReplicaId, attempt: int) -> Report:
         """The report of one of the last attempts."""
@@ -216,7 +225,7 @@ class Board:
     def assign(self, replica: ReplicaId, part: Part) -> None:
         """Write what a worker's part of the newest task is."""
         at = replica * _WORDS + _PART_AT
-        _PART.pack_into(self._bytes, 8 * at, self._words[at], part.number, part.of)
+        self._words[at + 1], self._words[at + 2] = part.number, part.of
         self._words[at] = part.task
 
     def part(self, replica: ReplicaId) -> Part | None:

@@ -66,6 +66,8 @@ class Crew:
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(replicas)] if trace else []
         self._shared = (store.segment.fd, parcel.fd)
+        self.insisted: Callable[[], bool] = lambda: False
+        """Whether nothing is to be waited for."""
         self.living: set[ReplicaId] = set()
         """Those that have not been seen to end."""
         self.bell = Bell()
@@ -150,7 +152,10 @@ class Crew:
             return
         deadline = time.monotonic() + self._timeout_s
         while late := [r for r in whom if not done(r) and liveness.alive(self._children[r].pidfd)]:
-            if time.monotonic() > deadline:
+            if self.insisted():  # a part can be made again once its worker can't write any more
+                for replica in late:
+                    self.signal(replica, signal.SIGKILL)
+            elif time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"main waited {self._timeout_s:g} s for replicas {late} to make {what}; "
                     "write a larger timeout_s= if their loops pause for so long"

@@ -23,8 +23,8 @@ from paceline.replica.kernels import decode
 CHUNK = 2**16
 """Elements that are summed and stepped on before the next ones are: they fit into a core's own cache."""
 
-LINE = 16
-"""Elements of at least one cache line, and of whole vector instructions."""
+LINE = 64
+"""Elements of whole cache lines and of whole vector instructions, of any dtype: a part rounds as the whole does."""
 
 
 class Bench:
@@ -85,8 +85,8 @@ class Bench:
 def chunks(elements: int, part: Part) -> Iterator[slice]:
     """A part of a vector, in pieces; no two parts share a cache line.
 
-    >>> [list(chunks(100, Part(1, number, 3))) for number in range(3)]
-    [[slice(0, 32, None)], [slice(32, 64, None)], [slice(64, 100, None)]]
+    >>> [list(chunks(250, Part(1, number, 3))) for number in range(3)]
+    [[slice(0, 64, None)], [slice(64, 128, None)], [slice(128, 250, None)]]
     """
     start, end = (_bound(elements, number, part.of) for number in (part.number, part.number + 1))
     for first in range(start, end, CHUNK):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+from paceline.core.errors import PacelineError
 from paceline.core.types import ReplicaId
 from paceline.engine.local.board import Board, Part, Task
 from paceline.engine.local.crew import Crew
@@ -41,7 +42,7 @@ class Rounds:
 
     def worth(self, deltas: int) -> bool:
         """Whether an update of so many Δs is better made by those who wait, where there are several."""
-        return deltas >= self._least
+        return deltas >= self._least and self._settled()
 
     def apply(self, deltas: Weighted, names: Named, rate: float, places: tuple[int, int], by: list[ReplicaId]) -> None:
         """As ``Owner.apply``.
@@ -53,7 +54,6 @@ class Rounds:
             places: of the present A, and of the next one.
             by: replicas that wait.
         """
-        self._settle_in()
         here, there = places
 
         def carry(kernel: Kernel, weights: Sequence[float]) -> None:
@@ -93,16 +93,21 @@ class Rounds:
             return self._board.square(replica)
         return self._bench.make(task, part)  # its worker died over it
 
-    def _settle_in(self) -> None:
-        """Before the first: the optimizer's memory moves to where others can reach it."""
+    def _settled(self) -> bool:
+        """Whether the optimizer's memory lies where others can reach it; without room for that, main makes all."""
         if self._memory is not None:
-            return
+            return True
         remembers = range(self._store.plan.remembers)
-        self._store.claim("sum", *(f"memory {copy} {m}" for copy in (0, 1) for m in remembers))
+        try:
+            self._store.claim("sum", *(f"memory {copy} {m}" for copy in (0, 1) for m in remembers))
+        except PacelineError:
+            self._least = math.inf
+            return False
         for mine, shared in zip(self._owner.stepper.memory, self._store.memory[0], strict=True):
             for vector, place in zip(mine, shared, strict=True):
                 place.copy_(vector)
         self._memory, self._owner.stepper.memory = 0, self._store.memory[0]
+        return True
 
 
 class Helper:

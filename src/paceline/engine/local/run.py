@@ -116,6 +116,7 @@ class LocalRun:
     def outcome(self) -> Outcome:
         """Run to the end."""
         with Interruptible(self._crew.bell.ring) as ctrl_c:
+            self._crew.insisted = lambda: ctrl_c.insisted
             self._start(ctrl_c)
             seconds = self._train(ctrl_c)
             self._leave(ctrl_c)
@@ -215,6 +216,8 @@ class LocalRun:
         what = {kind for kind, _ in tokens}
         if "message" in what:
             self._crew.hear()
+        if "report" in what:
+            self._crew.bell.clear()
         for replica, report in self._director.cued(self._server.untaken, self._coordinator):
             self._take(replica, report)
         for kind, replica in tokens:
@@ -227,14 +230,15 @@ class LocalRun:
         if replica not in self._coordinator.present:
             self._server.take(replica, report)
             return
-        self._heard_s = now = self._now()
+        now = self._now()
         if report.ending == ARRIVED and not self._coordinator.voids(replica):
             self._arrived(replica, report, now)
         else:
             self._server.take(replica, report)
             self._coordinator.cancelled(replica)
+        self._heard_s = self._now()  # an update may have been waited for
         if not self._timed:
-            self._look(self._now())
+            self._look(self._heard_s)
         self._director.has_taken(replica, report.attempt)
 
     def _arrived(self, replica: ReplicaId, report: Report, now: Seconds) -> None:
@@ -243,7 +247,9 @@ class LocalRun:
         self._chronicle.heard(report.loss, report.samples)
         observed = self._server.observer.observe(self._server.keep(replica, report), now)
         loss = report.loss if report.samples else None
-        arrival = Arrival(replica, report.version, report.attempt, report.samples, now, report.finite, loss, observed)
+        # Where A is written in place, a step may be taken before another whose result it has read.
+        version = min(report.version, self._coordinator.version)
+        arrival = Arrival(replica, version, report.attempt, report.samples, now, report.finite, loss, observed)
         self._coordinator.arrived(arrival)
 
     def _lost(self, replica: ReplicaId) -> None:

@@ -139,9 +139,7 @@ class Server:
         self._crew.ring(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._board.give(
-            replica, Order(self._attempts[replica] + 1, END, 0, self.version, 0, 0, 0, time.monotonic_ns())
-        )
+        self._board.give(replica, Order(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns()))
         self._crew.ring(replica)
 
     def _update(self, owner: Owner, action: Apply) -> None:

@@ -97,7 +97,7 @@ class Station:
         self._mine.expect(order.at_ns - self._reported_ns)
         self.attempt += 1
         # Who writes A in place reads it as all that were told of have left it.
-        self._version = sum(self._board.told()) if self._in_place else order.version
+        self._version = self._board.moves() if self._in_place else order.version
         return True
 
     def _news(self) -> bool:
@@ -121,5 +121,5 @@ class Station:
             ),
         )
         # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.
-        if not order.ahead or attempt >= self._board.allowed(self._replica) + order.ahead // 2:
+        if 2 * attempt >= self._board.allowed(self._replica) + self._board.reach(self._replica):
             self._main.ring()
