@@ -39,11 +39,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     plain = Rounds.apply
 
     def apply(self: Rounds, *args: Any) -> None:
-        self._cores = 3
         plain(self, *args)
         seen.append(min(3, len(args[-1])))
 
-    monkeypatch.setattr(Rounds, "worth", lambda self, deltas: self._owner.divisible)
+    monkeypatch.setattr(rounds, "WORTH_BYTES", 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     monkeypatch.setattr(Rounds, "apply", apply)
     return seen
 
