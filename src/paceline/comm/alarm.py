@@ -68,13 +68,12 @@ class Alarm:
             self._asleep[0] = 0
             self.bell.ring()
 
-    def expect(self, wait_ns: Nanoseconds) -> None:
-        """Say how long it takes until there is something to see; the next :meth:`spin` holds the processor for it.
+    def expect(self, wait_ns: Nanoseconds, worked_ns: Nanoseconds) -> None:
+        """Say how long a wait lasts, and the work between two; the next :meth:`spin` holds the processor for it.
 
-        Not for long, nor for more than a small part of what has been worked since the last wait. Who yields instead
-        gets the processor back when all others have had their turn, and finds its caches filled with their data.
+        Not for long, nor for more than a small part of the work. Who yields instead gets the processor back when all
+        others have had their turn, and finds its caches filled with their data.
         """
-        worked_ns = time.monotonic_ns() - self._began
         self._hold_ns = 2 * wait_ns if 2 * wait_ns < min(MOST_HELD_NS, worked_ns // 8) else 0
 
     def spin(self, ready: Callable[[], bool]) -> bool:

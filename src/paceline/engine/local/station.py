@@ -36,6 +36,7 @@ class Station:
         self._made = 0
         self._under_way = False
         self._version = 0
+        self._began_ns: Nanoseconds = 0
         self._reported_ns: Nanoseconds = 0
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
@@ -94,7 +95,8 @@ class Station:
             return False
         self._order = order = self._board.order(self._replica)
         self._made, self._under_way = 0, True
-        self._mine.expect(order.at_ns - self._reported_ns)
+        self._mine.expect(order.at_ns - self._reported_ns, self._reported_ns - self._began_ns)
+        self._began_ns = time.monotonic_ns()
         self.attempt += 1
         # Who writes A in place reads it as all that were told of have left it.
         self._version = self._board.moves() if self._in_place else order.version
