@@ -33,7 +33,7 @@ MOST_HELD_NS: Nanoseconds = 200_000
 """Nobody looks for longer without yielding the processor."""
 
 DOZE_S: Seconds = 1.0
-"""Nobody sleeps longer without looking: no wait depends on it where fences hold, and where they don't it ends soon."""
+"""Nobody sleeps longer without looking: no more is lost if a ringer dies between clearing the word and ringing."""
 
 FENCED = platform.machine() in ("x86_64", "AMD64")
 """Whether stores become visible in the order they are made in, and :func:`fence` is one. Elsewhere every ring rings."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import Run, Strategy, WorkerError, train
+from paceline import Program, Run, Strategy, WorkerError, train
 from paceline.clock.delay import Delay
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.engine import LocalEngine
@@ -77,9 +77,9 @@ MOMENTS = [
 HAD_PUSHED = {moments.having_told_but_not_rung, moments.having_pushed}
 
 
-def without_one(steps: int, dead: int, after: int) -> oracle.Values:
+def without_one(steps: int, dead: int, after: int, program: Program | None = None) -> oracle.Values:
     """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone."""
-    program = programs.program()
+    program = program or programs.program()
     plain, data = oracle.Plain(program), oracle.order(program, 3)
     for k in range(steps):
         present = [r for r in range(3) if r != dead or k < after]

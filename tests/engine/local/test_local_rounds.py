@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
-from paceline import PacelineError, Program, Run, Strategy
+from paceline import PacelineError, Run, Strategy
 from paceline.engine.local import parts, rounds
 from paceline.engine.local.board import Part
 from paceline.engine.local.parts import LINE, chunks
@@ -21,7 +21,7 @@ from paceline.engine.local.store import Store
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import moments
-from tests.engine.local.test_local_kills import assert_went_on
+from tests.engine.local.test_local_kills import assert_went_on, without_one
 from tests.engine.local.test_local_parity import FEATURES, ROUNDING
 from tests.engine.test_virtual_parity import TwoTypes
 
@@ -162,15 +162,6 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def one_fewer_after(program: Program, dead: int, rounds: int) -> oracle.Values:
-    """Three replicas in lockstep, of which one takes part in the first so many rounds."""
-    plain, data = oracle.Plain(program), oracle.order(program, 3)
-    for k in range(STEPS):
-        present = [r for r in range(3) if r != dead or k < rounds]
-        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
-    return plain.values()
-
-
 @pytest.mark.parametrize("prepare", DEATHS, ids=lambda prepare: prepare.__name__)
 @pytest.mark.parametrize("fields", PROGRAMS)
 @pytest.mark.parametrize("replica", [0, 2])
@@ -184,7 +175,7 @@ def test_a_round_is_neither_lost_nor_made_twice(
     assert_went_on(run, replica)
     assert run.summary["updates"] == STEPS
     assert made == [3] * 3 + [2] * 3
-    oracle.assert_same(run.model, one_fewer_after(program, replica, 3), 1e-9 if fields == "adam" else 1e-12)
+    oracle.assert_same(run.model, without_one(STEPS, replica, 3, program), 1e-9 if fields == "adam" else 1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cuts
