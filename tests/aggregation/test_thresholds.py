@@ -86,13 +86,13 @@ def test_loss_driven_with_a_loss_of_nothing_waits_for_all() -> None:
 
 @pytest.mark.parametrize(("multiple", "rate", "every"), [(5, 0.01, 500), (3, 0.1, 30), (0.3, 0.1, 3)])
 def test_multiples_of_the_reciprocal_learning_rate(multiple: float, rate: float, every: float) -> None:
-    assert Step(PerLearningRate(multiple)).resolved(learning_rate=rate) == Step(every)
+    assert Step(PerLearningRate(multiple)).resolved(learning_rate=rate, combine="mean", replicas=3) == Step(every)
 
 
 @pytest.mark.parametrize("rate", [None, 0.0])
 def test_multiples_need_a_learning_rate(rate: float | None) -> None:
     with pytest.raises(InputError, match=r"every=5/lr needs a learning rate above 0, .* write every=500"):
-        Step(PerLearningRate(5)).resolved(learning_rate=rate)
+        Step(PerLearningRate(5)).resolved(learning_rate=rate, combine="mean", replicas=3)
     with pytest.raises(InputError, match="needs a learning rate"):
         Step(PerLearningRate(5)).of(1)
 

@@ -6,6 +6,7 @@ Every file of this folder is imported, so a policy is added by adding its file.
 import importlib
 import pkgutil
 
+from paceline.aggregation.adaptive import Adaptive
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Aggregation
 from paceline.aggregation.buffered import Buffered
@@ -13,17 +14,20 @@ from paceline.aggregation.elastic_averaging import ElasticAveraging
 from paceline.aggregation.hogwild import Hogwild
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.aggregation.loss_driven import LossDriven
+from paceline.aggregation.plateau import Plateau
 from paceline.aggregation.registry import register, registered
 from paceline.aggregation.smooth_switch import SmoothSwitch
 from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
 from paceline.aggregation.text import parse, text_of
 from paceline.aggregation.thresholds import Curve, Exponential, Linear, PerLearningRate, Step, Threshold
+from paceline.aggregation.throughput import Throughput
 
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
+    "Adaptive",
     "Aggregation",
     "Asynchronous",
     "Buffered",
@@ -36,11 +40,13 @@ __all__ = [
     "LossDriven",
     "Outer",
     "PerLearningRate",
+    "Plateau",
     "SmoothSwitch",
     "StaleSynchronous",
     "Step",
     "Synchronous",
     "Threshold",
+    "Throughput",
     "parse",
     "register",
     "registered",

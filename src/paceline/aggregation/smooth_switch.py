@@ -71,7 +71,7 @@ class SmoothSwitch(Aggregation[Switch]):
             raise InputError(
                 f"every={self.every} and threshold={self.threshold} both say what K is; write one of them."
             )
-        if isinstance(self.threshold, Step):  # one value, one way to write it
+        if isinstance(self.threshold, Step) and self.threshold.plain:  # one value, one way to write it
             object.__setattr__(self, "every", self.threshold.every)
             object.__setattr__(self, "threshold", None)
         elif self.threshold is not None and not isinstance(self.threshold, Threshold):
@@ -94,8 +94,8 @@ class SmoothSwitch(Aggregation[Switch]):
         return 1 if self.hold else replicas
 
     def resolved(self, *, learning_rate: float | None, replicas: int) -> "SmoothSwitch":
-        del replicas
-        return replace(self, every=_EVERY, threshold=self._rule.resolved(learning_rate=learning_rate))
+        rule = self._rule.resolved(learning_rate=learning_rate, combine=self.combine, replicas=replicas)
+        return replace(self, every=_EVERY, threshold=rule)
 
     def start(self, replicas: int) -> Switch:
         return Switch(Buffer(frozenset(range(replicas))), 0, 0, self._rule.start())

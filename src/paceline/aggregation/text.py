@@ -1,10 +1,11 @@
 """Policies as text: one word for a shell, a table or a file.
 
     value  = name [":" option ("," option)*]            smooth-switch:every=500
-    option = key "=" (number | "true" | "false" | "none" | word | number "/lr" | value | "(" value ")")
+    option = key "=" (number | "true" | "false" | "none" | word | number "/lr" | value | "(" value ")") | name
 
-A value with options of its own stands in parentheses: ``local-steps:period=16,over=(buffered:k=8)``. The canonical text
-has only what differs from the defaults, in the constructor's order. What only Python can say, a function as a
+A value with options of its own stands in parentheses: ``local-steps:period=16,over=(buffered:k=8)``. A name alone
+stands for the option that takes it: ``smooth-switch:adaptive`` is ``smooth-switch:threshold=adaptive``. The canonical
+text has only what differs from the defaults, in the constructor's order. What only Python can say, a function as a
 threshold, prints as ``<its name>`` and is refused when it is read.
 """
 
@@ -136,11 +137,23 @@ def _parse(kind: Kind, text: str) -> Any:
 def _pairs(name: str, options: Mapping[str, Option], text: str) -> Iterator[tuple[str, str]]:
     for pair in split(text, at=","):
         key, equals, value = pair.partition("=")
+        if not equals and (taker := _taker(options, key)):
+            key, equals, value = taker, "=", key
         if key not in options and key:
             raise unknown(f"option of {name}", key, options)
         if not equals or not value:
             raise InputError(f"{pair!r} is no option of {name}; write {name}:option=value, or {name} alone.")
         yield key, value
+
+
+def _taker(options: Mapping[str, Option], name: str) -> str | None:
+    """The option that takes values of a registered name."""
+    for key, option in options.items():
+        for alternative in alternatives(option.hint):
+            kind = kind_of(alternative)
+            if kind is not None and name in kind.entries:
+                return key
+    return None
 
 
 def _refuse_missing(entry: Entry, values: Mapping[str, Any]) -> None:

@@ -14,10 +14,10 @@ there::
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
-from paceline.aggregation.base import Arrival, Need
+from paceline.aggregation.base import Arrival, Combine, Need
 from paceline.aggregation.checks import number, positive
 from paceline.aggregation.registry import declare, register
 from paceline.core.errors import InputError
@@ -77,9 +77,9 @@ class Threshold(ABC, Generic[M]):
         """What the engine must observe for it."""
         return frozenset()
 
-    def resolved(self, *, learning_rate: float | None) -> "Threshold[Any]":
-        """With what depends on the program filled in."""
-        del learning_rate
+    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
+        """With what depends on the program, the policy and the mesh filled in."""
+        del learning_rate, combine, replicas
         return self
 
     @abstractmethod
@@ -120,25 +120,42 @@ class Curve(Threshold[None], ABC):
 @register("step")
 @dataclass(frozen=True)
 class Step(Curve):
-    """K = 1 + ⌊u/every⌋: the paper's step function.
+    """K = initial + increment · ⌊u/every⌋, at most ``cap``: by default the paper's step function, 1 + ⌊u/every⌋.
 
     Args:
         every: Δs between two steps; a number or a multiple of 1 / learning rate.
+        initial: K at the start.
+        increment: what a step adds.
+        cap: the largest K; None: P.
     """
 
     every: float | PerLearningRate = 500
+    initial: float = 1
+    increment: float = 1
+    cap: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, PerLearningRate):
             positive("every", self.every, instead=500)
+        positive("step:initial", self.initial, instead=1)
+        number("step:increment", self.increment, "of at least 0", lambda increment: increment >= 0, instead=1)
+        if self.cap is not None:
+            positive("step:cap", self.cap, instead=25)
 
-    def resolved(self, *, learning_rate: float | None) -> "Step":
-        return Step(self.every.over(learning_rate)) if isinstance(self.every, PerLearningRate) else self
+    @property
+    def plain(self) -> bool:
+        """Whether ``every`` says all."""
+        return self == Step(self.every)
+
+    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Step":
+        del combine, replicas
+        return replace(self, every=self.every.over(learning_rate)) if isinstance(self.every, PerLearningRate) else self
 
     def of(self, u: int) -> float:
         if isinstance(self.every, PerLearningRate):
             return self.every.over(None)
-        return 1 + u // self.every
+        k = self.initial + self.increment * (u // self.every)
+        return k if self.cap is None else min(k, self.cap)
 
 
 @final

@@ -1,0 +1,193 @@
+"""Cells: single runs by name, each made once and kept in a file of its own, on as many cores as there are."""
+
+import functools
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from data import program
+from rich.progress import Progress
+
+from paceline import train
+from paceline.core.errors import NonFiniteError
+
+POINTS = 50
+"""Evaluations of a run, evenly spaced, beside the one at its start; of the image sets, see :attr:`Cell.points`."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run, by all that decides what comes out of it."""
+
+    dataset: str
+    policy: str
+    batch_size: int = 32
+    rate: float = 0.01
+    """Learning rate of the mean loss."""
+    delay: str = "fraction=0.5 normal:mean=0,std=0.25"
+    times: str = ""
+    """Virtual time; empty on engines that measure it."""
+    sample: int = 0
+    """Seed of random data."""
+    hidden: int = 64
+    clusters: int = 2
+    layers: int = 1
+    loss: str = "cross-entropy"
+    samples: int = 10_000
+    pixels: str = "standard"
+    round: int = 0
+    workers: int = 25
+    seconds: float = 100.0
+    points: int = POINTS
+    engine: str = "virtual"
+
+    @property
+    def name(self) -> str:
+        """Of its file: from what differs from the defaults, so that a field that is new leaves old runs as they are."""
+        said = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run gave."""
+
+    test_accuracy: float
+    """Mean over the interval, in points (percent), as the paper's tables have it."""
+    test_loss: float
+    train_loss: float
+    updates: int
+    gradients: int
+    curve: dict[str, list[float]]
+    """time_s, threshold and the three metrics at each evaluation."""
+    diverged: bool = False
+
+    def reached(self, accuracy: float) -> float | None:
+        """The time of the first evaluation at or above an accuracy, in points."""
+        times = zip(self.curve["time_s"], self.curve["test_accuracy"], strict=True)
+        return next((time for time, value in times if value >= accuracy), None)
+
+
+METRICS = ("test_accuracy", "test_loss", "train_loss")
+
+CHANCE = Result(
+    10.0, math.log(10), math.log(10), 0, 0, {n: [] for n in ("time_s", "threshold", *METRICS)}, diverged=True
+)
+"""A run that diverged: as ten classes are guessed."""
+
+
+class Store:
+    """The folder where results lie.
+
+    Args:
+        folder: made where it is absent.
+        data: where the image sets lie.
+    """
+
+    def __init__(self, folder: Path, data: dict[str, Path]) -> None:
+        self._folder, self._data = folder, data
+        folder.mkdir(parents=True, exist_ok=True)
+        self._read: dict[Cell, Result] = {}
+
+    def known(self, cell: Cell) -> bool:
+        """Whether the run has been made."""
+        return cell in self._read or self._path(cell).exists()
+
+    def __getitem__(self, cell: Cell) -> Result:
+        if cell not in self._read:
+            self._read[cell] = Result(**json.loads(self._path(cell).read_text())["result"])
+        return self._read[cell]
+
+    def make(self, cells: Iterable[Cell], processes: int, what: str = "runs") -> None:
+        """Make the runs that have not been made; Ctrl-C keeps those that are complete."""
+        missing = [cell for cell in dict.fromkeys(cells) if not self.known(cell)]
+        if not missing:
+            return
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(processes, context, initializer=_end_with_parent)
+        with Progress(disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task(what, total=len(missing))
+            try:
+                futures = [pool.submit(_made, cell, self._path(cell), self._data) for cell in missing]
+                for future in as_completed(futures):
+                    future.result()
+                    progress.advance(task)
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _path(self, cell: Cell) -> Path:
+        return self._folder / f"{cell.name}.json"
+
+
+def _end_with_parent() -> None:
+    """A process of a pool whose owner was killed would go on with what is queued."""
+    owner = multiprocessing.parent_process()
+    assert owner is not None, "this runs in a pool"
+
+    def watch() -> None:
+        owner.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _made(cell: Cell, path: Path, data: dict[str, Path]) -> None:
+    """Run a cell and write its file, beside first and then renamed."""
+    torch.set_num_threads(1)
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(json.dumps({"cell": asdict(cell), "result": asdict(run(cell, data))}))
+    beside.rename(path)
+
+
+def run(cell: Cell, data: dict[str, Path]) -> Result:
+    """One run."""
+    made = program(
+        cell.dataset,
+        data.get(cell.dataset),
+        cell.sample,
+        cell.hidden,
+        cell.clusters,
+        cell.layers,
+        cell.loss,
+        cell.samples,
+        cell.pixels,
+    )
+    made = replace(made, optimizer=functools.partial(torch.optim.SGD, lr=cell.rate), batch_size=cell.batch_size).seeded(
+        cell.round
+    )
+    strategy = f"replicas={cell.workers} partition=disjoint aggregation={cell.policy}"
+    options: dict[str, Any] = {"times": cell.times} if cell.times else {}
+    try:
+        done = train(
+            made,
+            strategy,
+            engine=cell.engine,
+            seconds=cell.seconds,
+            evaluate_every=cell.seconds / cell.points,
+            delay=cell.delay,
+            progress=False,
+            **options,
+        )
+    except NonFiniteError:
+        return CHANCE
+    summary, rows = done.summary, [record.row() for record in done.history]
+    curve = {name: [row[name] for row in rows] for name in ("time_s", "threshold", *METRICS)}
+    curve["test_accuracy"] = [100 * value for value in curve["test_accuracy"]]
+    means = {name: summary[f"{name}_mean"] for name in METRICS}
+    means["test_accuracy"] *= 100
+    return Result(updates=summary["updates"], gradients=summary["gradients"], curve=curve, **means)
+
+
+def each_round(make: Callable[[int], Cell], rounds: int) -> list[Cell]:
+    """The cells of all rounds."""
+    return [make(number) for number in range(rounds)]

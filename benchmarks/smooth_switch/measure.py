@@ -1,0 +1,188 @@
+"""The tables and figures of the Smooth Switch paper (arXiv 2407.00101), measured: CSV, figures and a page.
+
+A run is made once and kept in the cache; Ctrl-C ends cleanly, and the same command goes on where it stopped.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import figures
+import map_page
+import measured
+import page
+import sensitivity
+import sheets
+from assumptions import Assumptions
+from cells import Cell, Store
+from data import RANDOM
+from protocol import ROUNDS, TABLES
+from study import Study
+
+from paceline import PacelineError
+from paceline.core.errors import InputError
+
+FIGURES = (*figures.CURVES, *figures.BARS)
+
+VIRTUAL = "virtual"
+
+SETS = ("mnist", "cifar10")
+
+STOPPED = 130
+"""What a shell gets from a program that Ctrl-C has ended."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = made.add_argument_group("what to make (the page is written with any of these)")
+    what.add_argument("--table", action="append", default=[], choices=_choices(TABLES), help="may be repeated")
+    what.add_argument("--figure", action="append", default=[], choices=_choices(FIGURES), help="may be repeated")
+    what.add_argument("--sensitivity", action="store_true", help="each assumption against the defaults, tables 3 to 5")
+    what.add_argument("--regimes", action="store_true", help="the map of regimes and the adaptive threshold's regret")
+    what.add_argument("--measure", action="store_true", help="time gradients on this machine, into measured.json")
+    what.add_argument("--page", action="store_true", help="write the page from the runs that are there")
+    how = made.add_argument_group("how")
+    how.add_argument("--engine", choices=("virtual", "local", "ray"), default=VIRTUAL)
+    how.add_argument("--assume", default="defaults", metavar="TEXT", help='such as "combine=mean hold=false"')
+    how.add_argument("--rounds", type=_positive, default=ROUNDS)
+    how.add_argument("--sensitivity-rounds", type=_positive, metavar="N", help="as --rounds where it is not given")
+    how.add_argument("--workers", type=_positive, help="as assumed (25) where it is not given")
+    how.add_argument("--seconds", type=float, default=100.0, help="of a run")
+    how.add_argument("--processes", type=_positive, default=len(os.sched_getaffinity(0)), help="one where time is real")
+    where = made.add_argument_group("where")
+    where.add_argument("--data", type=Path, help="a folder with mnist/ and cifar10/ in it")
+    for name in SETS:
+        where.add_argument(f"--{name}", type=Path, help=f"the folder of {name} alone")
+    where.add_argument("--cache", type=Path, default=Path("runs/smooth_switch"))
+    where.add_argument("--out", type=Path, default=Path(__file__).with_name("results"))
+    return made
+
+
+def _choices(numbers: Iterable[int]) -> list[str]:
+    return [*map(str, numbers), "all"]
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1; write 1 or more")
+    return value
+
+
+def chosen(said: Sequence[str], known: Iterable[int]) -> list[int]:
+    """The numbers that were asked for, each once, in order.
+
+    >>> chosen(["4", "3", "4"], (1, 2, 3, 4)), chosen(["all"], (1, 2))
+    ([3, 4], [1, 2])
+    """
+    return [number for number in known if "all" in said or str(number) in said]
+
+
+def folders(said: argparse.Namespace) -> dict[str, Path]:
+    """Where the image sets lie, of those whose folder is known."""
+    found: dict[str, Path] = {}
+    for name in SETS:
+        own: Path | None = getattr(said, name)
+        if own is not None and not own.is_dir():
+            raise InputError(f"--{name} {own}: there is no such folder; write the one with the files of {name}.")
+        path = own or (said.data / name if said.data else None)
+        if path is not None and path.is_dir():
+            found[name] = path
+    return found
+
+
+def assumed(said: argparse.Namespace) -> Assumptions:
+    """What ``--assume`` and ``--workers`` say."""
+    names = sorted(field.name for field in fields(Assumptions))
+    for word in said.assume.split():
+        if said.assume != "defaults" and not any(word.startswith(f"{name}=") for name in names):
+            raise InputError(f"--assume: {word!r} is no assumption; write name=value with one of: {', '.join(names)}.")
+    made = Assumptions.parse(said.assume)
+    workers = said.workers or made.workers
+    return replace(made, workers=workers, cap=min(made.cap, workers))
+
+
+def make(store: Store, cells: Sequence[Cell], data: dict[str, Path], processes: int) -> None:
+    """Make what is missing; refuse first where the data for it are."""
+    for name in sorted({cell.dataset for cell in cells if not store.known(cell)} - {RANDOM, *data}):
+        raise InputError(
+            f"runs on {name} are to be made, but its files are not there; write --data DIR, with DIR/{name} in it, "
+            f"or --{name} DIR."
+        )
+    store.make(cells, processes)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make what was asked for; returns the exit status."""
+    said = parser().parse_args(arguments)
+    try:
+        work(said)
+    except PacelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Stopped. What is complete is kept: the same command goes on from there.", file=sys.stderr)
+        return STOPPED
+    return 0
+
+
+def work(said: argparse.Namespace) -> None:
+    """Runs first, then what is written from them."""
+    if not (said.table or said.figure or said.sensitivity or said.regimes or said.measure or said.page):
+        raise InputError(
+            "nothing was asked for; write --table all, --figure 8, --sensitivity, --regimes, --measure or --page."
+        )
+    data = folders(said)
+    if said.measure:
+        measured.write(gradient_s=measured.measure(data))
+    study = Study(Store(said.cache, data), assumed(said), said.rounds, said.engine, said.seconds)
+    defaults = Study(study.store, rounds=said.sensitivity_rounds or said.rounds, seconds=said.seconds)
+    make(study.store, wanted(said, study, defaults), data, said.processes if said.engine == VIRTUAL else 1)
+    write(said, study, defaults)
+
+
+def wanted(said: argparse.Namespace, study: Study, defaults: Study) -> list[Cell]:
+    """The runs behind what was asked for."""
+    cells = [cell for number in chosen(said.table, TABLES) for cell in study.needed(TABLES[number].configurations)]
+    for number in chosen(said.figure, FIGURES):
+        cells += study.needed(figures.configurations(number))
+    if said.sensitivity:
+        cells += sensitivity.needed(defaults, sensitivity.variations(measured.read()))
+    if said.regimes:
+        cells += map_page.needed(map_page.groups(measured.read()["gradient_s"]), said.rounds)
+    return cells
+
+
+def write(said: argparse.Namespace, study: Study, defaults: Study) -> None:
+    """CSV files and figures that were asked for, and the page; the page is about virtual time."""
+    out = folder(said, study)
+    for number in chosen(said.table, TABLES):
+        sheets.write_table(study, TABLES[number], out)
+    for number in chosen(said.figure, FIGURES):
+        figures.draw(study, number, out)
+    if study.engine != VIRTUAL:
+        print(out)
+        return
+    known = measured.read()
+    if said.regimes:
+        print(map_page.write(study.store, known["gradient_s"], said.rounds, out))
+    effects = sensitivity.effects(defaults, sensitivity.variations(known))
+    if effects:
+        sheets.write(out / "sensitivity.csv", [effect.row() for effect in effects])
+    print(page.write(page.Sources(study, effects, defaults.rounds, known, out)))
+
+
+def folder(said: argparse.Namespace, study: Study) -> Path:
+    """Where results lie: those of another engine, and of other assumptions than the defaults, beneath."""
+    real = study.engine != VIRTUAL
+    name = str(Assumptions.parse(said.assume) if real else study.assumptions)
+    out: Path = said.out / study.engine if real else said.out
+    return out if name == "defaults" else out / name.replace(" ", "_")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

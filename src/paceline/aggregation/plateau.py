@@ -1,0 +1,168 @@
+"""A threshold that grows where the loss has stopped to fall."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+from paceline.aggregation.base import Arrival, Combine, Need
+from paceline.aggregation.checks import number, whole
+from paceline.aggregation.registry import register
+from paceline.aggregation.thresholds import Threshold
+
+_ALONE = 25
+"""P where nobody has said it."""
+
+_ROUNDS = 2
+"""Δs of each replica in a short block."""
+
+_STRETCH = 8
+"""Δs of each replica before stretches are compared."""
+
+_STARTED = 0.9
+"""Of the first block's mean: below it training has begun to work, and a plateau is no slow start."""
+
+_ERRORS = 4
+"""Standard errors by which a block must differ: there are hundreds of blocks in a run."""
+
+_LARGEST_LOSS = 1e3
+"""A single loss counts for no more: one of 1e30 would hide all others of its stretch."""
+
+
+class Block(NamedTuple):
+    """Losses in a row."""
+
+    losses: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, loss: float) -> "Block":
+        """One more."""
+        return Block(self.losses + 1, self.total + loss, self.squares + loss * loss)
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.losses
+
+    @property
+    def error(self) -> float:
+        """The standard error of the mean."""
+        return math.sqrt(max(self.squares / self.losses - self.mean**2, 0.0) / self.losses)
+
+
+class Watch(NamedTuple):
+    """The memory of :class:`Plateau`."""
+
+    k: int = 1
+    seen: int = 0
+    """Δs with a loss."""
+    block: Block = Block()
+    """The present short block."""
+    first: float = math.inf
+    """Mean of the first block."""
+    best: float = math.inf
+    """The lowest mean of a block since K last grew for a rise."""
+    started: bool = False
+    stretch: Block = Block()
+    """The present stretch."""
+    ends: int = 0
+    """The Δ at which it is over; 0: not known yet."""
+    before: float = math.inf
+    """Mean of the stretch before."""
+
+
+@final
+@register("plateau")
+@dataclass(frozen=True)
+class Plateau(Threshold[Watch]):
+    """K grows when the loss has stopped to fall, or rises.
+
+    Where Δs are averaged, A moves by one step for each update, so the smallest K is the fastest for as long as steps
+    help. Noise and staleness then keep the loss from falling further, or drive it up; both shrink with K. Two looks::
+
+        loss  |\\            rises: a short block's mean lies above the lowest by ``rise`` and 4 standard errors
+              | \\_    /\\    stalls: a stretch's mean is not below that of the stretch before by ``gain``; stretches
+              |   \\__/  \\_  grow with u, so that a slow descent is told from none
+              +-----------------> u
+
+    A loss that has not fallen by a tenth since the start is not on a plateau: many models start slowly.
+
+    Args:
+        factor: what K is multiplied by, at least one Δ more.
+        rise: of a short block above the lowest, as a fraction.
+        gain: by which a stretch must be lower, as a fraction.
+        growth: how far stretches reach: from u to growth·u.
+        largest: the largest K; None: P.
+    """
+
+    factor: float = 1.5
+    rise: float = 0.25
+    gain: float = 0.005
+    growth: float = 1.5
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        number("plateau:factor", self.factor, "above 1", lambda factor: factor > 1, instead=1.5)
+        number("plateau:rise", self.rise, "of at least 0", lambda rise: rise >= 0, instead=0.25)
+        number("plateau:gain", self.gain, "from 0 to below 1", lambda gain: 0 <= gain < 1, instead=0.005)
+        number("plateau:growth", self.growth, "above 1", lambda growth: growth > 1, instead=1.5)
+        if self.largest is not None:
+            whole("plateau:largest", self.largest, least=1)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"loss"})
+
+    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
+        del learning_rate, combine
+        return replace(self, largest=self.largest or replicas)
+
+    def start(self) -> Watch:
+        return Watch(ends=_STRETCH * self._last)
+
+    def observe(self, memory: Watch, arrival: Arrival) -> Watch:
+        if arrival.loss is None or arrival.samples == 0:
+            return memory
+        loss = min(arrival.loss, _LARGEST_LOSS)
+        memory = memory._replace(seen=memory.seen + 1, block=memory.block.add(loss), stretch=memory.stretch.add(loss))
+        if memory.block.losses >= _ROUNDS * self._last:
+            memory = self._looked_for_a_rise(memory)
+        return self._looked_for_a_stall(memory) if memory.seen >= memory.ends else memory
+
+    def at(self, memory: Watch, u: int) -> float:
+        del u
+        return memory.k
+
+    @property
+    def _last(self) -> int:
+        return self.largest or _ALONE
+
+    def _more(self, k: int) -> int:
+        return min(self._last, max(k + 1, math.ceil(k * self.factor)))
+
+    def _looked_for_a_rise(self, memory: Watch) -> Watch:
+        """A short block is complete."""
+        mean, error = memory.block.mean, memory.block.error
+        if memory.first == math.inf:
+            return memory._replace(block=Block(), first=mean, best=mean)
+        started = memory.started or mean + _ERRORS * error < _STARTED * memory.first
+        if mean <= memory.best * (1 + self.rise) + _ERRORS * error:
+            return memory._replace(block=Block(), best=min(memory.best, mean), started=started)
+        return Watch(
+            self._more(memory.k),
+            memory.seen,
+            first=memory.first,
+            best=mean,
+            started=started,
+            ends=memory.seen + _STRETCH * self._last,
+        )
+
+    def _looked_for_a_stall(self, memory: Watch) -> Watch:
+        """A stretch is complete."""
+        mean = memory.stretch.mean
+        stalled = memory.started and mean > memory.before * (1 - self.gain)
+        return memory._replace(
+            k=self._more(memory.k) if stalled else memory.k,
+            stretch=Block(),
+            before=mean,
+            ends=int(memory.seen * self.growth) + (_STRETCH // 2) * self._last,
+        )

@@ -1,0 +1,119 @@
+"""A threshold that looks for the fastest pace."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, final
+
+from paceline.aggregation.base import Arrival, Combine
+from paceline.aggregation.checks import number, whole
+from paceline.aggregation.registry import register
+from paceline.aggregation.thresholds import Threshold
+from paceline.core.types import Seconds
+
+_ALONE = 25
+"""P where nobody has said it."""
+
+_LONGEST_REST = 32
+"""Windows between two trials, once trials have failed often."""
+
+
+class Climb(NamedTuple):
+    """The memory of :class:`Throughput`."""
+
+    k: int = 1
+    """In force."""
+    base: int = 1
+    """The best so far; another ``k`` is on trial."""
+    rate: float = 0.0
+    """Δs per second under ``base``, when it was last measured."""
+    up: bool = True
+    """Where the next trial goes."""
+    failures: int = 0
+    """Trials since the last that won."""
+    rest: int = 0
+    """Windows to measure ``base`` again before the next trial."""
+    seen: int = 0
+    """Δs in this window."""
+    since_s: Seconds = 0.0
+    """When its first part, which is not measured, was over."""
+
+
+@final
+@register("throughput")
+@dataclass(frozen=True)
+class Throughput(Threshold[Climb]):
+    """The K under which most Δs arrive per second, found by trying: hill climbing on a ladder 1, 2, 3, 4, 5, 7, 9, ...
+
+    Where Δs are summed, each moves A as far whatever K is, so what counts is how many there are: a server that takes as
+    long for an update of many as of one wants a large K, stragglers want a small one. A window is measured after as
+    many Δs as there are replicas, which were computed under the K before::
+
+        window      | - P - | measured | - P - | measured | - P - | measured |
+        K            1       1          2       2          3       3              2 was faster than 1: go on to 3
+                                                                                  3 is not: back to 2, later try 1
+
+    Args:
+        ratio: between two rungs of the ladder, at least one Δ.
+        margin: by how much another K has to be faster, as a fraction.
+        largest: the last rung; None: P.
+    """
+
+    ratio: float = 1.25
+    margin: float = 0.05
+    largest: int | None = None
+
+    def __post_init__(self) -> None:
+        number("throughput:ratio", self.ratio, "above 1", lambda ratio: ratio > 1, instead=1.25)
+        number("throughput:margin", self.margin, "of at least 0", lambda margin: margin >= 0, instead=0.05)
+        if self.largest is not None:
+            whole("throughput:largest", self.largest, least=1)
+
+    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
+        del learning_rate, combine
+        return replace(self, largest=self.largest or replicas)
+
+    def start(self) -> Climb:
+        return Climb()
+
+    def observe(self, memory: Climb, arrival: Arrival) -> Climb:
+        seen, first = memory.seen + 1, self._last
+        if seen <= first:
+            return memory._replace(seen=seen, since_s=arrival.time_s)
+        if seen < first + max(2 * first, 4 * memory.k):
+            return memory._replace(seen=seen)
+        took_s = arrival.time_s - memory.since_s
+        return self._decided(memory._replace(seen=0), (seen - first) / took_s if took_s > 0 else math.inf)
+
+    def at(self, memory: Climb, u: int) -> float:
+        del u
+        return memory.k
+
+    @property
+    def _last(self) -> int:
+        return self.largest or _ALONE
+
+    def _decided(self, memory: Climb, rate: float) -> Climb:
+        """What follows from a window that is complete."""
+        if memory.k == memory.base:
+            return self._measured(memory._replace(rate=rate))
+        if rate > memory.rate * (1 + self.margin):
+            won = memory._replace(base=memory.k, rate=rate, failures=0)
+            return won._replace(k=self._beside(won))
+        failures = memory.failures + 1
+        rest = 0 if failures < 2 else min(_LONGEST_REST, 2 ** (failures - 2))
+        return memory._replace(k=memory.base, up=not memory.up, failures=failures, rest=rest)
+
+    def _measured(self, memory: Climb) -> Climb:
+        """The base has been measured again: try another, or rest."""
+        if memory.rest:
+            return memory._replace(rest=memory.rest - 1)
+        if self._beside(memory) == memory.base:
+            memory = memory._replace(up=not memory.up)
+        return memory._replace(k=self._beside(memory))
+
+    def _beside(self, memory: Climb) -> int:
+        """The next rung above or below the base."""
+        k = memory.base
+        if memory.up:
+            return min(self._last, max(k + 1, math.ceil(k * self.ratio)))
+        return max(1, min(k - 1, math.floor(k / self.ratio)))
