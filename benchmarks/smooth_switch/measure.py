@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+import engines
 import figures
 import map_page
 import measured
 import page
 import sensitivity
+import server_time
 import sheets
 from assumptions import Assumptions
 from cells import Cell, Store
@@ -44,6 +46,8 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--sensitivity", action="store_true", help="each assumption against the defaults, tables 3 to 5")
     what.add_argument("--regimes", action="store_true", help="the map of regimes and the adaptive threshold's regret")
     what.add_argument("--measure", action="store_true", help="time gradients on this machine, into measured.json")
+    what.add_argument("--fit-server", action="store_true", help="time the servers of the engines, into measured.json")
+    what.add_argument("--engines", action="store_true", help="real workers against virtual time, told what they take")
     what.add_argument("--page", action="store_true", help="write the page from the runs that are there")
     how = made.add_argument_group("how")
     how.add_argument("--engine", choices=("virtual", "local", "ray"), default=VIRTUAL)
@@ -52,6 +56,8 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--sensitivity-rounds", type=_positive, metavar="N", help="as --rounds where it is not given")
     how.add_argument("--workers", type=_positive, help="as assumed (25) where it is not given")
     how.add_argument("--seconds", type=float, default=100.0, help="of a run")
+    how.add_argument("--engines-rounds", type=_positive, default=engines.ROUNDS, metavar="N")
+    how.add_argument("--engines-seconds", type=float, default=engines.SECONDS, metavar="S", help="of a run on engines")
     how.add_argument("--processes", type=_positive, default=len(os.sched_getaffinity(0)), help="one where time is real")
     where = made.add_argument_group("where")
     where.add_argument("--data", type=Path, help="a folder with mnist/ and cifar10/ in it")
@@ -132,17 +138,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def work(said: argparse.Namespace) -> None:
     """Runs first, then what is written from them."""
-    if not (said.table or said.figure or said.sensitivity or said.regimes or said.measure or said.page):
+    runs = (said.table, said.figure, said.sensitivity, said.regimes, said.engines)
+    if not any((*runs, said.measure, said.fit_server, said.page)):
         raise InputError(
             "nothing was asked for; write --table all, --figure 8, --sensitivity, --regimes, --measure or --page."
         )
     data = folders(said)
     if said.measure:
         measured.write(gradient_s=measured.measure(data))
+    if said.fit_server:
+        fit_servers(said)
     study = Study(Store(said.cache, data), assumed(said), said.rounds, said.engine, said.seconds)
+    if said.engines:
+        compare_engines(said, study.store)
     defaults = Study(study.store, rounds=said.sensitivity_rounds or said.rounds, seconds=said.seconds)
     make(study.store, wanted(said, study, defaults), data, said.processes if said.engine == VIRTUAL else 1)
     write(said, study, defaults)
+
+
+def fit_servers(said: argparse.Namespace) -> None:
+    """Time the servers of the engines: the points into a CSV file, the lines through them into measured.json."""
+    points = list(server_time.measure())
+    sheets.write(said.out / server_time.SHEET, [point.row() for point in points])
+    lines = {name: server_time.told(server_time.medians(points, name)) for name in server_time.ENGINES}
+    measured.write(**lines)
+
+
+def compare_engines(said: argparse.Namespace, store: Store) -> None:
+    """Real workers first, then virtual time with what they measured."""
+    known = measured.read()
+    if missing := [name for name in server_time.ENGINES if name not in known]:
+        raise InputError(f"the server's time of {', '.join(missing)} has not been measured; write --fit-server too.")
+    servers = {name: server_time.kept(known, name) for name in server_time.ENGINES}
+    rounds = list(engines.real_rounds(servers, said.engines_rounds, said.engines_seconds))
+    store.make([cell for one in rounds for cell in one.cells.values()], said.processes)
+    sheets.write(said.out / engines.SHEET, list(engines.rows(rounds, store)))
 
 
 def wanted(said: argparse.Namespace, study: Study, defaults: Study) -> list[Cell]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cells import METRICS
+from engine_sections import agreement, servers
 from figures import BARS, CURVES, SAID, table_of, title
 from protocol import ALGORITHMS, TABLES, Table
 from sections import SCRIPT, Cells, assumptions_made, commands, engines, grid, protocol, sensitivity
@@ -55,6 +56,8 @@ def page(sources: Sources) -> str:
         _disagreements(study, done),
         sensitivity(sources.effects, sources.sensitivity_rounds),
         engines(study, done, sources.folder),
+        servers(sources.folder),
+        agreement(sources.folder),
         commands(study, sources.sensitivity_rounds),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"

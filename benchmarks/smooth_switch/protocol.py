@@ -13,6 +13,9 @@ ROUNDS = 5
 IMAGE_POINTS = 20
 """Evaluations of a run on an image set: its test set takes as long as 300 gradients."""
 
+IMAGES = ("mnist", "cifar10")
+"""Sets of images, whose pixels may be scaled one way or another."""
+
 ALGORITHMS = ("synchronous", "asynchronous", "smooth-switch")
 """The names in figures and tables."""
 
@@ -44,7 +47,7 @@ class Configuration:
             sample=self.sample,
             hidden=assumptions.hidden if random else Cell.hidden,
             clusters=assumptions.clusters if random else Cell.clusters,
-            pixels=Cell.pixels if random else assumptions.pixels,
+            pixels=assumptions.pixels if self.dataset in IMAGES else Cell.pixels,
             round=number,
             workers=assumptions.workers,
             points=POINTS if random else IMAGE_POINTS,

@@ -115,7 +115,7 @@ def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
 
 
 def _refuse_mesh(strategy: Strategy) -> None:
-    """What no engine carries yet, or can't on this machine."""
+    """What no engine carries yet."""
     for name, what in (("stages", "pipeline stages"), ("shards", "shards of operators")):
         if getattr(strategy, name) != 1:
             raise InputError(f"{name}={getattr(strategy, name)}: {what} are not built yet; write {name}=1")
@@ -128,8 +128,6 @@ def _refuse_mesh(strategy: Strategy) -> None:
             f"aggregation={text_of(strategy.aggregation)} replicas take steps of their own; write accumulate=1 and a "
             "longer period"
         )
-    if strategy.device.startswith("cuda") and not torch.cuda.is_available():
-        raise InputError(f"device={strategy.device}, but torch sees no GPU here; write device=cpu")
 
 
 def _refuse_settings(engine: Engine, settings: Settings) -> None:

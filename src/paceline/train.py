@@ -18,18 +18,18 @@ from paceline.run import Run, check_out, require_tensorboard
 from paceline.settings import Settings, job_of
 from paceline.strategy import Strategy
 
-ENGINES = ("local", "virtual")
-TO_COME = {
-    "distributed": "synchronous training under torchrun is not built yet",
-    "ray": "Ray actors are not built yet",
-}
+ENGINES = ("local", "ray", "virtual")
+TO_COME = {"distributed": "synchronous training under torchrun is not built yet"}
 
 
 def open_engine(name: str) -> Engine:
     """The engine of a name; to be closed (it is a context manager) when no further run is to be carried.
 
+    Args:
+        name: one of :data:`ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is running.
+
     Raises:
-        InputError: no such engine.
+        InputError: no such engine, or what it needs is not installed.
     """
     if name == "virtual":
         from paceline.engine.virtual.engine import VirtualEngine
@@ -39,6 +39,13 @@ def open_engine(name: str) -> Engine:
         from paceline.engine.local.engine import LocalEngine
 
         return LocalEngine()
+    kind, joins, address = name.partition(":")
+    if kind == "ray":
+        from paceline.engine.ray.engine import RayEngine
+
+        if joins and not address:
+            raise InputError(f"engine={name!r} names no cluster; write engine='ray:auto' or engine='ray:HOST:PORT'")
+        return RayEngine(address or None)
     if name in TO_COME:
         raise InputError(f"engine={name!r}: {TO_COME[name]}; write engine='local' or engine='virtual'")
     raise unknown("engine", name, ENGINES)
@@ -69,7 +76,9 @@ def train(
     Args:
         program: what is trained.
         strategy: how it is split and paced, a value or its text.
-        engine: ``local`` (processes on this host) or ``virtual`` (one process, simulated time), or one already open.
+        engine: ``local`` (processes on this host), ``virtual`` (one process, simulated time), ``ray`` (actors of a Ray
+            that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of one that is running), or one already
+            open.
         steps: budget in steps of each replica.
         epochs: budget in passes over the training set by all replicas together.
         seconds: budget in training time, wall or virtual; start-up and scoring are outside.

@@ -1,7 +1,6 @@
 """Thresholds that choose K by what they see."""
 
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -126,17 +125,25 @@ def test_plateau_keeps_within_its_bounds(losses: list[float]) -> None:
     assert all(1 <= k <= P for k in ks)
 
 
-@pytest.mark.parametrize(("combine", "rule"), [("sum", Throughput), ("mean", Plateau)])
-def test_adaptive_goes_by_what_an_update_is_made_of(combine: Combine, rule: type[Any]) -> None:
-    policy = SmoothSwitch(threshold=Adaptive(), combine=combine).resolved(learning_rate=0.1, replicas=P)
-    alone = SmoothSwitch(threshold=rule(), combine=combine).resolved(learning_rate=0.1, replicas=P)
-    assert policy.needs == alone.needs
-    state, other = policy.start(P), alone.start(P)
-    for clock in range(1, 1000):
-        arrival = Arrival(clock % P, 0, clock, 1, 0.01 * clock, loss=5 / math.sqrt(clock))
-        (state, decision), (other, expected) = policy.arrived(state, arrival), alone.arrived(other, arrival)
-        assert decision == expected
-    assert state.memory == other.memory != policy.start(P).memory
+@pytest.mark.parametrize(("combine", "rules"), [("sum", (Throughput(), Plateau())), ("mean", (Plateau(),))])
+def test_adaptive_takes_the_largest_k_of_its_rules(combine: Combine, rules: tuple[Threshold[Any], ...]) -> None:
+    adaptive, rules = of(Adaptive(), combine), tuple(of(rule, combine) for rule in rules)
+    assert adaptive.needs == {"loss"}
+    memory, memories = adaptive.start(), [rule.start() for rule in rules]
+    seen = set()
+    for clock, loss in enumerate(noisy(max(0.5, 2 - u / 500) for u in range(6000))):
+        arrival = Arrival(clock % P, 0, clock, 1, 0.01 * clock, loss=loss)
+        memory = adaptive.observe(memory, arrival)
+        memories = [rule.observe(m, arrival) for rule, m in zip(rules, memories, strict=True)]
+        ks = tuple(rule.at(m, clock) for rule, m in zip(rules, memories, strict=True))
+        assert adaptive.at(memory, clock) == max(ks)
+        seen.add(ks.index(max(ks)))
+    assert len(seen) == len(rules)
+
+
+def test_adaptive_is_told_of_its_policy() -> None:
+    policy = SmoothSwitch(threshold=Adaptive(), combine="sum").resolved(learning_rate=None, replicas=3)
+    assert policy.threshold == Adaptive(combine="sum", replicas=3)
 
 
 def test_adaptive_has_a_short_name() -> None:

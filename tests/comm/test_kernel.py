@@ -1,13 +1,14 @@
 """What is asked of the system, and what it then does."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
 import pytest
 
 from paceline.comm import kernel
-from paceline.comm.kernel import prompt
+from paceline.comm.kernel import considerate, prompt
 
 BLOCKS = """
 import ctypes, sys, torch
@@ -50,3 +51,13 @@ def test_slices_are_short_for_as_long_as_asked() -> None:
         assert now is None or subprocess.run([sys.executable, "-c", SLICE], timeout=60).returncode == 0
     after = kernel._scheduling()
     assert after is None or before is None or after._replace(flags=0) == before._replace(flags=0)
+
+
+def test_nobody_is_interrupted_for_as_long_as_asked() -> None:
+    before = os.sched_getscheduler(0)
+    with considerate():
+        assert os.sched_getscheduler(0) == (os.SCHED_BATCH if before == os.SCHED_OTHER else before)
+        with considerate():
+            assert os.sched_getscheduler(0) != os.SCHED_OTHER
+        assert os.sched_getscheduler(0) != os.SCHED_OTHER
+    assert os.sched_getscheduler(0) == before

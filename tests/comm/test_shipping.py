@@ -1,4 +1,5 @@
 import os
+import pickle
 import threading
 from typing import Any
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 from comm_entries import Pipe
 from comm_tensor_entries import Squares
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.comm.nursery import Nursery
-from paceline.comm.shipping import SHARED_FROM_BYTES, ship, unpack
+from paceline.comm.shipping import SHARED_FROM_BYTES, parts_of, ship, unpack
 from paceline.core.errors import InputError
 
 LARGE = SHARED_FROM_BYTES // 4
@@ -25,6 +26,18 @@ def round_trip(obj: Any) -> Any:
         return unpack(parcel)
     finally:
         parcel.close()
+
+
+def test_parts_are_the_arrays_themselves_each_of_them_once() -> None:
+    large, small = np.arange(2.0 * LARGE), np.arange(8.0)
+    stream, *arrays = parts_of({"large": large, "same": large, "small": small, "tensor": torch.from_numpy(large)})
+    assert {len(part) for part in arrays} == {large.nbytes}
+    assert len(stream) < 10_000
+    got = pickle.loads(stream, buffers=arrays)
+    large[5] = -1.0
+    assert got["large"] is got["same"]
+    assert got["large"][5] == got["tensor"][5] == -1.0
+    assert got["small"].tolist() == small.tolist()
 
 
 @pytest.mark.parametrize("size", [8, LARGE])
@@ -44,6 +57,7 @@ def test_views_share_their_storage_again(size: int) -> None:
     assert x.any()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 3), st.integers(1, 3), st.permutations([0, 1, 2]), st.sampled_from(["float64", "int16", "bool"]))
 def test_any_strided_view_arrives_as_it_is(start: int, step: int, order: list[int], dtype: str) -> None:
     base = torch.arange(32 * 32 * 33).remainder(7).to(getattr(torch, dtype)).view(32, 32, 33)

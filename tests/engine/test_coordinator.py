@@ -157,3 +157,32 @@ def test_mean_staleness_is_told_since_it_was_last_asked() -> None:
         run.coordinator.arrived(run.events.pop())
     assert run.coordinator.recent_staleness() == 0.5
     assert run.coordinator.recent_staleness() is None
+
+
+@pytest.mark.parametrize("aggregation", ["synchronous", "asynchronous", "stale-synchronous:bound=1", "buffered:k=2"])
+def test_a_replica_that_is_back_is_waited_for_again(aggregation: str) -> None:
+    run = Weightless(aggregation, 3, "1", Steps(4, 3, 1, 1))
+    run.coordinator.begin()
+    run.coordinator.left(1, "died")
+    run.current.pop(1)
+    assert 1 not in run.coordinator.present
+    run.coordinator.joined(1)
+    assert 1 in run.coordinator.computing
+    while run.events:
+        arrival = run.events.pop()
+        if run.current.get(arrival.replica) == arrival.clock:
+            run.coordinator.arrived(arrival)
+    assert run.coordinator.idle
+    assert run.coordinator.tally.gradients == 3 * 4 - 1, "all but the attempt that was lost"
+    assert sorted(run.dismissed) == [0, 1, 2]
+
+
+def test_a_replica_that_is_back_when_its_budget_is_spent_is_dismissed() -> None:
+    run = Weightless("synchronous", 2, "1", Steps(1, 2, 1, 1))
+    run.coordinator.begin()
+    run.coordinator.left(1, "died")
+    run.coordinator.joined(1)
+    assert run.dismissed == [1]
+    run.coordinator.arrived(run.events.pop())
+    assert run.coordinator.idle
+    assert run.coordinator.tally.applied == 1

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, final, get_args
+from typing import Any, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Arrival, Combine, Need
 from paceline.aggregation.checks import choice, whole
@@ -11,16 +11,19 @@ from paceline.aggregation.registry import register
 from paceline.aggregation.thresholds import Threshold
 from paceline.aggregation.throughput import Throughput
 
+Memories: TypeAlias = tuple[Any, ...]
+"""One for each rule."""
+
 
 @final
 @register("adaptive")
 @dataclass(frozen=True)
-class Adaptive(Threshold[Any]):
-    """K chosen online, by what an update is made of: ``smooth-switch:adaptive``.
+class Adaptive(Threshold[Memories]):
+    """K chosen online: ``smooth-switch:adaptive``. It is the largest that one of two rules asks for.
 
-    ``sum``: K Δs move A K times as far, so the K that lets most of them arrive is the best:
-    :class:`~paceline.aggregation.throughput.Throughput`. ``mean``: they move it once, so K stays at 1 until noise or
-    staleness keep the loss from falling: :class:`~paceline.aggregation.plateau.Plateau`.
+    :class:`~paceline.aggregation.plateau.Plateau`: K stays at 1 until noise or staleness keep the loss from falling.
+    Under ``sum`` K Δs move A K times as far, so there
+    :class:`~paceline.aggregation.throughput.Throughput` has a say as well: the K that lets most of them arrive.
 
     Args:
         combine: the policy's; filled in where it is None.
@@ -37,22 +40,23 @@ class Adaptive(Threshold[Any]):
             whole("adaptive:replicas", self.replicas, least=1)
 
     @cached_property
-    def _rule(self) -> Threshold[Any]:
-        return Throughput(largest=self.replicas) if self.combine == "sum" else Plateau(largest=self.replicas)
+    def _rules(self) -> tuple[Threshold[Any], ...]:
+        plateau = Plateau(largest=self.replicas)
+        return (plateau, Throughput(largest=self.replicas)) if self.combine == "sum" else (plateau,)
 
     @property
     def needs(self) -> frozenset[Need]:
-        return self._rule.needs
+        return frozenset[Need]().union(*(rule.needs for rule in self._rules))
 
     def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
         del learning_rate
         return replace(self, combine=self.combine or combine, replicas=self.replicas or replicas)
 
-    def start(self) -> Any:
-        return self._rule.start()
+    def start(self) -> Memories:
+        return tuple(rule.start() for rule in self._rules)
 
-    def observe(self, memory: Any, arrival: Arrival) -> Any:
-        return self._rule.observe(memory, arrival)
+    def observe(self, memory: Memories, arrival: Arrival) -> Memories:
+        return tuple(rule.observe(own, arrival) for rule, own in zip(self._rules, memory, strict=True))
 
-    def at(self, memory: Any, u: int) -> float:
-        return self._rule.at(memory, u)
+    def at(self, memory: Memories, u: int) -> float:
+        return max(rule.at(own, u) for rule, own in zip(self._rules, memory, strict=True))

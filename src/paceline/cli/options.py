@@ -33,7 +33,9 @@ _BUDGET, _PACE, _DATA, _OUTPUT = "Budget", "Pace", "Data", "Output"
 class Shared:
     """How a run is carried, for how long, on what data, and where its results go."""
 
-    engine: Annotated[str, Option(help="local (processes on this host) or virtual (simulated time).")] = "local"
+    engine: Annotated[
+        str, Option(help="local (processes on this host), virtual (simulated time), ray, ray:auto or ray:HOST:PORT.")
+    ] = "local"
     steps: Annotated[int | None, Option(help="Steps of each replica.", rich_help_panel=_BUDGET)] = None
     epochs: Annotated[
         float | None, Option(help="Passes over the training set, all replicas together.", rich_help_panel=_BUDGET)

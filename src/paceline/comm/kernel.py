@@ -79,6 +79,23 @@ def prompt(slice_ns: int = 100_000) -> Iterator[None]:
             _schedule(before._replace(flags=before.flags | _RESET_ON_FORK))
 
 
+@contextlib.contextmanager
+def considerate() -> Iterator[None]:
+    """Let this thread, when it wakes, wait until one of those that compute stops; for as long as the context lasts.
+
+    Where more of them compute than there are cores, interrupting one costs it what it has in the caches, while a Δ that
+    is left lying for a moment costs nothing: somebody else computes meanwhile. Where it can't be had, nothing changes.
+    """
+    if not sys.platform.startswith("linux") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 class _Scheduling(NamedTuple):
     """``struct sched_attr``, as far as it is asked for here."""
 

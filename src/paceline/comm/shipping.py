@@ -58,7 +58,7 @@ def ship(obj: object) -> Parcel:
         InputError: where a part of it can't be pickled.
         PacelineError: where there is not enough memory.
     """
-    parts = _pickled(obj)
+    parts = parts_of(obj)
     sizes = [len(part) for part in parts]
     offsets = _offsets(sizes)
     segment = Segment.create("parcel", offsets[-1])
@@ -71,6 +71,26 @@ def ship(obj: object) -> Parcel:
         return Parcel(os.dup(segment.fd))
     finally:
         segment.close()
+
+
+def parts_of(obj: object) -> list[memoryview]:
+    """The pickle of an object graph, then its large arrays: each distinct one once, and none copied.
+
+    ``pickle.loads(first, buffers=rest)`` rebuilds the graph, its large arrays as views of these.
+
+    Raises:
+        InputError: where a part of it can't be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(obj)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+        raise InputError(
+            f"{type(obj).__name__} can't be sent to another process: {error}; "
+            "make such parts inside the functions that use them, not outside"
+        ) from error
+    return [stream.getbuffer(), *pickler.buffers]
 
 
 def unpack(parcel: Parcel) -> Any:
@@ -118,19 +138,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return True
         self.buffers.append(raw)
         return False
-
-
-def _pickled(obj: object) -> list[memoryview]:
-    stream = io.BytesIO()
-    pickler = _Pickler(stream)
-    try:
-        pickler.dump(obj)
-    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
-        raise InputError(
-            f"{type(obj).__name__} can't be sent to another process: {error}; "
-            "make such parts inside the functions that use them, not outside"
-        ) from error
-    return [stream.getbuffer(), *pickler.buffers]
 
 
 def _offsets(sizes: list[int]) -> list[int]:

@@ -150,6 +150,13 @@ class Coordinator:
         self._decide(*self._policy.left(self._state, replica, reason))
         self._see_off()
 
+    def joined(self, replica: ReplicaId) -> None:
+        """A replica that had left is back, and waits for A."""
+        self.present.add(replica)
+        self._decide(*self._policy.joined(self._state, replica))
+        self._go_on(replica)
+        self._see_off()
+
     def retire(self, replica: ReplicaId) -> None:
         """A replica that would have gone on is done instead: its budget is spent, or its loop has ended."""
         self.present.remove(replica)

@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from paceline.comm.segments import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
 from paceline.core.types import Seconds
@@ -26,6 +27,9 @@ CHUNK = 1024
 Metrics: TypeAlias = Mapping[str, Callable[[Tree, Tree], Any]]
 """name -> (output, target) -> mean."""
 
+SHARE = 0.25
+"""Of the memory that is free: what waits to be scored may fill it; then the run waits for the scorer."""
+
 _TAG = int.from_bytes(b"training sample")
 
 
@@ -40,6 +44,11 @@ class Moment:
     staleness_mean: float | None
     recent_loss: float | None
     """Mean loss of the Δs that arrived lately: the training loss where there is no training set to sample."""
+
+
+def room(nbytes: int) -> int:
+    """How many snapshots of so many bytes may wait to be scored."""
+    return max(1, int(SHARE * available_bytes() / max(1, nbytes)))
 
 
 class Scorer:

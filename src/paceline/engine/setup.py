@@ -1,5 +1,6 @@
 """What every engine does first: A_0, the data order, each replica's share of the budget, its replicas."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -8,13 +9,14 @@ from torch import nn
 
 from paceline.aggregation.base import Aggregation
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
+from paceline.core.errors import InputError
 from paceline.core.order import Order
 from paceline.core.types import ReplicaId
 from paceline.engine.allowance import Allowance, Epochs, Steps, Unbounded
 from paceline.engine.base import Job
 from paceline.engine.points import Meter
 from paceline.program import Data, Program, is_source, length
-from paceline.replica.autograd import NO_RECORDER, Autograd
+from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.batches import Stream, stream
 from paceline.replica.own_steps import OwnSteps, WritesInPlace
@@ -122,3 +124,22 @@ def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.
     """The module as the program makes it, and A_0 read from it."""
     module = program.build()
     return module, read(module, Layout.of(module, running_buffers).new())
+
+
+def threads(job: Job) -> int:
+    """CPU threads of one worker: what the strategy says, or an equal share of the cores."""
+    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // job.strategy.workers)
+
+
+def settle(job: Job, replica: ReplicaId) -> nn.Module:
+    """Make this process a replica's: its threads, its seed, its model."""
+    torch.set_num_threads(threads(job))
+    torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
+    return job.program.build()
+
+
+def refuse_absent_gpu(job: Job) -> None:
+    """Raise InputError where the job is for GPUs, and this host has none."""
+    device = job.strategy.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise InputError(f"device={device}, but torch sees no GPU here; write device=cpu")

@@ -1,9 +1,7 @@
-"""The parts of a run, each by itself: scripts, the desk, the board, figures, the roster."""
+"""The parts of a run, each by itself: scripts, the desk, the board, figures."""
 
-import json
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +14,11 @@ from paceline.comm.shipping import ship
 from paceline.core.errors import PacelineError
 from paceline.core.records import Record
 from paceline.engine.base import Budget, Job
-from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Figures, Report
+from paceline.engine.figures import Figures, told
+from paceline.engine.gauge import Gauge
+from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Report
 from paceline.engine.local.desk import Desk
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.figures import figures
-from paceline.engine.local.gauge import Gauge
-from paceline.engine.local.roster import Roster, remove_roster
 from paceline.engine.local.script import Director, Script
 from paceline.engine.local.store import Plan, Store
 from paceline.engine.scoring import Moment
@@ -187,10 +184,10 @@ def test_a_step_may_be_several_micro_steps(board: Board, per_step: int, steps: i
     for k in range(6):
         gauge.stepped(pushed=k % 3 == 2)
     gauge.close()
-    seen = figures(board, 1, parameter_bytes=7, seconds=1000.0)
+    seen = told(1, board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
     assert len(board.step_times(1)) == steps
-    assert figures(board, 0, 7, 1.0).step_time_s is None
+    assert told(0, board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
 
 
 def test_a_cancelled_step_counts_whole(board: Board) -> None:
@@ -203,32 +200,7 @@ def test_a_cancelled_step_counts_whole(board: Board) -> None:
 
 def test_nobody_is_busier_than_the_run_was_long(board: Board) -> None:
     board.measure(0, Figures(1, int(5e9), 0, 0))
-    assert figures(board, 0, 0, seconds=2.0).busy_s == 2.0
-
-
-# -------------------------------------------------------------------------------------------------------------- roster
-
-
-def test_the_roster_is_there_while_the_run_lasts(tmp_path: Path) -> None:
-    roster = Roster(tmp_path / "runs" / "a", {0: 11, 1: 12}, scorer=13)
-    rows = json.loads((tmp_path / "runs" / "a" / "workers.json").read_text())
-    assert [(row["role"], row["pid"]) for row in rows] == [
-        ("coordinator", os.getpid()),
-        ("scorer", 13),
-        ("replica", 11),
-        ("replica", 12),
-    ]
-    roster.close()
-    assert not (tmp_path / "runs" / "a").exists()
-
-
-def test_taking_it_away_keeps_what_is_not_ours(tmp_path: Path) -> None:
-    Roster(tmp_path, {}, scorer=1)
-    (tmp_path / "mine").touch()
-    (tmp_path / ".workers.json.partial").touch()  # main was killed while it wrote
-    remove_roster(tmp_path)
-    remove_roster(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert told(0, board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
 def test_a_child_that_is_forgotten_has_gone(nursery: Nursery) -> None:

@@ -18,9 +18,7 @@ import struct
 from typing import NamedTuple
 
 from paceline.core.types import ReplicaId
-
-STEP_TIMES = 512
-"""How many of a worker's latest step times are kept."""
+from paceline.engine.figures import STEP_TIMES, Figures
 
 REPORTS = 64
 """How many of a worker's latest reports are kept: it may be that many attempts ahead of what main has looked at."""
@@ -70,15 +68,6 @@ class Report(NamedTuple):
     finite: bool
     loss: float
     at_ns: int
-
-
-class Figures(NamedTuple):
-    """What a worker has measured of itself so far."""
-
-    steps: int
-    busy_ns: int
-    payload_bytes: int
-    peak_memory_bytes: int
 
 
 class Part(NamedTuple):

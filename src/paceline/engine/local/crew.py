@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from paceline.comm import liveness
 from paceline.comm.alarm import Alarm
@@ -17,6 +17,7 @@ from paceline.comm.nursery import Child, Nursery
 from paceline.comm.shipping import Parcel
 from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.failure import worker_failed
 from paceline.engine.local.board import Board
 from paceline.engine.local.store import Store
 from paceline.trace.recorder import read_packed
@@ -220,9 +221,3 @@ class Crew:
             os.close(fd)
         for child in self._children.values():
             self._nursery.forget(child)
-
-
-def worker_failed(message: dict[str, Any]) -> str:
-    """The text of a worker's failure: coordinates, the error, its own traceback."""
-    who = "the scorer" if message["failed"] < 0 else f"replica {message['failed']}"
-    return f"{who} failed: {message['what']}\n\n{message['traceback']}"

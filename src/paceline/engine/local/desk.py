@@ -10,20 +10,17 @@ from typing import Any
 
 from paceline.comm import liveness
 from paceline.comm.nursery import Nursery
-from paceline.comm.segments import Arena, Segment, available_bytes
+from paceline.comm.segments import Arena, Segment
 from paceline.comm.shipping import Parcel
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
-from paceline.engine.local.crew import worker_failed
-from paceline.engine.scoring import Moment, Scorer
+from paceline.engine.failure import worker_failed
+from paceline.engine.scoring import Moment, Scorer, room
 from paceline.replica.state import Layout, State
 
 ENTRY = "paceline.engine.local.scorer:main"
-
-SHARE = 0.25
-"""Of the memory that is free: what waits to be scored may fill it; then the run waits for the scorer."""
 
 
 class Desk:
@@ -49,7 +46,7 @@ class Desk:
         self._queue: deque[tuple[Moment, State]] = deque()
         self._early: list[Record] = []
         self._asked = False
-        self._room = max(1, int(SHARE * available_bytes() / max(1, layout.nbytes)))
+        self._room = room(layout.nbytes)
         self.alive = True
 
     def fileno(self) -> int:

@@ -1,12 +1,13 @@
 """The local engine: real processes on this host."""
 
+import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
 from paceline.aggregation import text_of
-from paceline.comm.kernel import prompt
+from paceline.comm.kernel import considerate, prompt
 from paceline.comm.nursery import Nursery
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
@@ -14,6 +15,7 @@ from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.crew import ENTRY
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
+from paceline.engine.setup import refuse_absent_gpu
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
 """What the fork server imports, so that no worker has to."""
@@ -38,6 +40,7 @@ class LocalEngine(Engine):
         self._preloaded: tuple[str, ...] = ()
 
     def refuse(self, job: Job) -> None:
+        refuse_absent_gpu(job)
         strategy = job.strategy
         in_place = isinstance(strategy.aggregation.delta, InPlace)
         if in_place and job.on_nonfinite == "skip":
@@ -53,7 +56,7 @@ class LocalEngine(Engine):
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         nursery = self._nursery_for(job)
-        with _one_thread(), prompt(), ExitStack() as closing:
+        with _one_thread(), _manners(job), ExitStack() as closing:
             return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:
@@ -80,3 +83,8 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _manners(job: Job) -> AbstractContextManager[None]:
+    """How main comes in between its workers: at once where there is a core for each, else when one of them stops."""
+    return considerate() if job.strategy.replicas > len(os.sched_getaffinity(0)) else prompt()

@@ -27,18 +27,18 @@ from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
+from paceline.engine.figures import timeline, told
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.local.board import ARRIVED, REPORTS, Report
 from paceline.engine.local.crew import ENTRY, Crew, Token
 from paceline.engine.local.desk import Desk
-from paceline.engine.local.figures import figures, timeline
-from paceline.engine.local.roster import Roster
 from paceline.engine.local.script import Director, Script
 from paceline.engine.local.server import Server
-from paceline.engine.local.worker import lay_out, threads
+from paceline.engine.local.worker import lay_out
 from paceline.engine.nonfinite import not_finite
 from paceline.engine.owner import Owner
-from paceline.engine.setup import Setup, first_state
+from paceline.engine.roster import Roster
+from paceline.engine.setup import Setup, first_state, threads
 from paceline.replica.state import write
 from paceline.trace.recorder import NullRecorder, Recorder, read_packed
 from paceline.trace.spans import SERVER, Span
@@ -138,7 +138,11 @@ class LocalRun:
             lambda: ctrl_c.heard > 0,
         )
         self._crew.waiter.add(self._desk.fileno(), ("scored", 0))
-        roster = Roster(self._job.out, self._crew.pids(), self._desk.child.pid)
+        self._write_roster()
+
+    def _write_roster(self) -> None:
+        others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._desk.child.pid}}
+        roster = Roster(self._job.out, others, {r: {"pid": pid} for r, pid in self._crew.pids().items()})
         self._closing.callback(roster.close)
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
@@ -321,7 +325,8 @@ class LocalRun:
     def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
         notes: dict[str, str | int | float] = {"threads": threads(self._job)}
         size = self._server.state.layout.parameter_bytes
-        workers = [figures(self._board, r, size, seconds) for r in range(self._setup.replicas)]
+        board, replicas = self._board, range(self._setup.replicas)
+        workers = [told(r, board.figures(r), board.step_times(r), size, seconds) for r in replicas]
         account = self._chronicle.account(seconds, workers, self._left, notes, interrupted=interrupted)
         model = write(self._module, self._server.state)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)

@@ -11,13 +11,10 @@ import torch
 
 from paceline.comm.shipping import Parcel, unpack
 from paceline.engine.base import Job
+from paceline.engine.failure import SCORER, failure
 from paceline.engine.local.desk import snapshot_in
-from paceline.engine.local.worker import failure
 from paceline.engine.scoring import Moment, Scorer
 from paceline.replica.state import Layout
-
-SCORER = -1
-"""The scorer's number in messages, where workers give their replica's."""
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:

@@ -13,12 +13,8 @@ from paceline.replica.base import Measured
 from paceline.replica.state import State
 
 
-class Cancelled(Exception):  # noqa: N818 (not an error)
-    """The attempt under way was called off."""
-
-
-class Station:
-    """The server, as this replica sees it.
+class LocalStation:
+    """The server, by way of the board.
 
     Args:
         store: the run's vectors.

@@ -7,6 +7,7 @@ from paceline.clock.times import Times
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.setup import refuse_absent_gpu
 from paceline.engine.virtual.run import VirtualRun
 
 
@@ -16,6 +17,7 @@ class VirtualEngine(Engine):
     name = "virtual"
 
     def refuse(self, job: Job) -> None:
+        refuse_absent_gpu(job)
         strategy = job.strategy
         if isinstance(strategy.aggregation.delta, InPlace):
             raise InputError(

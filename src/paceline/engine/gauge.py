@@ -5,23 +5,28 @@ import time
 from pathlib import Path
 
 from paceline.core.types import Clock, ReplicaId
-from paceline.engine.local.board import Board, Figures
+from paceline.engine.figures import Figures, Ledger
+from paceline.engine.station import Station
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.state import State
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 
 class Gauge:
-    """One worker's figures, kept on the board so that they outlive it.
+    """One worker's figures, kept where they outlive it.
 
     Args:
-        board: of the run.
+        ledger: keeps them.
         replica: of the worker.
         recorder: of its spans.
         step_bytes: what one Δ moves, there and back.
         per_step: micro-steps of one step.
     """
 
-    def __init__(self, board: Board, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int) -> None:
-        self._board, self._replica, self._recorder = board, replica, recorder
+    def __init__(
+        self, ledger: Ledger, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int
+    ) -> None:
+        self._ledger, self._replica, self._recorder = ledger, replica, recorder
         self._step_bytes, self._per_step = step_bytes, per_step
         self._micro_steps = self._waited_ns = self._payload = self._peak = 0
         self._traced = not isinstance(recorder, NullRecorder)
@@ -54,16 +59,37 @@ class Gauge:
         busy = now - self._began - self._waited_ns
         steps, rest = divmod(self._micro_steps, self._per_step)
         figures = Figures(steps, busy, self._payload, self._peak)
-        self._board.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
+        self._ledger.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
         self._last = self._last if rest else now
 
     def close(self) -> None:
         """The worker ends."""
         self._peak = max(self._peak, proportional_bytes())
-        figures = self._board.figures(self._replica)
+        figures = self._ledger.figures(self._replica)
         kept = Figures(figures.steps, figures.busy_ns, figures.payload_bytes, self._peak)
-        self._board.measure(self._replica, kept)
+        self._ledger.measure(self._replica, kept)
         self._recorder.close()
+
+
+class Gauged(Replica):
+    """A replica, measured."""
+
+    def __init__(self, inner: Replica, gauge: Gauge, station: Station, delta_bytes: int) -> None:
+        self._inner, self._gauge, self._station, self._bytes = inner, gauge, station, delta_bytes
+
+    def adopt(self, state: State) -> None:
+        began = time.monotonic_ns()
+        self._inner.adopt(state)
+        self._gauge.spent("pull", began, self._station.attempt, self._bytes)
+
+    def advance(self, batch: Batch, clock: int) -> float:
+        return self._inner.advance(batch, clock)
+
+    def finish(self, out: State) -> Measured:
+        began = time.monotonic_ns()
+        measured = self._inner.finish(out)
+        self._gauge.spent("push", began, self._station.attempt, self._bytes)
+        return measured
 
 
 def proportional_bytes() -> int:

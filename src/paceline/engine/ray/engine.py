@@ -1,0 +1,77 @@
+"""The Ray engine: replicas, scorer and the server of A as actors."""
+
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from paceline.aggregation import text_of
+from paceline.core.delta import InPlace
+from paceline.core.errors import InputError
+from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.ray.cluster import Cluster, require_ray
+from paceline.engine.setup import refuse_absent_gpu
+
+if TYPE_CHECKING:
+    from paceline.engine.ray.crew import Crew
+
+
+class RayEngine(Engine):
+    """Keeps Ray and its actors from one run to the next.
+
+    Args:
+        address: ``auto`` or ``HOST:PORT`` of a cluster that is running, on whose nodes paceline is installed; it is
+            left running. None: a Ray of its own on this host, which nobody else can reach and which ends with it.
+        replace: whether another replica takes the place of one that dies, with the current A and the batches that
+            follow; otherwise the others go on without it.
+
+    Raises:
+        InputError: Ray is not installed.
+    """
+
+    name = "ray"
+
+    def __init__(self, address: str | None = None, *, replace: bool = False) -> None:
+        require_ray()
+        self._address, self._replace = address, replace
+        self._cluster: Cluster | None = None
+        self._crew: Crew | None = None
+        self._runs = 0
+
+    def refuse(self, job: Job) -> None:
+        strategy = job.strategy
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise InputError(
+                "engine=ray starts its own processes, but this one was started by torchrun; run it with python"
+            )
+        if isinstance(strategy.aggregation.delta, InPlace):
+            raise InputError(
+                f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but the replicas of "
+                "engine=ray share none; write engine=local"
+            )
+        if self._address is None:
+            refuse_absent_gpu(job)  # its own Ray has this host's; none is started to learn that
+        elif strategy.device.startswith("cuda") and not self._joined().gpus:
+            raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
+
+    def run(self, job: Job, watch: Watcher) -> Outcome:
+        from paceline.engine.ray.crew import Crew
+        from paceline.engine.ray.run import RayRun
+
+        cluster = self._joined()
+        self._crew = self._crew or Crew()
+        self._runs += 1
+        with ExitStack() as closing:
+            run = RayRun(job, cluster, self._crew, watch, closing, number=self._runs, replace=self._replace)
+            return run.outcome()
+
+    def close(self) -> None:
+        if self._crew is not None:
+            self._crew.close()
+            self._crew = None
+        if self._cluster is not None:
+            self._cluster.close()
+            self._cluster = None
+
+    def _joined(self) -> Cluster:
+        self._cluster = self._cluster or Cluster(self._address)
+        return self._cluster

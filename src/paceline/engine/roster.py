@@ -1,0 +1,54 @@
+"""Which processes a run has: a file in its folder, there while the run lasts."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from paceline.core.types import ReplicaId
+
+PARTIAL = ".workers.json.partial"
+"""What it is called until it is whole."""
+
+Where: TypeAlias = Mapping[str, int | str]
+"""Of a process: its ``pid``, and the ``node`` that it is on where there are several."""
+
+
+class Roster:
+    """``workers.json`` in the run's folder, there while the run lasts.
+
+    Args:
+        folder: of the run; None: nothing is written.
+        others: the processes beside the replicas', by their role.
+        replicas: theirs.
+    """
+
+    def __init__(self, folder: Path | None, others: Mapping[str, Where], replicas: Mapping[ReplicaId, Where]) -> None:
+        self._folder = folder
+        if folder is None:
+            return
+        rows: list[dict[str, Any]] = [{"role": role, **where} for role, where in others.items()]
+        rows += [{"role": "replica", "replica": r, "stage": 0, "shard": 0, **w} for r, w in replicas.items()]
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / PARTIAL).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        (folder / PARTIAL).replace(folder / "workers.json")
+
+    @property
+    def files(self) -> list[Path]:
+        """What a killed process would leave."""
+        return [self._folder / name for name in (PARTIAL, "workers.json")] if self._folder is not None else []
+
+    def close(self) -> None:
+        """Take the file away, and the folder, which is written anew as a whole."""
+        if self._folder is not None:
+            remove_roster(self._folder)
+
+
+def remove_roster(folder: Path) -> None:
+    """Remove ``workers.json`` and a folder that holds nothing else; nothing happens where they are gone."""
+    for name in (PARTIAL, "workers.json"):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()

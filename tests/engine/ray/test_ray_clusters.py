@@ -1,0 +1,159 @@
+"""Ray's own life: on one host it goes with the engine, however that ends; a cluster that is joined stays."""
+
+import functools
+import ipaddress
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline import InputError, train
+from paceline.comm import liveness
+from paceline.engine.ray import cluster
+from paceline.engine.ray.engine import RayEngine
+from tests.engine import programs
+from tests.engine.local.commands import PATIENCE_S, eventually
+from tests.engine.ray.commands import ENDLESS, TWO_NODES
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for passing files, with a path that Ray's sockets can have."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def started(program: str, folder: Path, *words: str) -> "subprocess.Popen[str]":
+    environment = os.environ | {
+        "TMPDIR": str(folder),
+        "RAY_TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def listening(processes: list[psutil.Process]) -> set[str]:
+    """The addresses at which these can be reached."""
+    found = [c.laddr.ip for p in processes for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    assert found
+    return {address.removeprefix("::ffff:") for address in found}
+
+
+def test_nothing_outlives_a_driver_that_is_killed_nor_is_reached_from_outside(short: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with started(ENDLESS, short, str(out)) as process:
+        pidfds = []
+        try:
+            eventually(lambda: (out / "workers.json").exists() or process.poll() is not None)
+            assert process.poll() is None, process.communicate()
+            family = psutil.Process(process.pid).children(recursive=True)
+            pidfds = [liveness.open_pid(child.pid) for child in family]
+            rows = json.loads((out / "workers.json").read_text())
+            assert {r["pid"] for r in rows} <= {process.pid, *(child.pid for child in family)}
+            assert all(ipaddress.ip_address(address).is_loopback for address in listening(family))
+        finally:
+            process.kill()
+        assert liveness.wait_gone(pidfds, PATIENCE_S)
+        eventually(lambda: not list(short.glob("ray-*")))
+        assert not out.exists()
+        assert [name for name in os.listdir("/dev/shm") if str(process.pid) in name] == []
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def test_two_nodes(short: Path) -> None:
+    with started(TWO_NODES, short) as process:
+        try:
+            out, err = process.communicate(timeout=110)
+        finally:
+            process.kill()
+    assert process.returncode == 0, err
+    said: dict[str, Any] = json.loads(out.splitlines()[-1])
+    assert said.pop("refused").startswith("this process is connected to a Ray already")
+    assert said == {
+        "nodes": 2,
+        "updates": 5,
+        "lanes": [-1, 0, 1],
+        "in order": True,
+        "left": ["its node was lost"],
+        "the far one left": True,
+        "went on": True,
+        "connected": False,
+        "still there": 1,
+        "its GPUs count, not this host's": True,
+        "its own connection stays": True,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("strategy", "match"),
+    [
+        ("replicas=2 aggregation=hogwild", "hogwild writes memory that replicas share.*; write engine=local"),
+        ("replicas=2 device=cuda", "device=cuda, but .* GPU.*; write device=cpu"),
+    ],
+)
+def test_what_it_cannot_carry(strategy: str, match: str) -> None:
+    with pytest.raises(InputError, match=match):
+        train(programs.program(), strategy, engine="ray", steps=1, progress=False)
+
+
+def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    with pytest.raises(InputError, match="engine=ray starts its own processes, but this one was started by torchrun"):
+        train(programs.program(), engine="ray", steps=1, progress=False)
+
+
+def test_virtual_time() -> None:
+    with pytest.raises(InputError, match="engine=ray runs in real time; write engine='virtual'"):
+        train(programs.program(), engine="ray", steps=1, times="compute=1", progress=False)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InputError, match=r"not installed; write pip install 'paceline\[ray\]', or engine='local'"):
+        RayEngine()
+
+
+def test_a_cluster_that_is_not_there(no_ray: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Others may have one on this machine.
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", functools.cache(set))
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(InputError, match="engine='ray:auto': there is no Ray to join"):
+        train(programs.program(), engine="ray:auto", steps=1, progress=False)
+
+
+def test_a_node_without_paceline() -> None:
+    error = cluster.missing_here(RuntimeError("ModuleNotFoundError: No module named 'paceline'"))
+    assert error is not None
+    assert "write pip install 'paceline[ray]' on every node" in str(error)
+    assert cluster.missing_here(RuntimeError("No module named 'torch'")) is None
+
+
+def test_signals_mean_what_they_meant(no_ray: None) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    environment = dict(os.environ)
+    cluster.Cluster(None).close()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert dict(os.environ) == environment

@@ -1,0 +1,294 @@
+"""Deaths, errors and Ctrl-C on actors: the others go on, or the caller is told; no Δ is lost or used twice."""
+
+import contextlib
+import functools
+import importlib
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import NonFiniteError, Run, WorkerError
+from paceline.core.errors import WaitTimeoutError
+from paceline.engine.base import Progress, Watcher
+from paceline.engine.ray.engine import RayEngine
+from tests import oracle
+from tests.engine import programs
+from tests.engine.local import moments
+
+pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
+
+OnRay = Callable[..., Run]
+
+STEPS = 6
+ENDLESS = 10**6
+MAIN = os.getpid()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watcher]:
+    """Put one in, and it is told how the next run stands; it is called in main."""
+    watchers: list[Watcher] = []
+
+    @contextlib.contextmanager
+    def watcher(*_: Any) -> Iterator[Watcher]:
+        yield watchers.pop()
+
+    monkeypatch.setattr(importlib.import_module("paceline.train"), "watcher", watcher)
+    return watchers
+
+
+def once(when: Callable[[Progress], bool], act: Callable[[], None]) -> Watcher:
+    """Does something the first time that a run stands so."""
+    done: list[Progress] = []
+
+    def watch(progress: Progress) -> None:
+        if not done and when(progress):
+            done.append(progress)
+            act()
+
+    return watch
+
+
+def training(progress: Progress) -> bool:
+    return progress.phase == "training" and progress.updates > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- deaths
+
+
+def without_one(dead: int, after: int) -> oracle.Values:
+    """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone."""
+    program = programs.program()
+    plain, data = oracle.Plain(program), oracle.order(program, 3)
+    for k in range(STEPS):
+        present = [r for r in range(3) if r != dead or k < after]
+        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
+    return plain.values()
+
+
+def test_the_others_go_on_without_a_replica_that_dies(on_ray: OnRay) -> None:
+    loop = functools.partial(moments.loop, replica=1, step=3, prepare=moments.in_the_backward_pass)
+    run = on_ray(programs.program(), "replicas=3", steps=STEPS, loop=loop)
+    assert [d.replica for d in run.left] == [1]
+    assert "its process ended" in run.left[0].reason
+    assert 0 < run.left[0].time_s <= run.summary["seconds"]
+    oracle.assert_same(run.model, without_one(1, after=2), 1e-12)  # sums in another order
+    assert run.summary["gradients"] == 3 * STEPS - 4
+
+
+def test_another_takes_its_place_and_goes_on_where_it_was(on_ray: OnRay, tmp_path: Path) -> None:
+    died = tmp_path / "died"
+
+    def loop(worker: Any) -> None:
+        for k, batch in enumerate(worker.batches()):
+            if (worker.replica, k) == (1, 2) and not died.exists():
+                died.touch()
+                moments.die()
+            worker.step(batch)
+
+    assert_one_attempt_was_lost(on_ray, loop)
+
+
+def test_another_goes_on_after_a_delay_in_which_one_was_killed(
+    on_ray: OnRay, watched: list[Watcher], tmp_path: Path
+) -> None:
+    """A thousand seconds, of which it is told: nobody misses it, and nobody waits for its end."""
+    died = tmp_path / "died"
+
+    def loop(worker: Any) -> None:
+        pause = worker._station.pause
+
+        def last(seconds: float) -> None:
+            (tmp_path / "partial").write_text(str(os.getpid()))
+            (tmp_path / "partial").rename(died)
+            pause(seconds)
+
+        for k, batch in enumerate(worker.batches()):
+            here = (worker.replica, k) == (1, 2) and not died.exists()
+            worker._station.pause = last if here else lambda seconds: None
+            worker.step(batch)
+
+    watched.append(once(lambda _: died.exists(), lambda: os.kill(int(died.read_text()), signal.SIGKILL)))
+    assert_one_attempt_was_lost(on_ray, loop, delay="fraction=1 constant:value=1000", timeout_s=30)
+
+
+def assert_one_attempt_was_lost(on_ray: OnRay, loop: Callable[[Any], None], **settings: Any) -> None:
+    """Replica 1 dies at its third step; trained weights count how often each sample was applied."""
+    policy = "stale-synchronous:bound=0,combine=sum"  # nobody runs ahead, so the others are there when it is back
+    strategy = f"replicas=3 aggregation={policy}"
+    run = on_ray(moments.counting(), strategy, steps=STEPS, loop=loop, replace=True, **settings)
+    assert [d.replica for d in run.left] == [1]
+    expected, data = torch.zeros(moments.SAMPLES, dtype=torch.float64), oracle.order(moments.counting(), 3)
+    for replica, step in itertools.product(range(3), range(STEPS)):
+        if (replica, step) != (1, 2):
+            expected[torch.as_tensor(data.batch(replica, step))] += 1
+    assert torch.equal(run.state["weight"], expected)
+    assert run.summary["gradients"] == run.summary["applied"] == 3 * STEPS - 1
+    assert run.summary["discarded"] == run.summary["cancelled"] == 0
+
+
+def test_the_only_replica_is_replaced_too(on_ray: OnRay, tmp_path: Path) -> None:
+    died = tmp_path / "died"
+
+    def loop(worker: Any) -> None:
+        for k, batch in enumerate(worker.batches()):
+            if k == 1 and not died.exists():
+                died.touch()
+                moments.die()
+            worker.step(batch)
+
+    run = on_ray(programs.program(), "replicas=1", steps=3, loop=loop, replace=True)
+    assert [d.replica for d in run.left] == [0]
+    assert run.summary["updates"] == 2
+
+
+def test_all_of_them(on_ray: OnRay) -> None:
+    def loop(worker: Any) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+            moments.die()
+
+    with pytest.raises(WorkerError, match=r"every replica died: . its process ended .*; . its process ended"):
+        on_ray(programs.program(), "replicas=2 aggregation=asynchronous", steps=STEPS, loop=loop)
+
+
+def test_with_the_server_a_is_lost(on_ray: OnRay, engine: RayEngine, watched: list[Watcher]) -> None:
+    def kill() -> None:
+        assert engine._crew is not None
+        os.kill(engine._crew.place(engine._crew.server).pid, signal.SIGKILL)
+
+    watched.append(once(training, kill))
+    with pytest.raises(WorkerError, match="the server died, and A with it: its process ended"):
+        on_ray(programs.program(), "replicas=2", steps=ENDLESS)
+
+
+def test_without_the_scorer_the_server_scores(on_ray: OnRay) -> None:
+    """Ten points are to be scored, and all are; the scorer dies at its first."""
+    main = MAIN
+
+    def accuracy(output: Tensor, target: Tensor) -> float:
+        if os.getpid() != main and os.sched_getscheduler(0) == os.SCHED_IDLE:
+            moments.die()
+        return 0.5
+
+    program = programs.program(test=programs.data(), metrics={"accuracy": accuracy})
+    run = on_ray(program, "replicas=2", steps=STEPS, evaluate_every=1)
+    assert [record.updates for record in run.history] == list(range(STEPS + 1))
+    assert {record.test_accuracy for record in run.history} == {0.5}
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+class BrokenError(RuntimeError):
+    """What these programs raise."""
+
+
+class Broken(nn.Module):
+    def __init__(self, main: int) -> None:
+        super().__init__()
+        self.main, self.inner = main, programs.mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if os.getpid() != self.main:
+            raise BrokenError("it broke")
+        return self.inner(x)
+
+
+def test_a_replicas_own_traceback_reaches_the_caller(on_ray: OnRay) -> None:
+    main = MAIN
+    with pytest.raises(WorkerError, match=r"(?s)(replica [01]|the scorer) failed: .*BrokenError: it broke") as failure:
+        on_ray(programs.program(model=lambda: Broken(main)), "replicas=2", steps=STEPS)
+    assert 'raise BrokenError("it broke")' in str(failure.value)
+
+
+def test_the_loops_too(on_ray: OnRay) -> None:
+    def loop(worker: Any) -> None:
+        for k, batch in enumerate(worker.batches()):
+            worker.step(batch)
+            if worker.replica == 1 and k == 3:
+                raise KeyError("no such thing")
+
+    with pytest.raises(WorkerError, match="replica 1 failed: KeyError: 'no such thing'"):
+        on_ray(programs.program(), "replicas=2", steps=ENDLESS, loop=loop)
+
+
+def test_a_model_that_is_built_in_main_alone(on_ray: OnRay) -> None:
+    main = MAIN
+
+    def model() -> nn.Module:
+        if os.getpid() != main:
+            raise BrokenError("not here")
+        return programs.mlp()
+
+    with pytest.raises(WorkerError, match=r"(?s)failed: .*BrokenError: not here"):
+        on_ray(programs.program(model=model), "replicas=2", steps=STEPS)
+
+
+def infinite(output: Tensor, target: Tensor) -> Tensor:
+    """Infinite for a batch whose first target is of class 0."""
+    return nn.functional.cross_entropy(output, target) * (float("inf") if target[0] == 0 else 1.0)
+
+
+def test_a_delta_that_is_not_finite_ends_the_run(on_ray: OnRay) -> None:
+    with pytest.raises(NonFiniteError, match=r"the Δ of replica \d at its step \d is not finite"):
+        on_ray(programs.program(loss=infinite), "replicas=2", steps=20)
+
+
+def test_or_is_discarded_and_counted(on_ray: OnRay) -> None:
+    run = on_ray(programs.program(loss=infinite), "replicas=2", steps=STEPS, on_nonfinite="skip")
+    assert run.summary["nonfinite"] == run.summary["discarded"] > 0
+    assert all(torch.isfinite(v).all() for v in run.state.values())
+
+
+def test_who_says_nothing_is_named(on_ray: OnRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.engine.ray.run.GRACE_S", 1.0)  # it will not end by itself
+    loop = functools.partial(moments.loop, replica=1, step=2, prepare=moments.hang)
+    with pytest.raises(WaitTimeoutError, match="the server, replica 0 waited 2 s for replica 1 at its step 2"):
+        on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, timeout_s=2)
+
+
+# --------------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def twice() -> None:
+    ctrl_c()
+    ctrl_c()
+
+
+def test_ctrl_c_ends_training_with_what_there_is(on_ray: OnRay, watched: list[Watcher]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    watched.append(once(training, ctrl_c))
+    run = on_ray(programs.program(), "replicas=2", steps=ENDLESS)
+    assert run.summary["interrupted"]
+    assert run.left == []
+    assert run.history[-1].updates == run.summary["updates"] > 0
+    assert run.summary["gradients"] == run.summary["applied"] + run.summary["discarded"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_second_one_does_not_wait_for_a_step_that_never_ends(on_ray: OnRay, watched: list[Watcher]) -> None:
+    loop = functools.partial(moments.loop, replica=1, step=2, prepare=moments.hang)
+    watched.append(once(lambda p: p.gradients == 3, twice))
+    run = on_ray(programs.program(), "replicas=2", steps=ENDLESS, loop=loop, timeout_s=1000)
+    assert run.summary["interrupted"]
+    assert run.summary["updates"] == 1
+
+
+def test_while_it_starts(on_ray: OnRay, watched: list[Watcher]) -> None:
+    watched.append(once(lambda p: p.phase == "starting", ctrl_c))
+    run = on_ray(programs.program(), "replicas=2", steps=ENDLESS)
+    assert run.summary["interrupted"]
+    assert run.summary["updates"] == run.summary["gradients"] == 0
+    assert all(torch.equal(run.state[n], v) for n, v in programs.program().build().state_dict().items())
