@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -186,8 +186,3 @@ def run(cell: Cell, data: dict[str, Path]) -> Result:
     means = {name: summary[f"{name}_mean"] for name in METRICS}
     means["test_accuracy"] *= 100
     return Result(updates=summary["updates"], gradients=summary["gradients"], curve=curve, **means)
-
-
-def each_round(make: Callable[[int], Cell], rounds: int) -> list[Cell]:
-    """The cells of all rounds."""
-    return [make(number) for number in range(rounds)]

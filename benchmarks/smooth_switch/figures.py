@@ -85,7 +85,8 @@ def draw(study: Study, figure: int, folder: Path) -> list[Path]:
 
 
 def _caption(study: Study, figure: int) -> str:
-    rounds = f"{study.rounds} round{'s' if study.rounds > 1 else ''}, {study.engine} engine"
+    count = study.rounds_of(table_of(figure).configurations[0])
+    rounds = f"{count} round{'s' if count > 1 else ''}, {study.engine} engine"
     if figure in BARS:
         return f"Figure {figure}: Smooth Switch minus asynchronous, by {title(table_of(figure))}; {rounds}"
     return f"Figure {figure}: {title(table_of(figure))}, step size {CURVES[figure][1]}; {rounds}"

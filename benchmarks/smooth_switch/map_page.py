@@ -91,7 +91,8 @@ def _rows(group: str, contests: Sequence[Contest], rounds: int) -> Iterator[dict
 def _head(rounds: int) -> str:
     return (
         "# Where which threshold wins\n\n"
-        f"Virtual time, 25 workers of which half are delayed, 100 s, {rounds} rounds a strategy and regime; the same "
+        f"Virtual time, 25 workers of which half are delayed, 100 s, {rounds} "
+        f"round{'s' if rounds > 1 else ''} for each strategy and regime; the same "
         "initial weights and data for all. On the map a gradient takes 0.1 s, and the server's times are fractions of "
         "it. Accuracies are test accuracies in points, averaged over the run. The time to target is that to "
         f"{100 * TARGET:g} % of the highest accuracy that any strategy reached in the regime.\n\n"

@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--engine", choices=("virtual", "local", "ray"), default=VIRTUAL)
     how.add_argument("--assume", default="defaults", metavar="TEXT", help='such as "combine=mean hold=false"')
     how.add_argument("--rounds", type=_positive, default=ROUNDS)
+    how.add_argument("--image-rounds", type=_positive, metavar="N", help="of tables 1 and 2; as --rounds if not given")
     how.add_argument("--sensitivity-rounds", type=_positive, metavar="N", help="as --rounds where it is not given")
     how.add_argument("--workers", type=_positive, help="as assumed (25) where it is not given")
     how.add_argument("--seconds", type=float, default=100.0, help="of a run")
@@ -148,7 +149,8 @@ def work(said: argparse.Namespace) -> None:
         measured.write(gradient_s=measured.measure(data))
     if said.fit_server:
         fit_servers(said)
-    study = Study(Store(said.cache, data), assumed(said), said.rounds, said.engine, said.seconds)
+    store = Store(said.cache, data)
+    study = Study(store, assumed(said), said.rounds, said.engine, said.seconds, image_rounds=said.image_rounds)
     if said.engines:
         compare_engines(said, study.store)
     defaults = Study(study.store, rounds=said.sensitivity_rounds or said.rounds, seconds=said.seconds)

@@ -70,10 +70,16 @@ def _head(study: Study, machine: Mapping[str, Mapping[str, Any]]) -> str:
         "arXiv 2407.00101, section 7. A number is Smooth Switch minus asynchronous, averaged over the run; accuracy in "
         "points. Ours is the mean over rounds of paired differences ± half of its 95 % interval (Student's t).\n\n"
         f"- Assumptions: `{study.assumptions}`, for all tables alike.\n"
-        f"- {study.rounds} rounds of {study.seconds:g} s, {study.engine} engine.\n"
+        f"- {_rounds(study)} of {study.seconds:g} s, {study.engine} engine.\n"
         f"- Gradients were timed on: {said}.\n"
         "- **CIFAR-10 is a JPEG copy of the data set, not the original pixels.**"
     )
+
+
+def _rounds(study: Study) -> str:
+    images = study.image_rounds or study.rounds
+    apart = "" if images == study.rounds else f" ({images} on the image sets)"
+    return f"{study.rounds} rounds{apart}"
 
 
 def _signs(study: Study, done: Sequence[Table]) -> str:

@@ -148,6 +148,7 @@ def commands(study: Study, sensitivity_rounds: int) -> str:
     """What makes each part of the page."""
     how = "" if study.assumptions == DEFAULTS else f' --assume "{study.assumptions}"'
     how += "" if study.rounds == ROUNDS else f" --rounds {study.rounds}"
+    how += "" if study.image_rounds in (None, study.rounds) else f" --image-rounds {study.image_rounds}"
     varied = "--sensitivity" + (
         "" if sensitivity_rounds == study.rounds else f" --sensitivity-rounds {sensitivity_rounds}"
     )

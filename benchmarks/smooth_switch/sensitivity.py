@@ -51,7 +51,7 @@ VARIATIONS = (
     Variation("hidden=256"),
     Variation("clusters=1"),
     Variation("clusters=4"),
-    Variation("apply_s=0", "a server that takes no time"),
+    Variation("apply_s=0 compute_s=0.01", "a server that takes no time, " + _SLOW),
     Variation("apply_s=0.002"),
     Variation("apply_s=0.02"),
     Variation(FITTED, "a Ray server on 2 cores, as a prototype had it"),

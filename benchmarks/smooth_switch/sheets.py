@@ -33,12 +33,12 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def _setting(study: Study) -> Row:
+def _setting(study: Study, table: Table) -> Row:
     return {
         "engine": study.engine,
         "workers": study.assumptions.workers,
         "seconds": f"{study.seconds:g}",
-        "rounds": study.rounds,
+        "rounds": study.rounds_of(table.configurations[0]),
         "assumptions": str(study.assumptions),
     }
 
@@ -53,7 +53,7 @@ def _entries(study: Study, table: Table) -> Iterator[Row]:
             "half_width": f"{entry.half_width:.6g}",
             "agrees": agrees(entry),
             "clear": entry.clear,
-        } | _setting(study)
+        } | _setting(study, table)
 
 
 def _runs(study: Study, table: Table) -> Iterator[Row]:
@@ -63,4 +63,4 @@ def _runs(study: Study, table: Table) -> Iterator[Row]:
                 means = {metric: f"{getattr(result, metric):.6g}" for metric in METRICS}
                 counts = {"updates": result.updates, "gradients": result.gradients, "diverged": result.diverged}
                 head = {"label": configuration.label, "algorithm": algorithm, "round": number}
-                yield head | means | counts | _setting(study)
+                yield head | means | counts | _setting(study, table)

@@ -7,7 +7,7 @@ from math import isfinite, isnan, nan
 from assumptions import Assumptions
 from cells import METRICS, Cell, Result, Store
 from measured import compute_s
-from protocol import ALGORITHMS, ROUNDS, Configuration, Table
+from protocol import ALGORITHMS, IMAGES, ROUNDS, Configuration, Table
 from tables import BASELINE, SWITCH, Compute, Entry, cells, paired
 
 DEFAULTS = Assumptions()
@@ -27,6 +27,7 @@ class Study:
         engine: ``virtual``, or one that measures time itself: then server and compute times are what they are there.
         seconds: the length of a run.
         compute: seconds of a gradient in virtual time.
+        image_rounds: as ``rounds``, on the image sets, whose runs take a hundred times as long; None: the same.
     """
 
     store: Store
@@ -35,22 +36,29 @@ class Study:
     engine: str = "virtual"
     seconds: float = 100.0
     compute: Compute = compute_s
+    image_rounds: int | None = None
 
     def on(self, cell: Cell) -> Cell:
         """The cell on this study's engine, for this study's time."""
         times = cell.times if self.engine == "virtual" else ""
         return replace(cell, engine=self.engine, times=times, seconds=self.seconds)
 
+    def rounds_of(self, configuration: Configuration) -> int:
+        """Runs of this configuration and each algorithm."""
+        own = self.image_rounds if configuration.dataset in IMAGES else None
+        return own or self.rounds
+
     def cells(self, configuration: Configuration) -> dict[str, list[Cell]]:
         """The runs of a configuration by algorithm, round by round."""
-        made = cells(configuration, self.assumptions, self.compute, self.rounds)
+        made = cells(configuration, self.assumptions, self.compute, self.rounds_of(configuration))
         return {name: [self.on(cell) for cell in runs] for name, runs in made.items()}
 
     def needed(self, configurations: Sequence[Configuration], algorithms: Sequence[str] = ALGORITHMS) -> list[Cell]:
         """Every run of them, round after round: what is there first is a whole table of fewer rounds."""
         made = [self.cells(configuration) for configuration in configurations]
         chosen = [by_name[name] for by_name in made for name in algorithms]
-        return [runs[number] for number in range(self.rounds) for runs in chosen]
+        most = max((len(runs) for runs in chosen), default=0)
+        return [runs[number] for number in range(most) for runs in chosen if number < len(runs)]
 
     def complete(self, table: Table, algorithms: Sequence[str] = ALGORITHMS) -> bool:
         """Whether every run of a table has been made."""
