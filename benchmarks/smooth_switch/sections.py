@@ -97,7 +97,7 @@ def sensitivity(effects: Sequence[Effect], rounds: int) -> str:
         "diverged",
     )
     words = (
-        f"Tables {', '.join(map(str, NUMBERS))}, {rounds} round{'s' if rounds > 1 else ''}, changed against the defaults: how many entries have "
+        f"Tables {', '.join(map(str, NUMBERS))}, rounds: {rounds}; changed against the defaults: how many entries have "
         "the paper's sign, how many the other one by an interval that leaves 0 out, and the mean or median of all "
         "differences, Smooth Switch minus asynchronous; what is not finite is left out. Gradients take as "
         "long as with the defaults also where the model is another. CSV: [sensitivity](sensitivity.csv)."
