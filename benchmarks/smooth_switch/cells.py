@@ -180,6 +180,8 @@ def run(cell: Cell, data: dict[str, Path]) -> Result:
         )
     except NonFiniteError:
         return CHANCE
+    if done.summary["interrupted"]:  # what there is of it is no result
+        raise KeyboardInterrupt
     summary, rows = done.summary, [record.row() for record in done.history]
     curve = {name: [row[name] for row in rows] for name in ("time_s", "threshold", *METRICS)}
     curve["test_accuracy"] = [100 * value for value in curve["test_accuracy"]]

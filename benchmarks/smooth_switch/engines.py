@@ -132,7 +132,7 @@ def _clear(difference: tuple[float, float]) -> bool:
 
 
 class Traced(Engine):
-    """Another engine that records spans, whatever it is asked, and gives no run back that Ctrl-C cut short.
+    """Another engine that records spans, whatever it is asked.
 
     Args:
         inner: stays open when this one is closed.
@@ -149,8 +149,6 @@ class Traced(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         self.spans = ()
         outcome = self._inner.run(replace(job, trace=True), watch)
-        if outcome.account.interrupted:
-            raise KeyboardInterrupt
         self.spans = outcome.spans
         return outcome
 

@@ -12,7 +12,7 @@ from figures import BARS, CURVES, SAID, table_of, title
 from protocol import ALGORITHMS, TABLES, Table
 from sections import SCRIPT, Cells, assumptions_made, commands, engines, grid, protocol, sensitivity
 from sensitivity import Effect
-from study import Study, agrees, tally
+from study import Study, tally
 from tables import Entry
 
 
@@ -132,7 +132,7 @@ def _table(study: Study, table: Table, folder: Path) -> str:
 
 
 def _ours(entry: Entry) -> str:
-    mark = "✓" if agrees(entry) else "✗"
+    mark = "✓" if entry.agrees else "✗"
     return f"{difference(entry)} {mark if entry.clear else f'({mark})'}"
 
 
@@ -168,7 +168,7 @@ def _disagreements(study: Study, done: Sequence[Table]) -> str:
     lines = []
     for table in done:
         for entry in study.entries(table):
-            if not agrees(entry):
+            if not entry.agrees:
                 interval = _interval(entry)
                 numbers = f"paper {entry.paper:+.3f}, ours {difference(entry)}"
                 where = f"table {table.number}, {entry.label}, {SAID[entry.metric].partition(',')[0]}"

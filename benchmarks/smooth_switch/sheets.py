@@ -7,7 +7,7 @@ from typing import Any
 
 from cells import METRICS
 from protocol import Table
-from study import Study, agrees
+from study import Study
 
 Row = dict[str, Any]
 
@@ -51,7 +51,7 @@ def _entries(study: Study, table: Table) -> Iterator[Row]:
             "paper": entry.paper,
             "ours": f"{entry.ours:.6g}",
             "half_width": f"{entry.half_width:.6g}",
-            "agrees": agrees(entry),
+            "agrees": entry.agrees,
             "clear": entry.clear,
         } | _setting(study, table)
 

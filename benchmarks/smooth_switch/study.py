@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite, isnan, nan
+from math import isfinite, nan
 
 from assumptions import Assumptions
 from cells import METRICS, Cell, Result, Store
@@ -109,12 +109,7 @@ class Tally:
         return f"{self.agree} of {self.entries}"
 
 
-def agrees(entry: Entry) -> bool:
-    """Whether an entry has the paper's sign; one without a number has none."""
-    return not isnan(entry.ours) and entry.agrees
-
-
 def tally(found: Iterable[Entry]) -> Tally:
     """Count signs."""
-    signs = [(agrees(entry), entry.clear) for entry in found]
+    signs = [(entry.agrees, entry.clear) for entry in found]
     return Tally(len(signs), sum(same for same, _ in signs), sum(clear and not same for same, clear in signs))

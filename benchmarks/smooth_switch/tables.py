@@ -29,8 +29,8 @@ class Entry:
 
     @property
     def agrees(self) -> bool:
-        """Whether both lie on one side of 0."""
-        return math.copysign(1, self.paper) == math.copysign(1, self.ours) or self.paper == self.ours == 0
+        """Whether both lie on one side of 0; one without a number lies on none."""
+        return self.paper * self.ours > 0 or self.paper == self.ours == 0
 
     @property
     def clear(self) -> bool:

@@ -1,13 +1,11 @@
 """The Smooth Switch benchmark: its arithmetic and what it writes, from results that are made up and so known."""
 
-import importlib
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,19 +14,6 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "smooth_switch"
 
 SHIFT = {"synchronous": -20.0, "asynchronous": 0.0, "smooth-switch": 2.0}
 """Accuracy against the asynchronous algorithm's, in points; losses move a tenth as far the other way."""
-
-
-@pytest.fixture(scope="module")
-def load() -> Iterator[Callable[[str], Any]]:
-    """Import a module of the benchmark; its plain names are given back afterwards."""
-    names = {path.stem for path in FOLDER.glob("*.py")}
-    before: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
 
 
 @pytest.fixture
@@ -93,7 +78,7 @@ def test_a_loss_that_overflows_is_worse_than_any(
     study, table = fill(4, diverge=diverge), load("protocol").TABLES[4]
     losses = [entry for entry in study.entries(table) if entry.metric == "test_loss"]
     assert {entry.ours for entry in losses} == {ours}
-    assert {load("study").agrees(entry) for entry in losses} == {agrees}
+    assert {entry.agrees for entry in losses} == {agrees}
     assert study.diverged(table) == 15
 
 
@@ -103,7 +88,7 @@ def test_losses_that_overflow_on_either_side_give_no_sign(load: Callable[[str], 
     ours, half_width = study._difference("test_loss", {"smooth-switch": [good, bad], "asynchronous": [bad, good]})
     assert math.isnan(ours)
     assert math.isnan(half_width)
-    assert not study.agrees(load("tables").Entry("test_loss", "", 0.1, ours, half_width))
+    assert not load("tables").Entry("test_loss", "", 0.1, ours, half_width).agrees
 
 
 def test_other_engines_measure_their_own_times(load: Callable[[str], Any], fill: Callable[..., Any]) -> None:
@@ -249,3 +234,11 @@ def test_a_cell_is_run_in_virtual_time(load: Callable[[str], Any]) -> None:
     assert result.curve["time_s"] == [0.0, 0.1, 0.2]
     assert 0 < result.updates <= 0.2 / 0.008
     assert not result.diverged
+
+
+def test_a_run_that_ctrl_c_cut_short_is_no_result(load: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = load("cells")
+    cut = SimpleNamespace(summary={"interrupted": True}, history=[])
+    monkeypatch.setattr(cells, "train", lambda *_, **__: cut)
+    with pytest.raises(KeyboardInterrupt):
+        cells.run(cells.Cell("synthetic", "asynchronous"), {})

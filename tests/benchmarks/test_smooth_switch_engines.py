@@ -1,13 +1,11 @@
 """Real workers beside virtual time: the fit, what spans say, and the verdicts, from figures that are made up."""
 
-import importlib
 import math
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,19 +23,6 @@ from paceline.train import open_engine
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "smooth_switch"
 
 Load = Callable[[str], Any]
-
-
-@pytest.fixture(scope="module")
-def load() -> Iterator[Load]:
-    """Import a module of the benchmark; its plain names are given back afterwards."""
-    names = {path.stem for path in FOLDER.glob("*.py")}
-    before: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module
-    sys.path.remove(str(FOLDER))
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(before)
 
 
 def spans(replica: int, *parts: tuple[Action, int]) -> list[Span]:
@@ -196,8 +181,8 @@ class Carrier(Engine):
         return outcome
 
 
-def carried(*, interrupted: bool) -> Any:
-    return SimpleNamespace(account=SimpleNamespace(interrupted=interrupted), spans=spans(0, ("forward", 1)))
+def carried() -> Any:
+    return SimpleNamespace(spans=spans(0, ("forward", 1)))
 
 
 def a_job() -> Job:
@@ -205,20 +190,13 @@ def a_job() -> Job:
 
 
 def test_another_engine_is_traced_as_it_is(load: Load) -> None:
-    carrier = Carrier(carried(interrupted=False))
+    carrier = Carrier(carried())
     traced, job = load("engines").Traced(carrier), a_job()
     traced.run(job, lambda _: None)
     assert (traced.name, traced.spans) == ("carrier", spans(0, ("forward", 1)))
     assert carrier.job == replace(job, trace=True) != job
     with pytest.raises(InputError, match="refused"):
         traced.refuse(job)
-
-
-def test_a_run_that_ctrl_c_cut_short_is_none(load: Load) -> None:
-    traced = load("engines").Traced(Carrier(carried(interrupted=True)))
-    with pytest.raises(KeyboardInterrupt):
-        traced.run(a_job(), lambda _: None)
-    assert traced.spans == ()
 
 
 def test_both_algorithms_have_one_seed_and_the_papers_delay(load: Load) -> None:

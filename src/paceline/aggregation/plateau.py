@@ -1,16 +1,13 @@
 """A threshold that grows where the loss has stopped to fall."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
-from paceline.aggregation.base import Arrival, Combine, Need
+from paceline.aggregation.base import Arrival, Need
 from paceline.aggregation.checks import number, whole
 from paceline.aggregation.registry import register
-from paceline.aggregation.thresholds import Threshold
-
-_ALONE = 25
-"""P where nobody has said it."""
+from paceline.aggregation.thresholds import Sought
 
 _ROUNDS = 2
 """Δs of each replica in a short block."""
@@ -73,7 +70,7 @@ class Watch(NamedTuple):
 @final
 @register("plateau")
 @dataclass(frozen=True)
-class Plateau(Threshold[Watch]):
+class Plateau(Sought[Watch]):
     """K grows when the loss has stopped to fall, or rises.
 
     Where Δs are averaged, A moves by one step for each update, so the smallest K is the fastest for as long as steps
@@ -112,19 +109,15 @@ class Plateau(Threshold[Watch]):
     def needs(self) -> frozenset[Need]:
         return frozenset({"loss"})
 
-    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
-        del learning_rate, combine
-        return replace(self, largest=self.largest or replicas)
-
     def start(self) -> Watch:
-        return Watch(ends=_STRETCH * self._last)
+        return Watch(ends=_STRETCH * self.last)
 
     def observe(self, memory: Watch, arrival: Arrival) -> Watch:
         if arrival.loss is None or arrival.samples == 0:
             return memory
         loss = min(arrival.loss, _LARGEST_LOSS)
         memory = memory._replace(seen=memory.seen + 1, block=memory.block.add(loss), stretch=memory.stretch.add(loss))
-        if memory.block.losses >= _ROUNDS * self._last:
+        if memory.block.losses >= _ROUNDS * self.last:
             memory = self._looked_for_a_rise(memory)
         return self._looked_for_a_stall(memory) if memory.seen >= memory.ends else memory
 
@@ -132,12 +125,8 @@ class Plateau(Threshold[Watch]):
         del u
         return memory.k
 
-    @property
-    def _last(self) -> int:
-        return self.largest or _ALONE
-
     def _more(self, k: int) -> int:
-        return min(self._last, max(k + 1, math.ceil(k * self.factor)))
+        return min(self.last, max(k + 1, math.ceil(k * self.factor)))
 
     def _looked_for_a_rise(self, memory: Watch) -> Watch:
         """A short block is complete."""
@@ -153,7 +142,7 @@ class Plateau(Threshold[Watch]):
             first=memory.first,
             best=mean,
             started=started,
-            ends=memory.seen + _STRETCH * self._last,
+            ends=memory.seen + _STRETCH * self.last,
         )
 
     def _looked_for_a_stall(self, memory: Watch) -> Watch:
@@ -164,5 +153,5 @@ class Plateau(Threshold[Watch]):
             k=self._more(memory.k) if stalled else memory.k,
             stretch=Block(),
             before=mean,
-            ends=int(memory.seen * self.growth) + (_STRETCH // 2) * self._last,
+            ends=int(memory.seen * self.growth) + (_STRETCH // 2) * self.last,
         )

@@ -116,6 +116,23 @@ class Curve(Threshold[None], ABC):
         """K(u)."""
 
 
+class Sought(Threshold[M], ABC):
+    """A threshold that looks for its K between 1 and ``largest``, which is P where it is None."""
+
+    largest: int | None
+
+    @final
+    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
+        del learning_rate, combine
+        bounded: Threshold[Any] = replace(self, largest=self.largest or replicas)  # type: ignore[type-var]
+        return bounded
+
+    @property
+    def last(self) -> int:
+        """The largest K; 25, the paper's P, where nobody has said it."""
+        return self.largest or 25
+
+
 @final
 @register("step")
 @dataclass(frozen=True)

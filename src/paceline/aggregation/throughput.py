@@ -1,17 +1,14 @@
 """A threshold that looks for the fastest pace."""
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
-from paceline.aggregation.base import Arrival, Combine
+from paceline.aggregation.base import Arrival
 from paceline.aggregation.checks import number, whole
 from paceline.aggregation.registry import register
-from paceline.aggregation.thresholds import Threshold
+from paceline.aggregation.thresholds import Sought
 from paceline.core.types import Seconds
-
-_ALONE = 25
-"""P where nobody has said it."""
 
 _LONGEST_REST = 32
 """Windows between two trials, once trials have failed often."""
@@ -41,7 +38,7 @@ class Climb(NamedTuple):
 @final
 @register("throughput")
 @dataclass(frozen=True)
-class Throughput(Threshold[Climb]):
+class Throughput(Sought[Climb]):
     """The K under which most Δs arrive per second, found by trying: hill climbing on a ladder 1, 2, 3, 4, 5, 7, 9, ...
 
     Where Δs are summed, each moves A as far whatever K is, so what counts is how many there are: a server that takes as
@@ -68,15 +65,11 @@ class Throughput(Threshold[Climb]):
         if self.largest is not None:
             whole("throughput:largest", self.largest, least=1)
 
-    def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
-        del learning_rate, combine
-        return replace(self, largest=self.largest or replicas)
-
     def start(self) -> Climb:
         return Climb()
 
     def observe(self, memory: Climb, arrival: Arrival) -> Climb:
-        seen, first = memory.seen + 1, self._last
+        seen, first = memory.seen + 1, self.last
         if seen <= first:
             return memory._replace(seen=seen, since_s=arrival.time_s)
         if seen < first + max(2 * first, 4 * memory.k):
@@ -87,10 +80,6 @@ class Throughput(Threshold[Climb]):
     def at(self, memory: Climb, u: int) -> float:
         del u
         return memory.k
-
-    @property
-    def _last(self) -> int:
-        return self.largest or _ALONE
 
     def _decided(self, memory: Climb, rate: float) -> Climb:
         """What follows from a window that is complete."""
@@ -115,5 +104,5 @@ class Throughput(Threshold[Climb]):
         """The next rung above or below the base."""
         k = memory.base
         if memory.up:
-            return min(self._last, max(k + 1, math.ceil(k * self.ratio)))
+            return min(self.last, max(k + 1, math.ceil(k * self.ratio)))
         return max(1, min(k - 1, math.floor(k / self.ratio)))
