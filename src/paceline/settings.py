@@ -2,7 +2,6 @@
 
 import inspect
 import math
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -139,10 +138,6 @@ def _refuse_settings(engine: Engine, settings: Settings) -> None:
         raise unknown("on_nonfinite", str(settings.on_nonfinite), get_args(OnNonFinite))
     if not (_is_number(settings.timeout_s) and settings.timeout_s > 0):
         raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-    if engine.name == "local" and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise InputError(
-            "engine=local starts its own processes, but this one was started by torchrun; run it with python"
-        )
 
 
 def _refuse_loader(program: Program) -> None:

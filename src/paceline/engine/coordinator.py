@@ -104,6 +104,13 @@ class Coordinator:
         """Whether every replica has gone."""
         return not self.present
 
+    def deadlock(self) -> PacelineError:
+        """What to raise where nobody computes, and so nothing can arrive any more."""
+        return PacelineError(
+            f"{text_of(self._policy)} lets nobody go on: replicas {sorted(self.present)} all wait; its arrived() must "
+            "Release those who wait"
+        )
+
     def begin(self) -> None:
         """Send A_0 to all."""
         for replica in sorted(self.present):

@@ -138,6 +138,14 @@ def settle(job: Job, replica: ReplicaId) -> nn.Module:
     return job.program.build()
 
 
+def refuse_torchrun(name: str) -> None:
+    """Raise InputError where torchrun has started this process, and the engine of this name starts its own."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise InputError(
+            f"engine={name} starts its own processes, but this one was started by torchrun; run it with python"
+        )
+
+
 def refuse_absent_gpu(job: Job) -> None:
     """Raise InputError where the job is for GPUs, and this host has none."""
     device = job.strategy.device

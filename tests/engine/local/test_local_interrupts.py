@@ -1,8 +1,6 @@
 """Ctrl-C, as a real signal, in each phase of a run: what there is of it comes back, and nothing is left."""
 
-import contextlib
 import functools
-import importlib
 import os
 import signal
 import threading
@@ -25,19 +23,6 @@ ENDLESS = 10**6
 
 def ctrl_c() -> None:
     os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watcher]:
-    """Put one in, and it is told how the next run stands; it is called in main, between two events."""
-    watchers: list[Watcher] = []
-
-    @contextlib.contextmanager
-    def watcher(*_: Any) -> Iterator[Watcher]:
-        yield watchers.pop()
-
-    monkeypatch.setattr(importlib.import_module("paceline.train"), "watcher", watcher)
-    return watchers
 
 
 def at(phase: str, times: int = 1) -> Watcher:

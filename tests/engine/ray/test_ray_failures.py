@@ -1,12 +1,10 @@
 """Deaths, errors and Ctrl-C on actors: the others go on, or the caller is told; no Δ is lost or used twice."""
 
-import contextlib
 import functools
-import importlib
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +27,6 @@ OnRay = Callable[..., Run]
 STEPS = 6
 ENDLESS = 10**6
 MAIN = os.getpid()
-
-
-@pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watcher]:
-    """Put one in, and it is told how the next run stands; it is called in main."""
-    watchers: list[Watcher] = []
-
-    @contextlib.contextmanager
-    def watcher(*_: Any) -> Iterator[Watcher]:
-        yield watchers.pop()
-
-    monkeypatch.setattr(importlib.import_module("paceline.train"), "watcher", watcher)
-    return watchers
 
 
 def once(when: Callable[[Progress], bool], act: Callable[[], None]) -> Watcher:

@@ -15,7 +15,7 @@ from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.crew import ENTRY
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
-from paceline.engine.setup import refuse_absent_gpu
+from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
 """What the fork server imports, so that no worker has to."""
@@ -40,6 +40,7 @@ class LocalEngine(Engine):
         self._preloaded: tuple[str, ...] = ()
 
     def refuse(self, job: Job) -> None:
+        refuse_torchrun(self.name)
         refuse_absent_gpu(job)
         strategy = job.strategy
         in_place = isinstance(strategy.aggregation.delta, InPlace)

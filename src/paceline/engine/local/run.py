@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 
-from paceline.aggregation import text_of
 from paceline.aggregation.base import Arrival
 from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Nursery
 from paceline.comm.shipping import Parcel, ship
-from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.records import Departure, Record
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
@@ -274,10 +273,7 @@ class LocalRun:
             return
         at_work = sorted(self._coordinator.computing)
         if not at_work:
-            raise PacelineError(
-                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all "
-                "wait; its arrived() must Release those who wait"
-            )
+            raise self._coordinator.deadlock()
         excused_s = (max(self._board.excused(r) for r in at_work) - self._began) * 1e-9
         silent = self._now() - max(self._heard_s, excused_s) > self._job.timeout_s
         if silent and not self._server.untaken():  # main itself may have been suspended

@@ -1,6 +1,5 @@
 """The Ray engine: replicas, scorer and the server of A as actors."""
 
-import os
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -9,7 +8,7 @@ from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.ray.cluster import Cluster, require_ray
-from paceline.engine.setup import refuse_absent_gpu
+from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
 
 if TYPE_CHECKING:
     from paceline.engine.ray.crew import Crew
@@ -39,10 +38,7 @@ class RayEngine(Engine):
 
     def refuse(self, job: Job) -> None:
         strategy = job.strategy
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise InputError(
-                "engine=ray starts its own processes, but this one was started by torchrun; run it with python"
-            )
+        refuse_torchrun(self.name)
         if isinstance(strategy.aggregation.delta, InPlace):
             raise InputError(
                 f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but the replicas of "

@@ -7,9 +7,8 @@ import math
 from collections.abc import Awaitable, Sequence
 from typing import Protocol
 
-from paceline.aggregation import text_of
 from paceline.aggregation.base import Arrival
-from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.records import Account, Departure, Record
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
@@ -128,10 +127,7 @@ class Training:
         if at_work:
             self._miss(at_work, now)
         elif self._coordinator.present and not self._awaited:
-            raise PacelineError(
-                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} "
-                "all wait; its arrived() must Release those who wait"
-            )
+            raise self._coordinator.deadlock()
 
     def _miss(self, at_work: Sequence[ReplicaId], now: Seconds) -> None:
         excused_s = max(self._lanes[r].excused_s for r in at_work)

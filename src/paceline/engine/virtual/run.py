@@ -12,12 +12,10 @@ policy decides for one is done before the next is looked at.
 import math
 from contextlib import nullcontext
 
-from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.events import EventQueue
 from paceline.clock.times import Times
 from paceline.core.delta import Gradient
-from paceline.core.errors import PacelineError
 from paceline.core.records import WorkerFigures
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Watcher
@@ -96,10 +94,7 @@ class VirtualRun:
 
     def _turn(self) -> None:
         if not self._events:
-            raise PacelineError(
-                f"{text_of(self._setup.policy)} lets nobody go on: replicas {sorted(self._coordinator.present)} all "
-                "wait; its arrived() must Release those who wait"
-            )
+            raise self._coordinator.deadlock()
         start = max(self._events.next_s, self._now)
         self._score_before(start)
         if start > self._end:
