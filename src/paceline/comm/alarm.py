@@ -19,8 +19,8 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
-from paceline.comm.bell import Bell
 from paceline.core.types import Nanoseconds, Seconds
 
 MOST_LOOKS = 64
@@ -28,6 +28,8 @@ MOST_LOOKS = 64
 
 SHORT_NS: Nanoseconds = 300_000
 """A wait that was over so soon is looked for the next time; after longer ones, less and less."""
+
+UNBOUNDED_NS: Nanoseconds = 2**63
 
 MOST_HELD_NS: Nanoseconds = 200_000
 """Nobody looks for longer without yielding the processor."""
@@ -47,16 +49,31 @@ def fence() -> None:
         return
 
 
+class Ringing(Protocol):
+    """What wakes a sleeper: a :class:`~paceline.comm.bell.Bell`, a :class:`~paceline.comm.futex.Futex`."""
+
+    def ring(self) -> None:
+        """Wake who sleeps."""
+
+    def clear(self) -> None:
+        """Forget the rings so far."""
+
+    def wait(self, timeout_s: Seconds) -> bool:
+        """Sleep until rung; False where it was not in time."""
+
+
 class Alarm:
     """A bell, and a word in shared memory that says whether its owner sleeps.
 
     Args:
         bell: rung to wake the owner.
         asleep: one 8-byte word, 0 at first; written by both sides.
+        look_ns: how long a wait looks before it blocks, at most. Where others compute, a yield may last until their
+            turn is over; who sleeps instead is run when it is woken.
     """
 
-    def __init__(self, bell: Bell, asleep: "memoryview[int]") -> None:
-        self.bell, self._asleep = bell, asleep
+    def __init__(self, bell: Ringing, asleep: "memoryview[int]", look_ns: Nanoseconds = UNBOUNDED_NS) -> None:
+        self.bell, self._asleep, self.look_ns = bell, asleep, look_ns
         self._looks = MOST_LOOKS
         self._began: Nanoseconds = 0
         self._hold_ns: Nanoseconds = 0
@@ -64,6 +81,10 @@ class Alarm:
     def ring(self) -> None:
         """Wake the owner if it sleeps; what it is to see has been written before."""
         fence()
+        self.wake()
+
+    def wake(self) -> None:
+        """As :meth:`ring`, by who has made a fence since the writing."""
         if self._asleep[0] or not FENCED:
             self._asleep[0] = 0
             self.bell.ring()
@@ -86,6 +107,8 @@ class Alarm:
             if ready():
                 return True
             os.sched_yield()
+            if time.monotonic_ns() - began > self.look_ns:
+                break
         return ready()
 
     def sleep(self, ready: Callable[[], bool], block: Callable[[Seconds], object], timeout_s: Seconds) -> None:

@@ -23,6 +23,10 @@ class WorkerError(PacelineError, RuntimeError):
     """A worker failed; carries its coordinates and its own traceback."""
 
 
+class CollectiveError(PacelineError, RuntimeError):
+    """Ranks did not make the same call, or one of them has gone; every rank of the group is told the same."""
+
+
 class WaitTimeoutError(PacelineError, TimeoutError):
     """A wait outlasted its bound; the message names who waited for whom."""
 

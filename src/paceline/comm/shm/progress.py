@@ -1,0 +1,191 @@
+"""What a process has begun and not ended, in all its groups, and how it waits for it.
+
+There is no helper thread: a call goes as far as it can when it is made, and on whenever this process waits for any.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache
+
+from paceline.comm.shm import door
+from paceline.comm.shm.room import Room
+from paceline.comm.shm.rounds import Steps
+from paceline.core.errors import CollectiveError, PacelineError, WaitTimeoutError
+from paceline.core.types import Seconds
+
+LOOK_AROUND_S: Seconds = 0.1
+"""Who waits looks so often whether those that it waits for are still there."""
+
+
+class LateError(CollectiveError, WaitTimeoutError):
+    """A rank waited for others longer than its group's timeout."""
+
+
+class Operation:
+    """One call under way.
+
+    Args:
+        room: of its group.
+        steps: what it does between waits.
+        what: says what it is, in messages.
+        awaited: ranks in the group that it waits for.
+        line: of operations that go one after the other, this one among them; None: it goes by itself.
+    """
+
+    def __init__(
+        self,
+        room: Room,
+        steps: Steps,
+        what: Callable[[], str],
+        awaited: Callable[[], Sequence[int]],
+        line: "deque[Operation] | None" = None,
+    ) -> None:
+        self.room, self.what, self.awaited, self.line = room, what, awaited, line
+        self._steps = steps
+        self.ready: Callable[[], bool] = _always
+        self.done = False
+        self.error: Exception | None = None
+
+    def advance(self) -> None:
+        """Go on until something has to be waited for."""
+        try:
+            while self.ready():
+                self.ready = next(self._steps)
+        except StopIteration:
+            self.done = True
+        except Exception as error:
+            self.fail(error)
+        except BaseException:  # Ctrl-C: its steps can't be gone on with
+            self.fail(
+                CollectiveError(
+                    f"{self.what()} of group {self.room.name} was interrupted; nothing more can be sent in this group"
+                )
+            )
+            raise
+
+    def __str__(self) -> str:
+        return f"{self.what()} in group {self.room.name}"
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error, of which all ranks are told."""
+        self.done, self.error = True, error
+        self.room.fail(str(error))
+
+
+class Progress:
+    """All operations under way in this process."""
+
+    def __init__(self) -> None:
+        self._door = door.mine()
+        self._active: list[Operation] = []
+        self._lock = threading.RLock()
+
+    def start(self, operation: Operation) -> None:
+        """Begin it, or have it begin once those before it in its line have ended."""
+        with self._lock:
+            failure = operation.room.failure()
+            if failure is not None:
+                operation.done, operation.error = True, CollectiveError(failure)
+                return
+            line = operation.line
+            if line is not None:
+                line.append(operation)
+                if len(line) > 1:
+                    return
+            self._begin(operation)
+
+    def wait(self, operation: Operation, timeout_s: Seconds) -> None:
+        """Go on with all of them until this one has ended.
+
+        Raises:
+            CollectiveError: ranks made different calls, or one of those that are waited for has gone.
+            LateError: the time is up.
+        """
+        alarm = self._door.alarm
+        began = time.monotonic()
+        while not operation.done:
+            if alarm.spin(self._move):
+                continue
+            alarm.sleep(self._move, alarm.bell.wait, LOOK_AROUND_S)
+            if not self._move():
+                self._look_around(operation, time.monotonic() - began, timeout_s)
+        if operation.error is not None:
+            raise operation.error
+
+    def poll(self) -> None:
+        """Go on with what can, without waiting."""
+        while self._move():
+            pass
+
+    def drop(self, room: Room) -> None:
+        """Forget what is under way in a group."""
+        with self._lock:
+            self._active = [operation for operation in self._active if operation.room is not room]
+
+    def _begin(self, operation: Operation | None) -> None:
+        while operation is not None:
+            operation.advance()
+            if not operation.done:
+                self._active.append(operation)
+                return
+            operation = self._next(operation)
+
+    def _next(self, ended: Operation) -> Operation | None:
+        if ended.line is None:
+            return None
+        ended.line.popleft()
+        return ended.line[0] if ended.line else None
+
+    def _move(self) -> bool:
+        """Go on with whatever can; whether anything could."""
+        moved = False
+        with self._lock:
+            for operation in tuple(self._active):
+                if operation.ready():
+                    moved = True
+                    operation.advance()
+                    if operation.done:
+                        self._active.remove(operation)
+                        self._begin(self._next(operation))
+        return moved
+
+    def _look_around(self, operation: Operation, waited_s: Seconds, timeout_s: Seconds) -> None:
+        """End an operation with an error where waiting for it has become vain."""
+        with self._lock:
+            if operation.done:
+                return
+            error = self._vain(operation, waited_s, timeout_s)
+            if error is not None:
+                if operation in self._active:
+                    self._active.remove(operation)
+                operation.fail(error)
+
+    def _vain(self, operation: Operation, waited_s: Seconds, timeout_s: Seconds) -> PacelineError | None:
+        room, me = operation.room, operation.room.named([operation.room.rank])
+        failure = room.failure()
+        if failure is not None:
+            return CollectiveError(failure)
+        awaited = operation.awaited()
+        gone = room.gone(awaited)
+        if gone and not operation.ready():  # what they did last may have come meanwhile
+            return CollectiveError(
+                f"{room.named(gone)} ended while {me} waited in {operation}; look at what it printed last"
+            )
+        if waited_s > timeout_s:
+            return LateError(
+                f"{me} waited {timeout_s:g} s for {room.named(awaited)} in {operation}; see what it does "
+                "instead, or write a larger timeout="
+            )
+        return None
+
+
+@cache
+def mine() -> Progress:
+    """This process's."""
+    return Progress()
+
+
+def _always() -> bool:
+    return True

@@ -1,0 +1,181 @@
+"""The shared memory of one group, and who is in it."""
+
+import json
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from paceline.comm.segments import Segment
+from paceline.comm.shm import door
+from paceline.comm.shm.door import Peer, Place
+from paceline.comm.shm.layout import FAILURE_BYTES, LINE, Layout
+from paceline.core.errors import CollectiveError, InputError, WaitTimeoutError
+from paceline.core.types import Seconds
+
+OTHERWISE = "write init_process_group('gloo'), or 'nccl' for GPUs"
+
+STAGE_BYTES = 2**20
+"""What a rank shows the others in one round: larger rounds leave the caches, smaller ones meet more often."""
+
+_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a rank tells the others of itself."""
+
+    host: str
+    name: str
+    """Of the host, as people know it."""
+    door: Place
+    segment: Place | None
+    """Of the group: the first rank makes it."""
+
+
+class Room:
+    """A group's shared memory, as one rank sees it.
+
+    Args:
+        name: of the group, in messages.
+        rank: mine, in the group.
+        ranks: of the members, in the whole job; messages name them.
+        segment: laid out by ``layout``.
+        layout: for so many ranks.
+        peers: all members, in order.
+    """
+
+    def __init__(
+        self, name: str, rank: int, ranks: Sequence[int], segment: Segment, layout: Layout, peers: Sequence[Peer]
+    ) -> None:
+        self.name, self.rank, self.ranks, self.layout, self.peers = name, rank, tuple(ranks), layout, tuple(peers)
+        self.size = len(self.peers)
+        self.others = tuple(p for i, p in enumerate(self.peers) if i != rank)
+        self._segment: Segment | None = segment
+        self._failures = [self._failure(i) for i in range(self.size)]
+
+    @property
+    def segment(self) -> Segment:
+        """Its memory, until it is closed."""
+        assert self._segment is not None, "this group has been destroyed"
+        return self._segment
+
+    def words(self, offset: int, count: int) -> "memoryview[int]":
+        """So many 8-byte words."""
+        return self.segment.buffer[offset : offset + count * _WORD].cast("q")
+
+    def bytes(self, offset: int, size_bytes: int) -> "memoryview[int]":
+        """So many bytes."""
+        return self.segment.buffer[offset : offset + size_bytes]
+
+    def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
+        """So many bytes as a vector of a dtype."""
+        return self.segment.tensor(offset, (size_bytes // dtype.itemsize,), dtype)
+
+    def wake(self) -> None:
+        """Ring all other members that sleep."""
+        door.wake(self.others)
+
+    def wake_one(self, rank: int) -> None:
+        """Ring one, if it sleeps."""
+        self.peers[rank].door.alarm.ring()
+
+    def fail(self, text: str) -> None:
+        """Have every member told what happened; the first word stands."""
+        if self.failure() is None:
+            words, letters = self._failures[self.rank]
+            said = text.encode()[: len(letters)]
+            letters[: len(said)] = said
+            words[1] = len(said)
+            words[0] = 1
+        self.wake()
+
+    def failure(self) -> str | None:
+        """What has gone wrong, as the first member that noticed it said."""
+        if self._segment is None:
+            return f"group {self.name} has been destroyed; make its calls before that"
+        for words, letters in self._failures:
+            if words[0]:
+                return bytes(letters[: words[1]]).decode(errors="replace")
+        return None
+
+    def gone(self, ranks: Iterable[int]) -> list[int]:
+        """Which of these members have ended."""
+        return [rank for rank in ranks if not self.peers[rank].alive]
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Members as the job knows them: ``rank 3``, ``ranks 1, 2``."""
+        known = [str(self.ranks[rank]) for rank in ranks]
+        return f"rank{'s' if len(known) > 1 else ''} {', '.join(known)}"
+
+    def close(self) -> None:
+        """Let go of the memory; it is gone when all members have."""
+        if self._segment is not None:
+            self._failures = []
+            self._segment.close()
+            self._segment = None
+
+    def _failure(self, rank: int) -> "tuple[memoryview[int], memoryview[int]]":
+        at = self.layout.failures + FAILURE_BYTES * rank
+        return self.words(at, 2), self.bytes(at + LINE, FAILURE_BYTES - LINE)
+
+
+def meet(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> Room:
+    """Find the other members, and the memory that is shared with them.
+
+    Raises:
+        InputError: members are on different hosts, or can't look into each other's memory.
+        WaitTimeoutError: some did not come.
+    """
+    layout = Layout(len(ranks), STAGE_BYTES)
+    made = None
+    if rank == 0:
+        made = door.create("group", layout.size_bytes, reserved_bytes=layout.channels)
+    told = Member(door.host(), socket.gethostname(), door.mine().place, door.place_of(made) if made else None)
+    store.set(str(rank), json.dumps(asdict(told)))
+    members = _members(store, name, rank, ranks, timeout_s)
+    _refuse_hosts(members, ranks)
+    place = members[0].segment
+    assert place is not None, "the first rank makes the segment"
+    try:
+        peers = [door.peer(member.door) for member in members]
+        segment = made or place.open()
+    except (OSError, CollectiveError) as error:
+        raise InputError(
+            f"rank {ranks[rank]} can't reach the memory of another rank of group {name}: {error}; backend shm is for "
+            f"ranks of one user in one container, that are all still there; {OTHERWISE}"
+        ) from error
+    return Room(name, rank, ranks, segment, layout, peers)
+
+
+def _members(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> list[Member]:
+    keys = [str(i) for i in range(len(ranks))]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        absent = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
+        raise WaitTimeoutError(
+            f"rank {ranks[rank]} waited {timeout_s:g} s for ranks {', '.join(map(str, absent))} to join group {name}; "
+            "start them, or write a larger timeout="
+        ) from error
+    return [_member(json.loads(store.get(key))) for key in keys]
+
+
+def _member(told: dict[str, Any]) -> Member:
+    segment = Place(**told["segment"]) if told["segment"] else None
+    return Member(told["host"], told["name"], Place(**told["door"]), segment)
+
+
+def _refuse_hosts(members: Sequence[Member], ranks: Sequence[int]) -> None:
+    first = members[0]
+    for rank, member in zip(ranks, members, strict=True):
+        if member.host != first.host:
+            raise InputError(
+                f"ranks {ranks[0]} and {rank} are on different hosts ({first.name}, {member.name}), but backend shm "
+                f"joins CPU ranks of one host; {OTHERWISE}"
+            )

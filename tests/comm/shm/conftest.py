@@ -1,0 +1,28 @@
+"""One fork server for these tests, with torch.distributed imported, and ``ranks`` that it forks."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paceline.comm.nursery import Nursery
+
+sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import scenes by it
+from shm_ranks import Ranks
+
+PRELOADED = ["torch.distributed.tensor", "paceline.comm.shm.backend", "shm_ranks"]
+
+
+@pytest.fixture(scope="session")
+def rank_nursery() -> Iterator[Nursery]:
+    """Forks the ranks of all jobs."""
+    nursery = Nursery.start(PRELOADED)
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def ranks(rank_nursery: Nursery, tmp_path: Path) -> Ranks:
+    """Plays scenes: ``ranks(size, "module:scene", **args)`` is what each rank returned."""
+    return Ranks(rank_nursery, tmp_path)
