@@ -21,6 +21,8 @@ PUBLIC = [
     "ElasticAveraging",
     "Hogwild",
     "InputError",
+    "Lamb",
+    "Lars",
     "LocalSteps",
     "NonFiniteError",
     "PacelineError",
@@ -39,7 +41,9 @@ PUBLIC = [
     "launch",
     "load",
     "register",
+    "scaled_learning_rate",
     "train",
+    "warmup",
 ]
 
 

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.aggregation import Buffered, SmoothSwitch, Synchronous
+from paceline.aggregation import Buffered, SmoothSwitch, Synchronous, text_of
 from paceline.core.errors import InputError
 from paceline.core.order import Partition
-from paceline.strategy import Compression, Device, Recompute, Schedule, Strategy
+from paceline.strategy import Device, Recompute, Schedule, Strategy
 from tests.aggregation.policy_values import policies
+from tests.comm.compression_values import methods
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
 SIZES = st.integers(1, 64)
@@ -34,7 +35,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         partition=draw(st.sampled_from(get_args(Partition))),
         threads=draw(st.none() | SIZES),
         device=draw(st.sampled_from(get_args(Device))),
-        compression=draw(st.sampled_from(get_args(Compression))),
+        compression=text_of(draw(methods())),
         shard_optimizer=draw(st.none() | st.booleans()),
         shard_parameters=draw(st.booleans()),
     )
@@ -58,6 +59,7 @@ CANONICAL = [
     (Strategy(replicas=4, aggregation=SmoothSwitch(every=500)), "replicas=4 aggregation=smooth-switch"),
     (Strategy(2, aggregation="buffered:k=2"), "replicas=2 aggregation=buffered:k=2"),
     (Strategy(stages=(3, 1), shards=2), "replicas=1 stages=[3,1] shards=2"),
+    (Strategy(2, compression="powersgd:rank=2"), "replicas=2 compression=powersgd:rank=2"),
     (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
     (
         Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
@@ -77,6 +79,8 @@ FREE = [
     ("  aggregation=synchronous\n replicas=1 ", "replicas=1"),
     ("stages=[3, 1]", "replicas=1 stages=[3,1]"),
     ("threads=auto micro_batches=auto shard_optimizer=auto", "replicas=1"),
+    ("compression=powersgd:rank=4", "replicas=1 compression=powersgd"),
+    ("compression=top-k:ratio=1e-3", "replicas=1 compression=top-k:ratio=0.001"),
     ("schedule=1f1b device=cpu compression=none recompute=none", "replicas=1"),
 ]
 
@@ -160,6 +164,17 @@ WRONG = [
     ("recompute=some", "unknown recompute 'some'"),
     ("device=gpu", "unknown device 'gpu'"),
     ("compression=topk", "did you mean 'top-k'"),
+    (
+        "compression=powersgd:rank=0",
+        "powersgd:rank=0, but it must be a whole number of at least 1; write powersgd:rank=1",
+    ),
+    ("compression=powersgd:ratio=2", "unknown option of powersgd 'ratio'; Known: rank"),
+    (
+        "compression=top-k:ratio=0",
+        "top-k:ratio=0.0, but it must be a number above 0 and up to 1; write top-k:ratio=0.01",
+    ),
+    ("compression=top-k:ratio=1.5", "top-k:ratio=1.5, but it must be a number above 0 and up to 1"),
+    ("compression=fp16:rank=1", "unknown option of fp16 'rank'"),
     ("aggregation=asynchronos", "did you mean 'asynchronous'"),
     ("shard_parameters=yes", "shard_parameters=yes, but it must be true or false"),
     ("shard_optimizer=1", "shard_optimizer=1"),
@@ -180,6 +195,7 @@ def test_wrong_text(text: str, message: str) -> None:
         ({"stages": ()}, "stages="),
         ({"stages": 1.5}, "stages=1.5"),
         ({"aggregation": 3}, "aggregation=3 is no policy"),
+        ({"compression": None}, "compression=None is no text; write compression='none'"),
         ({"schedule": "gpip"}, "did you mean 'gpipe'"),
         ({"shard_optimizer": "no"}, "shard_optimizer=no"),
         ({"shard_parameters": None}, "shard_parameters=None"),

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from paceline.compare import Comparison, compare
     from paceline.core.errors import InputError, NonFiniteError, PacelineError, WaitTimeoutError, WorkerError
     from paceline.engine.worker import Worker
+    from paceline.optim.lamb import Lamb
+    from paceline.optim.lars import Lars
+    from paceline.optim.rates import scaled_learning_rate, warmup
     from paceline.program import Program
     from paceline.run import Run, load
     from paceline.strategy import Strategy
@@ -48,6 +51,8 @@ __all__ = [
     "ElasticAveraging",
     "Hogwild",
     "InputError",
+    "Lamb",
+    "Lars",
     "LocalSteps",
     "NonFiniteError",
     "PacelineError",
@@ -66,7 +71,9 @@ __all__ = [
     "launch",
     "load",
     "register",
+    "scaled_learning_rate",
     "train",
+    "warmup",
 ]
 
 _NAMES = {
@@ -83,6 +90,9 @@ _NAMES = {
     "compare": ("Comparison", "compare"),
     "core.errors": ("InputError", "NonFiniteError", "PacelineError", "WaitTimeoutError", "WorkerError"),
     "engine.worker": ("Worker",),
+    "optim.lamb": ("Lamb",),
+    "optim.lars": ("Lars",),
+    "optim.rates": ("scaled_learning_rate", "warmup"),
     "program": ("Program",),
     "run": ("Run", "load"),
     "strategy": ("Strategy",),

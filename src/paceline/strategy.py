@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, final, get_args, get_type_hints, ove
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
 from paceline.aggregation.checks import choice, flag, whole
 from paceline.aggregation.text import read, show, split
+from paceline.compression import canonical
 from paceline.core.errors import InputError, unknown
 from paceline.core.order import Partition
 
@@ -18,9 +19,6 @@ Recompute: TypeAlias = Literal["none", "boundaries", "all"]
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 """What a worker computes on."""
-
-Compression: TypeAlias = Literal["none", "fp16", "bf16", "powersgd", "top-k"]
-"""How gradients are made smaller for transport."""
 
 
 class PolicyField:
@@ -62,7 +60,8 @@ class Strategy:
         partition: ``global``, or ``disjoint``: each replica has a fixed subset of the training set.
         threads: CPU threads per worker; None: cores // workers, at least 1.
         device: ``cpu`` or ``cuda``.
-        compression: of what is sent.
+        compression: of gradients in transport, as text: ``none``, ``fp16``, ``bf16``, ``powersgd:rank=4``,
+            ``top-k:ratio=0.01``.
         shard_optimizer: whether each worker keeps a part of the optimizer's state; None: where it pays.
         shard_parameters: whether each worker keeps a part of the parameters.
 
@@ -87,7 +86,7 @@ class Strategy:
     partition: Partition = "global"
     threads: int | None = None
     device: Device = "cpu"
-    compression: Compression = "none"
+    compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
 
@@ -99,6 +98,7 @@ class Strategy:
                 whole(name, getattr(self, name), least=1)
         for name, choices in _CHOICES.items():
             choice(name, getattr(self, name), choices)
+        object.__setattr__(self, "compression", canonical(self.compression))
         flag("shard_parameters", self.shard_parameters)
         if self.shard_optimizer is not None:
             flag("shard_optimizer", self.shard_optimizer)
@@ -185,7 +185,7 @@ class Strategy:
 _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
-_CHOICES = {name: get_args(_HINTS[name]) for name in ("schedule", "recompute", "partition", "device", "compression")}
+_CHOICES = {name: get_args(_HINTS[name]) for name in ("schedule", "recompute", "partition", "device")}
 
 
 def _refuse_unknown(name: str) -> None:
@@ -196,6 +196,8 @@ def _refuse_unknown(name: str) -> None:
 def _value(name: str, text: str) -> Any:
     if name == "aggregation":
         return parse(text)
+    if name == "compression":
+        return text
     if text == "auto" and _DEFAULTS[name] is None:
         return None
     return read(name, _HINTS[name], text)

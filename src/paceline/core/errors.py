@@ -40,4 +40,4 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
     names = sorted(known)
     near = get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return InputError(f"unknown {kind} {name!r}; {hint}Known: {', '.join(names)}.")
+    return InputError(f"unknown {kind} {name!r}; {hint}Known: {', '.join(names) or 'none'}.")

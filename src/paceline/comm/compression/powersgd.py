@@ -1,0 +1,134 @@
+"""``powersgd``: a gradient's matrices as products of two thin ones (Vogels et al. 2019, arXiv 1905.13727, algorithm 2).
+
+For a matrix M of n rows and m columns on each rank, its residual added, and Q from the step before::
+
+    rank 0   M --> M·Q' --+                +-->  B'·M  --+               +-->  B·Σ B'·M  =  B·B'·Σ M
+                          |-- all-reduce --|             |-- all-reduce --|
+    rank 1   M --> M·Q' --+   B = orth(Σ)  +-->  B'·M  --+   the next Q   +-->  the same
+             n × m      n × r                    r × m
+
+One such step is a step of the power iteration, so Q turns towards the largest singular vectors of what is being summed
+(warm start). r·(n + m) elements travel instead of n·m. A parameter of one dim, or one that would not shrink to half,
+travels whole and exactly, beside M·Q'. More dims than two: the first is the rows, all others are the columns.
+
+What a rank keeps for its next step is M − B·B'·M, what its own compression lost, as in the paper's algorithm 1. (The
+paper's published code keeps M minus the mean of the result instead. Over the ranks both sum up to the same; but that
+one grows for ever where ranks have different data, and this one does not.) Q is made orthonormal too before it is
+used, which changes no span and keeps small gradients away from the smallest floats.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.comm.compression.base import Compression, Shape, carries, ring_bytes
+from paceline.compression import PowerSgd
+
+SEED = 0
+"""Of the first Q: the same on every rank."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies in the gradient, as rows × columns."""
+
+    start: int
+    rows: int
+    columns: int
+
+    def of(self, vector: Tensor) -> Tensor:
+        """It, as a view."""
+        return vector[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
+
+    def halves(self, rank: int) -> bool:
+        """Whether two factors of this rank have at most half its elements."""
+        return 2 * rank * (self.rows + self.columns) <= self.rows * self.columns
+
+
+@dataclass
+class LowRankState:
+    """What is kept from step to step."""
+
+    matrices: tuple[Place, ...]
+    """What is compressed."""
+    rest: tuple[Place, ...]
+    """What travels whole."""
+    residual: Tensor
+    """What compression has lost so far, as long as the gradient; 0 where it travels whole."""
+    queries: list[Tensor]
+    """Q of each matrix, one row for each of its r directions."""
+
+
+@carries(PowerSgd)
+@final
+@dataclass(frozen=True)
+class LowRankReduction(Compression[LowRankState]):
+    """Two all-reduces of factors."""
+
+    method: PowerSgd
+
+    def start(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu") -> LowRankState:
+        places = _places(shapes)
+        rank, generator = self.method.rank, torch.Generator().manual_seed(SEED)
+        matrices = tuple(p for p in places if p.halves(rank))
+        rest = tuple(p for p in places if not p.halves(rank))
+        residual = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
+        queries = [torch.randn(rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
+        return LowRankState(matrices, rest, residual, queries)
+
+    def all_reduce(self, state: LowRankState, gradient: Tensor, group: dist.ProcessGroup) -> int:
+        gradient.add_(state.residual)
+        matrices = [place.of(gradient) for place in state.matrices]
+        whole = [place.of(gradient) for place in state.rest]
+        products = [matrix @ _orthonormal(q.T) for matrix, q in zip(matrices, state.queries, strict=True)]
+        first = _sum([*whole, *products], group)
+        if not bool(torch.isfinite(first).all()):
+            gradient.fill_(math.nan)
+            return ring_bytes(first, group.size())
+        sums = _split(first, [*whole, *products])
+        bases = [_orthonormal(product) for product in sums[len(whole) :]]
+        factors = [base.T @ matrix for base, matrix in zip(bases, matrices, strict=True)]
+        for place, matrix, base, factor in zip(state.matrices, matrices, bases, factors, strict=True):
+            lost = torch.mm(base, factor, out=place.of(state.residual))
+            torch.sub(matrix, lost, out=lost)
+        second = _sum(factors, group)
+        state.queries = _split(second, factors)
+        for matrix, base, q in zip(matrices, bases, state.queries, strict=True):
+            torch.mm(base, q, out=matrix)
+        for parameter, total in zip(whole, sums[: len(whole)], strict=True):
+            parameter.copy_(total)
+        return ring_bytes(first, group.size()) + ring_bytes(second, group.size())
+
+
+def _places(shapes: Sequence[Shape]) -> list[Place]:
+    places, start = [], 0
+    for shape in shapes:
+        rows = shape[0] if len(shape) > 1 else 1
+        elements = math.prod(shape)
+        places.append(Place(start, rows, elements // max(rows, 1)))
+        start += elements
+    return places
+
+
+def _orthonormal(columns: Tensor) -> Tensor:
+    """An orthonormal base of at least what the columns span, as many vectors as columns."""
+    base: Tensor = torch.linalg.qr(columns).Q
+    return base
+
+
+def _sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Their sums over the ranks, in one vector and one message."""
+    flat = torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
+    if len(flat):
+        dist.all_reduce(flat, group=group)
+    return flat
+
+
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = torch.split(flat, [t.numel() for t in like])
+    return [piece.view_as(t) for piece, t in zip(pieces, like, strict=True)]
