@@ -15,6 +15,7 @@ PUBLIC = [
     "Asynchronous",
     "Buffered",
     "Cancel",
+    "CollectiveError",
     "Comparison",
     "Decision",
     "Discard",

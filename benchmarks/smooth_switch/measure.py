@@ -20,7 +20,6 @@ import server_time
 import sheets
 from assumptions import Assumptions
 from cells import Cell, Store
-from data import RANDOM
 from protocol import ROUNDS, TABLES
 from study import Study
 
@@ -115,7 +114,8 @@ def assumed(said: argparse.Namespace) -> Assumptions:
 
 def make(store: Store, cells: Sequence[Cell], data: dict[str, Path], processes: int) -> None:
     """Make what is missing; refuse first where the data for it are."""
-    for name in sorted({cell.dataset for cell in cells if not store.known(cell)} - {RANDOM, *data}):
+    needed = {cell.dataset for cell in cells if not store.known(cell)}.intersection(SETS)
+    for name in sorted(needed - set(data)):
         raise InputError(
             f"runs on {name} are to be made, but its files are not there; write --data DIR, with DIR/{name} in it, "
             f"or --{name} DIR."

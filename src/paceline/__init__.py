@@ -26,7 +26,14 @@ if TYPE_CHECKING:
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
     from paceline.compare import Comparison, compare
-    from paceline.core.errors import InputError, NonFiniteError, PacelineError, WaitTimeoutError, WorkerError
+    from paceline.core.errors import (
+        CollectiveError,
+        InputError,
+        NonFiniteError,
+        PacelineError,
+        WaitTimeoutError,
+        WorkerError,
+    )
     from paceline.engine.worker import Worker
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
@@ -45,6 +52,7 @@ __all__ = [
     "Asynchronous",
     "Buffered",
     "Cancel",
+    "CollectiveError",
     "Comparison",
     "Decision",
     "Discard",
@@ -88,7 +96,14 @@ _NAMES = {
     "aggregation.stale_synchronous": ("StaleSynchronous",),
     "aggregation.synchronous": ("Synchronous",),
     "compare": ("Comparison", "compare"),
-    "core.errors": ("InputError", "NonFiniteError", "PacelineError", "WaitTimeoutError", "WorkerError"),
+    "core.errors": (
+        "CollectiveError",
+        "InputError",
+        "NonFiniteError",
+        "PacelineError",
+        "WaitTimeoutError",
+        "WorkerError",
+    ),
     "engine.worker": ("Worker",),
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),

@@ -242,3 +242,16 @@ def test_a_run_that_ctrl_c_cut_short_is_no_result(load: Callable[[str], Any], mo
     monkeypatch.setattr(cells, "train", lambda *_, **__: cut)
     with pytest.raises(KeyboardInterrupt):
         cells.run(cells.Cell("synthetic", "asynchronous"), {})
+
+
+def test_only_image_sets_need_files(
+    load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, cells = load("measure"), load("cells")
+    made: list[Any] = []
+    monkeypatch.setattr(cells.Store, "make", lambda _store, wanted, _processes: made.extend(wanted))
+    embedded = [cells.Cell(name, "asynchronous") for name in ("synthetic", "digits")]
+    measure.make(cells.Store(tmp_path, {}), embedded, {}, 1)
+    assert made == embedded
+    with pytest.raises(load("measure").InputError, match="runs on mnist are to be made"):
+        measure.make(cells.Store(tmp_path, {}), [cells.Cell("mnist", "asynchronous")], {}, 1)
