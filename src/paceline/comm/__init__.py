@@ -2,10 +2,12 @@
 
 
 def register() -> None:
-    """Make backend ``shm`` known to torch.distributed: ``init_process_group("shm")``, for CPU ranks of one host.
+    """Make two backends for CPU ranks known to torch.distributed: ``init_process_group("shm")``.
 
-    It carries what is written against torch.distributed (DDP, FSDP2, DTensor, pipelining, DCP) over shared memory.
+    ``shm`` joins the ranks of one host by shared memory; ``hierarchical`` those of several, by shared memory inside
+    each host and by Gloo between them. What is written against torch.distributed (DDP, FSDP2, DTensor, pipelining, DCP)
+    runs on them unchanged.
     """
-    from paceline.comm.shm.backend import register
+    from paceline.comm.backends import register
 
     register()

@@ -11,7 +11,7 @@ from paceline.comm.nursery import Nursery
 sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import scenes by it
 from shm_ranks import Ranks
 
-PRELOADED = ["torch.distributed.tensor", "paceline.comm.shm.backend", "shm_ranks"]
+PRELOADED = ["torch.distributed.tensor", "paceline.comm.backends", "shm_ranks"]
 
 
 @pytest.fixture(scope="session")

@@ -117,5 +117,6 @@ def wake(peers: Iterable[Peer]) -> None:
 
 
 def host() -> str:
-    """Tells this host, since its start, from all others."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """Tells this host, since its start, from all others; and a container or network namespace from its neighbours."""
+    spaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *spaces])

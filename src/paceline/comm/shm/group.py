@@ -174,7 +174,8 @@ class Group(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        return Works([self.allgather([outs], [x], opts) for outs, x in zip(outputs, inputs, strict=True)])
+        by_input = zip(*outputs, strict=True)  # each list holds what one rank gave
+        return Works([self.allgather([outs], [x], opts) for outs, x in zip(by_input, inputs, strict=True)])
 
     def all_gather_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None

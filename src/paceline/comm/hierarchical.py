@@ -1,0 +1,165 @@
+"""The ``hierarchical`` backend of torch.distributed: shared memory inside each host, Gloo between hosts.
+
+::
+
+    host A          ranks 0 1 2 3 --reduce--> 0 --+              +--> 0 --broadcast--> 0 1 2 3
+                    shared memory                 |  all-reduce  |    shared memory
+    host B          ranks 4 5 6 7 --reduce--> 4 --+     Gloo     +--> 4 --broadcast--> 4 5 6 7
+
+Of each host one rank alone talks to the others, so a host sends 2·(H−1)/H·|A|·b in an all-reduce over H hosts, however
+many ranks it has. All-reduce, reduce, broadcast and barrier, which data parallelism is made of, go this way; everything
+else goes through Gloo as it is.
+"""
+
+# mypy: disable-error-code="override"
+# torch's stubs give each method several signatures; torch calls the first.
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ReduceOptions,
+    Store,
+)
+
+from paceline.comm.shm import door
+from paceline.comm.shm.group import Group
+from paceline.comm.shm.room import meet
+from paceline.comm.shm.vectors import plain, vector
+
+NAME = "hierarchical"
+
+
+class Hierarchical(dist.ProcessGroup):
+    """Ranks of several hosts.
+
+    Args:
+        rank: mine.
+        hosts: the ranks of each host.
+        inside: the group of my host.
+        between: Gloo's of the first rank of each host; None for other ranks.
+        gloo: of all ranks.
+    """
+
+    def __init__(
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: Group, between: Any | None, gloo: Any
+    ) -> None:
+        super().__init__(rank, sum(map(len, hosts)))  # type: ignore[call-arg]  # its stub lacks the one for subclasses
+        self._hosts, self._inside, self._between = hosts, inside, between
+        self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """Sum up inside, between, and spread inside."""
+        rule: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
+        mean = rule == dist.ReduceOp.AVG
+        for x in tensors:
+            v = vector(x)
+            self._sum(v, dist.ReduceOp.SUM if mean else rule)
+            if mean:
+                v.div_(self.size())
+            if not plain(x):
+                x.data.copy_(v.view(x.shape))
+        return _ended(tensors)
+
+    def _sum(self, v: Tensor, rule: Any) -> None:
+        inside, between = ReduceOptions(), AllreduceOptions()
+        inside.reduceOp = between.reduceOp = rule
+        self._inside.reduce([v], inside).wait()
+        if self._between is not None:
+            self._between.allreduce([v], between).wait()
+        self._spread(v)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """As one after the other."""
+        alone = AllreduceOptions()
+        alone.reduceOp = opts.reduceOp if opts else alone.reduceOp
+        for x in tensors:
+            self.allreduce([x], alone)
+        return _ended(tensors)
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """To the first of the root's host, from there to those of the others, and inside."""
+        root = opts.rootRank if opts else 0
+        origin = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
+        between = BroadcastOptions()
+        between.rootRank = origin
+        for x in tensors:
+            v = vector(x)
+            if self._host == origin:
+                self._spread(v, self._hosts[origin].index(root))
+            if self._between is not None:
+                self._between.broadcast([v], between).wait()
+            if self._host != origin:
+                self._spread(v)
+            if not plain(x):
+                x.data.copy_(v.view(x.shape))
+        return _ended(tensors)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """All of a host are there; all hosts are; so tell all."""
+        self._inside.barrier(opts).wait()
+        if self._between is not None:
+            self._between.barrier(BarrierOptions()).wait()
+        self._inside.barrier(opts).wait()
+        return _ended(())
+
+    def shutdown(self) -> None:
+        """Let go of the memory and of the connections."""
+        self._inside.shutdown()
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+        return NAME
+
+    def _spread(self, v: Tensor, root: int = 0) -> None:
+        """From one rank of this host to all of it."""
+        said = BroadcastOptions()
+        said.rootRank = root
+        self._inside.broadcast([v], said).wait()
+
+
+def _ended(outputs: Sequence[Tensor]) -> dist.Work:
+    """A call that is over."""
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(list(outputs))
+    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
+    return work
+
+
+def create(options: Any, _backend_options: Any) -> Hierarchical:
+    """The group that torch.distributed asks for."""
+    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    ranks = list(options.global_ranks_in_group or range(size))
+    hosts = _hosts(store, rank, size, timeout)
+    mine = next(i for i, members in enumerate(hosts) if rank in members)
+    inside = meet(
+        PrefixStore(f"inside {mine}", store),
+        f"{options.group_id} on one host",
+        hosts[mine].index(rank),
+        [ranks[member] for member in hosts[mine]],
+        timeout.total_seconds(),
+    )
+    first = rank == hosts[mine][0]
+    between = ProcessGroupGloo(PrefixStore("between", store), mine, len(hosts), timeout=timeout) if first else None
+    gloo = ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout=timeout)
+    return Hierarchical(rank, hosts, Group(inside, timeout.total_seconds()), between, gloo)
+
+
+def _hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their first ranks."""
+    keys = [f"host of {other}" for other in range(size)]
+    store.set(keys[rank], door.host())
+    store.wait(keys, timeout)
+    names = [store.get(key).decode() for key in keys]
+    order = sorted(range(size), key=lambda other: (names.index(names[other]), other))
+    return [list(members) for _, members in groupby(order, key=names.__getitem__)]
