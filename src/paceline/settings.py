@@ -80,7 +80,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
     strategy = Strategy.coerce(strategy)
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
-    _refuse_mesh(strategy)
+    _refuse_mesh(strategy, engine)
     _refuse_settings(engine, settings)
     budget = settings.budget()
     _refuse_data(program, strategy, budget)
@@ -113,14 +113,17 @@ def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
     return given
 
 
-def _refuse_mesh(strategy: Strategy) -> None:
-    """What no engine carries yet."""
+def _refuse_mesh(strategy: Strategy, engine: Engine) -> None:
+    """What no engine carries yet, or one alone."""
     for name, what in (("stages", "pipeline stages"), ("shards", "shards of operators")):
         if getattr(strategy, name) != 1:
             raise InputError(f"{name}={getattr(strategy, name)}: {what} are not built yet; write {name}=1")
     for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
-        if getattr(strategy, name) not in (only, False):
-            raise InputError(f"{name}={getattr(strategy, name)} is not built yet; leave it out")
+        if getattr(strategy, name) not in (only, False) and engine.name != "distributed":
+            raise InputError(
+                f"{name}={getattr(strategy, name)} is for engine=distributed alone, not for engine={engine.name}; "
+                "leave it out, or write engine='distributed'"
+            )
     if strategy.accumulate > 1 and not isinstance(strategy.aggregation.delta, Gradient):
         raise InputError(
             f"accumulate={strategy.accumulate} is for policies that send gradients, but under "

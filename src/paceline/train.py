@@ -11,6 +11,7 @@ from paceline.clock.times import Times
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Engine, OnNonFinite
+from paceline.engine.setup import tells
 from paceline.metrics.summary import summarize
 from paceline.program import Program
 from paceline.progress import watcher
@@ -18,15 +19,15 @@ from paceline.run import Run, check_out, require_tensorboard
 from paceline.settings import Settings, job_of
 from paceline.strategy import Strategy
 
-ENGINES = ("local", "ray", "virtual")
-TO_COME = {"distributed": "synchronous training under torchrun is not built yet"}
+ENGINES = ("distributed", "local", "ray", "virtual")
 
 
 def open_engine(name: str) -> Engine:
     """The engine of a name; to be closed (it is a context manager) when no further run is to be carried.
 
     Args:
-        name: one of :data:`ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is running.
+        name: one of :data:`ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is running,
+            ``distributed:gloo``, ``distributed:nccl`` and ``distributed:shm`` say what moves the bytes.
 
     Raises:
         InputError: no such engine, or what it needs is not installed.
@@ -46,8 +47,12 @@ def open_engine(name: str) -> Engine:
         if joins and not address:
             raise InputError(f"engine={name!r} names no cluster; write engine='ray:auto' or engine='ray:HOST:PORT'")
         return RayEngine(address or None)
-    if name in TO_COME:
-        raise InputError(f"engine={name!r}: {TO_COME[name]}; write engine='local' or engine='virtual'")
+    if kind == "distributed":
+        from paceline.engine.distributed.engine import DistributedEngine
+
+        if joins and not address:
+            raise InputError(f"engine={name!r} names no backend; write engine='distributed:gloo'")
+        return DistributedEngine(address or None)
     raise unknown("engine", name, ENGINES)
 
 
@@ -77,8 +82,9 @@ def train(
         program: what is trained.
         strategy: how it is split and paced, a value or its text.
         engine: ``local`` (processes on this host), ``virtual`` (one process, simulated time), ``ray`` (actors of a Ray
-            that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of one that is running), or one already
-            open.
+            that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of one that is running), ``distributed``
+            (the processes that torchrun started, this one among them; ``distributed:gloo`` and the like), or one that
+            is already open.
         steps: budget in steps of each replica.
         epochs: budget in passes over the training set by all replicas together.
         seconds: budget in training time, wall or virtual; start-up and scoring are outside.
@@ -113,7 +119,7 @@ def train(
         require_tensorboard()
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
         job = replace(job_of(program, strategy, carrier, settings), out=folder)
-        with watcher(progress, f"{program.name}: {job.strategy}") as watch:
+        with watcher(progress if tells(carrier.name) else False, f"{program.name}: {job.strategy}") as watch:
             outcome = carrier.run(job, watch)
     run = Run(
         program_name=program.name,
@@ -126,7 +132,7 @@ def train(
         spans=list(outcome.spans),
         left=list(outcome.account.left),
     )
-    if folder is not None:
+    if folder is not None and tells(carrier.name):
         run.save(folder, tensorboard=tensorboard)
     return run
 

@@ -34,7 +34,11 @@ class Shared:
     """How a run is carried, for how long, on what data, and where its results go."""
 
     engine: Annotated[
-        str, Option(help="local (processes on this host), virtual (simulated time), ray, ray:auto or ray:HOST:PORT.")
+        str,
+        Option(
+            help="local (processes on this host), virtual (simulated time), distributed (under torchrun), ray, ray:auto "
+            "or ray:HOST:PORT."
+        ),
     ] = "local"
     steps: Annotated[int | None, Option(help="Steps of each replica.", rich_help_panel=_BUDGET)] = None
     epochs: Annotated[

@@ -28,11 +28,12 @@ def train(
 ) -> None:
     """Train PROGRAM under one strategy and print what it reached."""
     with session(json_output=json):
+        from paceline.engine.setup import tells
         from paceline.train import train
 
         run = train(shared.program(program), strategy or default_strategy(), **shared.keywords())
-    if json:
+    if json and tells(shared.engine):
         print_json(run.to_json())
-    else:
+    elif tells(shared.engine):
         print_summary(run)
     end(interrupted=run.summary["interrupted"])

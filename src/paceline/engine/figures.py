@@ -1,5 +1,6 @@
 """What a worker measures of itself, where that is kept, and what is told of it when the run has ended."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from statistics import median
@@ -30,6 +31,26 @@ class Ledger(Protocol):
 
     def figures(self, replica: ReplicaId) -> Figures:
         """A worker's figures so far."""
+
+
+class Notes:
+    """A ledger of one worker, in its own memory."""
+
+    def __init__(self) -> None:
+        self.seen = Figures(0, 0, 0, 0)
+        self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
+
+    def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
+        """Note the figures so far, and the time of one more step."""
+        del replica
+        self.seen = figures
+        if step_time_s is not None:
+            self.step_times.append(step_time_s)
+
+    def figures(self, replica: ReplicaId) -> Figures:
+        """The figures so far."""
+        del replica
+        return self.seen
 
 
 def told(

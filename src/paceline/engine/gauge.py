@@ -37,9 +37,9 @@ class Gauge:
         self._began = self._last = time.monotonic_ns()
         self._waited_ns = 0
 
-    def waited(self, since_ns: int, step: Clock) -> None:
-        """The worker has waited from ``since_ns`` until now."""
-        now = time.monotonic_ns()
+    def waited(self, since_ns: int, step: Clock, until_ns: int | None = None) -> None:
+        """The worker has waited from ``since_ns`` until then; None: now."""
+        now = time.monotonic_ns() if until_ns is None else until_ns
         self._waited_ns += now - since_ns
         if self._traced:
             self._recorder.record("wait", step, since_ns, now)

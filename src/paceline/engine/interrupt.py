@@ -2,8 +2,9 @@
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
+from typing import Any
 
 
 class Interruptible:
@@ -13,13 +14,15 @@ class Interruptible:
 
     Args:
         wake: called when a Ctrl-C is noted, so that a wait ends.
+        signals: what counts as one.
     """
 
-    def __init__(self, wake: Callable[[], None]) -> None:
+    def __init__(self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
         self.heard = 0
         """How many there have been: the first one asks to end, the second one not to wait for anything either."""
         self._wake = wake
-        self._before: Callable[[int, FrameType | None], object] | int | None = None
+        self._signals = signals
+        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def insisted(self) -> bool:
@@ -28,14 +31,15 @@ class Interruptible:
 
     def __enter__(self) -> "Interruptible":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._note)
+            self._before = {number: signal.signal(number, self._note) for number in self._signals}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        for number, before in self._before.items():
+            if before is not None:  # who came first was no Python function
+                signal.signal(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -126,14 +126,19 @@ def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.
     return module, read(module, Layout.of(module, running_buffers).new())
 
 
-def threads(job: Job) -> int:
-    """CPU threads of one worker: what the strategy says, or an equal share of the cores."""
-    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // job.strategy.workers)
+def threads(job: Job, here: int | None = None) -> int:
+    """CPU threads of one worker: what the strategy says, or an equal share of the cores.
+
+    Args:
+        job: of the run.
+        here: how many workers share this host; None: all.
+    """
+    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // (here or job.strategy.workers))
 
 
-def settle(job: Job, replica: ReplicaId) -> nn.Module:
+def settle(job: Job, replica: ReplicaId, here: int | None = None) -> nn.Module:
     """Make this process a replica's: its threads, its seed, its model."""
-    torch.set_num_threads(threads(job))
+    torch.set_num_threads(threads(job, here))
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
     return job.program.build()
 
@@ -142,8 +147,18 @@ def refuse_torchrun(name: str) -> None:
     """Raise InputError where torchrun has started this process, and the engine of this name starts its own."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError(
-            f"engine={name} starts its own processes, but this one was started by torchrun; run it with python"
+            f"engine={name} starts its own processes, but this one was started by torchrun; run it with python, or "
+            "write engine='distributed'"
         )
+
+
+def tells(engine: str) -> bool:
+    """Whether this process shows progress, saves and prints: among those that torchrun started rank 0 alone."""
+    if engine.partition(":")[0] != "distributed":
+        return True
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def refuse_absent_gpu(job: Job) -> None:

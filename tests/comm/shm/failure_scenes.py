@@ -199,3 +199,18 @@ def after_the_end(rank: int, size: int) -> str:
     except PacelineError as error:
         return str(error)
     return "nothing"
+
+
+def slices(rank: int, size: int) -> str:
+    """A wait in slices: the first ones are too short, which spoils nothing."""
+    x = torch.ones(3)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)  # rank 0 has waited in vain
+        dist.all_reduce(x)
+        return "came"
+    work = dist.all_reduce(x, async_op=True)
+    said = told(lambda: work.wait(timedelta(seconds=0.05)))
+    dist.send(torch.ones(1), 1)
+    work.wait()
+    assert x.tolist() == [2.0] * 3
+    return said

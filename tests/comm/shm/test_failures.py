@@ -100,3 +100,9 @@ def test_memory_has_no_name_and_goes_with_its_group(ranks: Ranks) -> None:
 
 def test_a_destroyed_group_says_so(ranks: Ranks) -> None:
     assert all("has been destroyed" in said for said in ranks(2, "failure_scenes:after_the_end"))
+
+
+def test_a_wait_may_be_made_in_slices(ranks: Ranks) -> None:
+    said, came = ranks(2, "failure_scenes:slices")
+    assert said.startswith("LateError: rank 0 waited 0.05 s for rank 1 in all_reduce")
+    assert came == "came"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
@@ -22,7 +23,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from paceline.comm.shm import collectives, progress
+from paceline.comm.shm import collectives, progress, sparse
 from paceline.comm.shm.calls import Kind, Rule
 from paceline.comm.shm.channels import Outbox
 from paceline.comm.shm.inbox import Inbox, Receive
@@ -55,6 +56,7 @@ class Group(dist.ProcessGroup):
         self._progress = progress.mine()
         self._together: list[Work] | None = None
         self._name = self._description = ""
+        self.barrier().wait()  # who went on and left would take its memory along before others have found it
 
     # ------------------------------------------------------------------------------------------------- collectives
 
@@ -71,6 +73,9 @@ class Group(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or AllreduceOptions()
         x = one(tensors, "all_reduce")
+        if x.layout is torch.sparse_coo:
+            sparse.check(_rule(opts, x))
+            return self._call("all_reduce", sparse.all_reduce(self._rounds, x), opts, [x])
         v = vector(x)
         steps = collectives.all_reduce(self._rounds, v, _rule(opts, x))
         return self._call("all_reduce", returned(steps, [x], [v]), opts, [x])
@@ -239,6 +244,14 @@ class Group(dist.ProcessGroup):
 
     def name(self) -> str:
         return NAME
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """DCP and object collectives ask it where to put what they send."""
+        return [torch.device("cpu")]
+
+    def _get_backend(self, _device: Any) -> "Group":
+        return self
 
     @property
     def group_name(self) -> str:

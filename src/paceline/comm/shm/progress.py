@@ -12,7 +12,7 @@ from functools import cache
 from paceline.comm.shm import door
 from paceline.comm.shm.room import Room
 from paceline.comm.shm.rounds import Steps
-from paceline.core.errors import CollectiveError, PacelineError, WaitTimeoutError
+from paceline.core.errors import CollectiveError, WaitTimeoutError
 from paceline.core.types import Seconds
 
 LOOK_AROUND_S: Seconds = 0.1
@@ -96,21 +96,27 @@ class Progress:
                     return
             self._begin(operation)
 
-    def wait(self, operation: Operation, timeout_s: Seconds) -> None:
+    def wait(self, operation: Operation, timeout_s: Seconds, slice_s: Seconds | None = None) -> None:
         """Go on with all of them until this one has ended.
+
+        Args:
+            operation: waited for.
+            timeout_s: of its group; when that is up, the group is done for.
+            slice_s: how long this wait may last; when that is up, the operation goes on and may be waited for again.
 
         Raises:
             CollectiveError: ranks made different calls, or one of those that are waited for has gone.
             LateError: the time is up.
         """
-        alarm = self._door.alarm
-        began = time.monotonic()
+        alarm, began = self._door.alarm, time.monotonic()
+        bound_s = timeout_s if slice_s is None else min(slice_s, timeout_s)
         while not operation.done:
             if alarm.spin(self._move):
                 continue
-            alarm.sleep(self._move, alarm.bell.wait, LOOK_AROUND_S)
+            left_s = bound_s - (time.monotonic() - began)
+            alarm.sleep(self._move, alarm.bell.wait, max(0.0, min(left_s, LOOK_AROUND_S)))
             if not self._move():
-                self._look_around(operation, time.monotonic() - began, timeout_s)
+                self._look_around(operation, late=left_s <= 0, timeout_s=bound_s, spoils=bound_s == timeout_s)
         if operation.error is not None:
             raise operation.error
 
@@ -151,34 +157,39 @@ class Progress:
                         self._begin(self._next(operation))
         return moved
 
-    def _look_around(self, operation: Operation, waited_s: Seconds, timeout_s: Seconds) -> None:
-        """End an operation with an error where waiting for it has become vain."""
+    def _look_around(self, operation: Operation, *, late: bool, timeout_s: Seconds, spoils: bool) -> None:
+        """End an operation with an error where waiting for it has become vain; raise where only this wait is over."""
         with self._lock:
             if operation.done:
                 return
-            error = self._vain(operation, waited_s, timeout_s)
+            error = _vain(operation) or (_late(operation, timeout_s) if late else None)
+            if isinstance(error, LateError) and not spoils:
+                raise error
             if error is not None:
                 if operation in self._active:
                     self._active.remove(operation)
                 operation.fail(error)
 
-    def _vain(self, operation: Operation, waited_s: Seconds, timeout_s: Seconds) -> PacelineError | None:
-        room, me = operation.room, operation.room.named([operation.room.rank])
-        failure = room.failure()
-        if failure is not None:
-            return CollectiveError(failure)
-        awaited = operation.awaited()
-        gone = room.gone(awaited)
-        if gone and not operation.ready():  # what they did last may have come meanwhile
-            return CollectiveError(
-                f"{room.named(gone)} ended while {me} waited in {operation}; look at what it printed last"
-            )
-        if waited_s > timeout_s:
-            return LateError(
-                f"{me} waited {timeout_s:g} s for {room.named(awaited)} in {operation}; see what it does "
-                "instead, or write a larger timeout="
-            )
+
+def _vain(operation: Operation) -> CollectiveError | None:
+    """Why it will never end."""
+    room = operation.room
+    failure = room.failure()
+    if failure is not None:
+        return CollectiveError(failure)
+    gone = room.gone(operation.awaited())
+    if not gone or operation.ready():  # what they did last may have come meanwhile
         return None
+    me = room.named([room.rank])
+    return CollectiveError(f"{room.named(gone)} ended while {me} waited in {operation}; look at what it printed last")
+
+
+def _late(operation: Operation, timeout_s: Seconds) -> LateError:
+    room, awaited = operation.room, operation.awaited()
+    return LateError(
+        f"{room.named([room.rank])} waited {timeout_s:g} s for {room.named(awaited)} in {operation}; see what "
+        f"{'they do' if len(awaited) > 1 else 'it does'} instead, or write a larger timeout="
+    )
 
 
 @cache

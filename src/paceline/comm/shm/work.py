@@ -54,10 +54,10 @@ class Work(dist.Work):
         self._operation, self.timeout_s, self._outputs, self._receive = operation, timeout_s, outputs, receive
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the results are there; raises where they can't be had."""
+        """Until the results are there; raises where they can't be had, or not within ``timeout``."""
         operation = self._operation
         if not operation.done or operation.error is not None:
-            progress.mine().wait(operation, timeout.total_seconds() if timeout else self.timeout_s)
+            progress.mine().wait(operation, self.timeout_s, timeout.total_seconds() if timeout else None)
         return True
 
     def is_completed(self) -> bool:

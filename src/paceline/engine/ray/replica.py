@@ -13,10 +13,11 @@ from paceline.comm.kernel import keep_freed_memory, memfd_create
 from paceline.core.types import Clock, Nanoseconds
 from paceline.engine.base import Job
 from paceline.engine.failure import failure
+from paceline.engine.figures import Notes
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.ray.freight import Bytes, unpack
 from paceline.engine.ray.messages import Ended, Place, Post
-from paceline.engine.ray.station import Notes, RayStation, Switch
+from paceline.engine.ray.station import RayStation, Switch
 from paceline.engine.setup import Setup, settle
 from paceline.engine.station import watch
 from paceline.engine.worker import StationWorker

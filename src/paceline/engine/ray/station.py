@@ -3,12 +3,11 @@
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.figures import STEP_TIMES, Figures
+from paceline.core.types import Clock, Seconds
+from paceline.engine.figures import Notes
 from paceline.engine.ray.freight import Bytes, arrays_of, state_of
 from paceline.engine.ray.messages import Order, Post, Reply, Report
 from paceline.replica.base import Measured
@@ -45,26 +44,6 @@ class Switch:
         """Wait so long, or until the attempt is called off."""
         with self._changed:
             self._changed.wait_for(lambda: self.off(attempt), seconds)
-
-
-class Notes:
-    """What a replica measures of itself, until the server is told."""
-
-    def __init__(self) -> None:
-        self.seen = Figures(0, 0, 0, 0)
-        self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
-
-    def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
-        """Note the figures so far, and the time of one more step."""
-        del replica
-        self.seen = figures
-        if step_time_s is not None:
-            self.step_times.append(step_time_s)
-
-    def figures(self, replica: ReplicaId) -> Figures:
-        """The figures so far."""
-        del replica
-        return self.seen
 
 
 class RayStation:

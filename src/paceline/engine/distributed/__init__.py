@@ -1,0 +1,1 @@
+"""Synchronous training over torch.distributed, in the processes that torchrun started."""

@@ -1,0 +1,62 @@
+"""Where snapshots of A are scored, off the training path: after training, each rank a share of them.
+
+All ranks have the same A, so snapshot k is copied and scored by rank k mod P alone. Where a score may end the run
+(``until=``), training stops for it, its clock too, and rank 0 tells the others.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from functools import cached_property
+
+from paceline.core.records import Record
+from paceline.engine.base import Job
+from paceline.engine.distributed.team import Team
+from paceline.engine.scoring import Moment, Scorer, room
+from paceline.replica.state import State
+
+
+class Desk:
+    """One rank's.
+
+    Args:
+        job: of the run.
+        team: who shares the work.
+        nbytes: of one snapshot.
+    """
+
+    def __init__(self, job: Job, team: Team, nbytes: int) -> None:
+        self._job, self._team, self._world = job, team, team.world
+        self._queue: deque[tuple[Moment, State]] = deque()
+        self._records: list[Record] = []
+        self._room = room(nbytes * team.world.local_size)
+        self._given = 0
+
+    def hand_in(self, state: State, moment: Moment) -> None:
+        """Have a state scored after training; one that no memory is left for is scored now."""
+        mine = self._given % self._world.size == self._world.rank
+        self._given += 1
+        if mine:
+            while len(self._queue) >= self._room:
+                self._score_next()
+            self._queue.append((moment, state.clone()))
+
+    def score_now(self, state: State, moment: Moment) -> Record:
+        """The record of a state, on all ranks."""
+        mine = self._scorer.score(state, moment) if self._world.rank == 0 else None
+        record: Record = self._team.gather(mine, "a score")[0]
+        return record
+
+    def score_rest(self, given_up: Callable[[], bool]) -> list[Record]:
+        """Score this rank's share, unless that is given up; its records."""
+        while self._queue and not given_up():
+            self._score_next()
+        self._queue.clear()
+        return self._records
+
+    def _score_next(self) -> None:
+        moment, state = self._queue.popleft()
+        self._records.append(self._scorer.score(state, moment))
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self._job.program, self._job.program.build())

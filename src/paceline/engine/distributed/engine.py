@@ -1,0 +1,67 @@
+"""The distributed engine: the processes that torchrun started, on one host or many."""
+
+from contextlib import ExitStack
+
+import torch
+
+from paceline.aggregation import Synchronous, text_of
+from paceline.core.errors import InputError
+from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.distributed.run import DistributedRun, own_settings
+from paceline.engine.distributed.team import assembled
+from paceline.engine.distributed.world import World, backend_for, refuse_backend, refuse_size
+from paceline.engine.setup import Setup, refuse_absent_gpu
+
+
+class DistributedEngine(Engine):
+    """Every rank holds A, and all make the same updates of it.
+
+    Args:
+        backend: ``gloo``, ``nccl`` or ``shm``; None: what suits the device.
+    """
+
+    name = "distributed"
+
+    def __init__(self, backend: str | None = None) -> None:
+        self._asked = backend
+
+    def refuse(self, job: Job) -> None:
+        world = World.found()
+        policy = job.strategy.aggregation
+        if not isinstance(policy, Synchronous) or policy.backups:
+            raise InputError(
+                f"aggregation={text_of(policy)}: under engine=distributed all ranks make one update of all gradients; "
+                "write aggregation=synchronous, or engine='ray' (many hosts) or engine='local' (one)"
+            )
+        _refuse_mixtures(job)
+        refuse_absent_gpu(job)
+        refuse_backend(backend_for(job.strategy.device, self._asked), job, world)
+        refuse_size(job, world)
+
+    def run(self, job: Job, watch: Watcher) -> Outcome:
+        world, backend = World.found(), backend_for(job.strategy.device, self._asked)
+        device = Setup.of(job).device(world.rank)
+        if backend == "nccl":
+            torch.cuda.set_device(device)
+        watched = job.strategy.compression == "none"  # a compression makes collectives of its own
+        team = assembled(world, backend, device, job.timeout_s, watched=watched)
+        with own_settings(), team as together, ExitStack() as closing:
+            return DistributedRun(job, together, backend, watch, closing).outcome()
+
+
+def _refuse_mixtures(job: Job) -> None:
+    strategy = job.strategy
+    if strategy.shard_parameters:
+        raise InputError(
+            "shard_parameters=True is not built yet; write shard_optimizer=true, which divides the optimizer's state"
+        )
+    if strategy.shard_optimizer and strategy.compression != "none":
+        raise InputError(
+            f"shard_optimizer=True sends each rank its part of Δ, and compression={strategy.compression} all of it; "
+            "leave one of them out"
+        )
+    if (strategy.shard_optimizer or strategy.compression != "none") and strategy.device != "cpu":
+        raise InputError(
+            f"shard_optimizer= and compression= are carried between CPUs, not on device={strategy.device}; leave them "
+            "out"
+        )

@@ -1,0 +1,94 @@
+"""One all-reduce of all that ranks bring."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.core.types import Clock
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.group import Group
+from paceline.engine.distributed.lookout import Lookout
+from paceline.engine.distributed.rows import Row
+
+# torch 2.13 has other names for them, and warns of these.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class Traffic:
+    """The collectives of one rank, waited for with open eyes, and the bytes that it sends in them.
+
+    Args:
+        group: of the run.
+        lookout: waits.
+        device: where the backend wants its tensors.
+    """
+
+    def __init__(self, group: Group, lookout: Lookout, device: str) -> None:
+        self.group, self._lookout, self._device = group, lookout, torch.device(device)
+        self._ranks = dist.get_world_size(group.handle)
+        self.sent_bytes = 0
+        """So far."""
+
+    def all_reduce(self, vectors: list[Tensor], what: str) -> None:
+        """Replace each vector by its sum over all ranks.
+
+        In a ring each rank sends P - 1 of P pieces to be summed, and as many sums (Patarasuk and Yuan 2009).
+        """
+        moved = [self._there(vector) for vector in vectors]
+        works = [dist.all_reduce(vector, group=self.group.handle, async_op=True) for vector in moved]
+        for work in works:
+            self.wait(work, what)
+        for vector, result in zip(vectors, moved, strict=True):
+            if result is not vector:
+                vector.copy_(result)
+        self.sent_bytes += sum(ring_bytes(v.nbytes, self._ranks) for v in vectors)
+
+    def reduce_scatter(self, rows: Tensor, mine: Tensor) -> Any:
+        """Begin to sum all ranks' rows; this rank's is to be its own sum. To be waited for."""
+        self.sent_bytes += (self._ranks - 1) * mine.nbytes
+        return _reduce_scatter(mine, rows.view(-1), group=self.group.handle, async_op=True)
+
+    def all_gather(self, rows: Tensor, mine: Tensor) -> Any:
+        """Begin to tell all ranks this one's row. To be waited for."""
+        self.sent_bytes += (self._ranks - 1) * mine.nbytes
+        return _all_gather(rows.view(-1), mine, group=self.group.handle, async_op=True)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a collective that has been begun."""
+        self._lookout.wait(work, what)
+
+    def _there(self, vector: Tensor) -> Tensor:
+        return vector if vector.device == self._device else vector.to(self._device)
+
+
+def ring_bytes(nbytes: int, ranks: int) -> int:
+    """What one rank sends in a ring all-reduce: 2·(P-1)/P of the vector.
+
+    >>> ring_bytes(1000, 4), ring_bytes(1000, 1)
+    (1500, 0)
+    """
+    return 2 * (ranks - 1) * nbytes // ranks
+
+
+class Exchange:
+    """Where ranks meet.
+
+    Args:
+        freight: what this rank brings.
+        vectors: what of it is summed here.
+        rank: whose.
+        traffic: None where nobody else is there.
+    """
+
+    def __init__(self, freight: Freight, vectors: list[Tensor], rank: int, traffic: Traffic | None) -> None:
+        self._freight, self._vectors, self._rank, self._traffic = freight, vectors, rank, traffic
+
+    def meet(self, row: Row, step: Clock) -> list[Row]:
+        """All ranks' rows; the vectors then hold the sum of what they brought."""
+        self._freight.tell(self._rank, row)
+        if self._traffic is not None:
+            self._traffic.all_reduce(self._vectors, f"the all-reduce of its step {step}")
+        return self._freight.told()

@@ -1,0 +1,216 @@
+"""One run, as each of its ranks lives it: meet, train, score, tell."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from paceline.aggregation import Synchronous
+from paceline.comm.compression import parse
+from paceline.comm.kernel import memfd_create
+from paceline.core.errors import PacelineError
+from paceline.core.records import Record
+from paceline.core.types import Seconds
+from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.distributed.attendance import Attendance, Attentive
+from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm, meeting
+from paceline.engine.distributed.course import Course
+from paceline.engine.distributed.desk import Desk
+from paceline.engine.distributed.exchange import Exchange, ring_bytes
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.sharded import Sharded
+from paceline.engine.distributed.station import DistributedStation, Surroundings
+from paceline.engine.distributed.stopwatch import Stopwatch
+from paceline.engine.distributed.team import Team
+from paceline.engine.distributed.update import Compressed, Together, Update
+from paceline.engine.figures import Notes, timeline, told
+from paceline.engine.gauge import Gauge, Gauged
+from paceline.engine.interrupt import Interruptible
+from paceline.engine.owner import Owner
+from paceline.engine.roster import Roster
+from paceline.engine.setup import Setup, first_state, settle, threads
+from paceline.engine.worker import StationWorker
+from paceline.replica.state import write
+from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
+from paceline.trace.spans import Span
+
+TICK_S: Seconds = 0.2
+"""How often the live display is told."""
+
+
+class DistributedRun:
+    """One rank's.
+
+    Args:
+        job: what is run.
+        team: with whom.
+        backend: moves the bytes.
+        watch: told how it stands.
+        closing: what has to be let go of, however it ends; for the caller to close.
+    """
+
+    def __init__(self, job: Job, team: Team, backend: str, watch: Watcher, closing: contextlib.ExitStack) -> None:
+        self._job, self._team, self._backend, self._watch, self._closing = job, team, backend, watch, closing
+        self._rank, world = team.world.rank, team.world
+        self._setup = setup = Setup.of(job)
+        self._module = settle(job, self._rank, world.local_size)
+        _, self._state = first_state(job.program, job.running_buffers)
+        digest = self._state.digest()
+        self._agree(digest)
+        layout = self._state.layout
+        self._freight = Freight(layout, world.size)
+        self._stopwatch = Stopwatch(team.peers.ahead_ns)
+        self._desk = Desk(job, team, layout.nbytes)
+        self._update = self._way()
+        self._course = Course(setup, self._state, self._update, self._freight, self._desk, self._stopwatch, digest)
+        self._meeting = self._met()
+        self._attendance = Attendance(setup, self._rank, self._module, self._meeting)
+        self._notes, self._sink = Notes(), self._new_sink()
+        self._recorder: AnyRecorder = Recorder(self._rank, 0, 0, self._sink) if job.trace else NullRecorder()
+        self._told_s: Seconds = -1.0
+
+    def outcome(self) -> Outcome:
+        """Run to the end."""
+        woken = threading.Event()
+        with Interruptible(woken.set, (signal.SIGINT, signal.SIGTERM)) as asked:
+            self._watch(Progress("starting", 0.0))
+            self._write_roster()
+            station = self._station(asked, woken)
+            worker = self._worker(station)
+            self._start()
+            with meeting(self._meeting):
+                worker.run(self._job.loop)
+                station.leave()
+            self._course.finish()
+            self._watch(replace(self._course.chronicle.progress("scoring", self._course.now), fraction=None))
+            records = self._desk.score_rest(lambda: asked.insisted)
+            return self._result(records)
+
+    # -------------------------------------------------------------------------------------------------------- the start
+
+    def _agree(self, digest: str) -> None:
+        """All ranks must be about to do the same."""
+        mine = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
+        what = ("strategy", "budget", "seed", "digest of A_0")
+        said = self._team.gather(mine, "the others' start")
+        for rank, other in enumerate(said):
+            for name, first, theirs in zip(what, said[0], other, strict=True):
+                if first != theirs:
+                    raise PacelineError(
+                        f"rank {rank} has {name} {theirs}, but rank 0 has {first}; all ranks must run one script with "
+                        "the same arguments, and model() must draw its numbers from torch alone"
+                    )
+
+    def _way(self) -> Update:
+        """How updates are made."""
+        job, traffic, ranks = self._job, self._team.traffic, self._team.world.size
+        if traffic is not None and job.strategy.shard_optimizer:
+            return Sharded(job.program, self._freight, self._state, self._rank, ranks, traffic)
+        owner = Owner(job.program, self._setup.policy, self._state)
+        if traffic is None or job.strategy.compression == "none":
+            return Together(self._freight, owner)
+        return Compressed(self._freight, owner, parse(job.strategy.compression), traffic)
+
+    def _met(self) -> Meeting | None:
+        """Where layers look at all ranks' samples; None where there is no such layer, or nobody else."""
+        if self._team.traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in self._module.modules()):
+            return None
+        policy = self._setup.policy
+        summed = self._job.strategy.accumulate > 1 or (isinstance(policy, Synchronous) and policy.combine == "sum")
+        return Meeting(self._team.traffic, self._rank, self._team.world.size, summed=summed)
+
+    def _write_roster(self) -> None:
+        if self._rank == 0:
+            where: dict[int, dict[str, int | str]] = {
+                p.rank: {"pid": p.pid, "node": p.host} for p in self._team.peers.all
+            }
+            self._closing.callback(Roster(self._job.out, {}, where).close)
+
+    def _station(self, asked: Interruptible, woken: threading.Event) -> DistributedStation:
+        gauge = Gauge(self._notes, self._rank, self._recorder, 0, self._setup.per_step)
+        self._gauge = gauge
+        around = Surroundings(
+            course=self._course,
+            exchange=Exchange(self._freight, self._update.meeting, self._rank, self._team.traffic),
+            freight=self._freight,
+            state=self._state,
+            stopwatch=self._stopwatch,
+            attendance=self._attendance,
+            gauge=gauge,
+            notices=self._team.notices,
+            asked_to_end=lambda: asked.heard > 0,
+            woken=woken,
+            after=self._tell,
+        )
+        return DistributedStation(self._rank, around, self._job.timeout_s)
+
+    def _worker(self, station: DistributedStation) -> StationWorker:
+        inner = self._setup.replica(self._rank, self._module, self._state.layout, self._recorder)
+        measured = Gauged(Attentive(inner, self._attendance), self._gauge, station, 0)
+        return StationWorker(self._setup, self._rank, measured, station, self._gauge)
+
+    def _start(self) -> None:
+        self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
+        self._course.begin()
+
+    # ----------------------------------------------------------------------------------------------------- what is told
+
+    def _tell(self) -> None:
+        """Tell the display how things stand, once a while."""
+        if (now := self._course.now) - self._told_s >= TICK_S:
+            self._told_s = now
+            self._watch(self._course.chronicle.progress("training", now))
+
+    def _result(self, records: list[Record]) -> Outcome:
+        course, seconds = self._course, self._course.now
+        self._recorder.close()
+        traffic, layout = self._team.traffic, self._state.layout
+        seen = self._notes.seen._replace(payload_bytes=traffic.sent_bytes if traffic else 0)
+        mine = told(self._rank, seen, self._notes.step_times, layout.parameter_bytes, seconds)
+        said = self._team.gather((mine, records, self._spans()), "the others' scores and figures")
+        history = [record for _, theirs, _ in said for record in theirs]
+        history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
+        account = course.chronicle.account(
+            seconds, [figures for figures, _, _ in said], (), self._rules(), interrupted=course.interrupted
+        )
+        model = write(self._job.program.build(), self._state)
+        spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
+        return Outcome(model.state_dict(), model, history, account, spans)
+
+    def _rules(self) -> dict[str, str | int | float]:
+        ranks, size = self._team.world.size, self._state.layout.parameter_bytes
+        return {
+            "threads": threads(self._job, self._team.world.local_size),
+            "backend": self._backend if ranks > 1 else "none",
+            "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
+        }
+
+    def _spans(self) -> list[Span]:
+        if not self._job.trace:
+            return []
+        ahead = self._stopwatch.ahead_ns
+        spans = read_packed(self._sink)
+        return [replace(s, start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead) for s in spans] if ahead else spans
+
+    def _new_sink(self) -> int:
+        if not self._job.trace:
+            return -1
+        sink = memfd_create("paceline:spans")
+        self._closing.callback(os.close, sink)
+        return sink
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """What a run sets in this process, which is the user's, is put back at its end."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

@@ -1,0 +1,129 @@
+"""A replica's side of the exchange: A and F, as its loop sees them."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.distributed.attendance import Attendance
+from paceline.engine.distributed.course import Course
+from paceline.engine.distributed.exchange import Exchange
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.notices import Notices
+from paceline.engine.distributed.rows import Kind, Row
+from paceline.engine.distributed.stopwatch import Stopwatch
+from paceline.engine.gauge import Gauge
+from paceline.replica.base import Measured
+from paceline.replica.state import State
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a station works with."""
+
+    course: Course
+    exchange: Exchange
+    freight: Freight
+    state: State
+    """A."""
+    stopwatch: Stopwatch
+    gauge: Gauge
+    attendance: Attendance
+    notices: Notices | None
+    """None where nobody else is there."""
+    asked_to_end: Callable[[], bool]
+    """Whether this process has been told to end, by Ctrl-C say."""
+    woken: threading.Event
+    """Set when it is."""
+    after: Callable[[], None]
+    """Called after each exchange."""
+
+
+class DistributedStation:
+    """A and F, where every rank has both.
+
+    Args:
+        replica: whose side.
+        around: what there is.
+        timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
+    """
+
+    def __init__(self, replica: ReplicaId, around: Surroundings, timeout_s: Seconds) -> None:
+        self._replica, self._around, self._timeout_s = replica, around, timeout_s
+        self._course, self._freight = around.course, around.freight
+        self._again = around.course.may_repeat
+        self._made = 0
+        self.attempt: Clock = 0
+        """Which Δ this replica is at."""
+
+    def going(self) -> bool:
+        """Whether it is to go on; a push has waited for all that could change that."""
+        self.attempt = self._course.attempt(self._replica)
+        return self._course.computes(self._replica)
+
+    def opens(self) -> bool:
+        return self._made == 0
+
+    def pull(self) -> State:
+        return self._around.state
+
+    def closes(self) -> bool:
+        self._made += 1
+        if self._made < self._course.micro_steps(self._replica):
+            return False
+        self._made = 0
+        return True
+
+    def slot(self) -> State:
+        return self._freight.state
+
+    def push(self, measured: Measured) -> None:
+        if measured.finite:
+            self._freight.weigh(self._course.weight(measured.samples))
+        else:
+            self._freight.empty()
+        kept = self._freight.kept() if self._again else []
+        self._meet(Kind.delta, measured)
+        while self._course.waits(self._replica):
+            self._freight.bring_again(kept)
+            self._meet(Kind.delta, measured)
+
+    def leave(self) -> None:
+        """The loop has ended; take part in what the others still exchange."""
+        while not self._course.over:
+            self._freight.empty()
+            present = self._course.takes_part(self._replica)
+            self._meet(Kind.farewell if present else Kind.nothing, Measured(0.0, 0, True))
+
+    def called_off(self) -> bool:
+        """Never: in lockstep an attempt is always wanted."""
+        return False
+
+    def confirm(self) -> int:
+        raise AssertionError("no attempt is called off")
+
+    def pause(self, seconds: Seconds) -> None:
+        """Be slow for so long, or until told to end."""
+        around = self._around
+        if around.notices is not None and seconds > self._timeout_s / 4:
+            around.notices.excuse(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
+        around.woken.wait(seconds)
+
+    def _meet(self, kind: Kind, measured: Measured) -> None:
+        around, step = self._around, self.attempt
+        around.attendance.keep_up(self._course.passes)
+        began = time.monotonic_ns()
+        row = Row(
+            kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, around.stopwatch.now_ns()
+        )
+        rows = around.exchange.meet(row, step)
+        if len(rows) > 1:
+            last_came = around.stopwatch.local_ns(max(row.entered_ns for row in rows))
+            all_there = min(max(last_came, began), time.monotonic_ns())
+            around.gauge.waited(began, step, all_there)
+            around.gauge.spent("all_reduce", all_there, step, self._freight.nbytes)
+        updating = time.monotonic_ns()
+        self._course.take(rows)
+        around.gauge.spent("apply", updating, step)
+        around.after()

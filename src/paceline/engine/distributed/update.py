@@ -1,0 +1,81 @@
+"""How the Δs that ranks bring become the next A on each of them: the contract, and the plainest way."""
+
+from abc import ABC, abstractmethod
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from paceline.comm.compression.base import Compression
+from paceline.engine.distributed.exchange import Traffic
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.owner import Owner
+from paceline.replica.state import State
+
+
+class Update(ABC):
+    """One rank's part in each update of A."""
+
+    @property
+    @abstractmethod
+    def meeting(self) -> list[Tensor]:
+        """What is all-reduced whenever ranks meet; with all ranks' rows."""
+
+    @abstractmethod
+    def apply(self, factor: float, rate: float) -> None:
+        """One update of A by ``factor`` · Σ Δ.
+
+        The freight holds what ranks have met over, and the running buffers of the new A.
+
+        Args:
+            factor: makes of the sum what F asks for.
+            rate: times the learning rate.
+        """
+
+
+@final
+class Together(Update):
+    """Δs are summed as ranks meet, and each rank makes the whole update."""
+
+    def __init__(self, freight: Freight, owner: Owner) -> None:
+        self._freight, self._owner = freight, owner
+
+    @property
+    def meeting(self) -> list[Tensor]:
+        return self._freight.vectors
+
+    def apply(self, factor: float, rate: float) -> None:
+        torch._foreach_mul_(self._freight.state.parameters, factor)
+        self._owner.apply([(self._freight.state, 1.0)], rate, alone=True)
+
+
+@final
+class Compressed(Update):
+    """Ranks meet over what must be exact; Δs are summed by a compression once an update is certain.
+
+    So what a compression keeps for the next gradient moves on once an update, also where a round is made again.
+    """
+
+    def __init__(self, freight: Freight, owner: Owner, compression: Compression[Any], traffic: Traffic) -> None:
+        self._freight, self._compression, self._traffic = freight, compression, traffic
+        self._whole = Together(freight, owner)
+        self._states = [
+            compression.start([tuple(e.shape) for e in block.entries], block.dtype)
+            for block in freight.state.layout.parameters
+        ]
+
+    @property
+    def meeting(self) -> list[Tensor]:
+        return self._freight.tails
+
+    def apply(self, factor: float, rate: float) -> None:
+        traffic = self._traffic
+        for state, vector in zip(self._states, self._freight.state.parameters, strict=True):
+            traffic.sent_bytes += self._compression.all_reduce(state, vector, traffic.group.handle)
+        self._whole.apply(factor, rate)
+
+
+def take_buffers(state: State, brought: State) -> None:
+    """Let A's running buffers be what was brought; whole numbers never go back."""
+    for mine, theirs in zip(state.buffers, brought.buffers, strict=True):
+        mine.copy_(theirs if mine.is_floating_point() else torch.maximum(mine, theirs))

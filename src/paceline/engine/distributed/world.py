@@ -1,0 +1,87 @@
+"""The job that this process finds itself in: which of how many it is, and by what they reach each other."""
+
+import os
+import socket
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paceline.core.errors import InputError, unknown
+from paceline.engine.base import Job
+from paceline.strategy import Device
+
+BACKENDS = ("gloo", "nccl", "shm")
+"""How bytes may move: between CPUs, between GPUs, between the CPUs of one host."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """One process among those that torchrun started."""
+
+    rank: int
+    size: int
+    local_size: int
+    """How many of them are on this host; all, where nothing is said of it."""
+
+    @classmethod
+    def found(cls) -> "World":
+        """What the process group says, or the environment; a process that nobody launched is alone."""
+        if dist.is_available() and dist.is_initialized():
+            rank, size = dist.get_rank(), dist.get_world_size()
+        else:
+            rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        return cls(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.size == 1
+
+
+def backend_for(device: Device, asked: str | None) -> str:
+    """By what ranks that compute on ``device`` reach each other, where nothing else is asked for.
+
+    >>> backend_for("cpu", None), backend_for("cuda", None), backend_for("cuda", "gloo")
+    ('gloo', 'nccl', 'gloo')
+    """
+    if asked is not None:
+        return asked
+    return "nccl" if device == "cuda" else "gloo"
+
+
+def refuse_backend(backend: str, job: Job, world: World) -> None:
+    """Raise InputError where this backend can't carry the job."""
+    device = job.strategy.device
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if backend == "nccl" and device == "cpu":
+        raise InputError("engine='distributed:nccl' moves GPU memory, but device=cpu; write engine='distributed:gloo'")
+    if backend == "shm" and device == "cuda":
+        raise InputError("engine='distributed:shm' is for CPUs, but device=cuda; write engine='distributed:nccl'")
+    if backend == "nccl" and world.local_size > torch.cuda.device_count():
+        raise InputError(
+            f"NCCL needs a GPU for each process, but this host has {torch.cuda.device_count()} for {world.local_size}; "
+            f"write torchrun --nproc-per-node {torch.cuda.device_count()}, or engine='distributed:gloo'"
+        )
+
+
+def refuse_size(job: Job, world: World) -> None:
+    """Raise InputError where the job has not a process for each worker."""
+    strategy, workers = job.strategy, job.strategy.workers
+    if workers == world.size:
+        return
+    if world.alone and "RANK" not in os.environ:
+        raise InputError(
+            f"replicas={strategy.replicas} needs {workers} processes, but this one was started alone; start it with "
+            f"torchrun --nproc-per-node {workers} script.py, or write engine='local', which starts its own"
+        )
+    raise InputError(
+        f"replicas={strategy.replicas} × stages={strategy.stages} × shards={strategy.shards} = {workers} workers, but "
+        f"{world.size} were started by torchrun; write replicas={world.size} or start {workers}"
+    )
+
+
+def host_name() -> str:
+    """This host, as people know it."""
+    return socket.gethostname()

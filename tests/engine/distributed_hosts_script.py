@@ -1,0 +1,48 @@
+"""One rank on each of two hosts: trains, then loses one."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from paceline import launch
+from tests.engine import programs
+from tests.engine.distributed_cases import CASES, attempt, keep, told
+
+folder = Path(sys.argv[1])
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it when the other has died, and a file is to be written
+traced = dict(CASES["momentum"].settings) | {"trace": True}
+keep(folder, "momentum", told(CASES["momentum"].run(2, "distributed")))
+keep(
+    folder,
+    "traced",
+    told(
+        launch(
+            lambda w: [w.step(b) for b in w.batches()],
+            CASES["momentum"].program,
+            "replicas=2",
+            engine="distributed",
+            progress=False,
+            **traced,
+        )
+    ),
+)
+
+
+def loop(worker: Any) -> None:
+    for made, batch in enumerate(worker.batches()):
+        if (made, worker.replica) == (2, 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        worker.step(batch)
+
+
+keep(
+    folder,
+    "killed",
+    attempt(
+        lambda: launch(
+            loop, programs.program(), "replicas=2", steps=5, engine="distributed", progress=False, timeout_s=20
+        )
+    ),
+)

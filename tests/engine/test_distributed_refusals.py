@@ -1,0 +1,64 @@
+"""What the distributed engine refuses before it meets anybody."""
+
+from typing import Any
+
+import pytest
+
+from paceline import InputError
+from paceline.engine.distributed.world import World
+from paceline.train import check
+from tests.engine import programs
+
+
+@pytest.fixture
+def four(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun starts the third of four processes, two on each host."""
+    for name, value in {"RANK": 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def refused(match: str, strategy: str, engine: str = "distributed", **settings: Any) -> None:
+    with pytest.raises(InputError, match=match):
+        check(programs.program(), strategy, engine=engine, **{"steps": 1} | settings)
+
+
+def test_what_torchrun_says(four: None) -> None:
+    assert World.found() == World(rank=2, size=4, local_size=2)
+    check(programs.program(), "replicas=4", engine="distributed", steps=1)
+
+
+def test_who_was_started_alone() -> None:
+    assert World.found() == World(rank=0, size=1, local_size=1)
+    check(programs.program(), "replicas=1", engine="distributed", steps=1)
+
+
+def test_more_or_fewer_processes_than_workers(four: None) -> None:
+    refused(
+        "replicas=2 × stages=1 × shards=1 = 2 workers, but 4 were started by torchrun; write replicas=4 or start 2",
+        "replicas=2",
+    )
+
+
+@pytest.mark.parametrize(
+    "policy", ["asynchronous", "smooth-switch:every=5", "local-steps:period=2", "synchronous:backups=1", "hogwild"]
+)
+def test_other_policies(four: None, policy: str) -> None:
+    refused(
+        f"aggregation={policy}.*: under engine=distributed .* write aggregation=synchronous, or engine='ray'",
+        f"replicas=4 aggregation={policy}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        ("shard_parameters=true", "shard_parameters=True is not built yet; write shard_optimizer=true"),
+        ("shard_optimizer=true compression=bf16", "shard_optimizer=True sends .* leave one of them out"),
+    ],
+)
+def test_what_does_not_go_together(four: None, words: str, match: str) -> None:
+    refused(match, f"replicas=4 {words}")
+
+
+def test_times_are_for_virtual_time(four: None) -> None:
+    refused("engine=distributed runs in real time; write engine='virtual'", "replicas=4", times="compute=1")
