@@ -8,6 +8,7 @@ from typing import Any
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.base import Engine
+from paceline.engine.setup import tells
 from paceline.program import Program
 from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy
@@ -58,7 +59,8 @@ def compare(
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
     with _opened(engine) as opened:
-        book = Book(list(chosen), against, Path(out) if out is not None else None, tensorboard=tensorboard)
+        folder = Path(out) if out is not None and tells(opened.name) else None
+        book = Book(list(chosen), against, folder, tensorboard=tensorboard)
         complete = _fill(book, program, chosen, opened, rounds, budget | {"progress": progress})
     return book.comparison(interrupted=not complete)
 

@@ -72,5 +72,10 @@ keep(folder, "timed", told(train(programs.program(test=programs.data()), STRATEG
 train(programs.program(), STRATEGY, steps=2, out=folder / "saved", **QUIET)
 keep(folder, "shm", told(train(programs.program(), STRATEGY, steps=13, engine="distributed:shm", progress=False)))
 keep(folder, "gloo", told(train(programs.program(), STRATEGY, steps=13, engine="distributed:gloo", progress=False)))
-sys.argv = ["paceline", "train", "digits", "--engine", "distributed", "--strategy", STRATEGY, "--steps", "2", "--json"]
-main()
+for words in (
+    ("compare", "--strategy", STRATEGY, "--strategy", f"{STRATEGY} accumulate=2", "--out", str(folder / "compared")),
+    ("train", "--strategy", STRATEGY),
+):
+    sys.argv = ["paceline", words[0], "digits", *words[1:], "--engine", "distributed", "--steps", "2", "--json"]
+    with contextlib.suppress(SystemExit):
+        main()

@@ -76,8 +76,10 @@ def test_rank_0_alone_saves(folder: Path) -> None:
 
 def test_rank_0_alone_prints(started: tuple[Path, str]) -> None:
     printed = [line for line in started[1].splitlines() if line.startswith("{")]
-    assert len(printed) == 1
-    assert json.loads(printed[0])["engine"] == "distributed"
+    compared, trained = map(json.loads, printed)
+    assert len(compared["strategies"]) == 2
+    assert trained["engine"] == "distributed"
+    assert (started[0] / "compared" / "report.html").exists()
 
 
 def test_shared_memory_carries_the_same(folder: Path) -> None:

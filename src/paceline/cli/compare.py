@@ -26,14 +26,16 @@ def compare(
     """Train PROGRAM under several strategies, from the same start and under the same budget."""
     with session(json_output=json):
         from paceline.compare import compare
+        from paceline.engine.setup import tells
         from paceline.report import write_report
 
+        tell = tells(shared.engine)
         comparison = compare(shared.program(program), strategy, rounds=rounds, baseline=baseline, **shared.keywords())
-        if shared.out is not None:
+        if shared.out is not None and tell:
             write_report([shared.out], shared.out / "report.html")
-    if json:
+    if json and tell:
         print_json(comparison.to_json())
-    else:
+    elif tell:
         typer.echo(comparison.table(baseline=baseline))
         if shared.out is not None:
             typer.echo(f"Report: {shared.out / 'report.html'}")
