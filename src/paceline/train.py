@@ -27,7 +27,7 @@ def open_engine(name: str) -> Engine:
 
     Args:
         name: one of :data:`ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is running,
-            ``distributed:gloo``, ``distributed:nccl`` and ``distributed:shm`` say what moves the bytes.
+            ``distributed:gloo``, ``:nccl``, ``:shm`` and ``:hierarchical`` say what moves the bytes.
 
     Raises:
         InputError: no such engine, or what it needs is not installed.

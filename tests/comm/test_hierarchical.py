@@ -4,8 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from namespaces import Host, two_hosts, why_not
+from tests.namespaces import Host, two_hosts
 
 SCRIPT = Path(__file__).with_name("hierarchical_script.py")
 PORT = 29_500
@@ -21,9 +20,6 @@ def start(host: Host, first: Host, node: int) -> "subprocess.Popen[str]":
 
 
 def test_two_hosts_of_two_ranks() -> None:
-    reason = why_not()
-    if reason is not None:
-        pytest.skip(reason)
     with two_hosts() as hosts:
         nodes = [start(host, hosts[0], number) for number, host in enumerate(hosts)]
         try:

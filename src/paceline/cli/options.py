@@ -36,8 +36,8 @@ class Shared:
     engine: Annotated[
         str,
         Option(
-            help="local (processes on this host), virtual (simulated time), distributed (under torchrun), ray, ray:auto "
-            "or ray:HOST:PORT."
+            help="local (processes on this host), virtual (simulated time), distributed (under torchrun), ray, "
+            "ray:auto or ray:HOST:PORT."
         ),
     ] = "local"
     steps: Annotated[int | None, Option(help="Steps of each replica.", rich_help_panel=_BUDGET)] = None

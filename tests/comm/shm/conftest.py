@@ -1,4 +1,4 @@
-"""One fork server for these tests, with torch.distributed imported, and ``ranks`` that it forks."""
+"""One fork server for these tests, that has imported what is built on torch.distributed, and ``ranks`` it forks."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from paceline.comm.nursery import Nursery
 sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import scenes by it
 from shm_ranks import Ranks
 
-PRELOADED = ["torch.distributed.tensor", "paceline.comm.backends", "shm_ranks"]
+PRELOADED = ["drop_in_scenes", "paceline.comm.backends", "shm_ranks"]
 
 
 @pytest.fixture(scope="session")

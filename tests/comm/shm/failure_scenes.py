@@ -137,7 +137,7 @@ def refusals(rank: int, size: int) -> list[str]:
     x = torch.ones(4)
     calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(torch.ones(3, device="meta")),
-        lambda: dist.all_reduce(torch.ones(3).to_sparse()),
+        lambda: dist.all_reduce(torch.ones(3).to_sparse(), dist.ReduceOp.MAX),
         lambda: dist.all_reduce(torch.ones(3, dtype=torch.int32), dist.ReduceOp.AVG),
         lambda: dist.all_reduce(x, dist.ReduceOp.BAND),
         lambda: dist.all_reduce(x.to(torch.float8_e4m3fn)),

@@ -17,7 +17,7 @@ class DistributedEngine(Engine):
     """Every rank holds A, and all make the same updates of it.
 
     Args:
-        backend: ``gloo``, ``nccl`` or ``shm``; None: what suits the device.
+        backend: ``gloo``, ``nccl``, ``shm`` or ``hierarchical``; None: what suits the device.
     """
 
     name = "distributed"

@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.core.errors import WaitTimeoutError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.world import World
+from paceline.engine.distributed.world import OURS, World
 
 _names = 0
 """How many have been given; every rank gives the same ones."""
@@ -58,7 +58,7 @@ def opened(world: World, backend: str, timeout_s: Seconds) -> Iterator[Group | N
     if world.alone:
         yield None
         return
-    if backend == "shm":
+    if backend in OURS:
         importlib.import_module("paceline.comm").register()
     bound = timedelta(seconds=timeout_s)
     if dist.is_initialized():

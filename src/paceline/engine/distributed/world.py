@@ -11,8 +11,11 @@ from paceline.core.errors import InputError, unknown
 from paceline.engine.base import Job
 from paceline.strategy import Device
 
-BACKENDS = ("gloo", "nccl", "shm")
-"""How bytes may move: between CPUs, between GPUs, between the CPUs of one host."""
+OURS = ("hierarchical", "shm")
+"""How bytes may move: through memory inside each host and sockets between hosts, or inside one host alone."""
+
+BACKENDS = ("gloo", "nccl", *OURS)
+"""Also: between CPUs, between GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,10 @@ def refuse_backend(backend: str, job: Job, world: World) -> None:
         raise unknown("backend", backend, BACKENDS)
     if backend == "nccl" and device == "cpu":
         raise InputError("engine='distributed:nccl' moves GPU memory, but device=cpu; write engine='distributed:gloo'")
-    if backend == "shm" and device == "cuda":
-        raise InputError("engine='distributed:shm' is for CPUs, but device=cuda; write engine='distributed:nccl'")
+    if backend in OURS and device == "cuda":
+        raise InputError(
+            f"engine='distributed:{backend}' is for CPUs, but device=cuda; write engine='distributed:nccl'"
+        )
     if backend == "nccl" and world.local_size > torch.cuda.device_count():
         raise InputError(
             f"NCCL needs a GPU for each process, but this host has {torch.cuda.device_count()} for {world.local_size}; "

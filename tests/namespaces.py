@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """In namespaces that hold nothing else."""
 
@@ -21,9 +23,10 @@ class Host:
     interface: str
     address: str
 
-    def command(self, *words: str | Path) -> list[str]:
-        """What runs a command there."""
-        return ["ip", "netns", "exec", self.namespace, *map(str, words)]
+    def command(self, *words: str | Path, own_pids: bool = False) -> list[str]:
+        """What runs a command there; with process numbers of its own where asked for."""
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"] if own_pids else []
+        return ["ip", "netns", "exec", self.namespace, *apart, *map(str, words)]
 
     def environment(self) -> dict[str, str]:
         """For Gloo, which has to be told how it is reached."""
@@ -44,7 +47,10 @@ def why_not() -> str | None:
 
 @contextmanager
 def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Made, and taken away again."""
+    """Made, and taken away again; skips the test where they can't be had."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
     key = uuid.uuid4().hex[:8]
     hosts = tuple(Host(f"paceline-{key}-{i}", f"pl{key}{i}", address) for i, address in enumerate(ADDRESSES))
     try:
