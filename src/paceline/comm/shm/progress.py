@@ -188,7 +188,7 @@ def _late(operation: Operation, timeout_s: Seconds) -> LateError:
     room, awaited = operation.room, operation.awaited()
     return LateError(
         f"{room.named([room.rank])} waited {timeout_s:g} s for {room.named(awaited)} in {operation}; see what "
-        f"{'they do' if len(awaited) > 1 else 'it does'} instead, or write a larger timeout="
+        f"{'they do' if len(awaited) > 1 else 'it does'} instead, or give the group a larger timeout (timeout=)"
     )
 
 
