@@ -19,6 +19,7 @@ from data import program
 from rich.progress import Progress
 
 from paceline import train
+from paceline.aggregation import parse, text_of
 from paceline.core.errors import NonFiniteError
 
 POINTS = 50
@@ -50,6 +51,11 @@ class Cell:
     seconds: float = 100.0
     points: int = POINTS
     engine: str = "virtual"
+
+    def __post_init__(self) -> None:
+        # One policy has one text, whoever wrote it: what two tables share is run once. A regime's cell has none yet.
+        if self.policy:
+            object.__setattr__(self, "policy", text_of(parse(self.policy)))
 
     @property
     def name(self) -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import engines
 import server_time
 from figures import SAID
+from measured import machine
 from sections import SCRIPT, Cells, grid
 from server_time import SIZES, WARM_UP_S, WINDOW_S, WORKERS, fit, medians, points_of, shortest
 from sheets import read
@@ -33,10 +34,11 @@ def servers(folder: Path) -> str:
         "them delayed, keep it busy under `buffered:k=K,combine=sum`; the period of updates is taken over "
         f"{WINDOW_S:g} s after {WARM_UP_S:g} s to warm up, {repeats} times for each K in alternating order. Below are "
         "periods in ms and the line through them (least squares of relative distances); the line through the medians "
-        "is what is used. **Workers and server share the cores of this host**, so a period holds the workers' "
-        "processor time too; on a host with a core for each it would be shorter. Other programs ran beside it: those "
-        f"of low priority alone had {100 * min(shares):.0f} to {100 * max(shares):.0f} % of the cores. Where the "
-        "shortest periods lie far below the medians, the medians say more of those programs than of the server. CSV: "
+        f"is what is used. Measured on: {machine('ray')}. **Workers and server share the cores of this host**, so a "
+        "period holds the workers' processor time too; on a host with a core for each it would be shorter. Other "
+        f"programs ran beside it: those of low priority alone had {100 * min(shares):.0f} to "
+        f"{100 * max(shares):.0f} % of the cores. Where the shortest periods lie far below the medians, the medians "
+        "say more of those programs than of the server. CSV: "
         f"[server]({server_time.SHEET}), made by `{SCRIPT} --fit-server`."
     )
     return f"{head}{words}\n\n{grid(titles, rows)}"

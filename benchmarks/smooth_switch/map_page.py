@@ -1,10 +1,8 @@
 """The map of regimes and the adaptive threshold's regret: CSV files, figures and a page."""
 
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import map_figure
 import regimes
@@ -13,8 +11,10 @@ from cells import Cell, Store
 from map_figure import FIXED
 from regimes import ADAPTIVE, ALL, CANDIDATES, Regime
 from regret import FIXED as RECOMMENDED
-from regret import TARGET, Contest, Regrets, contest
+from regret import TARGET, Contest, Regrets, contest, kept, sheet_rows
 from sections import SCRIPT, grid
+
+SHEET = "regimes.csv"
 
 GROUPS = {
     "random tables": "configurations of tables 3 to 5",
@@ -51,14 +51,22 @@ def needed(found: Mapping[str, Sequence[Regime]], rounds: int) -> list[Cell]:
     return cells
 
 
+def rounds_kept(folder: Path) -> int | None:
+    """Of the CSV file; None where there is none."""
+    path = folder / SHEET
+    return int(sheets.read(path)[0]["rounds"]) if path.exists() else None
+
+
 def write(store: Store, gradient_s: Mapping[str, float], rounds: int, folder: Path) -> Path:
-    """``regimes.md``, its figures and its CSV files, from what has been run."""
+    """``regimes.md``, its figures and its CSV file, from what has been run, or else from that file."""
     folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Contest]] = {}
-    for group, members in groups(gradient_s).items():
-        found[group] = [made for regime in members if (made := contest(regime, rounds, store)) is not None]
-    everything = [made for members in found.values() for made in members]
-    sheets.write(folder / "regimes.csv", [row for group in found for row in _rows(group, found[group], rounds)])
+    sheet, regimes = folder / SHEET, groups(gradient_s)
+    before, found = kept(sheet, regimes), dict[str, list[Contest]]()
+    for group, members in regimes.items():
+        made = [contest(r, rounds, store) or before.get((group, r.label, rounds)) for r in members]
+        found[group] = [one for one in made if one is not None]
+    everything = [one for those in found.values() for one in those]
+    sheets.write(sheet, [row for group, those in found.items() for row in sheet_rows(group, those, rounds)])
     if found["map"]:
         map_figure.draw(found["map"], folder)
     path = folder / "regimes.md"
@@ -71,21 +79,6 @@ def write(store: Store, gradient_s: Mapping[str, float], rounds: int, folder: Pa
     ]
     path.write_text("\n\n".join(part for part in parts if part) + "\n", encoding="utf-8")
     return path
-
-
-def _rows(group: str, contests: Sequence[Contest], rounds: int) -> Iterator[dict[str, Any]]:
-    for made in contests:
-        for name, standing in made.standings.items():
-            yield {
-                "group": group,
-                "regime": made.regime.label,
-                "strategy": name,
-                "test_accuracy_mean": f"{standing.accuracy:.4f}",
-                "highest": f"{standing.highest:.4f}",
-                "to_target_s": "" if math.isinf(standing.to_target_s) else f"{standing.to_target_s:g}",
-                "diverged": standing.diverged,
-                "rounds": rounds,
-            }
 
 
 def _head(rounds: int) -> str:

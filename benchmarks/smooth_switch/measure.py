@@ -200,8 +200,9 @@ def write(said: argparse.Namespace, study: Study, defaults: Study) -> None:
         print(out)
         return
     known = measured.read()
-    if said.regimes:
-        print(map_page.write(study.store, known["gradient_s"], said.rounds, out))
+    rounds = said.rounds if said.regimes else map_page.rounds_kept(out) if said.page else None
+    if rounds is not None:
+        print(map_page.write(study.store, known["gradient_s"], rounds, out))
     effects = sensitivity.effects(defaults, sensitivity.variations(known))
     if effects:
         sheets.write(out / "sensitivity.csv", [effect.row() for effect in effects])

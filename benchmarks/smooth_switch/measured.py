@@ -5,6 +5,7 @@ import platform
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from data import RANDOM, program
@@ -38,23 +39,28 @@ def measure(folders: dict[str, Path]) -> dict[str, float]:
 
 
 def write(**values: object) -> None:
-    """Add to the file, with the machine's name."""
+    """Add to the file, each with the machine that it was measured on."""
     known = read() if FILE.exists() else {}
-    machine = {"processor": _processor(), "torch": torch.__version__}
+    machines = dict(known.get("machine", {})) | dict.fromkeys(values, f"{_processor()}, torch {torch.__version__}")
     beside = FILE.with_suffix(".new")
-    beside.write_text(json.dumps(known | {"machine": machine} | values, indent=2) + "\n")
+    beside.write_text(json.dumps(known | {"machine": machines} | values, indent=2) + "\n")
     beside.rename(FILE)
 
 
-def read() -> dict[str, dict[str, float]]:
+def read() -> dict[str, dict[str, Any]]:
     """What has been measured."""
-    values: dict[str, dict[str, float]] = json.loads(FILE.read_text())
+    values: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
     return values
+
+
+def machine(name: str) -> str:
+    """What a value was measured on."""
+    return str(read()["machine"].get(name, "an unknown machine"))
 
 
 def compute_s(dataset: str, batch_size: int) -> float:
     """Seconds of a gradient, as measured."""
-    return read()["gradient_s"][f"{dataset}/{batch_size}"]
+    return float(read()["gradient_s"][f"{dataset}/{batch_size}"])
 
 
 def _processor() -> str:

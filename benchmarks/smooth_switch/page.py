@@ -64,7 +64,7 @@ def page(sources: Sources) -> str:
 
 
 def _head(study: Study, machine: Mapping[str, Mapping[str, Any]]) -> str:
-    said = ", ".join(f"{name} {value}" for name, value in machine.get("machine", {}).items())
+    said = machine.get("machine", {}).get("gradient_s", "an unknown machine")
     return (
         "# The Smooth Switch paper, table by table\n\n"
         "arXiv 2407.00101, section 7. A number is Smooth Switch minus asynchronous, averaged over the run; accuracy in "

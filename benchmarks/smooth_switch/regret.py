@@ -1,12 +1,15 @@
 """Which strategy won where, and what the adaptive threshold would have cost instead."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 
 from cells import Result, Store
 from regimes import ADAPTIVE, ALL, CANDIDATES, Regime
+from sheets import Row, read
 
 TARGET = 0.95
 """Of the highest accuracy that any strategy reached in a regime: the time to it is what is compared."""
@@ -74,6 +77,36 @@ def contest(regime: Regime, rounds: int, store: Store) -> Contest | None:
     curves = {name: _curve(results) for name, results in made.items()}
     target = TARGET * max((value for curve in curves.values() for _, value in curve), default=0.0)
     return Contest(regime, {name: _standing(made[name], curves[name], target) for name in made})
+
+
+def sheet_rows(group: str, contests: Iterable[Contest], rounds: int) -> Iterator[Row]:
+    """For the CSV file: a strategy of a regime each."""
+    for made in contests:
+        for name, standing in made.standings.items():
+            yield {
+                "group": group,
+                "regime": made.regime.label,
+                "strategy": name,
+                "test_accuracy_mean": f"{standing.accuracy:.4f}",
+                "highest": f"{standing.highest:.4f}",
+                "to_target_s": "" if math.isinf(standing.to_target_s) else f"{standing.to_target_s:g}",
+                "diverged": standing.diverged,
+                "rounds": rounds,
+            }
+
+
+def kept(path: Path, groups: Mapping[str, Sequence[Regime]]) -> dict[tuple[str, str, int], Contest]:
+    """The contests of a CSV file, by group, regime and rounds: where a cache has gone, its results need not."""
+    found: dict[tuple[str, str, int], dict[str, Standing]] = defaultdict(dict)
+    for row in read(path) if path.exists() else []:
+        found[row["group"], row["regime"], int(row["rounds"])][row["strategy"]] = Standing(
+            accuracy=float(row["test_accuracy_mean"]),
+            highest=float(row["highest"]),
+            to_target_s=float(row["to_target_s"] or math.inf),
+            diverged=int(row["diverged"]),
+        )
+    known = {(group, regime.label): regime for group, regimes in groups.items() for regime in regimes}
+    return {key: Contest(known[key[:2]], standings) for key, standings in found.items() if key[:2] in known}
 
 
 def _standing(results: Sequence[Result], curve: Sequence[tuple[float, float]], target: float) -> Standing:

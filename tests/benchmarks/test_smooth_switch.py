@@ -255,3 +255,23 @@ def test_only_image_sets_need_files(
     assert made == embedded
     with pytest.raises(load("measure").InputError, match="runs on mnist are to be made"):
         measure.make(cells.Store(tmp_path, {}), [cells.Cell("mnist", "asynchronous")], {}, 1)
+
+
+def test_one_policy_has_one_text(load: Callable[[str], Any]) -> None:
+    cell = load("cells").Cell
+    long, short = (cell("synthetic", f"smooth-switch:every=300,combine=sum{rest}") for rest in (",hold=true", ""))
+    assert long == short
+    assert long.name == short.name
+
+
+def test_contests_come_back_from_their_sheet(load: Callable[[str], Any], tmp_path: Path) -> None:
+    regret, sheets = load("regret"), load("sheets")
+    regime = next(load("regimes").the_map())
+    names = ("synchronous", "asynchronous", "5/lr", "adaptive")
+    standings = {name: regret.Standing(80.0 + i, 90.0, float("inf") if i else 12.0, i) for i, name in enumerate(names)}
+    made = regret.Contest(regime, standings)
+    path = tmp_path / "regimes.csv"
+    sheets.write(path, list(regret.sheet_rows("map", [made], 2)))
+    assert regret.kept(path, {"map": [regime]}) == {("map", regime.label, 2): made}
+    assert regret.kept(path, {"map": []}) == {}
+    assert regret.kept(tmp_path / "none.csv", {"map": [regime]}) == {}

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.aggregation import SmoothSwitch, parse
 from paceline.core.errors import InputError
 from paceline.core.records import Record
 from paceline.datasets.digits import digits
@@ -204,7 +205,7 @@ def test_both_algorithms_have_one_seed_and_the_papers_delay(load: Load) -> None:
     assert {cell.round for cell in cells.values()} == {2}
     assert {cell.delay for cell in cells.values()} == {"fraction=0.5 normal:mean=0,std=0.25"}
     assert cells["asynchronous"].policy == "asynchronous"
-    assert cells["smooth-switch"].policy.startswith("smooth-switch:every=500,combine=mean")
+    assert parse(cells["smooth-switch"].policy) == SmoothSwitch(every=500, combine="mean")
 
 
 # --------------------------------------------------------------------------------------------------------- the verdicts
