@@ -43,6 +43,7 @@ PUBLIC = [
     "load",
     "register",
     "scaled_learning_rate",
+    "synchronised_batchnorm",
     "train",
     "warmup",
 ]

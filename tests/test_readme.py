@@ -18,9 +18,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+    pytest.param(code, int(ranks or 1), id=f"{page.name}-{number}")
     for page in PAGES
-    for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S))
+    for number, (ranks, code) in enumerate(
+        re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
+    )
 ]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
@@ -49,10 +51,11 @@ def commands(text: str) -> list[list[str]]:
 COMMANDS = [words for page in PAGES for words in commands(page.read_text(encoding="utf-8"))] + commands(MAKEFILE)
 
 
-@pytest.mark.parametrize("code", PROGRAMS)
-def test_programs_in_the_text_run_as_they_stand(code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "ranks"), PROGRAMS)
+def test_programs_in_the_text_run_as_they_stand(code: str, ranks: int, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(code, encoding="utf-8")
-    run(sys.executable, "program.py", folder=tmp_path)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks > 1 else ()
+    run(sys.executable, *torchrun, "program.py", folder=tmp_path)
 
 
 def test_the_readme_program_is_ten_lines() -> None:

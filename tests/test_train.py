@@ -65,7 +65,7 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
             r"replicas=2 needs 2 processes, .* torchrun --nproc-per-node 2 script.py, or write engine='local'",
         ),
         ({"engine": "distributed:"}, "engine='distributed:' names no backend; write engine='distributed:gloo'"),
-        ({"engine": "distributed:mpi"}, "unknown backend 'mpi'.* Known: gloo, nccl, shm"),
+        ({"engine": "distributed:mpi"}, "unknown backend 'mpi'.* Known: gloo, hierarchical, nccl, shm"),
         ({"engine": "distributed:nccl"}, "moves GPU memory, but device=cpu; write engine='distributed:gloo'"),
         ({"engine": "ray:"}, "engine='ray:' names no cluster; write engine='ray:auto'"),
         ({"engine": "local", "times": "compute=1"}, "engine=local runs in real time; write engine='virtual'"),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
         WorkerError,
     )
+    from paceline.engine.distributed.batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
@@ -80,6 +81,7 @@ __all__ = [
     "load",
     "register",
     "scaled_learning_rate",
+    "synchronised_batchnorm",
     "train",
     "warmup",
 ]
@@ -104,6 +106,7 @@ _NAMES = {
         "WaitTimeoutError",
         "WorkerError",
     ),
+    "engine.distributed.batchnorm": ("synchronised_batchnorm",),
     "engine.worker": ("Worker",),
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 
 from paceline import Program, Run, train
-from paceline.engine.distributed.batchnorm import synchronised
+from paceline.engine.distributed.batchnorm import synchronised_batchnorm
 from paceline.optim.lamb import Lamb
 from tests.engine import programs
 
@@ -110,7 +110,7 @@ ONE_PROCESS: dict[str, Case] = {
 
 
 def over_all_ranks(model: Callable[[], nn.Module]) -> nn.Module:
-    return synchronised(model())
+    return synchronised_batchnorm(model())
 
 
 def spread() -> nn.Module:

@@ -135,7 +135,7 @@ def _over_channels(values: Tensor, like: Tensor) -> Tensor:
     return values.view(1, -1, *[1] * (like.dim() - 2))
 
 
-def synchronised(module: nn.Module) -> nn.Module:
+def synchronised_batchnorm(module: nn.Module) -> nn.Module:
     """The module with each BatchNorm in it made one over the samples of all ranks; it is changed in place.
 
     Args:
@@ -144,14 +144,14 @@ def synchronised(module: nn.Module) -> nn.Module:
     Returns:
         The module, or another one where it is itself a BatchNorm.
 
-    >>> model = synchronised(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
+    >>> model = synchronised_batchnorm(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)))
     >>> type(model[1]).__name__, sorted(name for name, _ in model.named_buffers())
     ('SynchronisedBatchNorm', ['1.num_batches_tracked', '1.running_mean', '1.running_var'])
     """
     if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
         return _like(module)
     for name, child in module.named_children():
-        setattr(module, name, synchronised(child))
+        setattr(module, name, synchronised_batchnorm(child))
     return module
 
 
