@@ -35,6 +35,43 @@ gathered = [torch.empty(2) for _ in range(size)]
 dist.all_gather(gathered, torch.full((2,), float(rank)))
 assert [int(part[0]) for part in gathered] == list(range(size))
 
+own, ranks = torch.full((2,), float(rank)), torch.arange(float(size))
+together = torch.empty(2 * size)
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 warns of the other
+all_gather_single(together, own)
+assert torch.equal(together, ranks.repeat_interleave(2))
+
+share = torch.empty(2)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+reduce_scatter_single(share, together.clone())
+assert share.eq(size * rank).all()
+dist.reduce_scatter(share, [torch.full((2,), float(to)) for to in range(size)])
+assert share.eq(size * rank).all()
+
+x = own.clone()
+dist.reduce(x, 0)
+assert rank or x.eq(sum(range(size))).all()
+
+gathered = [torch.empty(2) for _ in range(size)] if rank == 0 else []
+dist.gather(own, gathered or None)
+assert [int(part[0]) for part in gathered] == (list(range(size)) if rank == 0 else [])
+dist.scatter(share, [torch.full((2,), float(to)) for to in range(size)] if rank == 0 else None)
+assert share.eq(rank).all()
+
+swapped = torch.empty(size)
+dist.all_to_all_single(swapped, torch.full((size,), float(rank)))
+assert torch.equal(swapped, ranks)
+received = [torch.empty(1) for _ in range(size)]
+dist.all_to_all(received, [torch.full((1,), float(rank)) for _ in range(size)])
+assert torch.equal(torch.cat(received), ranks)
+
+first, second = numbers + rank, numbers * rank
+works = [dist.all_reduce(first, async_op=True), dist.all_reduce(second, async_op=True)]
+for work in reversed(works) if rank else works:  # whoever waits for the second makes the first first
+    work.wait()
+assert torch.equal(first, size * numbers + sum(range(size)))
+assert torch.equal(second, sum(range(size)) * numbers)
+
 if rank == 0:
     dist.send(torch.ones(4), size - 1)
 if rank == size - 1:

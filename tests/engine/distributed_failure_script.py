@@ -20,7 +20,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to all when o
 LATE_S = 6.0
 """Longer than the others wait, and than they then ask who is there."""
 
-QUIET: dict[str, Any] = {"engine": "distributed", "progress": False}
+QUIET: dict[str, Any] = {"engine": f"distributed:{sys.argv[2]}", "progress": False}
 
 
 def steps(act: Any, at: int, by: int) -> Any:

@@ -53,7 +53,7 @@ def wide() -> nn.Module:
 
 
 big = programs.program(model=wide)
-keep(folder, "counted", told(launch(counting, big, STRATEGY, steps=11, **QUIET)))
+keep(folder, "counted", told(launch(counting, big, STRATEGY, steps=11, **QUIET | {"engine": "distributed:gloo"})))
 for name, words in (("one optimizer each", ""), ("divided", "shard_optimizer=true")):
     adam = programs.program(model=wide, optimizer=functools.partial(torch.optim.Adam, lr=0.01))
     keep(folder, name, told(train(adam, f"{STRATEGY} {words}", steps=3, **QUIET)))
@@ -70,8 +70,9 @@ keep(
 )
 keep(folder, "timed", told(train(programs.program(test=programs.data()), STRATEGY, seconds=0.5, **QUIET)))
 train(programs.program(), STRATEGY, steps=2, out=folder / "saved", **QUIET)
-keep(folder, "shm", told(train(programs.program(), STRATEGY, steps=13, engine="distributed:shm", progress=False)))
-keep(folder, "gloo", told(train(programs.program(), STRATEGY, steps=13, engine="distributed:gloo", progress=False)))
+for backend in ("shm", "gloo", "hierarchical"):
+    engine = f"distributed:{backend}"
+    keep(folder, backend, told(train(programs.program(), STRATEGY, steps=13, engine=engine, progress=False)))
 for words in (
     ("compare", "--strategy", STRATEGY, "--strategy", f"{STRATEGY} accumulate=2", "--out", str(folder / "compared")),
     ("train", "--strategy", STRATEGY),

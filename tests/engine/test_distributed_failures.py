@@ -12,11 +12,12 @@ from tests.engine.distributed_cases import ended, kept, torchrun
 RANKS = 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["gloo", "shm", "hierarchical"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where three ranks have left what they were told, until the last of it killed one."""
     folder: Path = tmp_path_factory.mktemp("ranks")
-    process = torchrun(Path(__file__).with_name("distributed_failure_script.py"), ranks=RANKS, folder=folder)
+    script = Path(__file__).with_name("distributed_failure_script.py")
+    process = torchrun(script, request.param, ranks=RANKS, folder=folder)
     said = ended(process)
     assert process.returncode == 1, said
     assert (folder / "killed.0").exists(), said

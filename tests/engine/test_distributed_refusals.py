@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline import InputError
-from paceline.engine.distributed.world import World
+from paceline.engine.distributed.world import World, backend_for
 from paceline.train import check
 from tests.engine import programs
 
@@ -23,7 +23,7 @@ def refused(match: str, strategy: str, engine: str = "distributed", **settings: 
 
 
 def test_what_torchrun_says(four: None) -> None:
-    assert World.found() == World(rank=2, size=4, local_size=2)
+    assert World.found() == World(rank=2, size=4, local_size=2, one_host=False)
     check(programs.program(), "replicas=4", engine="distributed", steps=1)
 
 
@@ -62,3 +62,14 @@ def test_what_does_not_go_together(four: None, words: str, match: str) -> None:
 
 def test_times_are_for_virtual_time(four: None) -> None:
     refused("engine=distributed runs in real time; write engine='virtual'", "replicas=4", times="compute=1")
+
+
+@pytest.mark.parametrize(("local", "backend"), [("4", "shm"), ("2", "gloo"), (None, "gloo")])
+def test_only_who_knows_that_all_are_on_its_host_takes_to_shared_memory(
+    four: None, monkeypatch: pytest.MonkeyPatch, local: str | None, backend: str
+) -> None:
+    if local is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    assert backend_for("cpu", None, World.found()) == backend

@@ -82,7 +82,8 @@ def test_rank_0_alone_prints(started: tuple[Path, str]) -> None:
     assert (started[0] / "compared" / "report.html").exists()
 
 
-def test_shared_memory_carries_the_same(folder: Path) -> None:
-    shm, gloo = of_first(folder, "shm"), of_first(folder, "gloo")
-    assert (shm["summary"]["notes"]["backend"], gloo["summary"]["notes"]["backend"]) == ("shm", "gloo")
-    torch.testing.assert_close(shm["state"], gloo["state"], rtol=0, atol=0)  # two numbers have one sum
+@pytest.mark.parametrize("backend", ["shm", "hierarchical"])
+def test_shared_memory_carries_the_same(folder: Path, backend: str) -> None:
+    ours, gloo = of_first(folder, backend), of_first(folder, "gloo")
+    assert (ours["summary"]["notes"]["backend"], gloo["summary"]["notes"]["backend"]) == (backend, "gloo")
+    torch.testing.assert_close(ours["state"], gloo["state"], rtol=0, atol=0)  # two numbers have one sum

@@ -7,14 +7,15 @@
     host B          ranks 4 5 6 7 --reduce--> 4 --+     Gloo     +--> 4 --broadcast--> 4 5 6 7
 
 Of each host one rank alone talks to the others, so a host sends 2·(H−1)/H·|A|·b in an all-reduce over H hosts, however
-many ranks it has. All-reduce, reduce, broadcast and barrier, which data parallelism is made of, go this way; everything
-else goes through Gloo as it is.
+many ranks it has. All-reduce, broadcast and barrier, which data parallelism is made of, go this way; everything else
+goes through Gloo as it is.
 """
 
 # mypy: disable-error-code="override"
 # torch's stubs give each method several signatures; torch calls the first.
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import groupby
 from typing import Any
@@ -32,12 +33,27 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from paceline.comm.relay import Relay
 from paceline.comm.shm import door
 from paceline.comm.shm.group import Group
 from paceline.comm.shm.room import meet
 from paceline.comm.shm.vectors import plain, vector
 
 NAME = "hierarchical"
+
+
+def _by_gloo(name: str) -> Callable[..., dist.Work]:
+    """A call that Gloo carries as it is.
+
+    Were it left to torch (2.13), it would be made with Python's lock held, and Gloo's thread, which drops what has
+    ended, may wait for that lock while the call waits for that thread.
+    """
+
+    def call(group: "Hierarchical", *arguments: Any) -> dist.Work:
+        work: dist.Work = getattr(group.gloo, name)(*arguments)
+        return work
+
+    return call
 
 
 class Hierarchical(dist.ProcessGroup):
@@ -57,62 +73,81 @@ class Hierarchical(dist.ProcessGroup):
         super().__init__(rank, sum(map(len, hosts)))  # type: ignore[call-arg]  # its stub lacks the one for subclasses
         self._hosts, self._inside, self._between = hosts, inside, between
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
+        self.gloo, self._line = gloo, deque[Relay]()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Sum up inside, between, and spread inside."""
         rule: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
+        return Relay(self._line, self._sums(tensors, rule), tensors)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        """As one after the other."""
+        return self.allreduce(tensors, opts)
+
+    def _sums(self, tensors: Sequence[Tensor], rule: Any) -> Iterator[dist.Work]:
         mean = rule == dist.ReduceOp.AVG
+        inside: Any = ReduceOptions()
+        between: Any = AllreduceOptions()
+        inside.reduceOp = between.reduceOp = dist.ReduceOp.SUM if mean else rule
         for x in tensors:
             v = vector(x)
-            self._sum(v, dist.ReduceOp.SUM if mean else rule)
+            yield self._inside.reduce([v], inside)
+            if self._between is not None:
+                yield self._between.allreduce([v], between)
+            yield self._spread(v)
             if mean:
                 v.div_(self.size())
             if not plain(x):
                 x.data.copy_(v.view(x.shape))
-        return _ended(tensors)
-
-    def _sum(self, v: Tensor, rule: Any) -> None:
-        inside, between = ReduceOptions(), AllreduceOptions()
-        inside.reduceOp = between.reduceOp = rule
-        self._inside.reduce([v], inside).wait()
-        if self._between is not None:
-            self._between.allreduce([v], between).wait()
-        self._spread(v)
-
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """As one after the other."""
-        alone = AllreduceOptions()
-        alone.reduceOp = opts.reduceOp if opts else alone.reduceOp
-        for x in tensors:
-            self.allreduce([x], alone)
-        return _ended(tensors)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """To the first of the root's host, from there to those of the others, and inside."""
-        root = opts.rootRank if opts else 0
+        return Relay(self._line, self._copies(tensors, opts.rootRank if opts else 0), tensors)
+
+    def _copies(self, tensors: Sequence[Tensor], root: int) -> Iterator[dist.Work]:
         origin = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         between = BroadcastOptions()
         between.rootRank = origin
         for x in tensors:
             v = vector(x)
             if self._host == origin:
-                self._spread(v, self._hosts[origin].index(root))
+                yield self._spread(v, self._hosts[origin].index(root))
             if self._between is not None:
-                self._between.broadcast([v], between).wait()
+                yield self._between.broadcast([v], between)
             if self._host != origin:
-                self._spread(v)
+                yield self._spread(v)
             if not plain(x):
                 x.data.copy_(v.view(x.shape))
-        return _ended(tensors)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """All of a host are there; all hosts are; so tell all."""
-        self._inside.barrier(opts).wait()
+        return Relay(self._line, self._meetings(opts), ())
+
+    def _meetings(self, opts: Any) -> Iterator[dist.Work]:
+        yield self._inside.barrier(opts)
         if self._between is not None:
-            self._between.barrier(BarrierOptions()).wait()
-        self._inside.barrier(opts).wait()
-        return _ended(())
+            yield self._between.barrier(BarrierOptions())
+        yield self._inside.barrier(opts)
+
+    reduce = _by_gloo("reduce")
+    allgather = _by_gloo("allgather")
+    allgather_coalesced = _by_gloo("allgather_coalesced")
+    all_gather_single = _allgather_base = _by_gloo("_allgather_base")
+    gather = _by_gloo("gather")
+    scatter = _by_gloo("scatter")
+    reduce_scatter = _by_gloo("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _by_gloo("_reduce_scatter_base")
+    alltoall = _by_gloo("alltoall")
+    all_to_all_single = alltoall_base = _by_gloo("alltoall_base")
+    send = _by_gloo("send")
+    recv = _by_gloo("recv")
+    recv_anysource = _by_gloo("recv_anysource")
+
+    def wait_for_ever(self) -> None:
+        """Let a wait between hosts last as long as whoever waits wants, from now on."""
+        if self._between is not None:
+            self._between._set_default_timeout(timedelta(days=30))
 
     def shutdown(self) -> None:
         """Let go of the memory and of the connections."""
@@ -121,19 +156,11 @@ class Hierarchical(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME
 
-    def _spread(self, v: Tensor, root: int = 0) -> None:
+    def _spread(self, v: Tensor, root: int = 0) -> dist.Work:
         """From one rank of this host to all of it."""
         said = BroadcastOptions()
         said.rootRank = root
-        self._inside.broadcast([v], said).wait()
-
-
-def _ended(outputs: Sequence[Tensor]) -> dist.Work:
-    """A call that is over."""
-    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
-    future.set_result(list(outputs))
-    work: dist.Work = torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
-    return work
+        return self._inside.broadcast([v], said)
 
 
 def create(options: Any, _backend_options: Any) -> Hierarchical:

@@ -35,11 +35,12 @@ class DistributedEngine(Engine):
             )
         _refuse_mixtures(job)
         refuse_absent_gpu(job)
-        refuse_backend(backend_for(job.strategy.device, self._asked), job, world)
+        refuse_backend(backend_for(job.strategy.device, self._asked, world), job, world)
         refuse_size(job, world)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        world, backend = World.found(), backend_for(job.strategy.device, self._asked)
+        world = World.found()
+        backend = backend_for(job.strategy.device, self._asked, world)
         device = Setup.of(job).device(world.rank)
         if backend == "nccl":
             torch.cuda.set_device(device)

@@ -41,7 +41,10 @@ class Group:
 
     def wait_for_ever(self) -> None:
         """Let somebody else bound the waits from now on: a rank may be slow because it was asked to be."""
-        dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
+        if self.backend != "shm":  # there each wait says how long it may last
+            dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
+        if self.backend == "hierarchical":
+            self.handle.wait_for_ever()
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ The first verdict wins. A rank that has failed gives it with its traceback.
 
 import os
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -41,7 +40,7 @@ class Lookout:
     """
 
     def __init__(self, notices: Notices, peers: Peers, timeout_s: Seconds, backend: str) -> None:
-        self._notices, self._peers, self._timeout_s, self._wait = notices, peers, timeout_s, _WAYS[backend]
+        self._notices, self._peers, self._timeout_s, self._backend = notices, peers, timeout_s, backend
         self._glanced_s = 0.0
 
     def wait(self, work: Any, what: str) -> None:
@@ -61,7 +60,7 @@ class Lookout:
 
     def _over(self, work: Any, what: str) -> bool:
         try:
-            return self._wait(work)
+            return _by_asking(work) if self._backend == "nccl" else _in_slices(work)
         except RuntimeError as error:
             raise self._why(error, what) from error
 
@@ -102,9 +101,10 @@ class Lookout:
 
     def _why(self, error: RuntimeError, what: str) -> PacelineError:
         """Why a collective broke: what somebody says, who has died, or who does not answer."""
-        if isinstance(error, PacelineError):
-            return self._asked(what) or error
         try:
+            if isinstance(error, PacelineError):  # shared memory has seen it first
+                self._miss_the_dead(what)
+                return self._asked(what) or error
             said = self._heard_of(what)
             absent = [] if said is not None else self._absent()
         except PacelineError as known:
@@ -146,7 +146,7 @@ class Lookout:
 
 
 def _in_slices(work: Any) -> bool:
-    """Gloo's: a wait that has timed out may be made again."""
+    """Where a wait that has timed out may be made again, as all do but NCCL."""
     try:
         work.wait(SLICE)
         return True
@@ -166,13 +166,3 @@ def _by_asking(work: Any) -> bool:
         return False
     work.wait()
     return True
-
-
-def _to_the_end(work: Any) -> bool:
-    """That of the ``shm`` backend, which itself sees who has died and names who is late."""
-    work.wait()
-    return True
-
-
-_WAYS: dict[str, Callable[[Any], bool]] = {"gloo": _in_slices, "nccl": _by_asking, "shm": _to_the_end}
-"""How a backend's work is waited for without losing sight of the others: whether it is over."""

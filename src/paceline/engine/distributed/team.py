@@ -93,7 +93,7 @@ def assembled(world: World, backend: str, device: str, timeout_s: Seconds, *, wa
         if group is None:
             team = Team(world, peers, None, None)
         else:
-            if backend == "gloo" and watched:
+            if backend != "nccl" and watched:
                 group.wait_for_ever()
             notices = Notices(group.store, world.rank, world.size)
             lookout = Lookout(notices, peers, timeout_s, backend)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,8 @@ class World:
     size: int
     local_size: int
     """How many of them are on this host; all, where nothing is said of it."""
+    one_host: bool = False
+    """Whether all are known to be on this host."""
 
     @classmethod
     def found(cls) -> "World":
@@ -34,7 +37,8 @@ class World:
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
             rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        return cls(rank, size, int(os.environ.get("LOCAL_WORLD_SIZE", str(size))))
+        local_size = os.environ.get("LOCAL_WORLD_SIZE")
+        return cls(rank, size, int(local_size or size), local_size == str(size))
 
     @property
     def alone(self) -> bool:
@@ -42,15 +46,18 @@ class World:
         return self.size == 1
 
 
-def backend_for(device: Device, asked: str | None) -> str:
+def backend_for(device: Device, asked: str | None, world: World) -> str:
     """By what ranks that compute on ``device`` reach each other, where nothing else is asked for.
 
-    >>> backend_for("cpu", None), backend_for("cuda", None), backend_for("cuda", "gloo")
-    ('gloo', 'nccl', 'gloo')
+    >>> two = World(rank=0, size=2, local_size=2, one_host=True)
+    >>> backend_for("cpu", None, two), backend_for("cuda", None, two), backend_for("cuda", "gloo", two)
+    ('shm', 'nccl', 'gloo')
     """
     if asked is not None:
         return asked
-    return "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        return "nccl"
+    return "shm" if world.one_host and sys.platform == "linux" else "gloo"
 
 
 def refuse_backend(backend: str, job: Job, world: World) -> None:
