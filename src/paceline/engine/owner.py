@@ -64,12 +64,13 @@ class Owner:
         Args:
             deltas: may compute each Δ as it is asked for.
             rate: times the learning rate.
-            alone: whether there is but one, of weight 1.
+            alone: whether there is but one.
             out: becomes A; None: A's own vectors.
         """
         there = out or self.state
         if alone and self._direct:
-            self.stepper.step(next(iter(deltas))[0].parameters, rate, there)
+            delta, weight = next(iter(deltas))
+            self.stepper.step(delta.parameters, rate, there, weight)
         else:
             self._combine(deltas, there)
             if self.clip_norm is not None:

@@ -4,7 +4,7 @@ A kernel is a value: the numbers of one step, and nothing else. What the optimiz
 vectors that are handed in, so any process that sees them can make any part of the step. SGD does torch's own operations
 in torch's own order (``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused
 kernel, which rounds as ``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the
-arithmetic.
+arithmetic; on millions its passes over memory do, of which a kernel makes one.
 """
 
 from abc import ABC, abstractmethod
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as everyones
+
+from paceline.replica.sweep import PIECE, pieces
 
 Memory: TypeAlias = Sequence[Tensor]
 """What an optimizer remembers of one vector: ``Kernel.remembers`` vectors of the same form, zeros at first."""
@@ -36,9 +38,28 @@ class Kernel(ABC):
     def remembers(self) -> int:
         """How many vectors of memory it needs for each vector of A."""
 
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+        """Step on ``weight`` · gradient, which itself stays as it is.
+
+        Args:
+            here: A's vector.
+            there: what it becomes is written into it; both may be one.
+            gradient: of the same length.
+            memory: of this vector.
+            weight: of the gradient.
+        """
+        if len(here) <= PIECE:
+            self._step(here, there, gradient if weight == 1.0 else gradient * weight, memory)
+            return
+        for piece in pieces(len(here)):
+            part = gradient[piece] if weight == 1.0 else gradient[piece] * weight
+            before = here[piece]
+            after = before if there is here else there[piece]
+            self._step(before, after, part, [vector[piece] for vector in memory])
+
     @abstractmethod
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
-        """Write into ``there`` what A's vector ``here`` becomes; both may be one. The gradient stays as it is."""
+    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+        """The same for one piece and weight 1."""
 
 
 @dataclass(slots=True)
@@ -53,7 +74,7 @@ class SgdKernel(Kernel):
     def remembers(self) -> int:
         return int(self.momentum != 0)
 
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
         if self.weight_decay:
             gradient = gradient.add(here, alpha=self.weight_decay)
         if self.momentum:
@@ -81,7 +102,7 @@ class AdamKernel(Kernel):
     def remembers(self) -> int:
         return 2
 
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
         if there is not here:
             there.copy_(here)
         step = torch._fused_adamw_ if self.decoupled else torch._fused_adam_

@@ -3,11 +3,13 @@
 import math
 
 import torch
+from torch import Tensor
 
 from paceline.core.types import Clock
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.state import State
+from paceline.replica.sweep import PIECE, copied
 
 
 class Single(Replica):
@@ -39,9 +41,17 @@ class Single(Replica):
         with torch.no_grad():
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))
-            torch._foreach_copy_(out.views.parameters, gradients)
+            clear = _write(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(out.parameters, loss))
+        return Measured(loss, self._samples, clear and math.isfinite(loss))
+
+
+def _write(gradients: list[Tensor], out: State) -> bool:
+    """Copy them into Δ; whether all of it is finite."""
+    if any(len(vector) > PIECE for vector in out.parameters):
+        return copied(gradients, out.views.parameters)
+    torch._foreach_copy_(out.views.parameters, gradients)
+    return finite(out.parameters, 0.0)

@@ -69,15 +69,20 @@ class Stepper:
             )
         return kernel
 
-    def step(self, gradients: Sequence[Tensor], rate: float = 1.0, out: State | None = None) -> None:
-        """One step, with learning rate · ``rate``; ``out`` becomes what is moved, None: it is moved where it lies."""
+    def step(
+        self, gradients: Sequence[Tensor], rate: float = 1.0, out: State | None = None, weight: float = 1.0
+    ) -> None:
+        """One step, with learning rate · ``rate``; ``out`` becomes what is moved, None: it is moved where it lies.
+
+        Gradients count ``weight`` times, which may be other than 1 where :attr:`takes_any`.
+        """
         there = out or self._here
         if self._rule is None:
             self._step_by_torch(rate, there)
         else:
             kernel = self.kernel(rate)
             for i, gradient in enumerate(gradients):
-                kernel.step(self._here.parameters[i], there.parameters[i], gradient, self.memory[i])
+                kernel.step(self._here.parameters[i], there.parameters[i], gradient, self.memory[i], weight)
         self.moved(there)
 
     def moved(self, there: State) -> None:

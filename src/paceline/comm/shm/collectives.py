@@ -68,11 +68,11 @@ def _reduced(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) 
 
 
 def _reduced_at_once(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
-    stages, count = rounds.stages(x.dtype), x.numel()
-    stages[rounds.rank][:count].copy_(x)
+    shown = rounds.fronts(x.dtype, x.numel())
+    shown[rounds.rank].copy_(x)
     yield from _meet(rounds, call)
     if takes:
-        reduce([stage[:count] for stage in stages], rule, x)
+        reduce(shown, rule, x)
 
 
 def _reduced_in_slices(rounds: Rounds, call: Call | None, x: Tensor, rule: Rule, *, takes: bool) -> Steps:

@@ -26,6 +26,9 @@ from paceline.core.errors import CollectiveError
 Steps: TypeAlias = Iterator[Callable[[], bool]]
 """A call in parts: between two of them it waits until what it has yielded is true."""
 
+MOST_FRONTS = 1024
+"""So many views are kept for the next call of the same size: making them takes as long as a small sum."""
+
 _packed = lru_cache(maxsize=4096)(Call.packed)
 
 
@@ -41,6 +44,7 @@ class Rounds:
         words = room.size * layout.notes_words
         self._notes = [room.words(layout.notes + parity * words * 8, words) for parity in (0, 1)]
         self._stages: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._fronts: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._whole: dict[tuple[int, torch.dtype], Tensor] = {}
         self._number = 0
         self.stage_bytes = layout.stage_bytes
@@ -59,6 +63,16 @@ class Rounds:
             found = self._stages[key] = [
                 self.room.tensor(layout.stage(key[0], rank), layout.stage_bytes, dtype) for rank in range(self.size)
             ]
+        return found
+
+    def fronts(self, dtype: torch.dtype, count: int) -> list[Tensor]:
+        """The first elements of all ranks' stages, as :meth:`stages`."""
+        key = (self._parity, dtype, count)
+        found = self._fronts.get(key)
+        if found is None:
+            if len(self._fronts) == MOST_FRONTS:
+                self._fronts.clear()
+            found = self._fronts[key] = [stage[:count] for stage in self.stages(dtype)]
         return found
 
     def whole(self, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,8 @@ class Freight:
 
     def weigh(self, weight: float) -> None:
         """Multiply what this rank brings, counters aside."""
-        torch._foreach_mul_(self._sums, weight)
+        if weight != 1.0:
+            torch._foreach_mul_(self._sums, weight)
 
     def scale_buffers(self, factor: float) -> None:
         """Multiply the running buffers, counters aside."""

@@ -45,8 +45,7 @@ class Together(Update):
         return self._freight.vectors
 
     def apply(self, factor: float, rate: float) -> None:
-        torch._foreach_mul_(self._freight.state.parameters, factor)
-        self._owner.apply([(self._freight.state, 1.0)], rate, alone=True)
+        self._owner.apply([(self._freight.state, factor)], rate, alone=True)
 
 
 @final
