@@ -1,153 +1,103 @@
-"""Backend shm beside Gloo: every collective, from 1 KB to 100 MB, results compared with what they must be.
+"""Backend shm beside Gloo: every collective, from 1 KiB to 100 MiB, results compared with what they must be.
 
     python benchmarks/collectives/measure.py
-    python benchmarks/collectives/measure.py --ranks 2 --calls all_reduce --sizes 1e3 256e3
+    python benchmarks/collectives/measure.py --ranks 2 --calls all_reduce --sizes 1K 256K --again
+    python benchmarks/collectives/measure.py --page
 
-Both backends have a group of the same processes. They take turns within one run; a time is the median of all turns, a
-ratio the median of the pairs'. A call's time is the longest of all ranks.
+Rows lie in results/collectives.csv as they come; those that are there are not measured again.
 """
 
 import argparse
-import csv
-import statistics
 import sys
-import tempfile
-import time
-import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from calls import CALLS, FLOAT_BYTES, Case
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import paceline.comm
+from calls import BARRIER, CALLS
+from kit.crew import crew
+from kit.sheet import Sheet
+from kit.words import size
+from kit.work import guarded, progress, record
+from page import page
+from ranks import Cell, Pace, measure
 
-SIZES = (1e3, 16e3, 64e3, 256e3, 1e6, 4e6, 16e6, 100e6)
-"""Bytes of the largest tensor that a rank gives or gets."""
+from paceline.core.errors import InputError
 
-BACKENDS = ("shm", "gloo")
+HERE = Path(__file__).parent
 
-TURN_S = 0.05
-"""How long a turn takes, about: so many calls are made in it, one at least."""
+SIZES = ("1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "100M")
+RANKS = (2, 4, 8)
+PAIRS = 9
+TURN_S = 0.04
 
-MOST_CALLS = 300
+QUICK: dict[str, Any] = {"sizes": [size(text) for text in ("1K", "256K", "4M")], "pairs": 5}
+"""What --quick says, where nothing else is said."""
 
-
-@dataclass(frozen=True)
-class Row:
-    """What one call takes on both."""
-
-    call: str
-    ranks: int
-    size_bytes: int
-    shm_us: float
-    gloo_us: float
-    ratio: float
-    """Gloo's time by shm's: above 1 shm is quicker."""
-    pairs: int
+KEYS = ("call", "ranks", "bytes")
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what was asked for, and write it down as it comes."""
-    said = parser().parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in said.ranks:
-            mp.spawn(_rank, (ranks, f"{folder}/{ranks}", said), ranks)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is not there yet, or write the page; returns the exit code."""
+    said = parsed(arguments)
+    sheet = Sheet(said.out / "results" / "collectives.csv", KEYS)
+    return guarded(lambda: write(said, sheet) if said.page else fill(said, sheet), str(sheet.path))
 
 
-def parser() -> argparse.ArgumentParser:
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    made.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS))
-    made.add_argument("--sizes", type=float, nargs="+", default=list(SIZES), metavar="BYTES")
-    made.add_argument("--pairs", type=int, default=9)
-    made.add_argument("--csv", type=Path, help="also append the rows to this file")
-    return made
+    made.add_argument("--ranks", type=int, nargs="+", help=f"{' '.join(map(str, RANKS))} by default")
+    made.add_argument("--calls", nargs="+", choices=list(CALLS), default=list(CALLS), metavar="CALL")
+    made.add_argument("--sizes", type=size, nargs="+", metavar="SIZE", help=f"{' '.join(SIZES)} by default")
+    made.add_argument("--pairs", type=int, help=f"of turns; {PAIRS} by default")
+    made.add_argument("--turn", type=float, default=TURN_S, metavar="S", help="seconds of a turn, about (%(default)g)")
+    made.add_argument("--quick", action="store_true", help="three sizes, 5 pairs: about two minutes")
+    made.add_argument("--again", action="store_true", help="also what has been measured")
+    made.add_argument("--page", action="store_true", help="write README.md from what has been measured")
+    made.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="of results/ and README.md; this folder")
+    said = made.parse_args(arguments)
+    usual = {"sizes": [size(text) for text in SIZES], "ranks": list(RANKS), "pairs": PAIRS}
+    for name, value in (usual | QUICK if said.quick else usual).items():
+        if getattr(said, name) is None:
+            setattr(said, name, value)
+    return said
 
 
-def _rank(rank: int, ranks: int, store: str, said: argparse.Namespace) -> None:
-    warnings.simplefilter("ignore", FutureWarning)  # torch is renaming its collectives
-    torch.set_num_threads(1)
-    paceline.comm.register()
-    dist.init_process_group("shm", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    groups = {name: dist.new_group(backend=name) for name in BACKENDS}
-    for row in _rows(rank, ranks, groups, said):
-        if rank == 0:
-            _tell(row, said.csv)
-    dist.destroy_process_group()
+def fill(said: argparse.Namespace, sheet: Sheet) -> None:
+    """Measure, with one crew for each number of ranks."""
+    if min(said.ranks) < 2:
+        raise InputError(f"--ranks {min(said.ranks)}: one rank has nobody to talk to; write --ranks 2")
+    missing = {ranks: list(cells(said, sheet, ranks)) for ranks in said.ranks}
+    with progress(sum(map(len, missing.values()))) as bar:
+        for ranks, wanted in missing.items():
+            if wanted:
+                record(crew(measure, ranks, wanted, Pace(said.pairs, said.turn)), sheet, bar, shown)
 
 
-def _rows(rank: int, ranks: int, groups: dict[str, dist.ProcessGroup], said: argparse.Namespace) -> Iterator[Row]:
-    for name in said.calls:
-        for size in [0.0] if name == "barrier" else said.sizes:
-            elements = max(ranks, int(size) // FLOAT_BYTES)
-            cases = {backend: CALLS[name](elements, rank, ranks, group) for backend, group in groups.items()}
-            times = _times(cases, said.pairs)
-            middle = {backend: statistics.median(t) * 1e6 for backend, t in times.items()}
-            ratio = statistics.median(g / s for s, g in zip(times["shm"], times["gloo"], strict=True))
-            yield Row(
-                name, ranks, int(size), round(middle["shm"], 1), round(middle["gloo"], 1), round(ratio, 2), said.pairs
-            )
+def cells(said: argparse.Namespace, sheet: Sheet, ranks: int) -> Iterator[Cell]:
+    """What is to be measured; a row of fewer pairs than are asked for counts for nothing."""
+    for call in said.calls:
+        for nbytes in [0] if call == BARRIER else said.sizes:
+            there = sheet.find(call, ranks, nbytes)
+            if said.again or there is None or int(there["pairs"]) < said.pairs:
+                yield Cell(call, nbytes)
 
 
-def _times(cases: dict[str, Case], pairs: int) -> dict[str, list[float]]:
-    """Seconds a call, of each turn."""
-    for backend, case in cases.items():
-        _check(backend, case)
-    counts = {backend: _count(case) for backend, case in cases.items()}
-    found: dict[str, list[float]] = {backend: [] for backend in cases}
-    for turn in range(pairs):
-        for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
-            found[backend].append(_longest(_turn(cases[backend], counts[backend])))
-    return found
+def shown(row: dict[str, Any]) -> str:
+    """A row as it comes."""
+    what = f"{row['call']:23}{row['ranks']:2} ranks {row['bytes']:>11,} B"
+    return f"{what}  shm {row['shm_us']:>10} µs  gloo {row['gloo_us']:>10} µs  {float(row['ratio']):6.2f} ×"
 
 
-def _check(backend: str, case: Case) -> None:
-    case.call()
-    if case.output is not None and not torch.equal(case.output, case.expected):
-        raise SystemExit(f"{backend} gives something else than it must")
-    if case.output is not None:
-        case.output.zero_()  # or sums of sums of sums would overflow
-
-
-def _count(case: Case) -> int:
-    """Calls in a turn; the same on all ranks."""
-    once = _longest(min(_turn(case, 1) for _ in range(3)))
-    return max(1, min(MOST_CALLS, int(TURN_S / once)))
-
-
-def _turn(case: Case, calls: int) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(calls):
-        case.call()
-    return (time.perf_counter() - began) / calls
-
-
-def _longest(seconds: float) -> float:
-    """Of all ranks."""
-    word = torch.tensor([seconds], dtype=torch.float64)
-    dist.all_reduce(word, dist.ReduceOp.MAX)
-    return word.item()
-
-
-def _tell(row: Row, path: Path | None) -> None:
-    print(
-        f"{row.call:16}{row.ranks:3} ranks {row.size_bytes:>12,} B   shm {row.shm_us:>11,.1f} µs   "
-        f"gloo {row.gloo_us:>11,.1f} µs   {row.ratio:6.2f} ×",
-        flush=True,
-    )
-    if path is not None:
-        new = not path.exists()
-        with path.open("a", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, fieldnames=list(asdict(row)))
-            if new:
-                writer.writeheader()
-            writer.writerow(asdict(row))
+def write(said: argparse.Namespace, sheet: Sheet) -> None:
+    """The page."""
+    if not sheet.rows:
+        raise InputError(f"nothing has been measured into {sheet.path}; leave out --page first")
+    path = said.out / "README.md"
+    path.write_text(page(sheet.rows), encoding="utf-8")
+    print(path)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,39 @@
-"""What is trained, on random data: speed does not hang on it."""
+"""What is trained, on random data: speed does not hang on it. The same A_0 and the same batches on every side."""
 
+import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 Data = tuple[Tensor, Tensor]
+
+SEED = 0
+
+
+class Task(NamedTuple):
+    """A model and its data.
+
+    Args:
+        make: the model; to be called under a seed.
+        data: so many samples, from a generator.
+        loss: (output, target) -> the mean over a batch.
+    """
+
+    make: Callable[[], nn.Module]
+    data: Callable[[int, torch.Generator], Data]
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy
+
+    def built(self) -> nn.Module:
+        """The model at A_0."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(SEED)
+            return self.make()
+
+    def batch(self, samples: int, rank: int) -> Data:
+        """The one batch of a rank, fed again and again."""
+        return self.data(samples, torch.Generator().manual_seed(rank))
 
 
 def mlp() -> nn.Module:
@@ -39,17 +67,44 @@ class Transformer(nn.Module):
         return logits
 
 
-def _images(*shape: int) -> Callable[[int], Data]:
-    return lambda samples: (torch.randn(samples, *shape), torch.randint(10, (samples,)))
+def _images(*shape: int) -> Callable[[int, torch.Generator], Data]:
+    return lambda samples, draw: (
+        torch.randn(samples, *shape, generator=draw),
+        torch.randint(10, (samples,), generator=draw),
+    )
 
 
-def _text(samples: int) -> Data:
-    return torch.randint(65, (samples, 32)), torch.randint(65, (samples,))
+def _text(samples: int, draw: torch.Generator) -> Data:
+    return torch.randint(65, (samples, 32), generator=draw), torch.randint(65, (samples,), generator=draw)
 
 
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Data]]] = {
-    "mlp": (mlp, _images(784)),
-    "cnn": (cnn, _images(1, 28, 28)),
-    "transformer": (Transformer, _text),
+MODELS = {
+    "cnn": Task(cnn, _images(1, 28, 28)),
+    "mlp": Task(mlp, _images(784)),
+    "transformer": Task(Transformer, _text),
 }
-"""Name -> what makes the model, and what makes so many samples."""
+
+WIDTH = 100
+"""Inputs of :func:`plain`."""
+
+
+def plain(elements: int) -> Task:
+    """One matrix of so many elements and a batch of one sample: nothing but the update and its transport takes time."""
+    rows = elements // WIDTH
+
+    def data(samples: int, draw: torch.Generator) -> Data:
+        return torch.randn(samples, WIDTH, generator=draw), torch.randn(samples, rows, generator=draw)
+
+    return Task(functools.partial(nn.Linear, WIDTH, rows, bias=False), data, nn.functional.mse_loss)
+
+
+def task(name: str) -> Task:
+    """By name: one of :data:`MODELS`, or ``plain:ELEMENTS``."""
+    kind, _, elements = name.partition(":")
+    return plain(int(elements)) if kind == "plain" else MODELS[name]
+
+
+@functools.cache
+def parameters(name: str) -> int:
+    """|A|, how many a task has."""
+    return sum(p.numel() for p in task(name).make().parameters())

@@ -1,95 +1,173 @@
-"""One turn of each side: how long a step takes on this rank, in the processes that are there."""
+"""One turn of each side: what a step takes on this rank, and the parameters that it ends with.
+
+What a side needs is imported by that side alone, so that the memory of none holds another's code.
+"""
 
 import functools
-import statistics
+import importlib.metadata
+import importlib.util
+import itertools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from models import MODELS, Data
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import paceline
+from models import SEED, task
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 WARM_UP = 3
 """Steps that do not count."""
 
-RATE, MOMENTUM = 0.01, 0.9
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "adam": functools.partial(torch.optim.Adam, lr=1e-3),
+}
 
 
-def alone(model: str, batch: int, steps: int) -> list[float]:
+class Job(NamedTuple):
+    """What a turn trains."""
+
+    model: str
+    batch: int
+    steps: int
+    """That count."""
+    optimizer: str = "sgd"
+
+
+class Turn(NamedTuple):
+    """What one turn gave on this rank."""
+
+    times: list[float]
+    """Seconds of each step that counts."""
+    state: dict[str, Tensor]
+    """The parameters at the end, by name."""
+    payload_bytes: float | None = None
+    """Sent by all ranks together in a step, as the side itself counts it."""
+
+
+def alone(job: Job) -> Turn:
     """Processes that communicate nothing: nobody can be quicker but by chance."""
-    make, data = MODELS[model]
-    return _plain(make(), data(batch), steps)
+    model = task(job.model).built()
+    return _timed(job, model, model, OPTIMIZERS[job.optimizer](model.parameters()))
 
 
-def ddp(backend: str, model: str, batch: int, steps: int) -> list[float]:
+def ddp(backend: str, job: Job) -> Turn:
     """torch's DistributedDataParallel, as its users write it."""
-    make, data = MODELS[model]
+    from torch.nn.parallel import DistributedDataParallel
+
+    if backend == "shm":
+        import paceline.comm
+
+        paceline.comm.register()
     group = dist.new_group(backend=backend)
-    times = _plain(DistributedDataParallel(make(), process_group=group), data(batch), steps)
+    made = task(job.model).built()
+    wrapped = DistributedDataParallel(made, process_group=group)
+    turn = _timed(job, made, wrapped, OPTIMIZERS[job.optimizer](wrapped.parameters()))
+    del wrapped
     dist.destroy_process_group(group)
-    return times
+    return turn
 
 
-def _plain(model: nn.Module, data: Data, steps: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
-    x, y = data
+def accelerate(job: Job) -> Turn:
+    """Hugging Face Accelerate, as its users write it: DDP on Gloo underneath."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    made = task(job.model).built()
+    model, optimizer = accelerator.prepare(made, OPTIMIZERS[job.optimizer](made.parameters()))
+    return _timed(job, made, model, optimizer, accelerator.backward)
+
+
+def fabric(job: Job) -> Turn:
+    """Lightning Fabric, as its users write it: DDP on Gloo underneath."""
+    from lightning_fabric import Fabric
+
+    lightning = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy="ddp")
+    lightning.launch()
+    made = task(job.model).built()
+    model, optimizer = lightning.setup(made, OPTIMIZERS[job.optimizer](made.parameters()))
+    return _timed(job, made, model, optimizer, lightning.backward)
+
+
+def _timed(
+    job: Job, made: nn.Module, model: nn.Module, optimizer: Any, backward: Callable[[Tensor], object] = Tensor.backward
+) -> Turn:
+    """The loop of all who write their own; ``made`` is what ``model`` wraps."""
+    trained = task(job.model)
+    x, y = trained.batch(job.batch, dist.get_rank())
     times = []
-    for _ in range(WARM_UP + steps):
+    for _ in range(WARM_UP + job.steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
+        backward(trained.loss(model(x), y))
         optimizer.step()
         times.append(time.perf_counter() - began)
-    return times[WARM_UP:]
+    return Turn(times[WARM_UP:], {name: p.detach().clone() for name, p in made.named_parameters()})
 
 
-def ours(backend: str, words: str, model: str, batch: int, steps: int) -> list[float]:
+def ours(engine: str, words: str, job: Job) -> Turn:
     """Paceline's distributed engine."""
-    make, data = MODELS[model]
-    torch.manual_seed(0)
+    import paceline
+
+    trained = task(job.model)
     program = paceline.Program(
-        model=make,
-        loss=nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=RATE, momentum=MOMENTUM),
-        train=data(batch * dist.get_world_size()),
-        batch_size=batch,
+        model=trained.make,
+        loss=trained.loss,
+        optimizer=OPTIMIZERS[job.optimizer],
+        train=lambda replica, replicas, seed: itertools.repeat(trained.batch(job.batch, replica)),
+        batch_size=job.batch,
+        seed=SEED,
     )
-    times = []
+    times: list[float] = []
+    steps = WARM_UP + job.steps
 
     def loop(worker: Any) -> None:
-        batches = worker.batches()
-        one = next(batches)  # the same again and again, as on the other sides
-        for _ in range(WARM_UP + steps):
+        one = next(worker.batches())  # the same again and again, as on the other sides
+        for _ in range(steps):
             began = time.perf_counter()
             worker.step(one)
             times.append(time.perf_counter() - began)
 
     strategy = f"replicas={dist.get_world_size()} threads=1 {words}"
-    paceline.launch(
-        loop, program, strategy, engine=f"distributed:{backend}", steps=WARM_UP + steps, evaluate_every=10**6,
-        progress=False,
-    )  # fmt: skip
-    return times[WARM_UP:]
+    run = paceline.launch(loop, program, strategy, engine=engine, steps=steps, evaluate_every=10**6, progress=False)
+    return Turn(times[WARM_UP:], dict(run.state), run.summary["payload_bytes_per_step"])
 
 
-SIDES: dict[str, Callable[[str, int, int], list[float]]] = {
-    "alone": alone,
-    "ddp gloo": functools.partial(ddp, "gloo"),
+Side = Callable[[Job], Turn]
+
+WHOLE, DIVIDED = "shard_optimizer=false", "shard_optimizer=true"
+
+ALONE, AGAINST, DEFAULT = "alone", "ddp gloo", "paceline"
+
+SIDES: dict[str, Side] = {
+    ALONE: alone,
+    AGAINST: functools.partial(ddp, "gloo"),
     "ddp shm": functools.partial(ddp, "shm"),
-    "paceline gloo": functools.partial(ours, "gloo", ""),
-    "paceline shm": functools.partial(ours, "shm", ""),
-    "paceline shm, divided": functools.partial(ours, "shm", "shard_optimizer=true"),
+    "accelerate gloo": accelerate,
+    "fabric gloo": fabric,
+    DEFAULT: functools.partial(ours, "distributed", ""),
+    "paceline gloo": functools.partial(ours, "distributed:gloo", WHOLE),
+    "paceline shm": functools.partial(ours, "distributed:shm", WHOLE),
+    "paceline shm, divided": functools.partial(ours, "distributed:shm", DIVIDED),
 }
-"""Name -> (model, batch, steps) -> seconds of each step."""
+
+OPTIONAL = {"accelerate gloo": ("accelerate", "accelerate"), "fabric gloo": ("lightning_fabric", "lightning-fabric")}
+"""Module and distribution that a side needs beside Paceline's own."""
 
 
-def middle(times: list[float]) -> float:
-    """The median of a turn, of the slowest rank."""
-    word = torch.tensor([statistics.median(times)], dtype=torch.float64)
-    dist.all_reduce(word, dist.ReduceOp.MAX)
-    return word.item()
+def absent(side: str) -> str | None:
+    """Why a side can't be measured here; None where it can."""
+    module, distribution = OPTIONAL.get(side, ("torch", "torch"))
+    if importlib.util.find_spec(module) is not None:
+        return None
+    return f"{distribution} is not installed; write pip install {distribution}"
+
+
+def version(side: str) -> str:
+    """Of what a side needs beside torch and Paceline; empty where that is nothing."""
+    if side not in OPTIONAL:
+        return ""
+    distribution = OPTIONAL[side][1]
+    return f"{distribution} {importlib.metadata.version(distribution)}"

@@ -1,4 +1,4 @@
-"""The Smooth Switch benchmark's modules, which import each other by their plain names."""
+"""A benchmark's modules, which import each other by their plain names."""
 
 import importlib
 import sys
@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "benchmarks" / "smooth_switch"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def load() -> Iterator[Callable[[str], Any]]:
-    """Import a module of the benchmark; its plain names are given back afterwards."""
-    names = {path.stem for path in FOLDER.glob("*.py")}
+def load(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Any]]:
+    """Import a module of the benchmark that the test file calls FOLDER; its plain names are given back afterwards."""
+    folder: Path = request.module.FOLDER
+    names = {path.stem for path in folder.glob("*.py")}
     before: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in names & sys.modules.keys()}
-    sys.path.insert(0, str(FOLDER))
+    path = list(sys.path)
+    sys.path[:0] = [str(folder), str(BENCHMARKS)]
     yield importlib.import_module
-    sys.path.remove(str(FOLDER))
+    sys.path[:] = path
     for name in names:
         sys.modules.pop(name, None)
     sys.modules.update(before)
