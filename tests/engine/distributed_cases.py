@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.checkpoint import checkpoint
 
 from paceline import Program, Run, train
 from paceline.engine.distributed.batchnorm import synchronised_batchnorm
@@ -78,6 +79,55 @@ class TwoTypes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.rest(x * self.scale.double())
+
+
+class Checkpointed(nn.Module):
+    """One layer under two checkpoints, each with a backward pass of its own, that adds to its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.shared, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        for _ in range(2):
+            between = checkpoint(self.again, between, use_reentrant=True) if self.training else self.again(between)
+        return self.head(between)
+
+    def again(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.shared(x))
+
+
+class Branching(nn.Module):
+    """Its graph depends on the batch, so each rank has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.left, self.right, self.head = (
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 6),
+            nn.Linear(6, 3),
+        )
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = self.first(x)
+        branch = self.left if float(x.sum()) > 0 else self.right
+        return self.head(torch.tanh(branch(between)))
+
+
+class LookedUp(nn.Module):
+    """The gradient of its table is sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.rest = nn.Embedding(4, 6, sparse=True), programs.mlp()
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rest(x + self.table((x[:, 0] > 0).long()))
 
 
 def half() -> nn.Module:
@@ -179,12 +229,49 @@ CASES |= {
 }
 
 
+OVERLAPPED: dict[str, Case] = {
+    name: CASES[name]
+    for name in (
+        "momentum",
+        "adam",
+        "clipping",
+        "tuple",
+        "tied",
+        "frozen",
+        "one sample each",
+        "two dtypes",
+        "accumulated",
+        "sum",
+        "running means",
+        "accumulated masks",
+        "epochs",
+        "disjoint",
+        "until",
+        "source",
+        "loop",
+        "half precision",
+        "autocast",
+    )
+} | {
+    "a shorter last Δ": Case(program(), "accumulate=3", {"epochs": 1.0}),
+    "checkpointed": Case(program(model=Checkpointed)),
+    "branching": Case(program(model=Branching)),
+    "looked up": Case(program(model=LookedUp)),
+    "slow": Case(program(), settings={"steps": STEPS, "delay": "fraction=0.5 constant:value=0.01"}),
+}
+"""Also trained with Δ sent in buckets during the backward pass."""
+
+UNDIVIDED = ("skipped", "sharded momentum", "bf16", "batchnorm of rows")
+"""Where Δ is sent after it, however small buckets are."""
+
+
 def torchrun(script: Path, *words: str, ranks: int, folder: Path) -> "subprocess.Popen[str]":
     """Start a script on so many ranks of this host; each run finds a free port by itself."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(script)]
     return subprocess.Popen(
         [sys.executable, *command, str(folder), *words],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -1,6 +1,9 @@
 """One module on one device: parameters bound to a state, forward and backward in plain autograd."""
 
+import functools
 import time
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -93,10 +96,34 @@ class Autograd:
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         return grads
 
+    def watch(self, added: Callable[[int], None]) -> ExitStack:
+        """Tell ``added`` when a backward pass has added to a parameter's ``grad``, until what is returned is closed.
+
+        It does so once for a parameter, also where that is used twice (probed on torch 2.13), but for several reentrant
+        checkpoints that use it once each.
+        """
+        watching = ExitStack()
+        for index, parameter in enumerate(self.parameters):
+            hook = functools.partial(_tell, added, index)
+            watching.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
+        return watching
+
+    def dense_gradient(self, index: int) -> Tensor:
+        """The gradient of one parameter, which it still holds."""
+        grad = self.parameters[index].grad
+        assert grad is not None, "it has just been added to"
+        if grad.is_sparse:
+            self.parameters[index].grad = grad = grad.to_dense()
+        return grad
+
     def write_buffers(self, out: State) -> None:
         """Copy the buffers as they are now into ``out``."""
         if self._buffers:
             torch._foreach_copy_(out.views.buffers, self._buffers)
+
+
+def _tell(added: Callable[[int], None], index: int, _: Tensor) -> None:
+    added(index)
 
 
 def step_seed(seed: int, replica: ReplicaId, clock: Clock) -> int:

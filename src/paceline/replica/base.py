@@ -47,6 +47,24 @@ class Replica(ABC):
         """Write Δ, and the buffers as they are now, into ``out``."""
 
 
+class Sink(ABC):
+    """Is given the gradients of a Δ one by one, each once it is final, while a backward pass still makes the others."""
+
+    @abstractmethod
+    def last(self) -> bool:
+        """Whether the micro-step that begins is the last of its Δ."""
+
+    @abstractmethod
+    def ready(self, index: int, gradient: Tensor, samples: int) -> None:
+        """A gradient is final; each is told of once for each Δ, in any order.
+
+        Args:
+            index: of the parameter, in the layout's order.
+            gradient: read at once, or not at all.
+            samples: of the whole Δ.
+        """
+
+
 def micro_steps(delta: Delta) -> int:
     """How many batches one Δ takes.
 

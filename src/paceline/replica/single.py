@@ -1,13 +1,16 @@
 """One replica on one device, plain autograd: the oracle that everything else is tested against."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from paceline.core.types import Clock
 from paceline.replica.autograd import Autograd
-from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.base import Batch, Measured, Replica, Sink, finite
+from paceline.replica.early import Early
 from paceline.replica.state import State
 from paceline.replica.sweep import PIECE, copied
 
@@ -22,15 +25,30 @@ class Single(Replica):
         self._autograd, self._micro_steps = autograd, micro_steps
         self._losses = 0.0
         self._samples = 0
+        self._early: Early | None = None
+
+    @contextmanager
+    def giving(self, sink: Sink) -> Iterator[None]:
+        """While it is entered, the gradients of Δ go to ``sink``, each as soon as it is final, and not to ``out``."""
+        self._early = early = Early(self._autograd, sink, mean=self._micro_steps > 1)
+        try:
+            yield
+        finally:
+            self._early = None
+            early.close()
 
     def adopt(self, state: State) -> None:
         self._autograd.bind(state)
         self._losses, self._samples = 0.0, 0
+        if self._early is not None:
+            self._early.opens()
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
             return math.nan
         weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
+        if self._early is not None:
+            self._early.passes(self._samples + batch.samples)
         loss = self._autograd.backward(batch, clock, weight)
         self._losses += loss * batch.samples
         self._samples += batch.samples
@@ -39,19 +57,21 @@ class Single(Replica):
     def finish(self, out: State) -> Measured:
         gradients = self._autograd.take_gradients()
         with torch.no_grad():
-            if self._micro_steps > 1 and self._samples:
-                torch._foreach_div_(gradients, float(self._samples))
-            clear = _write(gradients, out)
+            clear = self._hand_over(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
         return Measured(loss, self._samples, clear and math.isfinite(loss))
 
-
-def _write(gradients: list[Tensor], out: State) -> bool:
-    """Copy them into Δ; whether all of it is finite."""
-    if any(len(vector) > PIECE for vector in out.parameters):
-        return copied(gradients, out.views.parameters)
-    torch._foreach_copy_(out.views.parameters, gradients)
-    return finite(out.parameters, 0.0)
+    def _hand_over(self, gradients: list[Tensor], out: State) -> bool:
+        """Give Δ to who takes it; whether all of it is finite."""
+        if self._early is not None:
+            self._early.rest(gradients, self._samples)
+            return finite(gradients, 0.0)
+        if self._micro_steps > 1 and self._samples:
+            torch._foreach_div_(gradients, float(self._samples))
+        if any(len(vector) > PIECE for vector in out.parameters):
+            return copied(gradients, out.views.parameters)
+        torch._foreach_copy_(out.views.parameters, gradients)
+        return finite(out.parameters, 0.0)

@@ -28,7 +28,7 @@ class Traffic:
 
     def __init__(self, group: Group, lookout: Lookout, device: str) -> None:
         self.group, self._lookout, self._device = group, lookout, torch.device(device)
-        self._ranks = dist.get_world_size(group.handle)
+        self.ranks = dist.get_world_size(group.handle)
         self.sent_bytes = 0
         """So far."""
 
@@ -37,30 +37,35 @@ class Traffic:
 
         In a ring each rank sends P - 1 of P pieces to be summed, and as many sums (Patarasuk and Yuan 2009).
         """
-        moved = [self._there(vector) for vector in vectors]
-        works = [dist.all_reduce(vector, group=self.group.handle, async_op=True) for vector in moved]
+        moved = [self.there(vector) for vector in vectors]
+        works = [self.begin(vector) for vector in moved]
         for work in works:
             self.wait(work, what)
         for vector, result in zip(vectors, moved, strict=True):
             if result is not vector:
                 vector.copy_(result)
-        self.sent_bytes += sum(ring_bytes(v.nbytes, self._ranks) for v in vectors)
+        self.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
+
+    def begin(self, vector: Tensor) -> Any:
+        """Begin to replace a vector that is :meth:`there` by its sum over all ranks. To be waited for and counted."""
+        return dist.all_reduce(vector, group=self.group.handle, async_op=True)
 
     def reduce_scatter(self, rows: Tensor, mine: Tensor) -> Any:
         """Begin to sum all ranks' rows; this rank's is to be its own sum. To be waited for."""
-        self.sent_bytes += (self._ranks - 1) * mine.nbytes
+        self.sent_bytes += (self.ranks - 1) * mine.nbytes
         return _reduce_scatter(mine, rows.view(-1), group=self.group.handle, async_op=True)
 
     def all_gather(self, rows: Tensor, mine: Tensor) -> Any:
         """Begin to tell all ranks this one's row. To be waited for."""
-        self.sent_bytes += (self._ranks - 1) * mine.nbytes
+        self.sent_bytes += (self.ranks - 1) * mine.nbytes
         return _all_gather(rows.view(-1), mine, group=self.group.handle, async_op=True)
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a collective that has been begun."""
         self._lookout.wait(work, what)
 
-    def _there(self, vector: Tensor) -> Tensor:
+    def there(self, vector: Tensor) -> Tensor:
+        """A vector where the backend wants it: itself, or a copy."""
         return vector if vector.device == self._device else vector.to(self._device)
 
 
@@ -71,6 +76,11 @@ def ring_bytes(nbytes: int, ranks: int) -> int:
     (1500, 0)
     """
     return 2 * (ranks - 1) * nbytes // ranks
+
+
+def of_step(step: Clock) -> str:
+    """What is waited for when ranks meet."""
+    return f"the all-reduce of its step {step}"
 
 
 class Exchange:
@@ -90,5 +100,5 @@ class Exchange:
         """All ranks' rows; the vectors then hold the sum of what they brought."""
         self._freight.tell(self._rank, row)
         if self._traffic is not None:
-            self._traffic.all_reduce(self._vectors, f"the all-reduce of its step {step}")
+            self._traffic.all_reduce(self._vectors, of_step(step))
         return self._freight.told()

@@ -23,6 +23,7 @@ from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.desk import Desk
 from paceline.engine.distributed.exchange import Exchange, ring_bytes
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.overlap import Overlap, overlapped
 from paceline.engine.distributed.sharded import Sharded
 from paceline.engine.distributed.station import DistributedStation, Surroundings
 from paceline.engine.distributed.stopwatch import Stopwatch
@@ -35,6 +36,7 @@ from paceline.engine.owner import Owner
 from paceline.engine.roster import Roster
 from paceline.engine.setup import Setup, first_state, settle, threads
 from paceline.engine.worker import StationWorker
+from paceline.replica.single import Single
 from paceline.replica.state import write
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
@@ -69,6 +71,7 @@ class DistributedRun:
         self._update = self._way()
         self._course = Course(setup, self._state, self._update, self._freight, self._desk, self._stopwatch, digest)
         self._meeting = self._met()
+        self._overlap = self._beforehand()
         self._attendance = Attendance(setup, self._rank, self._module, self._meeting)
         self._notes, self._sink = Notes(), self._new_sink()
         self._recorder: AnyRecorder = Recorder(self._rank, 0, 0, self._sink) if job.trace else NullRecorder()
@@ -124,6 +127,11 @@ class DistributedRun:
         summed = self._job.strategy.accumulate > 1 or (isinstance(policy, Synchronous) and policy.combine == "sum")
         return Meeting(self._team.traffic, self._rank, self._team.world.size, summed=summed)
 
+    def _beforehand(self) -> Overlap | None:
+        """What sends Δ during the backward pass; None where it is sent after it."""
+        whole = isinstance(self._update, Together) and self._meeting is None and not self._course.may_repeat
+        return overlapped(self._job, self._team, self._backend, self._freight) if whole else None
+
     def _write_roster(self) -> None:
         if self._rank == 0:
             where: dict[int, dict[str, int | str]] = {
@@ -134,10 +142,12 @@ class DistributedRun:
     def _station(self, asked: Interruptible, woken: threading.Event) -> DistributedStation:
         gauge = Gauge(self._notes, self._rank, self._recorder, 0, self._setup.per_step)
         self._gauge = gauge
+        vectors = self._update.meeting if self._overlap is None else self._freight.tails
         around = Surroundings(
             course=self._course,
-            exchange=Exchange(self._freight, self._update.meeting, self._rank, self._team.traffic),
+            exchange=Exchange(self._freight, vectors, self._rank, self._team.traffic),
             freight=self._freight,
+            overlap=self._overlap,
             state=self._state,
             stopwatch=self._stopwatch,
             attendance=self._attendance,
@@ -151,6 +161,9 @@ class DistributedRun:
 
     def _worker(self, station: DistributedStation) -> StationWorker:
         inner = self._setup.replica(self._rank, self._module, self._state.layout, self._recorder)
+        if self._overlap is not None:
+            assert isinstance(inner, Single), "synchronous training sends gradients"
+            self._closing.enter_context(inner.giving(station))
         measured = Gauged(Attentive(inner, self._attendance), self._gauge, station, 0)
         return StationWorker(self._setup, self._rank, measured, station, self._gauge)
 
@@ -187,6 +200,7 @@ class DistributedRun:
         return {
             "threads": threads(self._job, self._team.world.local_size),
             "backend": self._backend if ranks > 1 else "none",
+            "buckets": self._overlap.buckets if self._overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
         }
 

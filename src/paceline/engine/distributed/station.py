@@ -5,16 +5,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.distributed.attendance import Attendance
 from paceline.engine.distributed.course import Course
-from paceline.engine.distributed.exchange import Exchange
+from paceline.engine.distributed.exchange import Exchange, of_step
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.notices import Notices
+from paceline.engine.distributed.overlap import Overlap
 from paceline.engine.distributed.rows import Kind, Row
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.gauge import Gauge
-from paceline.replica.base import Measured
+from paceline.replica.base import Measured, Sink
 from paceline.replica.state import State
 
 
@@ -25,6 +28,8 @@ class Surroundings:
     course: Course
     exchange: Exchange
     freight: Freight
+    overlap: Overlap | None
+    """None where Δ is summed in the exchange."""
     state: State
     """A."""
     stopwatch: Stopwatch
@@ -40,8 +45,10 @@ class Surroundings:
     """Called after each exchange."""
 
 
-class DistributedStation:
+class DistributedStation(Sink):
     """A and F, where every rank has both.
+
+    Where Δ is sent bucket by bucket, its gradients come as to a sink; else all in the slot.
 
     Args:
         replica: whose side.
@@ -68,6 +75,13 @@ class DistributedStation:
     def pull(self) -> State:
         return self._around.state
 
+    def last(self) -> bool:
+        return self._made + 1 == self._course.micro_steps(self._replica)
+
+    def ready(self, index: int, gradient: Tensor, samples: int) -> None:
+        assert self._around.overlap is not None, "Δ is not sent in buckets"
+        self._around.overlap.bring(index, gradient, self._course.weight(samples))
+
     def closes(self) -> bool:
         self._made += 1
         if self._made < self._course.micro_steps(self._replica):
@@ -79,8 +93,11 @@ class DistributedStation:
         return self._freight.state
 
     def push(self, measured: Measured) -> None:
-        if measured.finite:
-            self._freight.weigh(self._course.weight(measured.samples))
+        weight = self._course.weight(measured.samples)
+        if self._around.overlap is not None:
+            self._freight.scale_buffers(weight)  # Δ is under way
+        elif measured.finite:
+            self._freight.weigh(weight)
         else:
             self._freight.empty()
         kept = self._freight.kept() if self._again else []
@@ -117,7 +134,11 @@ class DistributedStation:
         row = Row(
             kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, around.stopwatch.now_ns()
         )
+        if around.overlap is not None:
+            around.overlap.settle()
         rows = around.exchange.meet(row, step)
+        if around.overlap is not None:
+            around.overlap.wait(of_step(step))
         if len(rows) > 1:
             last_came = around.stopwatch.local_ns(max(row.entered_ns for row in rows))
             all_there = min(max(last_came, began), time.monotonic_ns())

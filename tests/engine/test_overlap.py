@@ -1,0 +1,136 @@
+"""Buckets: how Δ is cut, and that all ranks begin the same ones in the same order, as early as they can."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from paceline import PacelineError, Strategy
+from paceline.engine.base import Budget, Job
+from paceline.engine.distributed.buckets import cut
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.overlap import Overlap, pays
+from paceline.engine.distributed.world import World
+from paceline.replica.state import Layout
+from tests.engine import programs
+
+
+def layout(sizes: list[int], doubles: list[int]) -> Layout:
+    module = nn.Module()
+    for place, size in enumerate(sizes):
+        module.register_parameter(f"single{place}", nn.Parameter(torch.zeros(size)))
+    for place, size in enumerate(doubles):
+        module.register_parameter(f"double{place}", nn.Parameter(torch.zeros(size, dtype=torch.float64)))
+    return Layout.of(module)
+
+
+SIZES = st.lists(st.integers(1, 40), max_size=6)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=6), SIZES, st.integers(1, 300), st.integers(1, 300))
+def test_buckets_are_all_of_a_once_from_its_end(sizes: list[int], doubles: list[int], least: int, first: int) -> None:
+    of = layout(sizes, doubles)
+    found = cut(of, least, first)
+    assert sorted(m for bucket in found for m in bucket.members) == list(range(len(sizes) + len(doubles)))
+    for number, block in enumerate(of.parameters):
+        mine = [bucket for bucket in found if bucket.vector == number]
+        assert (mine[0].stop, mine[-1].start) == (block.elements, 0)
+        assert all(one.start == other.stop for one, other in pairwise(mine))
+        for place, bucket in enumerate(mine[:-1]):
+            bound = min(first if place == 0 else least, of.parameter_bytes)
+            assert (bucket.stop - bucket.start) * block.dtype.itemsize >= bound
+    if of.parameter_bytes <= least:
+        assert len(found) == len(of.parameters)
+
+
+def test_vectors_take_turns() -> None:
+    order = [(bucket.vector, bucket.start) for bucket in cut(layout([8, 8], [4, 4]), 32, 32)]
+    assert order == [(0, 8), (1, 4), (0, 0), (1, 0)]
+
+
+class Wire:
+    """Traffic of one rank that is alone with itself: what is begun is kept, and doubled when it is waited for."""
+
+    ranks, sent_bytes = 2, 0
+
+    def __init__(self, *, elsewhere: bool = False) -> None:
+        self.elsewhere, self.begun, self.waited = elsewhere, list[Tensor](), list[str]()
+
+    def there(self, vector: Tensor) -> Tensor:
+        return vector.clone() if self.elsewhere else vector
+
+    def begin(self, vector: Tensor) -> Tensor:
+        self.begun.append(vector.clone())
+        return vector
+
+    def wait(self, work: Tensor, what: str) -> None:
+        work.mul_(2.0)
+        self.waited.append(what)
+
+
+def bucketed(**words: Any) -> tuple[Overlap, Wire, Freight]:
+    """Three buckets: of parameters 3 and 2, of 1, and of 0."""
+    of = layout([2, 3, 1, 2], [])
+    cuts = cut(of, 8, 12)
+    assert [bucket.members for bucket in cuts] == [(3, 2), (1,), (0,)]
+    wire, freight = Wire(**words), Freight(of, 2)
+    return Overlap(cuts, freight, wire), wire, freight  # type: ignore[arg-type]
+
+
+def gradient(index: int) -> Tensor:
+    return torch.full(([2, 3, 1, 2][index],), float(index + 1))
+
+
+def test_a_bucket_is_begun_once_it_and_those_before_it_are_full() -> None:
+    overlap, wire, _ = bucketed()
+    begun = []
+    for index in (1, 3, 2, 0):
+        overlap.bring(index, gradient(index), 0.5)
+        begun.append(len(wire.begun))
+    assert begun == [0, 0, 2, 3]
+    assert [part.tolist() for part in wire.begun] == [[1.5, 2.0, 2.0], [1.0, 1.0, 1.0], [0.5, 0.5]]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_sums_lie_in_the_freight(elsewhere: bool) -> None:
+    overlap, wire, freight = bucketed(elsewhere=elsewhere)
+    for _ in range(2):  # nothing of the Δ before is left
+        for index in (3, 2, 1, 0):
+            overlap.bring(index, gradient(index), 0.5)
+        overlap.settle()
+        overlap.wait("a test")
+        assert freight.state.parameters[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0]
+    assert wire.waited == ["a test"] * 6
+    assert wire.sent_bytes == 2 * 8 * 4  # two rings of two ranks: each sends a vector's bytes once
+
+
+def test_who_has_no_delta_brings_zeros_in_the_same_order() -> None:
+    overlap, wire, freight = bucketed()
+    freight.state.parameters[0].fill_(7.0)
+    overlap.settle()
+    assert [part.tolist() for part in wire.begun] == [[0.0] * 3, [0.0] * 3, [0.0] * 2]
+
+
+def test_half_a_delta_is_refused() -> None:
+    overlap, *_ = bucketed()
+    overlap.bring(3, gradient(3), 1.0)
+    with pytest.raises(PacelineError, match="in part was begun anew"):
+        overlap.bring(3, gradient(3), 1.0)
+    with pytest.raises(PacelineError, match="in part was left"):
+        overlap.settle()
+
+
+@pytest.mark.parametrize(
+    ("cores", "backend", "here", "expected"),
+    [(2, "gloo", 2, False), (3, "gloo", 2, False), (4, "gloo", 2, True), (2, "gloo", 1, True), (1, "nccl", 2, True)],
+)
+def test_on_one_host_gloo_wants_cores(
+    monkeypatch: pytest.MonkeyPatch, cores: int, backend: str, here: int, expected: bool
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
+    job = Job(programs.program(), Strategy.parse("replicas=2 threads=1"), Budget("steps", 1, 1))
+    assert pays(job, World(rank=0, size=2, local_size=here), backend) == expected
