@@ -1,8 +1,8 @@
 """Forward and backward passes that a rank makes without a sample of its own, for the others' sake.
 
-Layers that meet the other ranks' in every pass (:mod:`~paceline.engine.distributed.batchnorm`) would wait for ever for
-a rank whose last batch is empty, or whose replica has left. It makes the pass all the same, on any batch, and brings
-nothing to their meetings.
+Layers that meet the other ranks' in every pass (:mod:`~paceline.engine.distributed.batchnorm`), or whose parameters are
+gathered from all ranks (:mod:`~paceline.engine.distributed.divided`), would wait for ever for a rank whose last batch
+is empty, or whose replica has left. It makes the pass all the same, on any batch, and brings nothing to what is summed.
 """
 
 from dataclasses import replace
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm
+from paceline.engine.distributed.divided import Divided
 from paceline.engine.setup import Setup
 from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured, Replica
@@ -28,36 +29,52 @@ class Attendance:
         replica: of this rank.
         module: whose layers meet.
         with_whom: the ranks that they meet; None: they meet nobody.
+        divided: the parameters, where all ranks have to gather them; None: this one has them.
     """
 
-    def __init__(self, setup: Setup, replica: ReplicaId, module: nn.Module, with_whom: Meeting | None) -> None:
-        self._setup, self._replica, self._module, self._meeting = setup, replica, module, with_whom
+    def __init__(
+        self,
+        setup: Setup,
+        replica: ReplicaId,
+        module: nn.Module,
+        with_whom: Meeting | None,
+        divided: Divided | None = None,
+    ) -> None:
+        self._setup, self._replica, self._module = setup, replica, module
+        self._meeting, self._divided = with_whom, divided
+        self._needed = with_whom is not None or divided is not None
         self.made = 0
         """Passes since the last exchange."""
 
     def keep_up(self, passes: int) -> None:
         """Make as many passes before this exchange as the others do."""
-        for _ in range(passes - self.made if self._meeting is not None else 0):
+        for _ in range(passes - self.made if self._needed else 0):
             self.attend()
         self.made = 0
 
     def attend(self) -> None:
-        """One pass that leaves nothing behind."""
+        """One pass that leaves nothing of this rank's behind."""
         self.made += 1
-        if self._meeting is None:
+        if not self._needed:
             return
-        parameters = list(self._module.parameters())
+        # A divided gradient is the sum of all ranks', to which this pass adds what the others bring.
+        parameters = list(self._module.parameters()) if self._divided is None else []
         gradients, buffers = [p.grad for p in parameters], self._others()
         kept = [b.clone() for b in buffers]
-        self._meeting.absent = True
+        self._be_absent(absent=True)
         try:
             self._pass()
         finally:
-            self._meeting.absent = False
+            self._be_absent(absent=False)
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 parameter.grad = gradient
             for buffer, before in zip(buffers, kept, strict=True):
                 buffer.copy_(before)
+
+    def _be_absent(self, *, absent: bool) -> None:
+        for what in (self._meeting, self._divided):
+            if what is not None:
+                what.absent = absent
 
     def _pass(self) -> None:
         program, device = self._setup.job.program, self._setup.device(self._replica)

@@ -24,7 +24,6 @@ from paceline.engine.distributed.update import Update
 from paceline.engine.nonfinite import not_finite
 from paceline.engine.setup import Setup
 from paceline.replica.base import micro_steps
-from paceline.replica.state import State
 
 
 class Course:
@@ -32,8 +31,7 @@ class Course:
 
     Args:
         setup: of the run.
-        state: this rank's A.
-        update: moves it.
+        update: moves A.
         freight: holds Σ of what ranks brought.
         desk: scores snapshots.
         stopwatch: stops while the run waits for a score.
@@ -43,7 +41,6 @@ class Course:
     def __init__(
         self,
         setup: Setup,
-        state: State,
         update: Update,
         freight: Freight,
         desk: Desk,
@@ -52,7 +49,7 @@ class Course:
     ) -> None:
         policy = setup.policy
         assert isinstance(policy, Synchronous), "another policy was not refused"
-        self._job, self._state, self._update, self._freight, self._desk = setup.job, state, update, freight, desk
+        self._job, self._update, self._freight, self._desk = setup.job, update, freight, desk
         self._stopwatch, self._mean = stopwatch, policy.combine == "mean"
         # What ranks bring is of the size of one gradient, not of a sum over samples: half precision would not hold it.
         self._usual = float(setup.order.batch_size * micro_steps(setup.delta)) if setup.order else 1.0
@@ -156,10 +153,10 @@ class Course:
     def _score(self) -> None:
         moment = self.chronicle.moment(self.now)
         if self._job.budget.until is None:
-            self._desk.hand_in(self._state, moment)
+            self._desk.hand_in(self._update, moment)
             return
         with self._stopwatch.paused():
-            record = self._desk.score_now(self._state, moment)
+            record = self._desk.score_now(self._update, moment)
         self.over |= self.chronicle.record(record)
 
     # ------------------------------------------------------------------------------------------ hands: what is decided

@@ -1,6 +1,6 @@
 """Where snapshots of A are scored, off the training path: after training, each rank a share of them.
 
-All ranks have the same A, so snapshot k is copied and scored by rank k mod P alone. Where a score may end the run
+A is one on all ranks, so snapshot k is copied and scored by rank k mod P alone. Where a score may end the run
 (``until=``), training stops for it, its clock too, and rank 0 tells the others.
 """
 
@@ -11,6 +11,7 @@ from functools import cached_property
 from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.distributed.team import Team
+from paceline.engine.distributed.update import Update
 from paceline.engine.scoring import Moment, Scorer, room
 from paceline.replica.state import State
 
@@ -31,18 +32,21 @@ class Desk:
         self._room = room(nbytes * team.world.local_size)
         self._given = 0
 
-    def hand_in(self, state: State, moment: Moment) -> None:
-        """Have a state scored after training; one that no memory is left for is scored now."""
+    def hand_in(self, update: Update, moment: Moment) -> None:
+        """Have A scored after training; where no memory is left for a copy, another is scored now."""
         mine = self._given % self._world.size == self._world.rank
         self._given += 1
         if mine:
             while len(self._queue) >= self._room:
                 self._score_next()
-            self._queue.append((moment, state.clone()))
+        state = update.whole(wanted=mine)
+        if state is not None:
+            self._queue.append((moment, state))
 
-    def score_now(self, state: State, moment: Moment) -> Record:
-        """The record of a state, on all ranks."""
-        mine = self._scorer.score(state, moment) if self._world.rank == 0 else None
+    def score_now(self, update: Update, moment: Moment) -> Record:
+        """The record of A, on all ranks."""
+        state = update.whole(wanted=self._world.rank == 0)
+        mine = self._scorer.score(state, moment) if state is not None else None
         record: Record = self._team.gather(mine, "a score")[0]
         return record
 

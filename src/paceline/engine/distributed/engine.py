@@ -7,6 +7,7 @@ import torch
 from paceline.aggregation import Synchronous, text_of
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.distributed.dividing import refuse_dividing
 from paceline.engine.distributed.run import DistributedRun, own_settings
 from paceline.engine.distributed.team import assembled
 from paceline.engine.distributed.world import World, backend_for, refuse_backend, refuse_size
@@ -53,9 +54,7 @@ class DistributedEngine(Engine):
 def _refuse_mixtures(job: Job) -> None:
     strategy = job.strategy
     if strategy.shard_parameters:
-        raise InputError(
-            "shard_parameters=True is not built yet; write shard_optimizer=true, which divides the optimizer's state"
-        )
+        refuse_dividing(job)
     if strategy.shard_optimizer and strategy.compression != "none":
         raise InputError(
             f"shard_optimizer=True sends each rank its part of Δ, and compression={strategy.compression} all of it; "

@@ -21,7 +21,7 @@ class Freight:
     """What one rank brings to an exchange, and what it takes home.
 
     Args:
-        layout: of A.
+        layout: of A, or of its running buffers alone where Δ does not travel with them.
         ranks: how many there are.
     """
 
@@ -53,7 +53,7 @@ class Freight:
 
     def weigh(self, weight: float) -> None:
         """Multiply what this rank brings, counters aside."""
-        if weight != 1.0:
+        if weight != 1.0 and self._sums:
             torch._foreach_mul_(self._sums, weight)
 
     def scale_buffers(self, factor: float) -> None:
@@ -63,7 +63,8 @@ class Freight:
 
     def empty(self) -> None:
         """Bring nothing."""
-        torch._foreach_zero_(self._sums)
+        if self._sums:
+            torch._foreach_zero_(self._sums)
 
     def tell(self, rank: int, row: Row) -> None:
         """Fill in this rank's row, and no other."""

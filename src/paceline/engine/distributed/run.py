@@ -21,8 +21,11 @@ from paceline.engine.distributed.attendance import Attendance, Attentive
 from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm, meeting
 from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.desk import Desk
+from paceline.engine.distributed.divided import Divided, only_buffers
+from paceline.engine.distributed.dividing import ended_within_a_delta
 from paceline.engine.distributed.exchange import Exchange, ring_bytes
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.fully_sharded import FullySharded, Partial
 from paceline.engine.distributed.overlap import Overlap, overlapped
 from paceline.engine.distributed.sharded import Sharded
 from paceline.engine.distributed.station import DistributedStation, Surroundings
@@ -36,6 +39,8 @@ from paceline.engine.owner import Owner
 from paceline.engine.roster import Roster
 from paceline.engine.setup import Setup, first_state, settle, threads
 from paceline.engine.worker import StationWorker
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Replica
 from paceline.replica.single import Single
 from paceline.replica.state import write
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
@@ -61,18 +66,19 @@ class DistributedRun:
         self._rank, world = team.world.rank, team.world
         self._setup = setup = Setup.of(job)
         self._module = settle(job, self._rank, world.local_size)
-        _, self._state = first_state(job.program, job.running_buffers)
-        digest = self._state.digest()
+        _, state = first_state(job.program, job.running_buffers)
+        digest, self._layout = state.digest(), state.layout
         self._agree(digest)
-        layout = self._state.layout
-        self._freight = Freight(layout, world.size)
+        self._divided = self._cut()
+        self._state = state if self._divided is None else only_buffers(state)
+        self._freight = Freight(self._state.layout, world.size)
         self._stopwatch = Stopwatch(team.peers.ahead_ns)
-        self._desk = Desk(job, team, layout.nbytes)
+        self._desk = Desk(job, team, self._layout.nbytes)
         self._update = self._way()
-        self._course = Course(setup, self._state, self._update, self._freight, self._desk, self._stopwatch, digest)
+        self._course = Course(setup, self._update, self._freight, self._desk, self._stopwatch, digest)
         self._meeting = self._met()
         self._overlap = self._beforehand()
-        self._attendance = Attendance(setup, self._rank, self._module, self._meeting)
+        self._attendance = Attendance(setup, self._rank, self._module, self._meeting, self._divided)
         self._notes, self._sink = Notes(), self._new_sink()
         self._recorder: AnyRecorder = Recorder(self._rank, 0, 0, self._sink) if job.trace else NullRecorder()
         self._told_s: Seconds = -1.0
@@ -88,6 +94,8 @@ class DistributedRun:
             self._start()
             with meeting(self._meeting):
                 worker.run(self._job.loop)
+                if self._divided is not None and not station.opens():
+                    raise ended_within_a_delta(self._rank, self._job.strategy.accumulate)
                 station.leave()
             self._course.finish()
             self._watch(replace(self._course.chronicle.progress("scoring", self._course.now), fraction=None))
@@ -109,9 +117,18 @@ class DistributedRun:
                         "the same arguments, and model() must draw its numbers from torch alone"
                     )
 
+    def _cut(self) -> Divided | None:
+        """The parameters, where they are divided; with nobody else there they stay whole."""
+        traffic = self._team.traffic
+        if traffic is None or not self._job.strategy.shard_parameters:
+            return None
+        return Divided(self._module, self._layout, self._team.world.size, traffic)
+
     def _way(self) -> Update:
         """How updates are made."""
         job, traffic, ranks = self._job, self._team.traffic, self._team.world.size
+        if traffic is not None and self._divided is not None:
+            return FullySharded(job.program, self._divided, self._freight, self._state, traffic)
         if traffic is not None and job.strategy.shard_optimizer:
             return Sharded(job.program, self._freight, self._state, self._rank, ranks, traffic)
         owner = Owner(job.program, self._setup.policy, self._state)
@@ -124,7 +141,8 @@ class DistributedRun:
         if self._team.traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in self._module.modules()):
             return None
         policy = self._setup.policy
-        summed = self._job.strategy.accumulate > 1 or (isinstance(policy, Synchronous) and policy.combine == "sum")
+        added = isinstance(policy, Synchronous) and policy.combine == "sum"
+        summed = self._job.strategy.accumulate > 1 or added or self._divided is not None
         return Meeting(self._team.traffic, self._rank, self._team.world.size, summed=summed)
 
     def _beforehand(self) -> Overlap | None:
@@ -160,12 +178,19 @@ class DistributedRun:
         return DistributedStation(self._rank, around, self._job.timeout_s)
 
     def _worker(self, station: DistributedStation) -> StationWorker:
-        inner = self._setup.replica(self._rank, self._module, self._state.layout, self._recorder)
+        inner = self._replica()
         if self._overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
             self._closing.enter_context(inner.giving(station))
         measured = Gauged(Attentive(inner, self._attendance), self._gauge, station, 0)
         return StationWorker(self._setup, self._rank, measured, station, self._gauge)
+
+    def _replica(self) -> Replica:
+        if self._divided is None:
+            return self._setup.replica(self._rank, self._module, self._layout, self._recorder)
+        program, device = self._job.program, self._setup.device(self._rank)
+        autograd = Autograd(program, self._module, self._state.layout, self._rank, device, self._recorder)
+        return Partial(autograd, self._divided, self._course.weight)
 
     def _start(self) -> None:
         self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
@@ -182,27 +207,33 @@ class DistributedRun:
     def _result(self, records: list[Record]) -> Outcome:
         course, seconds = self._course, self._course.now
         self._recorder.close()
-        traffic, layout = self._team.traffic, self._state.layout
+        traffic = self._team.traffic
+        part_bytes = self._layout.parameter_bytes if self._divided is None else self._divided.nbytes
         seen = self._notes.seen._replace(payload_bytes=traffic.sent_bytes if traffic else 0)
-        mine = told(self._rank, seen, self._notes.step_times, layout.parameter_bytes, seconds)
+        mine = told(self._rank, seen, self._notes.step_times, part_bytes, seconds)
         said = self._team.gather((mine, records, self._spans()), "the others' scores and figures")
         history = [record for _, theirs, _ in said for record in theirs]
         history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
         account = course.chronicle.account(
             seconds, [figures for figures, _, _ in said], (), self._rules(), interrupted=course.interrupted
         )
-        model = write(self._job.program.build(), self._state)
+        state = self._update.whole(wanted=True)
+        assert state is not None, "it is wanted here"
+        model = write(self._job.program.build(), state)
         spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
         return Outcome(model.state_dict(), model, history, account, spans)
 
     def _rules(self) -> dict[str, str | int | float]:
-        ranks, size = self._team.world.size, self._state.layout.parameter_bytes
-        return {
+        ranks, size = self._team.world.size, self._layout.parameter_bytes
+        rules: dict[str, str | int | float] = {
             "threads": threads(self._job, self._team.world.local_size),
             "backend": self._backend if ranks > 1 else "none",
             "buckets": self._overlap.buckets if self._overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
         }
+        if self._divided is not None:  # gathered for forward, gathered for backward, and gradients summed
+            rules["payload_sharded_formula_bytes_per_step"] = 3 * (ranks - 1) * size * self._setup.per_step
+        return rules
 
     def _spans(self) -> list[Span]:
         if not self._job.trace:

@@ -67,6 +67,9 @@ class Sharded(Update):
         self._all_gather()
         take_buffers(self._state, self._freight.state)
 
+    def whole(self, *, wanted: bool) -> State | None:
+        return self._state.clone() if wanted else None
+
     def _reduce_scatter(self, factor: float) -> list[Tensor]:
         works = []
         for cut, rows, mine, vector in zip(

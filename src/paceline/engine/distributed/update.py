@@ -32,6 +32,10 @@ class Update(ABC):
             rate: times the learning rate.
         """
 
+    @abstractmethod
+    def whole(self, *, wanted: bool) -> State | None:
+        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
+
 
 @final
 class Together(Update):
@@ -46,6 +50,9 @@ class Together(Update):
 
     def apply(self, factor: float, rate: float) -> None:
         self._owner.apply([(self._freight.state, factor)], rate, alone=True)
+
+    def whole(self, *, wanted: bool) -> State | None:
+        return self._owner.state.clone() if wanted else None
 
 
 @final
@@ -72,6 +79,9 @@ class Compressed(Update):
         for state, vector in zip(self._states, self._freight.state.parameters, strict=True):
             traffic.sent_bytes += self._compression.all_reduce(state, vector, traffic.group.handle)
         self._whole.apply(factor, rate)
+
+    def whole(self, *, wanted: bool) -> State | None:
+        return self._whole.whole(wanted=wanted)
 
 
 def take_buffers(state: State, brought: State) -> None:
