@@ -6,6 +6,8 @@
                        ^ Δ is written here           ^ and here            ^ rows.py
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -38,9 +40,7 @@ class Freight:
         self.vectors = list(vectors.values())
         """What is reduced."""
         self.nbytes = sum(v.nbytes for v in self.vectors)
-        own = {block.dtype: block.elements for block in layout.parameters}
-        self.tails = [tail for d, v in vectors.items() if len(tail := v[own.get(d, 0) :])]
-        """What is reduced where Δ itself is not: running buffers and rows."""
+        self._parameters = {block.dtype: block.elements for block in layout.parameters}
         self.table = vectors[told_in][table:].view(ranks, width)
         self._sums = [vectors[b.dtype][s : s + b.elements] for b, s in zip(blocks, starts, strict=True)]
         count = len(layout.parameters)
@@ -50,6 +50,16 @@ class Freight:
         self.state = State(layout, self._sums[:count], buffers)
         """Where Δ is written, and where Σ weight·Δ lies afterwards."""
         self._counters = [b for b in buffers if not b.is_floating_point()]
+
+    @property
+    def tails(self) -> list[Tensor]:
+        """What is reduced where Δ itself is not: running buffers and rows."""
+        return self.tails_with({})
+
+    def tails_with(self, last: Mapping[torch.dtype, int]) -> list[Tensor]:
+        """These, and with them so many of the last elements of Δ."""
+        starts = [self._parameters.get(v.dtype, 0) - last.get(v.dtype, 0) for v in self.vectors]
+        return [tail for v, start in zip(self.vectors, starts, strict=True) if len(tail := v[start:])]
 
     def weigh(self, weight: float) -> None:
         """Multiply what this rank brings, counters aside."""

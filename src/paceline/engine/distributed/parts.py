@@ -1,0 +1,163 @@
+"""How one vector of A, and of Δ, is divided among the ranks."""
+
+from abc import ABC, abstractmethod
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from paceline.engine.distributed.exchange import Traffic
+from paceline.replica.state import Block, Entry
+
+Cut = tuple[int, ...]
+"""Where the parts of a vector begin, and where the last one ends."""
+
+
+class Piece(NamedTuple):
+    """What a rank steps on."""
+
+    block: Block
+    here: Tensor
+    """Of A."""
+    delta: Tensor
+    """Σ Δ."""
+
+
+class Part(ABC):
+    """One rank's part of one vector."""
+
+    @property
+    @abstractmethod
+    def own(self) -> Piece:
+        """What this rank alone steps on."""
+
+    @property
+    @abstractmethod
+    def shared(self) -> Piece | None:
+        """What every rank steps on: of its Δ the sum is made where ranks meet."""
+
+    @abstractmethod
+    def begin_sum(self, traffic: Traffic) -> Any:
+        """Begin to sum Δ: each rank is to have the sum of its own piece. To be waited for."""
+
+    @abstractmethod
+    def begin_gathering(self, traffic: Traffic) -> Any:
+        """Begin to tell all ranks this one's new piece of A. To be waited for, and then :meth:`take`."""
+
+    @abstractmethod
+    def take(self) -> None:
+        """Put together what has been gathered."""
+
+
+@final
+class Even(Part):
+    """Equal parts that lie where they are; what is left over, fewer elements than ranks, all step on.
+
+    ::
+
+        rank 0: . . . | rank 1: . . . | rank 2: . . . | all: . .
+
+    Args:
+        block: says what lies in the vectors.
+        a: of A.
+        delta: of Δ.
+        rank: of this process.
+        ranks: how many there are.
+    """
+
+    def __init__(self, block: Block, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
+        each = block.elements // ranks
+        body = each * ranks
+        self._a, self._delta = a[:body].view(ranks, each), delta[:body].view(ranks, each)
+        self._sum = torch.zeros_like(self._a[rank])
+        self._own = Piece(_flat(block.dtype, rank * each, (rank + 1) * each), self._a[rank], self._sum)
+        left = _flat(block.dtype, body, block.elements)
+        self._left = Piece(left, a[body:], delta[body:]) if left.elements else None
+
+    @property
+    def own(self) -> Piece:
+        return self._own
+
+    @property
+    def shared(self) -> Piece | None:
+        return self._left
+
+    def begin_sum(self, traffic: Traffic) -> Any:
+        return traffic.reduce_scatter(self._delta, self._sum)
+
+    def begin_gathering(self, traffic: Traffic) -> Any:
+        self._sum.copy_(self._own.here)  # it may not be sent from where it is received
+        return traffic.all_gather(self._a, self._sum)
+
+    def take(self) -> None:
+        """All lies in its place."""
+
+
+@final
+class AtBorders(Part):
+    """Whole parameters; the parts are as unequal as these are, and travel in rows as long as the longest.
+
+    Args:
+        block: says what lies in the vectors.
+        a: of A.
+        delta: of Δ.
+        rank: of this process.
+        ranks: how many there are.
+    """
+
+    def __init__(self, block: Block, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
+        self._cut = cut = at_borders(block, ranks)
+        self._a, self._delta = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
+        longest = max(map(len, self._a))
+        self._rows = torch.zeros(ranks, longest, dtype=block.dtype)
+        self._row = torch.zeros(longest, dtype=block.dtype)
+        here = self._a[rank]
+        self._own = Piece(_inside(block, cut[rank], cut[rank + 1]), here, self._row[: len(here)])
+
+    @property
+    def own(self) -> Piece:
+        return self._own
+
+    @property
+    def shared(self) -> Piece | None:
+        return None
+
+    def begin_sum(self, traffic: Traffic) -> Any:
+        for row, part in zip(self._rows, self._delta, strict=True):
+            row[: len(part)] = part
+        return traffic.reduce_scatter(self._rows, self._row)
+
+    def begin_gathering(self, traffic: Traffic) -> Any:
+        self._own.delta.copy_(self._own.here)
+        return traffic.all_gather(self._rows, self._row)
+
+    def take(self) -> None:
+        for row, part in zip(self._rows, self._a, strict=True):
+            part.copy_(row[: len(part)])
+
+
+def at_borders(block: Block, ranks: int) -> Cut:
+    """Whole parameters: each begins a part once those before it hold their share.
+
+    >>> sizes = [4, 1, 1, 6]
+    >>> entries = [Entry(str(n), torch.Size([n]), stop - n, stop) for n, stop in zip(sizes, accumulate(sizes))]
+    >>> at_borders(Block(torch.float32, tuple(entries)), 3)
+    (0, 4, 6, 12)
+    """
+    borders = [0, *(entry.stop for entry in block.entries)]
+    wanted = (block.elements * rank / ranks for rank in range(1, ranks))
+    inner = [min(borders, key=lambda border: abs(border - w)) for w in wanted]
+    return (0, *accumulate(inner, max), block.elements)
+
+
+def _flat(dtype: torch.dtype, start: int, stop: int) -> Block:
+    """Elements of which nobody asks to what parameter they belong."""
+    entry = Entry(f"{start}:{stop}", torch.Size([stop - start]), 0, stop - start)
+    return Block(dtype, (entry,) if stop > start else ())
+
+
+def _inside(block: Block, start: int, stop: int) -> Block:
+    """The parameters between two borders."""
+    inside = [entry for entry in block.entries if start <= entry.start and entry.stop <= stop]
+    return Block(block.dtype, tuple(Entry(e.name, e.shape, e.start - start, e.stop - start) for e in inside))
