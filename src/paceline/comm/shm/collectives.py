@@ -184,16 +184,19 @@ def exchange(rounds: Rounds, kind: Kind, outs: Sequence[Tensor], parts: Sequence
     while start < most:
         stages = rounds.stages(dtype)
         for other, part in enumerate(parts):
-            chunk = part[start : start + slot]
-            _place(stages[rounds.rank], slot, other, chunk).copy_(chunk)
+            if other != rounds.rank:
+                chunk = part[start : start + slot]
+                _place(stages[rounds.rank], slot, other, chunk).copy_(chunk)
         yield from _meet(rounds, call)
         if call is not None:
             most = _most(rounds, notes)
         call = None
-        for stage, out in zip(stages, outs, strict=True):
-            chunk = out[start : start + slot]
-            chunk.copy_(_place(stage, slot, rounds.rank, chunk))
+        for other, (stage, out) in enumerate(zip(stages, outs, strict=True)):
+            if other != rounds.rank:
+                chunk = out[start : start + slot]
+                chunk.copy_(_place(stage, slot, rounds.rank, chunk))
         start += slot
+    outs[rounds.rank].copy_(parts[rounds.rank])
 
 
 def _most(rounds: Rounds, notes: "memoryview[int]") -> int:
