@@ -27,7 +27,7 @@ from paceline.engine.distributed.exchange import Exchange, ring_bytes
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.fully_sharded import FullySharded, Partial
 from paceline.engine.distributed.overlap import Overlap, overlapped
-from paceline.engine.distributed.sharded import Sharded
+from paceline.engine.distributed.sharded import Sharded, pays
 from paceline.engine.distributed.station import DistributedStation, Surroundings
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.distributed.team import Team
@@ -129,12 +129,20 @@ class DistributedRun:
         job, traffic, ranks = self._job, self._team.traffic, self._team.world.size
         if traffic is not None and self._divided is not None:
             return FullySharded(job.program, self._divided, self._freight, self._state, traffic)
-        if traffic is not None and job.strategy.shard_optimizer:
+        if traffic is not None and self._divides():
             return Sharded(job.program, self._freight, self._state, self._rank, ranks, traffic)
         owner = Owner(job.program, self._setup.policy, self._state)
         if traffic is None or job.strategy.compression == "none":
             return Together(self._freight, owner)
         return Compressed(self._freight, owner, parse(job.strategy.compression), traffic)
+
+    def _divides(self) -> bool:
+        """Whether each rank keeps a part of the optimizer's state."""
+        strategy = self._job.strategy
+        if strategy.shard_optimizer is not None:
+            return strategy.shard_optimizer
+        apart = strategy.compression == "none" and strategy.device == "cpu"
+        return apart and pays(self._job.program, self._state, self._backend, self._team.world.size)
 
     def _met(self) -> Meeting | None:
         """Where layers look at all ranks' samples; None where there is no such layer, or nobody else."""
@@ -228,6 +236,7 @@ class DistributedRun:
         rules: dict[str, str | int | float] = {
             "threads": threads(self._job, self._team.world.local_size),
             "backend": self._backend if ranks > 1 else "none",
+            "shard_optimizer": isinstance(self._update, Sharded),
             "buckets": self._overlap.buckets if self._overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
         }

@@ -1,0 +1,45 @@
+"""When each rank keeps a part of the optimizer's state though nobody asked for it."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import Program
+from paceline.engine.distributed.sharded import LEAST_ELEMENTS, LEAST_RANKS, pays
+from paceline.optim import Lamb
+from paceline.replica.state import Layout
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def would(optimizer: Any = MOMENTUM, backend: str = "shm", ranks: int = LEAST_RANKS, size: int = 1000) -> bool:
+    module = nn.Linear(size, size, bias=False)
+    data = (torch.zeros(1, size), torch.zeros(1, size))
+    program = Program(lambda: module, nn.functional.mse_loss, optimizer, data)
+    return pays(program, Layout.of(module).new(), backend, ranks)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [MOMENTUM, functools.partial(torch.optim.Adam, lr=0.1), functools.partial(torch.optim.RMSprop, lr=0.1)]
+)
+def test_where_it_was_measured_to_pay(optimizer: Any) -> None:
+    assert LEAST_ELEMENTS == 1000 * 1000
+    assert would(optimizer)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"optimizer": functools.partial(torch.optim.SGD, lr=0.1)},  # remembers nothing
+        {"optimizer": functools.partial(Lamb, lr=0.1)},  # looks at whole parameters
+        {"backend": "gloo"},
+        {"ranks": LEAST_RANKS - 1},
+        {"size": 999},
+    ],
+    ids=str,
+)
+def test_where_it_was_not(given: dict[str, Any]) -> None:
+    assert not would(**given)
