@@ -4,7 +4,7 @@ A kernel is a value: the numbers of one step, and nothing else. What the optimiz
 vectors that are handed in, so any process that sees them can make any part of the step. SGD does torch's own operations
 in torch's own order (``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused
 kernel, which rounds as ``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the
-arithmetic; on millions its passes over memory do, of which a kernel makes one.
+arithmetic.
 """
 
 from abc import ABC, abstractmethod
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as everyones
-
-from paceline.replica.sweep import PIECE, pieces
 
 Memory: TypeAlias = Sequence[Tensor]
 """What an optimizer remembers of one vector: ``Kernel.remembers`` vectors of the same form, zeros at first."""
@@ -38,6 +36,7 @@ class Kernel(ABC):
     def remembers(self) -> int:
         """How many vectors of memory it needs for each vector of A."""
 
+    @abstractmethod
     def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
         """Step on ``weight`` · gradient, which itself stays as it is.
 
@@ -48,18 +47,6 @@ class Kernel(ABC):
             memory: of this vector.
             weight: of the gradient.
         """
-        if len(here) <= PIECE:
-            self._step(here, there, gradient if weight == 1.0 else gradient * weight, memory)
-            return
-        for piece in pieces(len(here)):
-            part = gradient[piece] if weight == 1.0 else gradient[piece] * weight
-            before = here[piece]
-            after = before if there is here else there[piece]
-            self._step(before, after, part, [vector[piece] for vector in memory])
-
-    @abstractmethod
-    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
-        """The same for one piece and weight 1."""
 
 
 @dataclass(slots=True)
@@ -74,18 +61,20 @@ class SgdKernel(Kernel):
     def remembers(self) -> int:
         return int(self.momentum != 0)
 
-    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+        if weight != 1.0 and (self.weight_decay or self.nesterov):
+            gradient, weight = gradient * weight, 1.0
         if self.weight_decay:
             gradient = gradient.add(here, alpha=self.weight_decay)
         if self.momentum:
-            gradient = self._with_momentum(gradient, memory[0])
-        torch.add(here, gradient, alpha=-self.lr, out=there)
+            gradient, weight = self._with_momentum(gradient, memory[0], weight), 1.0
+        torch.add(here, gradient, alpha=-self.lr * weight, out=there)
 
-    def _with_momentum(self, gradient: Tensor, buffer: Tensor) -> Tensor:
+    def _with_momentum(self, gradient: Tensor, buffer: Tensor, weight: float) -> Tensor:
         if self.number == 1:
-            buffer.copy_(gradient)
+            torch.mul(gradient, weight, out=buffer)
         else:
-            buffer.mul_(self.momentum).add_(gradient, alpha=1 - self.dampening)
+            buffer.mul_(self.momentum).add_(gradient, alpha=(1 - self.dampening) * weight)
         return gradient.add(buffer, alpha=self.momentum) if self.nesterov else buffer
 
 
@@ -102,7 +91,9 @@ class AdamKernel(Kernel):
     def remembers(self) -> int:
         return 2
 
-    def _step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory) -> None:
+    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+        if weight != 1.0:
+            gradient = gradient * weight
         if there is not here:
             there.copy_(here)
         step = torch._fused_adamw_ if self.decoupled else torch._fused_adam_

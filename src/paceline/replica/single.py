@@ -12,7 +12,6 @@ from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica, Sink, finite
 from paceline.replica.early import Early
 from paceline.replica.state import State
-from paceline.replica.sweep import PIECE, copied
 
 
 class Single(Replica):
@@ -71,7 +70,5 @@ class Single(Replica):
             return finite(gradients, 0.0)
         if self._micro_steps > 1 and self._samples:
             torch._foreach_div_(gradients, float(self._samples))
-        if any(len(vector) > PIECE for vector in out.parameters):
-            return copied(gradients, out.views.parameters)
         torch._foreach_copy_(out.views.parameters, gradients)
         return finite(out.parameters, 0.0)
