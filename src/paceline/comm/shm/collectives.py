@@ -61,6 +61,8 @@ def reduce_to(rounds: Rounds, x: Tensor, root: int, rule: Rule) -> Steps:
 
 
 def _reduced(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
+    if rounds.size == 1:  # its own combination, of however many bytes
+        return iter(())
     size_bytes = x.numel() * x.element_size()
     if size_bytes <= min(AT_ONCE_BYTES // rounds.size, rounds.stage_bytes):
         return _reduced_at_once(rounds, call, x, rule, takes=takes)
