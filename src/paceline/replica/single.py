@@ -56,19 +56,19 @@ class Single(Replica):
     def finish(self, out: State) -> Measured:
         gradients = self._autograd.take_gradients()
         with torch.no_grad():
-            clear = self._hand_over(gradients, out)
+            looked_at = self._hand_over(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, clear and math.isfinite(loss))
+        return Measured(loss, self._samples, finite(looked_at, loss))
 
-    def _hand_over(self, gradients: list[Tensor], out: State) -> bool:
-        """Give Δ to who takes it; whether all of it is finite."""
+    def _hand_over(self, gradients: list[Tensor], out: State) -> list[Tensor]:
+        """Give Δ to who takes it; returns it where it may still be looked at."""
         if self._early is not None:
             self._early.rest(gradients, self._samples)
-            return finite(gradients, 0.0)
+            return gradients
         if self._micro_steps > 1 and self._samples:
             torch._foreach_div_(gradients, float(self._samples))
         torch._foreach_copy_(out.views.parameters, gradients)
-        return finite(out.parameters, 0.0)
+        return out.parameters

@@ -34,7 +34,7 @@ class Works(dist.Work):
 
     def get_future(self) -> "Future[list[Tensor]]":
         """As that of one."""
-        return _complete(self.result())
+        return completed(self.result())
 
 
 class Work(dist.Work):
@@ -93,10 +93,11 @@ class Work(dist.Work):
 
     def get_future(self) -> "Future[list[Tensor]]":
         """A future that is complete: DDP asks for it at once, and nobody would complete it later."""
-        return _complete(self.result())
+        return completed(self.result())
 
 
-def _complete(result: list[Tensor]) -> "Future[list[Tensor]]":
+def completed(result: list[Tensor]) -> "Future[list[Tensor]]":
+    """A future that has come: nobody would complete it later."""
     future: Future[list[Tensor]] = Future()
     future.set_result(result)
     return future

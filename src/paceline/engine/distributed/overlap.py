@@ -31,10 +31,11 @@ to fetch them from elsewhere would hold up the backward pass."""
 SENDING_CORES = 1
 """What Gloo's threads want beside those that compute, for each rank of a single host.
 
-Where they have none they take it from the backward pass. On two cores that two ranks of one thread keep busy, a step of
-the MLP 784-2048-2048-10 took 1.13 times as long with overlap (batch 32; the median of 11 alternating pairs of 40
-steps). Over a wire it pays all the same: with the loopback device limited to 4 Gbit/s, a step of an MLP of ten layers,
-1024 wide, took 0.77 times as long (batch 128, 7 pairs of 10); at 10 Gbit/s, that of the first one 0.995 (9 of 15).
+Where they have none they take it from the backward pass. All of the following was measured beside other jobs, in
+alternating pairs. On two cores that two ranks of one thread keep busy, a step of the MLP 784-2048-2048-10 took 1.13
+times as long with overlap (batch 32; the median of 11 pairs of 40 steps). Over a wire it pays all the same: with the
+loopback device limited to 4 Gbit/s, a step of an MLP of ten layers, 1024 wide, took 0.77 times as long (batch 128,
+7 pairs of 10); at 10 Gbit/s, that of the first one 0.995 (9 of 15).
 """
 
 

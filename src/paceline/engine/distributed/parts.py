@@ -25,17 +25,15 @@ class Piece(NamedTuple):
 
 
 class Part(ABC):
-    """One rank's part of one vector."""
+    """One rank's part of one vector.
 
-    @property
-    @abstractmethod
-    def own(self) -> Piece:
-        """What this rank alone steps on."""
+    Args:
+        own: what this rank alone steps on.
+        shared: what every rank steps on: of its Δ the sum is made where ranks meet.
+    """
 
-    @property
-    @abstractmethod
-    def shared(self) -> Piece | None:
-        """What every rank steps on: of its Δ the sum is made where ranks meet."""
+    def __init__(self, own: Piece, shared: Piece | None = None) -> None:
+        self.own, self.shared = own, shared
 
     @abstractmethod
     def begin_sum(self, traffic: Traffic) -> Any:
@@ -71,23 +69,17 @@ class Even(Part):
         body = each * ranks
         self._a, self._delta = a[:body].view(ranks, each), delta[:body].view(ranks, each)
         self._sum = torch.zeros_like(self._a[rank])
-        self._own = Piece(_flat(block.dtype, rank * each, (rank + 1) * each), self._a[rank], self._sum)
         left = _flat(block.dtype, body, block.elements)
-        self._left = Piece(left, a[body:], delta[body:]) if left.elements else None
-
-    @property
-    def own(self) -> Piece:
-        return self._own
-
-    @property
-    def shared(self) -> Piece | None:
-        return self._left
+        super().__init__(
+            Piece(_flat(block.dtype, rank * each, (rank + 1) * each), self._a[rank], self._sum),
+            Piece(left, a[body:], delta[body:]) if left.elements else None,
+        )
 
     def begin_sum(self, traffic: Traffic) -> Any:
         return traffic.reduce_scatter(self._delta, self._sum)
 
     def begin_gathering(self, traffic: Traffic) -> Any:
-        self._sum.copy_(self._own.here)  # it may not be sent from where it is received
+        self._sum.copy_(self.own.here)  # it may not be sent from where it is received
         return traffic.all_gather(self._a, self._sum)
 
     def take(self) -> None:
@@ -113,15 +105,7 @@ class AtBorders(Part):
         self._rows = torch.zeros(ranks, longest, dtype=block.dtype)
         self._row = torch.zeros(longest, dtype=block.dtype)
         here = self._a[rank]
-        self._own = Piece(_inside(block, cut[rank], cut[rank + 1]), here, self._row[: len(here)])
-
-    @property
-    def own(self) -> Piece:
-        return self._own
-
-    @property
-    def shared(self) -> Piece | None:
-        return None
+        super().__init__(Piece(_inside(block, cut[rank], cut[rank + 1]), here, self._row[: len(here)]))
 
     def begin_sum(self, traffic: Traffic) -> Any:
         for row, part in zip(self._rows, self._delta, strict=True):
@@ -129,7 +113,7 @@ class AtBorders(Part):
         return traffic.reduce_scatter(self._rows, self._row)
 
     def begin_gathering(self, traffic: Traffic) -> Any:
-        self._own.delta.copy_(self._own.here)
+        self.own.delta.copy_(self.own.here)
         return traffic.all_gather(self._rows, self._row)
 
     def take(self) -> None:
