@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from paceline.aggregation import Buffered, SmoothSwitch, Synchronous, text_of
 from paceline.core.errors import InputError
 from paceline.core.order import Partition
-from paceline.strategy import Device, Recompute, Schedule, Strategy
+from paceline.strategy import Device, Recompute, Strategy
 from tests.aggregation.policy_values import policies
 from tests.comm.compression_values import methods
+from tests.schedule.schedule_values import TEXTS as SCHEDULES
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
 SIZES = st.integers(1, 64)
@@ -27,7 +28,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         replicas=draw(SIZES),
         stages=draw(st.just(count) | st.just(tuple(widths))),
         shards=draw(SIZES | st.tuples(*[SIZES] * count)),
-        schedule=draw(st.sampled_from(get_args(Schedule))),
+        schedule=draw(st.sampled_from(SCHEDULES)),
         micro_batches=draw(st.none() | SIZES),
         recompute=draw(st.sampled_from(get_args(Recompute))),
         aggregation=draw(policies()),
@@ -60,6 +61,7 @@ CANONICAL = [
     (Strategy(2, aggregation="buffered:k=2"), "replicas=2 aggregation=buffered:k=2"),
     (Strategy(stages=(3, 1), shards=2), "replicas=1 stages=[3,1] shards=2"),
     (Strategy(2, compression="powersgd:rank=2"), "replicas=2 compression=powersgd:rank=2"),
+    (Strategy(stages=2, schedule="interleaved:chunks=4"), "replicas=1 stages=2 schedule=interleaved:chunks=4"),
     (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
     (
         Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
@@ -81,6 +83,7 @@ FREE = [
     ("threads=auto micro_batches=auto shard_optimizer=auto", "replicas=1"),
     ("compression=powersgd:rank=4", "replicas=1 compression=powersgd"),
     ("compression=top-k:ratio=1e-3", "replicas=1 compression=top-k:ratio=0.001"),
+    ("schedule=interleaved:chunks=2", "replicas=1 schedule=interleaved"),
     ("schedule=1f1b device=cpu compression=none recompute=none", "replicas=1"),
 ]
 
@@ -160,6 +163,8 @@ WRONG = [
     ("threads=0", "threads=0"),
     ("accumulate=0", "accumulate=0"),
     ("schedule=1b1f", "unknown schedule '1b1f'; did you mean '1f1b'"),
+    ("schedule=interleaved:chunks=1", "interleaved:chunks=1, but it must be a whole number of at least 2; write"),
+    ("schedule=gpipe:chunks=2", "unknown option of gpipe 'chunks'"),
     ("partition=disjunct", "did you mean 'disjoint'"),
     ("recompute=some", "unknown recompute 'some'"),
     ("device=gpu", "unknown device 'gpu'"),
@@ -197,6 +202,7 @@ def test_wrong_text(text: str, message: str) -> None:
         ({"aggregation": 3}, "aggregation=3 is no policy"),
         ({"compression": None}, "compression=None is no text; write compression='none'"),
         ({"schedule": "gpip"}, "did you mean 'gpipe'"),
+        ({"schedule": None}, "schedule=None is no text; write schedule='1f1b'"),
         ({"shard_optimizer": "no"}, "shard_optimizer=no"),
         ({"shard_parameters": None}, "shard_parameters=None"),
     ],

@@ -40,7 +40,9 @@ if TYPE_CHECKING:
     from paceline.optim.lars import Lars
     from paceline.optim.rates import scaled_learning_rate, warmup
     from paceline.program import Program
+    from paceline.replica.cut_mark import cut
     from paceline.run import Run, load
+    from paceline.show_stages import show_stages
     from paceline.strategy import Strategy
     from paceline.train import launch, train
 
@@ -77,10 +79,12 @@ __all__ = [
     "WorkerError",
     "__version__",
     "compare",
+    "cut",
     "launch",
     "load",
     "register",
     "scaled_learning_rate",
+    "show_stages",
     "synchronised_batchnorm",
     "train",
     "warmup",
@@ -112,7 +116,9 @@ _NAMES = {
     "optim.lars": ("Lars",),
     "optim.rates": ("scaled_learning_rate", "warmup"),
     "program": ("Program",),
+    "replica.cut_mark": ("cut",),
     "run": ("Run", "load"),
+    "show_stages": ("show_stages",),
     "strategy": ("Strategy",),
     "train": ("launch", "train"),
 }
@@ -120,7 +126,7 @@ _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for na
 
 
 class _Package(ModuleType):
-    """``paceline.train`` and ``paceline.compare`` are functions that live in modules of the same names.
+    """``paceline.train``, ``compare`` and ``show_stages`` are functions that live in modules of the same names.
 
     Importing a submodule sets it on its package; where a public function has that name, the function stays.
     """

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
-import torch
 from torch.utils.data import DataLoader
 
 from paceline.aggregation import text_of
@@ -17,11 +16,9 @@ from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
-from paceline.engine.setup import order_of
+from paceline.engine.setup import first_batch
 from paceline.engine.trial import Trial, trial
 from paceline.program import Program, is_source
-from paceline.replica.base import Batch
-from paceline.replica.batches import stream
 from paceline.strategy import Strategy
 
 V = TypeVar("V", Delay, Times)
@@ -30,6 +27,9 @@ _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0
 
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
 """What DataLoader could be told, but the program's batch size and seed say already."""
+
+PIPELINES = ("local", "distributed")
+"""Engines on which a replica may have stages."""
 
 POINTS = 20
 """Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
@@ -85,7 +85,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
     budget = settings.budget()
     _refuse_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
-    seen = trial(program, _first_batch(draft))
+    seen = trial(program, first_batch(draft))
     _refuse_condition(budget, program, seen)
     _refuse_writing(strategy, seen)
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
@@ -115,9 +115,13 @@ def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
 
 def _refuse_mesh(strategy: Strategy, engine: Engine) -> None:
     """What no engine carries yet, or one alone."""
-    for name, what in (("stages", "pipeline stages"), ("shards", "shards of operators")):
-        if getattr(strategy, name) != 1:
-            raise InputError(f"{name}={getattr(strategy, name)}: {what} are not built yet; write {name}=1")
+    if strategy.shards != 1:
+        raise InputError(f"shards={strategy.shards}: shards of operators are not built yet; write shards=1")
+    if strategy.pipelined and engine.name not in PIPELINES:
+        raise InputError(
+            f"stages={strategy.stages} micro_batches={strategy.micro_batch_count}: engine={engine.name} carries no "
+            f"pipelines; write engine='{PIPELINES[0]}' or '{PIPELINES[1]}'"
+        )
     for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
         if getattr(strategy, name) not in (only, False) and engine.name != "distributed":
             raise InputError(
@@ -171,18 +175,6 @@ def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
         raise InputError(
             "global_batch_size= has no say where train= is a function, which makes the batches; leave it out"
         )
-
-
-def _first_batch(job: Job) -> Batch:
-    order = order_of(job)
-    plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
-    except InputError:
-        raise
-    except Exception as error:
-        raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
 
 
 def _condition(text: str) -> Condition:

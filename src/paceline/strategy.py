@@ -1,21 +1,24 @@
 """Strategy: how one program is trained in parallel, as a value and as a line of text."""
 
 import tomllib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, final, get_args, get_type_hints, overload
 
+from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
 from paceline.aggregation.checks import choice, flag, whole
 from paceline.aggregation.text import read, show, split
-from paceline.compression import canonical
 from paceline.core.errors import InputError, unknown
+from paceline.core.mesh import Mesh
 from paceline.core.order import Partition
-
-Schedule: TypeAlias = Literal["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"]
-"""In which order a pipeline's stages work."""
+from paceline.schedule import Schedule
 
 Recompute: TypeAlias = Literal["none", "boundaries", "all"]
 """Which activations a pipeline computes again in backward instead of keeping them."""
+
+BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
+"""What a pipeline takes running statistics from."""
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 """What a worker computes on."""
@@ -52,9 +55,16 @@ class Strategy:
         replicas: P, how many compute a Δ each.
         stages: pipeline stages of a replica; or how many workers each stage has: ``(3, 1)``.
         shards: parts that each operator is cut into; or one number a stage.
-        schedule: of the pipeline.
-        micro_batches: m, per step of a pipeline; None: 2 · stages.
+        schedule: in which order a pipeline's stages go through the micro-batches, as text: ``sequential``, ``gpipe``,
+            ``1f1b``, ``interleaved:chunks=2``, ``zero-bubble``, ``pipedream``, ``pipedream-2bw``.
+        micro_batches: m, per step of a pipeline; None: 2 · stages, or 1 under ``pipedream``, where a step is one.
         recompute: which activations a pipeline computes again.
+        cuts: where the pipeline's stages after the first begin, by the full name of a module or of a node of the
+            graph; empty: where that balances them best.
+        stage_memory_bytes: what a stage may hold of parameters, their gradients, the optimizer's state and
+            activations; None: anything.
+        batchnorm: what running statistics are taken from in a pipeline: each micro-batch, as it comes, or the whole
+            mini-batch at once. What is normalised by is a micro-batch's in either case.
         aggregation: a policy or its text.
         accumulate: micro-steps per Δ.
         partition: ``global``, or ``disjoint``: each replica has a fixed subset of the training set.
@@ -78,9 +88,12 @@ class Strategy:
     replicas: int = 1
     stages: int | tuple[int, ...] = 1
     shards: int | tuple[int, ...] = 1
-    schedule: Schedule = "1f1b"
+    schedule: str = "1f1b"
     micro_batches: int | None = None
     recompute: Recompute = "none"
+    cuts: tuple[str, ...] = ()
+    stage_memory_bytes: int | None = None
+    batchnorm: BatchNorm = "micro-batch"
     aggregation: PolicyField = PolicyField()
     accumulate: int = 1
     partition: Partition = "global"
@@ -93,15 +106,18 @@ class Strategy:
     def __post_init__(self) -> None:
         for name in ("replicas", "accumulate"):
             whole(name, getattr(self, name), least=1)
-        for name in ("micro_batches", "threads"):
+        for name in ("micro_batches", "stage_memory_bytes", "threads"):
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), least=1)
         for name, choices in _CHOICES.items():
             choice(name, getattr(self, name), choices)
-        object.__setattr__(self, "compression", canonical(self.compression))
+        for name, canonical in _CANONICAL.items():
+            object.__setattr__(self, name, canonical(getattr(self, name)))
         flag("shard_parameters", self.shard_parameters)
         if self.shard_optimizer is not None:
             flag("shard_optimizer", self.shard_optimizer)
+        cuts = (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts)
+        object.__setattr__(self, "cuts", cuts)
         self._check_sizes()
 
     def _check_sizes(self) -> None:
@@ -166,6 +182,21 @@ class Strategy:
         return len(self.stages) if isinstance(self.stages, tuple) else self.stages
 
     @property
+    def pipelined(self) -> bool:
+        """Whether a replica goes through its batches by micro-batches."""
+        return self.stage_count > 1 or self.micro_batches is not None
+
+    @property
+    def micro_batch_count(self) -> int:
+        """m, micro-batches of a pipeline's mini-batch; under ``pipedream`` each is a batch of its own."""
+        return self.micro_batches or (1 if self.schedule == "pipedream" else 2 * self.stage_count)
+
+    @property
+    def order(self) -> Schedule:
+        """The schedule, as a value that knows m."""
+        return schedule.parse(self.schedule).resolved(self.micro_batch_count)
+
+    @property
     def stage_workers(self) -> tuple[int, ...]:
         """How many workers each stage of a replica has.
 
@@ -177,15 +208,24 @@ class Strategy:
         return tuple(w * c for w, c in zip(wide, cut, strict=True))
 
     @property
+    def mesh(self) -> Mesh:
+        """Where each worker is."""
+        return Mesh(self.replicas, self.stage_workers)
+
+    @property
     def workers(self) -> int:
         """How many workers the whole mesh has."""
-        return self.replicas * sum(self.stage_workers)
+        return self.mesh.workers
 
 
 _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
-_CHOICES = {name: get_args(_HINTS[name]) for name in ("schedule", "recompute", "partition", "device")}
+_CANONICAL: Mapping[str, Callable[[Any], str]] = {
+    "schedule": schedule.canonical,
+    "compression": compression.canonical,
+}
+_CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition", "device")}
 
 
 def _refuse_unknown(name: str) -> None:
@@ -196,7 +236,7 @@ def _refuse_unknown(name: str) -> None:
 def _value(name: str, text: str) -> Any:
     if name == "aggregation":
         return parse(text)
-    if name == "compression":
+    if name in _CANONICAL:
         return text
     if text == "auto" and _DEFAULTS[name] is None:
         return None
@@ -208,5 +248,7 @@ def _text(value: object) -> str:
 
 
 def _toml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{','.join(map(_toml, value))}]"
     text = _text(value)
     return f'"{text}"' if isinstance(value, str | Aggregation) else text

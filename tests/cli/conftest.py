@@ -80,11 +80,12 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """``load_program``, ``train``, ``compare`` and ``write_report``, each replaced."""
+    """``load_program``, ``train``, ``show_stages``, ``compare`` and ``write_report``, each replaced."""
     recorded = Calls()
     for module, name, result in (
         ("paceline.datasets", "load_program", "the program"),
         ("paceline.train", "train", FakeRun()),
+        ("paceline.show_stages", "show_stages", "the table"),
         ("paceline.compare", "compare", FakeComparison()),
         ("paceline.report", "write_report", None),
     ):

@@ -125,3 +125,32 @@ def test_an_output_folder_that_exists_is_refused(tmp_path: Path) -> None:
     done = paceline("train", "synthetic", *QUICK, "--out", tmp_path)
     assert done.returncode == 2
     assert str(tmp_path) in done.stderr
+
+
+def test_a_pipeline_is_trained_and_drawn_beside_its_ideal(tmp_path: Path) -> None:
+    words = (
+        "--steps",
+        "4",
+        "--strategy",
+        "stages=2 micro_batches=4 cuts=2",
+        "--trace",
+        "--out",
+        tmp_path / "run",
+        "--json",
+    )
+    summary = results(paceline("train", "synthetic", *words))["summary"]
+    assert summary["peak_saved_bytes"][0] > 0  # what ReLU keeps; stage 1 keeps what it is sent
+    text = paceline("trace", tmp_path / "run", "--step", "3").stdout.splitlines()
+    assert text[1].startswith("measured, step 3: ")
+    assert text[4].startswith("ideal, 1f1b with 4 micro-batches: ")
+    drawn = results(paceline("trace", tmp_path / "run", "--json"))["pipeline"]
+    assert drawn["steps"] == 4
+    assert drawn["step_time_s"] == pytest.approx(drawn["measured_over_ideal"] * drawn["ideal_step_time_s"])
+    assert [stage["peak_saved_bytes"] for stage in drawn["stages"]] == summary["peak_saved_bytes"]
+
+
+def test_the_cut_of_a_pipeline_is_shown_without_training() -> None:
+    shown = results(paceline("train", "synthetic", "--strategy", "stages=2", "--show-stages", "--json"))
+    assert shown["strategy"] == "stages=2"
+    assert shown["table"].startswith("2 stages; slowest: ")
+    assert len(shown["table"].splitlines()) == 5

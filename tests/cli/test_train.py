@@ -8,6 +8,7 @@ import pytest
 
 from paceline.cli.options import DEFAULT_SECONDS, Shared
 from paceline.cli.train import default_strategy
+from paceline.core.errors import InputError
 from paceline.core.records import Departure
 
 ALONE = {
@@ -104,3 +105,22 @@ def test_shared_options_are_listed_in_the_help_of_both_commands(invoke: Any) -> 
         text = invoke(command, "--help").stdout
         for name in Shared.__dataclass_fields__:
             assert f"--{name.replace('_', '-')}" in text, f"{command} lacks {name}"
+
+
+def test_show_stages_prints_the_cut_and_trains_nothing(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "mnist", "--strategy", "stages=2", "--show-stages", "--seed", "7")
+    assert (done.exit_code, done.stdout) == (0, "the table\n")
+    assert calls.of("load_program") == (("mnist",), {"data": None, "seed": 7, "batch_size": None})
+    assert calls.of("show_stages") == (("the program", "stages=2"), {})
+    assert [name for name, *_ in calls.made] == ["load_program", "show_stages"]
+
+
+def test_show_stages_json_is_one_object(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "mnist", "--strategy", "stages=2", "--show-stages", "--json")
+    assert json.loads(done.stdout) == {"strategy": "stages=2", "table": "the table"}
+
+
+def test_show_stages_refuses_in_words(invoke: Any, calls: Any) -> None:
+    calls.results["show_stages"] = InputError("stages=1 leaves the model whole")
+    done = invoke("train", "mnist", "--show-stages", "--json")
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", "error: stages=1 leaves the model whole\n")

@@ -8,6 +8,8 @@ import pytest
 
 from paceline.core.records import Account, Departure, Record, WorkerFigures
 from paceline.metrics.summary import json_safe, summarize
+from paceline.schedule import StageTimes, parse, simulate
+from paceline.trace.spans import Span
 
 COUNTS = ["steps", "updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds"]
 RATES = ["samples_per_s", "updates_per_s", "gradients_per_s"]
@@ -101,6 +103,40 @@ def test_divergence_is_no_number() -> None:
     assert (found["train_loss"], found["test_loss"], found["train_loss_mean"]) == (None, None, None)
     assert found["test_accuracy"] == 0.1
     json.dumps(found, allow_nan=False)
+
+
+def test_pipelines_have_figures_of_their_own() -> None:
+    spans = simulate(parse("gpipe"), StageTimes.equal(4), 4, 4)
+    workers = tuple(replace(worker(0, 3, 4.0, 0.4, 8_000), stage=w, peak_saved_bytes=100 - w) for w in range(4))
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans)
+    assert found["pipeline_utilisation"] == pytest.approx(48 / 84)  # the sources' figure for 4 workers, m = 4
+    assert found["bubble"] == pytest.approx(36 / 84)
+    assert found["peak_saved_bytes"] == [100, 99, 98, 97]
+
+
+def test_without_spans_a_pipeline_has_only_its_memory() -> None:
+    workers = (replace(worker(0, 3, 4.0, 0.4, 8_000), peak_saved_bytes=7), worker(0, 3, 4.0, 0.4, 8_000))
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True)
+    assert found["peak_saved_bytes"] == [7, None]
+    assert not {"pipeline_utilisation", "bubble"} & found.keys()
+
+
+def test_replicas_of_a_pipeline_count_alike() -> None:
+    """One is busy all the time, the other a third of it."""
+    spans = [
+        Span(0, 0, 0, "forward", 1, 0, 0, 10, 0),
+        Span(1, 0, 0, "forward", 1, 0, 0, 10, 0),
+        Span(1, 0, 0, "apply", 1, 0, 20, 30, 0),
+    ]
+    workers = tuple(replace(worker(r, 3, 4.0, 0.4, 8_000), peak_saved_bytes=7) for r in (0, 1))
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans)
+    assert (found["pipeline_utilisation"], found["bubble"]) == (pytest.approx(2 / 3), pytest.approx(1 / 6))
+
+
+def test_what_is_no_pipeline_has_no_figures_of_one() -> None:
+    spans = [Span(0, 0, 0, "forward", 1, 0, 0, 10, 0)]
+    found = summarize(ACCOUNT, HISTORY, host=True, spans=spans)
+    assert not {"pipeline_utilisation", "bubble", "peak_saved_bytes"} & found.keys()
 
 
 def test_json_safe_reaches_every_depth() -> None:

@@ -16,6 +16,8 @@ from paceline.core.records import Departure
 from paceline.report import write_report
 from paceline.report.page import page
 from paceline.report.sources import Source, sections
+from paceline.schedule import StageTimes, parse, simulate
+from paceline.strategy import Strategy
 from tests.report.plausible import ASYNCHRONOUS, SWITCHING, SYNCHRONOUS, comparison, run
 
 VOID = {"meta", "br"}
@@ -186,3 +188,22 @@ def test_what_was_there_is_replaced_whole(tmp_path: Path) -> None:
 def test_a_page_that_can_not_be_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="can't be written"):
         write_report([run()], tmp_path / "nowhere" / "report.html")
+
+
+def test_a_pipeline_is_drawn_as_a_step_beside_its_ideal(tmp_path: Path) -> None:
+    order, times = parse("1f1b"), StageTimes.equal(2, forward=1e-3, backward_input=1e-3, backward_weight=1e-3)
+    pipeline = replace(run(), strategy=Strategy(stages=2, micro_batches=4), spans=simulate(order, times, 2, 4))
+    found = Page(write(tmp_path, pipeline))
+    for words in ("Swimlanes", "Pipelines: one step", "measured, step 1: 15 ms", "ideal, 1f1b with 4 micro-batches"):
+        assert words in found.text
+    assert "What each worker did, from the middle" not in found.text
+
+
+def test_pipelines_and_others_share_a_page(tmp_path: Path) -> None:
+    spans = simulate(parse("1f1b"), StageTimes.equal(2, forward=1e-3), 2, 4)
+    pipeline = replace(run(), strategy=Strategy(stages=2, micro_batches=4), spans=spans)
+    broken = replace(run(), strategy=Strategy(stages=2, micro_batches=8), spans=spans[:1])
+    found = Page(write(tmp_path, pipeline, run(), broken))
+    assert "Pipelines: one step" in found.text
+    assert "What each worker did, from the middle" in found.text
+    assert found.tags.count("svg") == 4 + 2 + 3

@@ -51,3 +51,12 @@ def test_threads_are_workers(tmp_path: Path, pipeline: list[Span]) -> None:
 
 def test_no_span_is_still_a_trace(tmp_path: Path) -> None:
     assert load(tmp_path / "trace.json", []) == []
+
+
+def test_an_ideal_is_a_process_after_all_others(tmp_path: Path, pipeline: list[Span]) -> None:
+    write_perfetto(tmp_path / "trace.json", [*pipeline, Span(SERVER, 0, 0, "apply", 1, 0, 0, 5, 0)], pipeline[:3])
+    events = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))["traceEvents"]
+    named = {event["args"]["name"]: event["pid"] for event in events if event["name"] == "process_name"}
+    assert named == {"replica 0": 0, "server": 1, "ideal": 2}
+    assert [e["name"] for e in events if e["ph"] == "X" and e["pid"] == 2] == ["forward 0", "forward 1", "forward 2"]
+    assert {"backward 2", "wait"} <= {event["name"] for event in events if event["pid"] == 0}

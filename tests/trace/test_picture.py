@@ -9,8 +9,8 @@ import pytest
 from paceline.core.errors import InputError
 from paceline.trace import ACTIONS, SERVER, Action, Span, svg
 from paceline.trace.boxes import boxes
+from paceline.trace.drawing import COLOURS
 from paceline.trace.lanes import Stretch
-from paceline.trace.picture import COLOURS
 
 SVG = "{http://www.w3.org/2000/svg}"
 CYCLE: list[Action] = ["pull", "forward", "backward", "push", "wait"]
@@ -119,8 +119,8 @@ def test_narrow_spans_are_merged_and_wide_ones_are_not() -> None:
         (1500, 2500, "wait", 1),
         (3000, 3010, "apply", 1),
     ]
-    assert found[1].title == "50 spans in 500 ns: push 80%, pull 20%"
-    assert found[3].title == "apply · step 7 · 10 ns"
+    assert found[1].title() == "50 spans in 500 ns: push 80%, pull 20%"
+    assert found[3].title() == "apply · step 7 · 10 ns"
 
 
 def test_merging_loses_no_time() -> None:

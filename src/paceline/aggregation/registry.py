@@ -20,7 +20,7 @@ from paceline.core.errors import InputError, unknown
 
 T = TypeVar("T")
 
-_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
 class Option(NamedTuple):

@@ -78,7 +78,8 @@ def read(name: str, hint: Any, text: str) -> Any:
 
     Args:
         name: of the option, for messages.
-        hint: its type: bool, int, float, tuple[int, ...], a Literal, a registered kind, None, or a union of these.
+        hint: its type: bool, int, float, tuple[int, ...], tuple[str, ...], a Literal, a registered kind, None, or a
+            union of these.
         text: what stands after the ``=``.
     """
     members = list(alternatives(hint))
@@ -200,6 +201,11 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(piece) for piece in text[1:-1].split(","))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    return tuple(filter(None, inside.split(",")))
+
+
 _READERS: Mapping[Any, Callable[[str], Any]] = {
     bool: _bool,
     int: int,
@@ -207,6 +213,7 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
     NoneType: _none,
     PerLearningRate: PerLearningRate.parse,
     tuple[int, ...]: _integers,
+    tuple[str, ...]: _names,
 }
 
 _WORDS: Mapping[Any, str] = {

@@ -18,6 +18,8 @@ ROWS = (
     ("  discarded", "discarded", "{:,}"),
     ("mean staleness", "staleness_mean", "{:.2f}"),
     ("largest staleness", "staleness_max", "{:,}"),
+    ("pipeline utilisation", "pipeline_utilisation", "{:.1%}"),
+    ("bubble", "bubble", "{:.1%}"),
     ("samples/s", "samples_per_s", "{:,.0f}"),
     ("updates/s", "updates_per_s", "{:,.0f}"),
 )

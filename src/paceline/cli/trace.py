@@ -1,7 +1,8 @@
 """``paceline trace``: the swimlanes of a recorded run."""
 
+import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -10,31 +11,65 @@ from paceline.cli.options import Json
 from paceline.cli.session import print_json, session, write_target
 from paceline.core.errors import InputError
 
+if TYPE_CHECKING:
+    from paceline.metrics.pipeline_step import PipelineStep
+    from paceline.run import Run
+
+LEAST_WIDTH, GUTTER = 60, 16
+"""Characters of a pipeline's lanes where the terminal is narrow, and what stands beside them."""
+
 
 def trace(
     run: Annotated[Path, Argument(metavar="RUN", help="Folder of a run recorded with --trace.")],
     *,
     svg: Annotated[Path | None, Option(help="Draw the swimlanes into this file.")] = None,
     perfetto: Annotated[Path | None, Option(help="Write a trace for ui.perfetto.dev into this file.")] = None,
-    start: Annotated[float | None, Option(help="Draw from this second of the run on.")] = None,
-    end: Annotated[float | None, Option(help="Draw up to this second of the run.")] = None,
+    step: Annotated[int | None, Option(help="Of a pipeline: which step.", show_default="one of median length")] = None,
+    start: Annotated[float | None, Option(help="Draw all from this second of the run on.")] = None,
+    end: Annotated[float | None, Option(help="Draw all up to this second of the run.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw who did what when in a recorded run; without options, as text."""
+    """Draw who did what when in a recorded run, a pipeline's step beside its ideal; without options, as text."""
     with session(json_output=json):
         from paceline.run import load
         from paceline.trace import swimlane
         from paceline.trace.perfetto import write_perfetto
 
-        spans = load(run).spans
+        loaded = load(run)
+        spans = loaded.spans
         if not spans:
             raise InputError(f"{run} holds no spans; record the run with --trace")
+        beside = _beside(loaded, step, whole=start is not None or end is not None)
         if svg is not None:
-            write_target("--svg", svg).write_text(swimlane.svg(spans, start_s=start, end_s=end), encoding="utf-8")
+            drawn = beside.svg() if beside else swimlane.svg(spans, start_s=start, end_s=end)
+            write_target("--svg", svg).write_text(drawn, encoding="utf-8")
         if perfetto is not None:
-            write_perfetto(write_target("--perfetto", perfetto), spans)
-        drawn = swimlane.text(spans, start_s=start, end_s=end) if svg is None and perfetto is None else ""
+            write_perfetto(write_target("--perfetto", perfetto), spans, beside.ideal_spans() if beside else ())
+        text = ""
+        if svg is None and perfetto is None and not json:
+            text = beside.text(_width()) if beside else swimlane.text(spans, start_s=start, end_s=end)
     if json:
-        print_json({"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)})
+        told: dict[str, Any] = {"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)}
+        print_json(told | ({"pipeline": beside.to_json()} if beside else {}))
     else:
-        typer.echo(drawn, nl=False)
+        typer.echo(text, nl=False)
+
+
+def _beside(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | None":
+    """A step of a pipeline; None where there is none, or a stretch of the whole run is asked for."""
+    from paceline.metrics.pipeline_step import pipeline_step
+    from paceline.metrics.summary import SAVED
+
+    if whole and step is not None:
+        raise InputError(f"--step {step} is one step, --start and --end are a stretch of the run; write one of them")
+    found = None if whole else pipeline_step(run.spans, run.strategy, run.summary.get(SAVED), step=step)
+    if step is not None and found is None:
+        raise InputError(
+            f"--step {step} shows a step of a pipeline, but {run.strategy} has no stages, or no whole step was "
+            "recorded; leave --step out"
+        )
+    return found
+
+
+def _width() -> int:
+    return max(LEAST_WIDTH, shutil.get_terminal_size().columns - GUTTER)

@@ -3,6 +3,7 @@
 import os
 from typing import Annotated
 
+import typer
 from typer import Option
 
 from paceline.cli.options import Json, ProgramName, Shared, with_shared
@@ -24,9 +25,15 @@ def train(
         str | None,
         Option(help='"replicas=8 aggregation=smooth-switch:every=500"', show_default="a replica a core, at most 4"),
     ] = None,
+    show_stages: Annotated[
+        bool, Option("--show-stages", help="Print where a pipeline's model is cut, and train nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train PROGRAM under one strategy and print what it reached."""
+    if show_stages:
+        _show_stages(shared, program, strategy or default_strategy(), json_output=json)
+        return
     with session(json_output=json):
         from paceline.engine.setup import tells
         from paceline.train import train
@@ -37,3 +44,14 @@ def train(
     elif tells(shared.engine):
         print_summary(run)
     end(interrupted=run.summary["interrupted"])
+
+
+def _show_stages(shared: Shared, program: str, strategy: str, *, json_output: bool) -> None:
+    with session(json_output=json_output):
+        from paceline.show_stages import show_stages
+
+        table = show_stages(shared.program(program), strategy)
+    if json_output:
+        print_json({"strategy": strategy, "table": table})
+    else:
+        typer.echo(table)

@@ -78,6 +78,8 @@ class WorkerFigures:
     """Sent and received over the run."""
     peak_memory_bytes: int | None
     parameter_bytes: int | None
+    peak_saved_bytes: int | None = None
+    """Of a pipeline's stages: the most that was kept for backward at one time."""
 
 
 @dataclass(frozen=True, slots=True)

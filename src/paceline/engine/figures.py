@@ -6,6 +6,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple, Protocol
 
+from paceline.core.mesh import Place
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.trace.spans import Span
@@ -54,13 +55,13 @@ class Notes:
 
 
 def told(
-    replica: ReplicaId, seen: Figures, step_times: Sequence[Seconds], parameter_bytes: int, seconds: Seconds
+    place: Place, seen: Figures, step_times: Sequence[Seconds], parameter_bytes: int, seconds: Seconds
 ) -> WorkerFigures:
     """One worker's figures as a run tells them; a step that outlasted the training time counts up to its end."""
     return WorkerFigures(
-        replica=replica,
-        stage=0,
-        shard=0,
+        replica=place.replica,
+        stage=place.stage,
+        shard=place.shard,
         steps=seen.steps,
         busy_s=min(seen.busy_ns * 1e-9, seconds),
         step_time_s=median(step_times) if step_times else None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from paceline.core.types import ReplicaId
+from paceline.core.mesh import Place
 
 PARTIAL = ".workers.json.partial"
 """What it is called until it is whole."""
@@ -21,15 +21,15 @@ class Roster:
     Args:
         folder: of the run; None: nothing is written.
         others: the processes beside the replicas', by their role.
-        replicas: theirs.
+        workers: the replicas' own.
     """
 
-    def __init__(self, folder: Path | None, others: Mapping[str, Where], replicas: Mapping[ReplicaId, Where]) -> None:
+    def __init__(self, folder: Path | None, others: Mapping[str, Where], workers: Mapping[Place, Where]) -> None:
         self._folder = folder
         if folder is None:
             return
         rows: list[dict[str, Any]] = [{"role": role, **where} for role, where in others.items()]
-        rows += [{"role": "replica", "replica": r, "stage": 0, "shard": 0, **w} for r, w in replicas.items()]
+        rows += [{"role": "replica", **place._asdict(), **where} for place, where in workers.items()]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / PARTIAL).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         (folder / PARTIAL).replace(folder / "workers.json")

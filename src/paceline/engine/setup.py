@@ -1,7 +1,7 @@
 """What every engine does first: A_0, the data order, each replica's share of the budget, its replicas."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -17,7 +17,7 @@ from paceline.engine.base import Job
 from paceline.engine.points import Meter
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
-from paceline.replica.base import Replica, micro_steps
+from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import Stream, stream
 from paceline.replica.own_steps import OwnSteps, WritesInPlace
 from paceline.replica.single import Single
@@ -110,6 +110,19 @@ def order_of(job: Job) -> Order | None:
     batch_size = program.per_replica_batch(strategy.replicas, strategy.accumulate)
     samples = length(cast(Data, program.train))
     return Order(samples, batch_size, strategy.replicas, program.seed, strategy.partition)
+
+
+def first_batch(job: Job) -> Batch:
+    """The first one of the training set; raises InputError where that can't be had."""
+    order = order_of(job)
+    plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
 
 
 def delta_of(job: Job) -> Delta:

@@ -2,16 +2,21 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from paceline.core.records import Account, Record, WorkerFigures
 from paceline.metrics.averages import interval_mean, weighted_mean
+from paceline.metrics.pipeline import worker_figures
+from paceline.trace.spans import Span
 
 Row = Mapping[str, Any]
 
+SAVED = "peak_saved_bytes"
+"""Of a pipeline's workers, by rank: the most that each kept for backward at one time."""
 
-def summarize(account: Account, history: Sequence[Record], *, host: bool) -> dict[str, Any]:
+
+def summarize(account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = ()) -> dict[str, Any]:
     """The figures of one run, in a fixed order.
 
     ``steps`` are those of the replica that made most; rates are per second of training time; ``utilisation`` is
@@ -20,16 +25,23 @@ def summarize(account: Account, history: Sequence[Record], *, host: bool) -> dic
     ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the interval of the
     history, by the trapezoid rule. What was not measured, or is not finite, is None. Nothing is rounded.
 
+    Where replicas are pipelines, ``peak_saved_bytes`` is the most that each worker kept for backward at one time. With
+    spans, ``pipeline_utilisation`` is their coloured area / total area, compute / time of the steps over all workers,
+    and ``bubble`` the share of that time in which workers neither compute nor update.
+
     Args:
         account: what happened.
         history: in order of time.
         host: whether time and memory are those of a real machine; without it ``step_time_s``, payload, memory and
             parameter bytes are left out.
+        spans: what was recorded.
     """
     rows = [record.row() for record in history]
     figures = _counts(account) | _rates(account) | _workers(account, host=host) | _staleness(account)
     if host:
         figures |= _bytes(account.workers)
+    if any(w.peak_saved_bytes is not None for w in account.workers):
+        figures |= _pipelines(account.workers, spans)
     figures |= _scores(rows)
     figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}
@@ -96,6 +108,18 @@ def _bytes(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
         "payload_formula_bytes_per_step": _total(workers, lambda w: w.parameter_bytes, 2),
         "peak_memory_bytes": [w.peak_memory_bytes for w in workers],
         "parameter_bytes": [w.parameter_bytes for w in workers],
+    }
+
+
+def _pipelines(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str, Any]:
+    saved: dict[str, Any] = {SAVED: [w.peak_saved_bytes for w in workers]}
+    each = [found for r in sorted({w.replica for w in workers}) for found in worker_figures(spans, r).values()]
+    if not each:
+        return saved
+    return {
+        "pipeline_utilisation": fmean(found.utilisation for found in each),
+        "bubble": fmean(found.bubble for found in each),
+        **saved,
     }
 
 

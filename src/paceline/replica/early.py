@@ -77,8 +77,8 @@ class Early:
         self._sink.ready(index, gradient, self._samples)
 
     def _too_late(self, index: int) -> str:
-        entries = [entry for block in self._autograd.layout.parameters for entry in block.entries]
+        name = self._autograd.layout.parameter_names[index]
         return (
-            f"a backward pass added twice to the gradient of {entries[index].name}, which none before it did, so a "
-            "part of it has been sent already; write use_reentrant=False where checkpoint() is called"
+            f"a backward pass added twice to the gradient of {name}, which none before it did, so a part of it has "
+            "been sent already; write use_reentrant=False where checkpoint() is called"
         )

@@ -11,7 +11,7 @@ Only what training changes is in it: trainable parameters, and buffers that a tr
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -69,6 +69,15 @@ class Layout:
         wanted = set(running_buffers)
         return cls(_blocks(trainable), _blocks((n, b) for n, b in module.named_buffers() if n in wanted))
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the trainable parameters, in order."""
+        return [e.name for block in self.parameters for e in block.entries]
+
+    def part(self, names: Collection[str]) -> "Layout":
+        """The layout of these tensors alone, in the same order; there may be none."""
+        return Layout(_chosen(self.parameters, names), _chosen(self.buffers, names))
+
     def new(self, allocate: Allocate | None = None) -> "State":
         """An uninitialised state, from ordinary memory where no allocator is given."""
         make = allocate or (lambda n, dtype: torch.empty(n, dtype=dtype))
@@ -123,6 +132,14 @@ class State:
         """A copy in ordinary memory."""
         return State(self.layout, [v.clone() for v in self.parameters], [v.clone() for v in self.buffers])
 
+    def take(self, other: "State") -> "State":
+        """Copy the tensors that both have, by name."""
+        mine = dict(self.named())
+        for name, view in other.named():
+            if name in mine:
+                mine[name].copy_(view)
+        return self
+
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """(full name, view) of every tensor, parameters first."""
         names = (e.name for b in (*self.layout.parameters, *self.layout.buffers) for e in b.entries)
@@ -163,15 +180,20 @@ def write(module: nn.Module, state: State) -> nn.Module:
 
 
 def _blocks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Block, ...]:
-    by_dtype: dict[torch.dtype, list[tuple[str, Tensor]]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[str, torch.Size]]] = {}
     for name, tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append((name, tensor))
+        by_dtype.setdefault(tensor.dtype, []).append((name, tensor.shape))
     return tuple(Block(dtype, _entries(group)) for dtype, group in by_dtype.items())
 
 
-def _entries(tensors: Sequence[tuple[str, Tensor]]) -> tuple[Entry, ...]:
+def _chosen(blocks: Iterable[Block], names: Collection[str]) -> tuple[Block, ...]:
+    found = ((b.dtype, [(e.name, e.shape) for e in b.entries if e.name in names]) for b in blocks)
+    return tuple(Block(dtype, _entries(shapes)) for dtype, shapes in found if shapes)
+
+
+def _entries(shapes: Iterable[tuple[str, torch.Size]]) -> tuple[Entry, ...]:
     entries, start = [], 0
-    for name, tensor in tensors:
-        entries.append(Entry(name, tensor.shape, start, start + tensor.numel()))
-        start += tensor.numel()
+    for name, shape in shapes:
+        entries.append(Entry(name, shape, start, start + shape.numel()))
+        start += shape.numel()
     return tuple(entries)

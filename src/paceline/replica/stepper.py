@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.errors import PacelineError
 from paceline.replica.kernels import Kernel, hooked, rule_of
-from paceline.replica.state import State
+from paceline.replica.state import Layout, State
 
 Make: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -137,3 +137,24 @@ def _optimizer(make: Make, state: State, gradient: State) -> tuple[Optimizer, Ta
         targets = Targets(state, gradient, flat=True)
         groups[0]["params"] = targets.parameters
     return optimizer, targets
+
+
+def of_part(make: Make, whole: Layout, part: Layout) -> Make:
+    """The optimizer of a part of A: made of all parameters in their order, those of other parts being without values.
+
+    So it may treat parameters differently by their place or shape.
+    """
+
+    def made(parameters: list[nn.Parameter]) -> Optimizer:
+        own = dict(zip(part.parameter_names, parameters, strict=True))
+        entries = [(entry, block.dtype) for block in whole.parameters for entry in block.entries]
+        absent = {
+            e.name: nn.Parameter(torch.zeros((), dtype=d).expand(e.shape)) for e, d in entries if e.name not in own
+        }
+        optimizer = make([own[e.name] if e.name in own else absent[e.name] for e, _ in entries])
+        kept = set(map(id, parameters))
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) in kept]
+        return optimizer
+
+    return made

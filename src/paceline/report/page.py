@@ -5,12 +5,15 @@ from html import escape
 from pathlib import Path
 
 from paceline.core.errors import InputError
+from paceline.metrics.pipeline_step import PipelineStep, pipeline_step
+from paceline.metrics.summary import SAVED
 from paceline.report import bars
 from paceline.report.curves import curve
 from paceline.report.sources import Group, Section, Source, sections
 from paceline.report.stretch import REPLICAS, STEPS, swimlanes
 from paceline.report.style import CSS
 from paceline.report.tables import legend, name, notes, results, strategies
+from paceline.run import Run
 from paceline.trace.files import replacing
 from paceline.trace.spans import Span
 
@@ -105,17 +108,41 @@ def _grid(drawn: Iterable[str | None]) -> str:
 
 
 def _swimlanes(section: Section) -> Iterator[str]:
-    recorded = [(group, spans) for group in section.groups if (spans := _spans(group))]
+    recorded = [(group, run) for group in section.groups if (run := _traced(group))]
     if not recorded:
         return
     yield "<h3>Swimlanes</h3>"
+    steps = {group.strategy: pipeline_step(r.spans, r.strategy, r.summary.get(SAVED)) for group, r in recorded}
+    yield from _pipelines([(group, step) for group, _ in recorded if (step := steps[group.strategy])])
+    yield from _stretches([(group, run.spans) for group, run in recorded if not steps[group.strategy]])
+
+
+def _pipelines(found: Sequence[tuple[Group, PipelineStep]]) -> Iterator[str]:
+    if not found:
+        return
+    yield (
+        '<p class="soft">Pipelines: one step, of median length, and below it what the schedule allows with the same '
+        "compute and free communication and updates; numbers are micro-batches. Utilisation: compute / time of the "
+        "steps; bubble: neither compute nor update; peak activations: the most that was kept for backward.</p>"
+    )
+    for group, step in found:
+        yield _lane(group, step.svg())
+
+
+def _stretches(found: Sequence[tuple[Group, Sequence[Span]]]) -> Iterator[str]:
+    if not found:
+        return
     yield (
         '<p class="soft">What each worker did, from the middle of a round: a lane a worker, time from left to right '
         f"since the first span; about {STEPS} steps, all strategies to one scale, at most {REPLICAS} replicas.</p>"
     )
-    for (group, _), svg in zip(recorded, swimlanes([spans for _, spans in recorded]), strict=True):
-        yield f'<figure class="lane"><figcaption>{name(group)}</figcaption>{svg}</figure>'
+    for (group, _), svg in zip(found, swimlanes([spans for _, spans in found]), strict=True):
+        yield _lane(group, svg)
 
 
-def _spans(group: Group) -> Sequence[Span]:
-    return next((run.spans for run in group.runs if run.spans), [])
+def _lane(group: Group, svg: str) -> str:
+    return f'<figure class="lane"><figcaption>{name(group)}</figcaption>{svg}</figure>'
+
+
+def _traced(group: Group) -> Run | None:
+    return next((run for run in group.runs if run.spans), None)

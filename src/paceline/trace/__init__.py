@@ -1,5 +1,7 @@
 """Spans: what happened, when, on which worker; recorded, kept, and drawn. No torch."""
 
+from paceline.trace.panel_picture import panels_svg
+from paceline.trace.panels import Panel, panels_text
 from paceline.trace.perfetto import write_perfetto
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import ACTIONS, SERVER, Action, Span, read_spans, write_spans
@@ -11,8 +13,11 @@ __all__ = [
     "Action",
     "AnyRecorder",
     "NullRecorder",
+    "Panel",
     "Recorder",
     "Span",
+    "panels_svg",
+    "panels_text",
     "read_packed",
     "read_spans",
     "svg",

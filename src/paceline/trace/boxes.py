@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from paceline.core.types import Nanoseconds
 from paceline.trace.lanes import Stretch, dominant, duration
-from paceline.trace.spans import Action, Span
+from paceline.trace.spans import PASSES, Action, Span
 
 _LISTED = 4
 """How many actions the title of a merged box names."""
@@ -35,11 +35,10 @@ class Box:
         """What took most of the time."""
         return dominant(self.totals)
 
-    @property
-    def title(self) -> str:
-        """What to write where someone points at it."""
+    def title(self, *, numbered: bool = False) -> str:
+        """What to write where someone points at it; ``numbered``: a micro-batch is told where it is the first, too."""
         if self.spans == 1:
-            return _title(self.first)
+            return _title(self.first, numbered=numbered and self.first.action in PASSES)
         return f"{self.spans} spans in {duration(self.end_ns - self.start_ns)}: {self._shares()}"
 
     def _shares(self) -> str:
@@ -101,8 +100,8 @@ def _merged(first: Box, second: Box) -> Box:
     return Box(first.start_ns, end, totals, first.first, first.spans + second.spans, narrow=True)
 
 
-def _title(span: Span) -> str:
+def _title(span: Span, *, numbered: bool) -> str:
     words = [span.action, f"step {span.step}"]
-    words += [f"micro-batch {span.micro_batch}"] if span.micro_batch else []
+    words += [f"micro-batch {span.micro_batch}"] if span.micro_batch or numbered else []
     words += [f"{span.bytes:,} bytes"] if span.bytes else []
     return " · ".join([*words, duration(span.duration_ns)])

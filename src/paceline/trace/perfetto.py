@@ -2,53 +2,60 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paceline.trace.files import replacing
-from paceline.trace.spans import SERVER, Span
+from paceline.trace.spans import PASSES, SERVER, Span
 
 
-def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
+def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span], ideal: Sequence[Span] = ()) -> None:
     """Write a trace in Chrome's JSON format; the file appears whole or not at all.
 
     A process per replica (pid = replica; the server, which Perfetto would refuse as -1, comes after the last), a thread
     per worker of it, times in microseconds since the first span. Source: "Trace Event Format", Chromium project.
+
+    Args:
+        path: of the file.
+        spans: of one run.
+        ideal: of a step of a pipeline, as it might have been, on the same clock: a process after all others. With it
+            micro-batches are named.
     """
     with replacing(path) as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
-        for index, event in enumerate(events(spans)):
+        for index, event in enumerate(events(spans, ideal)):
             file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
         file.write("\n]}\n")
 
 
-def events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+def events(spans: Iterable[Span], ideal: Sequence[Span] = ()) -> Iterator[dict[str, Any]]:
     """The trace events: names of processes and threads first, then one complete event ("X") per span."""
     spans = list(spans)
     server = max((span.replica for span in spans), default=SERVER) + 1
-    workers = sorted({(_pid(span, server), span.stage, span.shard) for span in spans})
+    placed = [(_pid(span, server), span) for span in spans] + [(server + 1, span) for span in ideal]
+    workers = sorted({(pid, span.stage, span.shard) for pid, span in placed})
     tids = {worker: tid for tid, worker in enumerate(workers, start=1)}  # apart everywhere: Perfetto wants that
     for pid in sorted({pid for pid, _, _ in workers}):
-        name = "server" if pid == server else f"replica {pid}"
+        name = {server: "server", server + 1: "ideal"}.get(pid, f"replica {pid}")
         yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": pid}}
     for (pid, stage, shard), tid in tids.items():
         name = f"stage {stage} shard {shard}"
         yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
     origin_ns = min((span.start_ns for span in spans), default=0)
-    for span in spans:
-        pid = _pid(span, server)
-        yield _complete(span, pid, tids[pid, span.stage, span.shard], origin_ns)
+    for pid, span in placed:
+        name = f"{span.action} {span.micro_batch}" if ideal and span.action in PASSES else span.action
+        yield _complete(name, span, pid, tids[pid, span.stage, span.shard], origin_ns)
 
 
 def _pid(span: Span, server: int) -> int:
     return server if span.replica == SERVER else span.replica
 
 
-def _complete(span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
+def _complete(name: str, span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
     return {
         "ph": "X",
-        "name": span.action,
+        "name": name,
         "cat": span.action,
         "pid": pid,
         "tid": tid,

@@ -47,6 +47,9 @@ Action: TypeAlias = Literal[
 ACTIONS: tuple[Action, ...] = get_args(Action)
 """All actions, in the order in which legends show them."""
 
+PASSES: frozenset[Action] = frozenset({"forward", "backward", "backward_input", "backward_weight", "recompute"})
+"""What is computed for one micro-batch."""
+
 SERVER = -1
 """The ``replica`` of spans of owners and of the coordinator."""
 

@@ -6,31 +6,13 @@
 from collections.abc import Iterable
 
 from paceline.core.errors import InputError
-from paceline.core.types import Nanoseconds, Seconds
-from paceline.trace.lanes import Lane, Stretch, dominant, duration, lanes, present, stretch
+from paceline.core.types import Seconds
+from paceline.trace.cells import LETTERS, cells
+from paceline.trace.lanes import Lane, Stretch, duration, lanes, present, stretch
 from paceline.trace.picture import svg
-from paceline.trace.spans import Action, Span
+from paceline.trace.spans import Span
 
 __all__ = ["LETTERS", "svg", "text"]
-
-LETTERS: dict[Action, str] = {
-    "compute": "C",
-    "forward": "F",
-    "backward": "B",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "recompute": "R",
-    "send": "s",
-    "receive": "r",
-    "all_reduce": "=",
-    "pull": "v",
-    "push": "^",
-    "apply": "A",
-    "wait": ".",
-    "delay": "~",
-    "evaluate": "E",
-}
-"""How each action is drawn in a line of text."""
 
 _LEAST_WIDTH = 10
 
@@ -71,18 +53,4 @@ def _header(shown: Stretch, width: int) -> str:
 
 
 def _row(lane: Lane, shown: Stretch, width: int) -> str:
-    cells: list[dict[Action, Nanoseconds]] = [{} for _ in range(width)]
-    for span in lane.spans:
-        if (cut := shown.cut(span)) is not None:
-            _fill(cells, span.action, *cut, shown.length_ns)
-    return "".join(LETTERS[dominant(cell)] if cell else " " for cell in cells)
-
-
-def _fill(
-    cells: list[dict[Action, Nanoseconds]], action: Action, start: Nanoseconds, end: Nanoseconds, length: Nanoseconds
-) -> None:
-    """Add a span's time to the cells it meets; in units of 1/width nanoseconds, so that all stays whole."""
-    width = len(cells)
-    for index in range(start * width // length, min(width, -(-end * width // length))):
-        inside = min(end * width, (index + 1) * length) - max(start * width, index * length)
-        cells[index][action] = cells[index].get(action, 0) + inside
+    return "".join(LETTERS[span.action] if span else " " for span in cells(lane.spans, shown, width))

@@ -10,6 +10,7 @@ There is no server to ask, so a decision costs no message.
 """
 
 import math
+from collections.abc import Callable
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.aggregation.synchronous import Synchronous
@@ -36,6 +37,8 @@ class Course:
         desk: scores snapshots.
         stopwatch: stops while the run waits for a score.
         digest: of A_0.
+        reads: how many updates A has had where the Δ of this number reads it; None: where F sends it.
+            With it weights have moved by the time a row is known, so what was made counts, also past the end.
     """
 
     def __init__(
@@ -46,10 +49,12 @@ class Course:
         desk: Desk,
         stopwatch: Stopwatch,
         digest: str,
+        reads: Callable[[Version], Version] | None = None,
     ) -> None:
         policy = setup.policy
         assert isinstance(policy, Synchronous), "another policy was not refused"
         self._job, self._update, self._freight, self._desk = setup.job, update, freight, desk
+        self._reads = reads
         self._stopwatch, self._mean = stopwatch, policy.combine == "mean"
         # What ranks bring is of the size of one gradient, not of a sum over samples: half precision would not hold it.
         self._usual = float(setup.order.batch_size * micro_steps(setup.delta)) if setup.order else 1.0
@@ -115,7 +120,7 @@ class Course:
         for replica in (r for r, row in enumerate(rows) if row.kind is Kind.farewell):
             self._coordinator.left(replica, "done")
         for replica in sorted(r for r in at_work if rows[r].kind is Kind.delta):
-            if not self.over:
+            if not self.over or self._reads is not None:
                 self._hear(replica, rows[replica])
         self.interrupted |= any(row.stop for row in rows)
         self.over |= self.interrupted or self._coordinator.idle
@@ -130,9 +135,9 @@ class Course:
     # ---------------------------------------------------------------------------------------------------------- inside
 
     def _hear(self, replica: ReplicaId, row: Row) -> None:
-        if row.entered_ns * 1e-9 > self._end:
-            self.over = True  # the round was not complete in time
-        else:
+        late = row.entered_ns * 1e-9 > self._end  # the round was not complete in time
+        self.over |= late
+        if not late or self._reads is not None:
             self._arrived(replica, row)
 
     def _arrived(self, replica: ReplicaId, row: Row) -> None:
@@ -171,7 +176,8 @@ class Course:
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
         self._attempts[replica] += 1
         self._granted[replica] = micro_steps
-        self._read[replica] = self._coordinator.version
+        version = self._coordinator.version
+        self._read[replica] = version if self._reads is None else self._reads(version)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         """Who brought them has brought nothing."""

@@ -1,6 +1,7 @@
 """One all-reduce of all that ranks bring."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -60,9 +61,21 @@ class Traffic:
         self.sent_bytes += (self.ranks - 1) * mine.nbytes
         return _all_gather(rows.view(-1), mine, group=self.group.handle, async_op=True)
 
+    def broadcast(self, vector: Tensor, source: int, what: str) -> None:
+        """Let a vector be that of one rank on all of them."""
+        moved = self.there(vector)
+        self.wait(dist.broadcast(moved, source, group=self.group.handle, async_op=True), what)
+        if moved is not vector:
+            vector.copy_(moved)
+        self.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
+
     def wait(self, work: Any, what: str) -> None:
-        """Wait for a collective that has been begun."""
+        """Wait for what has been begun."""
         self._lookout.wait(work, what)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor to be received, where the backend wants it."""
+        return torch.empty(*shape, dtype=dtype, device=self._device)
 
     def there(self, vector: Tensor) -> Tensor:
         """A vector where the backend wants it: itself, or a copy."""
@@ -83,8 +96,15 @@ def of_step(step: Clock) -> str:
     return f"the all-reduce of its step {step}"
 
 
+class Meets(Protocol):
+    """Where ranks meet."""
+
+    def meet(self, row: Row, step: Clock) -> list[Row]:
+        """One row of each replica; what this rank brought is summed where it has to be."""
+
+
 class Exchange:
-    """Where ranks meet.
+    """Where ranks meet who bring a Δ of all of A.
 
     Args:
         freight: what this rank brings.

@@ -3,7 +3,6 @@
 import json
 from datetime import timedelta
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from paceline.core import errors
@@ -60,7 +59,7 @@ class Notices:
         names = {rank: _here(rank) for rank in range(self._size)}
         try:
             self._store.wait(list(names.values()), timedelta(seconds=seconds))
-        except dist.DistStoreError:
+        except RuntimeError:  # of a file store no DistStoreError
             return [rank for rank, name in names.items() if not self._store.check([name])]
         return []
 
@@ -72,7 +71,7 @@ class Notices:
         """Wait so long for all others to read it."""
         try:
             self._store.wait([f"read {r}" for r in range(self._size) if r != self._rank], timedelta(seconds=seconds))
-        except dist.DistStoreError:
+        except RuntimeError:  # of a file store no DistStoreError
             return
 
 

@@ -10,37 +10,30 @@ from dataclasses import replace
 
 import torch
 
-from paceline.aggregation import Synchronous
-from paceline.comm.compression import parse
 from paceline.comm.kernel import memfd_create
 from paceline.core.errors import PacelineError
+from paceline.core.mesh import Place
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.attendance import Attendance, Attentive
-from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm, meeting
+from paceline.engine.distributed.batchnorm import meeting
 from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.desk import Desk
-from paceline.engine.distributed.divided import Divided, only_buffers
 from paceline.engine.distributed.dividing import ended_within_a_delta
-from paceline.engine.distributed.exchange import Exchange, ring_bytes
-from paceline.engine.distributed.freight import Freight
-from paceline.engine.distributed.fully_sharded import FullySharded, Partial
-from paceline.engine.distributed.overlap import Overlap, overlapped
-from paceline.engine.distributed.sharded import Sharded, pays
+from paceline.engine.distributed.share import Here, Share, WholeShare
+from paceline.engine.distributed.staged import StagedShare
 from paceline.engine.distributed.station import DistributedStation, Surroundings
 from paceline.engine.distributed.stopwatch import Stopwatch
+from paceline.engine.distributed.streamed import StreamedShare
+from paceline.engine.distributed.streaming import StreamedStation
 from paceline.engine.distributed.team import Team
-from paceline.engine.distributed.update import Compressed, Together, Update
 from paceline.engine.figures import Notes, timeline, told
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.interrupt import Interruptible
-from paceline.engine.owner import Owner
 from paceline.engine.roster import Roster
 from paceline.engine.setup import Setup, first_state, settle, threads
 from paceline.engine.worker import StationWorker
-from paceline.replica.autograd import Autograd
-from paceline.replica.base import Replica
 from paceline.replica.single import Single
 from paceline.replica.state import write
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
@@ -63,24 +56,21 @@ class DistributedRun:
 
     def __init__(self, job: Job, team: Team, backend: str, watch: Watcher, closing: contextlib.ExitStack) -> None:
         self._job, self._team, self._backend, self._watch, self._closing = job, team, backend, watch, closing
-        self._rank, world = team.world.rank, team.world
         self._setup = setup = Setup.of(job)
-        self._module = settle(job, self._rank, world.local_size)
+        mesh = job.strategy.mesh
+        module = settle(job, mesh.place(team.world.rank).replica, team.world.local_size)
         _, state = first_state(job.program, job.running_buffers)
         digest, self._layout = state.digest(), state.layout
         self._agree(digest)
-        self._divided = self._cut()
-        self._state = state if self._divided is None else only_buffers(state)
-        self._freight = Freight(self._state.layout, world.size)
+        here = Here(setup, team, backend, module, state)
+        self._share = share = _share(here)
         self._stopwatch = Stopwatch(team.peers.ahead_ns)
         self._desk = Desk(job, team, self._layout.nbytes)
-        self._update = self._way()
-        self._course = Course(setup, self._update, self._freight, self._desk, self._stopwatch, digest)
-        self._meeting = self._met()
-        self._overlap = self._beforehand()
-        self._attendance = Attendance(setup, self._rank, self._module, self._meeting, self._divided)
+        reads = share.reads if isinstance(share, StreamedShare) else None
+        self._course = Course(setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads)
+        self._attendance = Attendance(setup, share.place.replica, module, share.meeting, share.divided)
         self._notes, self._sink = Notes(), self._new_sink()
-        self._recorder: AnyRecorder = Recorder(self._rank, 0, 0, self._sink) if job.trace else NullRecorder()
+        self._recorder: AnyRecorder = Recorder(*share.place, self._sink) if job.trace else NullRecorder()
         self._told_s: Seconds = -1.0
 
     def outcome(self) -> Outcome:
@@ -92,10 +82,10 @@ class DistributedRun:
             station = self._station(asked, woken)
             worker = self._worker(station)
             self._start()
-            with meeting(self._meeting):
+            with meeting(self._share.meeting):
                 worker.run(self._job.loop)
-                if self._divided is not None and not station.opens():
-                    raise ended_within_a_delta(self._rank, self._job.strategy.accumulate)
+                if self._share.divided is not None and not station.opens():
+                    raise ended_within_a_delta(self._team.world.rank, self._job.strategy.accumulate)
                 station.leave()
             self._course.finish()
             self._watch(replace(self._course.chronicle.progress("scoring", self._course.now), fraction=None))
@@ -117,88 +107,43 @@ class DistributedRun:
                         "the same arguments, and model() must draw its numbers from torch alone"
                     )
 
-    def _cut(self) -> Divided | None:
-        """The parameters, where they are divided; with nobody else there they stay whole."""
-        traffic = self._team.traffic
-        if traffic is None or not self._job.strategy.shard_parameters:
-            return None
-        return Divided(self._module, self._layout, self._team.world.size, traffic)
-
-    def _way(self) -> Update:
-        """How updates are made."""
-        job, traffic, ranks = self._job, self._team.traffic, self._team.world.size
-        if traffic is not None and self._divided is not None:
-            return FullySharded(job.program, self._divided, self._freight, self._state, traffic)
-        if traffic is not None and self._divides():
-            return Sharded(job.program, self._freight, self._state, self._rank, ranks, traffic)
-        owner = Owner(job.program, self._setup.policy, self._state)
-        if traffic is None or job.strategy.compression == "none":
-            return Together(self._freight, owner)
-        return Compressed(self._freight, owner, parse(job.strategy.compression), traffic)
-
-    def _divides(self) -> bool:
-        """Whether each rank keeps a part of the optimizer's state."""
-        strategy = self._job.strategy
-        if strategy.shard_optimizer is not None:
-            return strategy.shard_optimizer
-        apart = strategy.compression == "none" and strategy.device == "cpu"
-        return apart and pays(self._job.program, self._state, self._backend, self._team.world.size)
-
-    def _met(self) -> Meeting | None:
-        """Where layers look at all ranks' samples; None where there is no such layer, or nobody else."""
-        if self._team.traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in self._module.modules()):
-            return None
-        policy = self._setup.policy
-        added = isinstance(policy, Synchronous) and policy.combine == "sum"
-        summed = self._job.strategy.accumulate > 1 or added or self._divided is not None
-        return Meeting(self._team.traffic, self._rank, self._team.world.size, summed=summed)
-
-    def _beforehand(self) -> Overlap | None:
-        """What sends Δ during the backward pass; None where it is sent after it."""
-        whole = isinstance(self._update, Together) and self._meeting is None and not self._course.may_repeat
-        return overlapped(self._job, self._team, self._backend, self._freight) if whole else None
-
     def _write_roster(self) -> None:
-        if self._rank == 0:
-            where: dict[int, dict[str, int | str]] = {
-                p.rank: {"pid": p.pid, "node": p.host} for p in self._team.peers.all
+        if self._team.world.rank == 0:
+            mesh = self._job.strategy.mesh
+            where: dict[Place, dict[str, int | str]] = {
+                mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._team.peers.all
             }
             self._closing.callback(Roster(self._job.out, {}, where).close)
 
-    def _station(self, asked: Interruptible, woken: threading.Event) -> DistributedStation:
-        gauge = Gauge(self._notes, self._rank, self._recorder, 0, self._setup.per_step)
-        self._gauge = gauge
-        vectors = self._update.meeting if self._overlap is None else self._freight.tails
+    def _station(self, asked: Interruptible, woken: threading.Event) -> DistributedStation | StreamedStation:
+        share = self._share
+        self._gauge = Gauge(self._notes, share.place.replica, self._recorder, 0, self._setup.per_step)
         around = Surroundings(
             course=self._course,
-            exchange=Exchange(self._freight, vectors, self._rank, self._team.traffic),
-            freight=self._freight,
-            overlap=self._overlap,
-            state=self._state,
+            exchange=share.exchange(),
+            freight=share.freight,
+            overlap=share.overlap,
+            state=share.state,
             stopwatch=self._stopwatch,
             attendance=self._attendance,
-            gauge=gauge,
+            gauge=self._gauge,
             notices=self._team.notices,
             asked_to_end=lambda: asked.heard > 0,
             woken=woken,
             after=self._tell,
         )
-        return DistributedStation(self._rank, around, self._job.timeout_s)
+        if isinstance(share, StreamedShare):
+            return StreamedStation(around, share, self._setup.allowance(), self._job.timeout_s)
+        return DistributedStation(share.place.replica, around, self._job.timeout_s)
 
-    def _worker(self, station: DistributedStation) -> StationWorker:
-        inner = self._replica()
-        if self._overlap is not None:
+    def _worker(self, station: DistributedStation | StreamedStation) -> StationWorker:
+        inner = self._share.replica(self._course.weight, self._recorder)
+        if self._share.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
+            assert isinstance(station, DistributedStation), "a stream has no Δ to send"
             self._closing.enter_context(inner.giving(station))
         measured = Gauged(Attentive(inner, self._attendance), self._gauge, station, 0)
-        return StationWorker(self._setup, self._rank, measured, station, self._gauge)
-
-    def _replica(self) -> Replica:
-        if self._divided is None:
-            return self._setup.replica(self._rank, self._module, self._layout, self._recorder)
-        program, device = self._job.program, self._setup.device(self._rank)
-        autograd = Autograd(program, self._module, self._state.layout, self._rank, device, self._recorder)
-        return Partial(autograd, self._divided, self._course.weight)
+        return StationWorker(self._setup, self._share.place.replica, measured, station, self._gauge)
 
     def _start(self) -> None:
         self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
@@ -216,33 +161,27 @@ class DistributedRun:
         course, seconds = self._course, self._course.now
         self._recorder.close()
         traffic = self._team.traffic
-        part_bytes = self._layout.parameter_bytes if self._divided is None else self._divided.nbytes
         seen = self._notes.seen._replace(payload_bytes=traffic.sent_bytes if traffic else 0)
-        mine = told(self._rank, seen, self._notes.step_times, part_bytes, seconds)
+        figures = told(self._share.place, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
+        mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes)
         said = self._team.gather((mine, records, self._spans()), "the others' scores and figures")
         history = [record for _, theirs, _ in said for record in theirs]
         history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
         account = course.chronicle.account(
             seconds, [figures for figures, _, _ in said], (), self._rules(), interrupted=course.interrupted
         )
-        state = self._update.whole(wanted=True)
+        state = self._share.update.whole(wanted=True)
         assert state is not None, "it is wanted here"
         model = write(self._job.program.build(), state)
         spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
         return Outcome(model.state_dict(), model, history, account, spans)
 
     def _rules(self) -> dict[str, str | int | float]:
-        ranks, size = self._team.world.size, self._layout.parameter_bytes
-        rules: dict[str, str | int | float] = {
+        return {
             "threads": threads(self._job, self._team.world.local_size),
-            "backend": self._backend if ranks > 1 else "none",
-            "shard_optimizer": isinstance(self._update, Sharded),
-            "buckets": self._overlap.buckets if self._overlap is not None else 0,
-            "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
+            "backend": self._backend if self._team.world.size > 1 else "none",
+            **self._share.rules(),
         }
-        if self._divided is not None:  # gathered for forward, gathered for backward, and gradients summed
-            rules["payload_sharded_formula_bytes_per_step"] = 3 * (ranks - 1) * size * self._setup.per_step
-        return rules
 
     def _spans(self) -> list[Span]:
         if not self._job.trace:
@@ -257,6 +196,14 @@ class DistributedRun:
         sink = memfd_create("paceline:spans")
         self._closing.callback(os.close, sink)
         return sink
+
+
+def _share(here: Here) -> Share:
+    """By what the strategy asks for."""
+    strategy = here.setup.job.strategy
+    if not strategy.pipelined:
+        return WholeShare(here)
+    return StagedShare(here) if strategy.order.flushes else StreamedShare(here)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.distributed.attendance import Attendance
 from paceline.engine.distributed.course import Course
-from paceline.engine.distributed.exchange import Exchange, of_step
+from paceline.engine.distributed.exchange import Meets, of_step
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.notices import Notices
 from paceline.engine.distributed.overlap import Overlap
@@ -26,7 +26,7 @@ class Surroundings:
     """What a station works with."""
 
     course: Course
-    exchange: Exchange
+    exchange: Meets
     freight: Freight
     overlap: Overlap | None
     """None where Δ is summed in the exchange."""
@@ -43,6 +43,12 @@ class Surroundings:
     """Set when it is."""
     after: Callable[[], None]
     """Called after each exchange."""
+
+
+def excuse(around: Surroundings, seconds: Seconds, timeout_s: Seconds) -> None:
+    """Announce a pause that is not much shorter than a hang."""
+    if around.notices is not None and seconds > timeout_s / 4:
+        around.notices.excuse(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
 
 
 class DistributedStation(Sink):
@@ -122,10 +128,8 @@ class DistributedStation(Sink):
 
     def pause(self, seconds: Seconds) -> None:
         """Be slow for so long, or until told to end."""
-        around = self._around
-        if around.notices is not None and seconds > self._timeout_s / 4:
-            around.notices.excuse(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
-        around.woken.wait(seconds)
+        excuse(self._around, seconds, self._timeout_s)
+        self._around.woken.wait(seconds)
 
     def _meet(self, kind: Kind, measured: Measured) -> None:
         around, step = self._around, self.attempt

@@ -13,15 +13,21 @@ from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.crew import ENTRY
+from paceline.engine.local.hosting import Hosting
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
 from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.stages import refuse_stages
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
 """What the fork server imports, so that no worker has to."""
 
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 """Where replicas have optimizers of their own: at the first, torch 2.13 imports this, which takes over a second."""
+
+
+HOSTING = ("torch", "torch._dynamo", "torch.distributed.tensor", "paceline.engine.distributed.hosted")
+"""Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
 
 
 class LocalEngine(Engine):
@@ -43,6 +49,8 @@ class LocalEngine(Engine):
         refuse_torchrun(self.name)
         refuse_absent_gpu(job)
         strategy = job.strategy
+        if strategy.pipelined:
+            refuse_stages(job)
         in_place = isinstance(strategy.aggregation.delta, InPlace)
         if in_place and job.on_nonfinite == "skip":
             raise InputError(
@@ -56,14 +64,19 @@ class LocalEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
+        if job.strategy.pipelined:
+            with ExitStack() as closing:
+                return Hosting(job, self._nursery_with(HOSTING), watch, closing).outcome()
         nursery = self._nursery_for(job)
         with _one_thread(), _manners(job), ExitStack() as closing:
             return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:
-        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed."""
         own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
-        wanted = WITH_OPTIMIZERS if own else PRELOAD
+        return self._nursery_with(WITH_OPTIMIZERS if own else PRELOAD)
+
+    def _nursery_with(self, wanted: tuple[str, ...]) -> Nursery:
+        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed."""
         if self._nursery is None or not self._nursery.alive or not set(wanted) <= set(self._preloaded):
             self.close()
             self._nursery, self._preloaded = Nursery.start(wanted), wanted

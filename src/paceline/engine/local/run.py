@@ -21,6 +21,7 @@ from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Nursery
 from paceline.comm.shipping import Parcel, ship
 from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.mesh import Place
 from paceline.core.records import Departure, Record
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
@@ -141,7 +142,7 @@ class LocalRun:
 
     def _write_roster(self) -> None:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._desk.child.pid}}
-        roster = Roster(self._job.out, others, {r: {"pid": pid} for r, pid in self._crew.pids().items()})
+        roster = Roster(self._job.out, others, {Place(r): {"pid": pid} for r, pid in self._crew.pids().items()})
         self._closing.callback(roster.close)
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
@@ -322,7 +323,7 @@ class LocalRun:
         notes: dict[str, str | int | float] = {"threads": threads(self._job)}
         size = self._server.state.layout.parameter_bytes
         board, replicas = self._board, range(self._setup.replicas)
-        workers = [told(r, board.figures(r), board.step_times(r), size, seconds) for r in replicas]
+        workers = [told(Place(r), board.figures(r), board.step_times(r), size, seconds) for r in replicas]
         account = self._chronicle.account(seconds, workers, self._left, notes, interrupted=interrupted)
         model = write(self._module, self._server.state)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)

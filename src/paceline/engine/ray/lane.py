@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 
+from paceline.core.mesh import Place
 from paceline.core.records import WorkerFigures
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.figures import Figures, told
@@ -53,7 +54,7 @@ class Lane:
     def told(self, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
         """What those who had its name have measured of themselves."""
         seen = _sum(self._before, self.figures)
-        return told(replica, seen, self.step_times, parameter_bytes, seconds)
+        return told(Place(replica), seen, self.step_times, parameter_bytes, seconds)
 
     def _reply(self, reply: Reply) -> None:
         if self._answer is None or self._answer.done():

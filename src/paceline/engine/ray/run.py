@@ -14,6 +14,7 @@ from typing import Any
 import ray
 
 from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.mesh import Place
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.failure import worker_failed
@@ -206,7 +207,7 @@ class RayRun:
         crew, out = self._crew, self._job.out
         actors = {"coordinator": crew.server, "scorer": crew.scorer}
         others = {"main": {"pid": os.getpid()}} | {role: crew.place(a)._asdict() for role, a in actors.items()}
-        replicas = {r: crew.place(a)._asdict() for r, a in enumerate(crew.replicas[: self._replicas])}
+        replicas = {Place(r): crew.place(a)._asdict() for r, a in enumerate(crew.replicas[: self._replicas])}
         roster = Roster(out, others, replicas)
         self._closing.callback(roster.close)
         for path in roster.files:

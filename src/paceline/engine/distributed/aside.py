@@ -1,0 +1,58 @@
+"""Waits that can't be given up and made again, made in a thread of their own, so that who waits can look around.
+
+Gloo's messages are such: a wait for one that times out closes the connection (torch 2.13).
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+
+class Aside:
+    """One thread, which makes one wait after the other; it ends with the process, or when it is closed."""
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="paceline: waits", daemon=True).start()
+
+    def begin(self, wait: Callable[[], Any]) -> "Waiting":
+        """Have it made."""
+        future: Future[Any] = Future()
+        self._asked.put((wait, future))
+        return Waiting(future)
+
+    def close(self) -> None:
+        """End the thread once what it waits for is over."""
+        self._asked.put(None)
+
+    def _serve(self) -> None:
+        while (asked := self._asked.get()) is not None:
+            wait, future = asked
+            try:
+                future.set_result(wait())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class Waiting:
+    """A wait under way, in the form of torch's Work."""
+
+    def __init__(self, future: "Future[Any]") -> None:
+        self._future = future
+
+    def is_completed(self) -> bool:
+        """Whether it is over, well or badly."""
+        return self._future.done()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises RuntimeError when it is not over in time, and what it has raised itself."""
+        try:
+            self._future.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            if self._future.done():
+                raise
+            raise RuntimeError("not yet") from error
+        return True

@@ -1,0 +1,81 @@
+"""One rank of a run whose processes somebody else on this host has made, who hears how it goes and what came of it."""
+
+import contextlib
+import functools
+import json
+import os
+import pickle
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from paceline.comm import liveness, register
+from paceline.comm.kernel import keep_freed_memory
+from paceline.comm.shipping import Parcel, ship, unpack
+from paceline.core.errors import PacelineError
+from paceline.engine.base import Job, Outcome, Progress
+from paceline.engine.distributed.engine import DistributedEngine
+from paceline.engine.failure import failure, worker_failed
+from paceline.engine.roster import remove_roster
+
+BACKEND = "shm"
+
+
+def main(args: dict[str, Any], fds: Sequence[int]) -> None:
+    """The process's entry.
+
+    Args:
+        args: ``rank``, ``size`` and ``store``, the path of a file by which ranks meet.
+        fds: the job, and a socket on which is told how it goes, as pickled tuples.
+    """
+    keep_freed_memory()
+    job_fd, link_fd = fds
+    with socket.socket(fileno=link_fd) as link:
+        try:
+            job: Job = unpack(Parcel(job_fd))
+            if job.out is not None:
+                liveness.when_orphaned(functools.partial(remove_roster, job.out))
+            _meet(args["rank"], args["size"], args["store"], job.timeout_s)
+            _tell(link, args["rank"], _carried(job, args["rank"], link))
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # main has gone, or wants no more
+                link.send(pickle.dumps(("failed", *_said(args["rank"], error))))
+            raise SystemExit(1) from error
+
+
+def _meet(rank: int, size: int, path: str, timeout_s: float) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's word for a store that no rank keeps
+    register()
+    store = FileStore(path, size)  # torch's TCPStore would listen on every interface
+    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
+def _carried(job: Job, rank: int, link: socket.socket) -> Outcome:
+    def watch(progress: Progress) -> None:
+        if rank == 0:
+            link.send(pickle.dumps(("progress", progress)))
+
+    try:
+        with DistributedEngine(BACKEND) as engine:
+            return engine.run(job, watch)
+    finally:
+        dist.destroy_process_group()
+
+
+def _tell(link: socket.socket, rank: int, outcome: Outcome) -> None:
+    if rank:
+        return
+    parcel = ship((dict(outcome.state), list(outcome.history), outcome.account, list(outcome.spans)))
+    socket.send_fds(link, [pickle.dumps(("done",))], [parcel.fd])
+
+
+def _said(rank: int, error: BaseException) -> tuple[str, str]:
+    """The kind of an error that is ours, and its text."""
+    if isinstance(error, PacelineError):
+        return type(error).__name__, str(error)
+    return "WorkerError", worker_failed(json.loads(failure(rank, error)))

@@ -1,0 +1,106 @@
+"""A model divided among the ranks of its pipeline, as one of them sees it."""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from paceline.core.mesh import Place
+from paceline.core.types import Seconds
+from paceline.engine.distributed.share import Here
+from paceline.engine.distributed.wire import GroupWire
+from paceline.engine.setup import first_batch
+from paceline.replica.pipeline.base import Part
+from paceline.replica.pipeline.messages import Plan
+from paceline.replica.pipeline.partition import Boundaries
+from paceline.replica.pipeline.preparation import Agree, prepared
+from paceline.replica.pipeline.runtime import Seat
+from paceline.replica.pipeline.wire import Alone, Wire
+from paceline.replica.state import Layout, State
+from paceline.replica.undisturbed import tensors_of
+
+PREPARATION_S: Seconds = 1800.0
+"""How long that may take before it counts as a hang; a rank that dies meanwhile is missed at once."""
+
+
+class Pipeline:
+    """One rank's view; all ranks make it together.
+
+    Args:
+        here: the rank.
+    """
+
+    def __init__(self, here: Here) -> None:
+        self._here, job, world = here, here.setup.job, here.team.world
+        self.mesh, self.order = job.strategy.mesh, job.strategy.order
+        self.rank, self.place = world.rank, self.mesh.place(world.rank)
+        with self._excused():
+            self.cut = prepared(job.program, job.strategy, here.module, first_batch(job), self._agreement()).cut
+        self.whole = here.state.layout
+        """The layout of A."""
+        self.layouts = [self._layout(self.mesh.place(rank)) for rank in range(world.size)]
+        """Of each rank's part of A."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of this rank's part of A."""
+        return self.layouts[self.rank]
+
+    @property
+    def parts(self) -> list[Part]:
+        """This rank's."""
+        return self._parts(self.place)
+
+    def state(self) -> State:
+        """This rank's part of A_0."""
+        return self.layout.new().take(self._here.state)
+
+    def plan(self) -> Plan:
+        """In which order all workers of a replica work."""
+        strategy = self._here.setup.job.strategy
+        return Plan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count)
+
+    def seat(self) -> Seat:
+        """Which worker this rank is."""
+        return Seat(self.place.replica, self.place.stage, self._here.setup.device(self.rank))
+
+    def wire(self) -> Wire:
+        """To the others of its replica."""
+        traffic = self._here.team.traffic
+        return Alone() if traffic is None else GroupWire(traffic, self.mesh.replica_ranks(self.place.replica))
+
+    def holders(self, name: str) -> list[int]:
+        """The workers of a replica that hold a parameter of several parts; of any other, none."""
+        workers = self.mesh.per_replica
+        return sorted({self.order.worker_of(part, workers) for part in self.cut.tied.get(name, ())})
+
+    @contextlib.contextmanager
+    def _excused(self) -> Iterator[None]:
+        """To capture and measure a large model may take longer than any wait in training."""
+        notices, ahead_ns = self._here.team.notices, self._here.team.peers.ahead_ns
+        if notices is not None:
+            notices.excuse(time.monotonic_ns() + ahead_ns + int(PREPARATION_S * 1e9))
+        yield
+        if notices is not None:
+            notices.excuse(0)
+
+    def _agreement(self) -> Agree:
+        """What the first rank chooses; where there are too few cores for all, the others begin when it has chosen."""
+        world = self._here.team.world
+        if world.rank == 0:
+            return lambda choose: self._said(choose())
+        if world.local_size <= len(os.sched_getaffinity(0)):
+            return lambda _: self._said(())
+        said = self._said(())
+        return lambda _: said
+
+    def _said(self, mine: Boundaries) -> Boundaries:
+        said: Boundaries = self._here.team.gather(mine, "where the model is cut")[0]
+        return said
+
+    def _parts(self, place: Place) -> list[Part]:
+        workers = self.mesh.per_replica
+        return [part for part in self.cut.parts if self.order.worker_of(part.number, workers) == place.stage]
+
+    def _layout(self, place: Place) -> Layout:
+        return self.whole.part({name for part in self._parts(place) for name in tensors_of(part.module)})

@@ -1,0 +1,178 @@
+"""What one rank has of A, and how it takes part in the updates: the contract, and the plainest way."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+
+from paceline.aggregation import Synchronous
+from paceline.comm.compression import parse
+from paceline.core.mesh import Place
+from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm
+from paceline.engine.distributed.divided import Divided, only_buffers
+from paceline.engine.distributed.exchange import Exchange, Meets, ring_bytes
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.fully_sharded import FullySharded, Partial
+from paceline.engine.distributed.overlap import Overlap, overlapped
+from paceline.engine.distributed.sharded import Sharded, pays
+from paceline.engine.distributed.team import Team
+from paceline.engine.distributed.update import Compressed, Together, Update
+from paceline.engine.owner import Owner
+from paceline.engine.setup import Setup
+from paceline.replica.autograd import Autograd
+from paceline.replica.base import Replica
+from paceline.replica.state import State
+from paceline.trace.recorder import AnyRecorder
+
+
+@dataclass(frozen=True)
+class Here:
+    """One rank at the start of a run."""
+
+    setup: Setup
+    team: Team
+    backend: str
+    module: nn.Module
+    """Of this process, with the values of A_0."""
+    state: State
+    """A_0, whole."""
+
+
+class Share(ABC):
+    """One rank's.
+
+    Args:
+        place: where it is among all workers.
+        state: what its replica reads of A.
+        freight: what it brings when ranks meet.
+        update: its part in each update.
+        overlap: what sends Δ during the backward pass; None where it is sent after it.
+        meeting: where layers look at all ranks' samples; None where there is no such layer, or nobody else.
+        divided: parameters that all ranks have to gather; None: this one has what it needs.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        state: State,
+        freight: Freight,
+        update: Update,
+        *,
+        overlap: Overlap | None = None,
+        meeting: Meeting | None = None,
+        divided: Divided | None = None,
+    ) -> None:
+        self.place, self.state, self.freight, self.update = place, state, freight, update
+        self.overlap, self.meeting, self.divided = overlap, meeting, divided
+
+    @property
+    @abstractmethod
+    def parameter_bytes(self) -> int:
+        """Of the parameters that this rank keeps."""
+
+    @property
+    @abstractmethod
+    def peak_saved_bytes(self) -> int | None:
+        """The most that was kept for backward at one time; None: it is not counted."""
+
+    @abstractmethod
+    def exchange(self) -> Meets:
+        """Where this rank meets the others."""
+
+    @abstractmethod
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        """What computes Δ here.
+
+        Args:
+            weigh: what a Δ of so many samples counts in the sum.
+            recorder: of this rank's spans.
+        """
+
+    @abstractmethod
+    def rules(self) -> Mapping[str, str | int | float]:
+        """What a reader of the figures should know."""
+
+
+@final
+class WholeShare(Share):
+    """All of A, or of each parameter a part."""
+
+    def __init__(self, here: Here) -> None:
+        setup, team = here.setup, here.team
+        self._here, job = here, here.setup.job
+        divided = None
+        if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
+            divided = Divided(here.module, here.state.layout, team.world.size, team.traffic)
+        state = here.state if divided is None else only_buffers(here.state)
+        freight = Freight(state.layout, team.world.size)
+        update = _update(here, divided, freight, state)
+        meeting = _meeting(here, divided)
+        whole = isinstance(update, Together) and meeting is None and job.on_nonfinite != "skip"
+        overlap = overlapped(job, team, here.backend, freight) if whole else None
+        place = Place(team.world.rank)
+        super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided)
+        self._setup, self._team = setup, team
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self._here.state.layout.parameter_bytes if self.divided is None else self.divided.nbytes
+
+    @property
+    def peak_saved_bytes(self) -> int | None:
+        return None
+
+    def exchange(self) -> Meets:
+        vectors = self.update.meeting if self.overlap is None else self.freight.tails
+        return Exchange(self.freight, vectors, self._team.world.rank, self._team.traffic)
+
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        setup, rank, module = self._setup, self.place.replica, self._here.module
+        if self.divided is None:
+            return setup.replica(rank, module, self._here.state.layout, recorder)
+        autograd = Autograd(setup.job.program, module, self.state.layout, rank, setup.device(rank), recorder)
+        return Partial(autograd, self.divided, weigh)
+
+    def rules(self) -> Mapping[str, str | int | float]:
+        ranks, size = self._team.world.size, self._here.state.layout.parameter_bytes
+        rules: dict[str, str | int | float] = {
+            "shard_optimizer": isinstance(self.update, Sharded),
+            "buckets": self.overlap.buckets if self.overlap is not None else 0,
+            "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
+        }
+        if self.divided is not None:  # gathered for forward, gathered for backward, and gradients summed
+            rules["payload_sharded_formula_bytes_per_step"] = 3 * (ranks - 1) * size * self._setup.per_step
+        return rules
+
+
+def _update(here: Here, divided: Divided | None, freight: Freight, state: State) -> Update:
+    """How updates are made."""
+    job, team, traffic = here.setup.job, here.team, here.team.traffic
+    if traffic is not None and divided is not None:
+        return FullySharded(job.program, divided, freight, state, traffic)
+    if traffic is not None and _divides(here):
+        return Sharded(job.program, freight, state, team.world.rank, team.world.size, traffic)
+    owner = Owner(job.program, here.setup.policy, state)
+    if traffic is None or job.strategy.compression == "none":
+        return Together(freight, owner)
+    return Compressed(freight, owner, parse(job.strategy.compression), traffic)
+
+
+def _divides(here: Here) -> bool:
+    """Whether each rank keeps a part of the optimizer's state."""
+    job = here.setup.job
+    if job.strategy.shard_optimizer is not None:
+        return job.strategy.shard_optimizer
+    apart = job.strategy.compression == "none" and job.strategy.device == "cpu"
+    return apart and pays(job.program, here.state, here.backend, here.team.world.size)
+
+
+def _meeting(here: Here, divided: Divided | None) -> Meeting | None:
+    traffic, world = here.team.traffic, here.team.world
+    if traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in here.module.modules()):
+        return None
+    policy = here.setup.policy
+    added = isinstance(policy, Synchronous) and policy.combine == "sum"
+    summed = here.setup.job.strategy.accumulate > 1 or added or divided is not None
+    return Meeting(traffic, world.rank, world.size, summed=summed)

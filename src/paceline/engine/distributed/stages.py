@@ -1,0 +1,164 @@
+"""Synchronous training of a replica whose stages lie on several ranks: each steps on its part of A.
+
+::
+
+    rank 0   Δ of stage 0 --+               +--> a step on the part of stage 0
+                            +-- rows, Σ Δ² -+         by one scale, on one decision
+    rank 1   Δ of stage 1 --+               +--> a step on the part of stage 1
+
+Nothing of Δ itself is sent.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.core.mesh import Mesh
+from paceline.core.types import Clock
+from paceline.engine.distributed import rows
+from paceline.engine.distributed.exchange import Traffic, of_step
+from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.rows import Row
+from paceline.engine.distributed.update import Update, take_buffers
+from paceline.program import Program
+from paceline.replica.clipping import clip_scale, square_norm
+from paceline.replica.state import Layout, State
+from paceline.replica.stepper import Stepper, of_part
+
+
+@final
+class StagedExchange:
+    """Where the ranks of all replicas meet: they tell each other a row and the square of their Δ's norm.
+
+    Args:
+        freight: what this rank brings, which stays here.
+        mine: the names of the parameters that count in the norm here; a tied one counts once.
+        mesh: of all ranks.
+        rank: whose.
+        traffic: by which they meet; None: nobody else is there.
+    """
+
+    def __init__(self, freight: Freight, mine: Sequence[str], mesh: Mesh, rank: int, traffic: Traffic | None) -> None:
+        self._freight, self._mesh, self._rank, self._traffic = freight, mesh, rank, traffic
+        parameters = dict(zip(freight.state.layout.parameter_names, freight.state.views.parameters, strict=True))
+        whole = len(parameters) == len(mine)
+        self._counted = freight.state.parameters if whole else [parameters[name] for name in mine]
+        self._table = torch.zeros(mesh.workers, rows.FIELDS + 1, dtype=torch.float64)
+        self.square = 0.0
+        """Of the norm of a replica's whole Δ, as it was brought."""
+
+    def meet(self, row: Row, step: Clock) -> list[Row]:
+        """One row of each replica."""
+        self._freight.tell(0, row)  # with the counters, which are this rank's own
+        self._table.zero_()
+        rows.write(row, self._table[self._rank])
+        self._table[self._rank, -1] = square_norm(self._counted)
+        if self._traffic is not None:
+            self._traffic.all_reduce([self._table.view(-1)], of_step(step))
+        told = self._table.tolist()
+        replica = self._mesh.place(self._rank).replica
+        self.square = sum(told[rank][-1] for rank in self._mesh.replica_ranks(replica))
+        each = [rows.read(numbers) for numbers in told]
+        return [
+            merged([each[rank] for rank in self._mesh.replica_ranks(replica)]) for replica in range(self._mesh.replicas)
+        ]
+
+
+def merged(parts: Sequence[Row]) -> Row:
+    """What a replica says, of what its ranks say; its loss is the last one's.
+
+    >>> a, b = Row(rows.Kind.delta, 4, True, False, 0.0, 7), Row(rows.Kind.delta, 4, True, True, 0.5, 9)
+    >>> merged([a, b])
+    Row(kind=<Kind.delta: 1>, samples=4, finite=True, stop=True, loss=0.5, entered_ns=9)
+    """
+    return Row(
+        parts[-1].kind,
+        parts[-1].samples,
+        all(part.finite for part in parts),
+        any(part.stop for part in parts),
+        parts[-1].loss,
+        max(part.entered_ns for part in parts),
+    )
+
+
+@final
+class Staged(Update):
+    """Each rank steps on the part of A that its stages need.
+
+    Args:
+        program: gives optimizer, scheduler and clipping.
+        freight: what this rank brings.
+        state: its part of A.
+        whole: the layout of A.
+        exchange: knows the norm of the whole Δ.
+        parts: the layout of each rank's part, by rank.
+        rank: whose.
+        traffic: by which the parts are gathered; None: this one is all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        freight: Freight,
+        state: State,
+        whole: Layout,
+        exchange: StagedExchange,
+        parts: Sequence[Layout],
+        rank: int,
+        traffic: Traffic | None,
+    ) -> None:
+        self._freight, self._state, self._whole, self._exchange = freight, state, whole, exchange
+        self._parts, self._rank, self._traffic = parts, rank, traffic
+        self._clip_norm = program.clip_norm
+        self._stepper: Stepper | None = None
+        if state.parameters:
+            make = of_part(program.optimizer, whole, state.layout)
+            self._stepper = Stepper(make, program.scheduler, state, freight.state)
+
+    @property
+    def meeting(self) -> list[Tensor]:
+        return []
+
+    def apply(self, factor: float, rate: float) -> None:
+        if self._clip_norm is not None:
+            factor *= clip_scale(self._exchange.square * factor**2, self._clip_norm)
+        gradients = self._freight.state.parameters
+        if self._stepper is not None and self._stepper.takes_any:
+            self._stepper.step(gradients, rate, weight=factor)
+        elif self._stepper is not None:
+            torch._foreach_mul_(gradients, factor)
+            self._stepper.step(gradients, rate)
+        take_buffers(self._state, self._freight.state)
+
+    def whole(self, *, wanted: bool) -> State | None:
+        return gathered(self._state, self._whole, self._parts, self._rank, self._traffic, wanted=wanted)
+
+
+@torch.no_grad()
+def gathered(
+    mine: State, whole: Layout, parts: Sequence[Layout], rank: int, traffic: Traffic | None, *, wanted: bool
+) -> State | None:
+    """A copy of A where it is wanted, made of all ranks' parts, None elsewhere; all ranks call it together.
+
+    Args:
+        mine: this rank's part.
+        whole: the layout of A.
+        parts: the layout of each rank's part, by rank.
+        rank: whose.
+        traffic: to the others; None: this part is all.
+        wanted: whether it is wanted here.
+    """
+    if traffic is None:
+        return mine.clone() if wanted else None
+    sent = traffic.sent_bytes  # it is for scores, so its bytes are not counted as training's
+    found = whole.new() if wanted else None
+    for source, layout in enumerate(parts):
+        part = mine if source == rank else layout.new()
+        for vector in part.vectors:
+            traffic.broadcast(vector, source, "the gathering of A")
+        if found is not None:
+            found.take(part)
+    traffic.sent_bytes = sent
+    return found

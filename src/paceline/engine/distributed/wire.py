@@ -1,0 +1,69 @@
+"""Values between the stages of a replica, as messages of torch.distributed."""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.engine.distributed.aside import Aside
+from paceline.engine.distributed.exchange import Traffic
+from paceline.replica.pipeline.wire import Arrival, Wire
+
+IN_SLICES = ("nccl", "shm")
+"""Backends on which a wait for a message may be given up and made again."""
+
+
+@final
+class GroupWire(Wire):
+    """One worker's.
+
+    Args:
+        traffic: of the run; counts what is sent.
+        ranks: of the workers of this replica.
+    """
+
+    def __init__(self, traffic: Traffic, ranks: Sequence[int]) -> None:
+        self._traffic, self._ranks = traffic, ranks
+        self._aside = None if traffic.group.backend in IN_SLICES else Aside()
+        self._sent: deque[tuple[Any, Tensor, str]] = deque()
+
+    def send(self, tensor: Tensor, to: int, what: str) -> None:
+        if tensor.numel():
+            moved = self._traffic.there(tensor)
+            work = dist.isend(moved, self._ranks[to], group=self._traffic.group.handle)
+            self._sent.append((work, moved, what))
+            self._traffic.sent_bytes += tensor.nbytes
+
+    def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
+        buffer = self._traffic.empty(shape, dtype)
+        work = dist.irecv(buffer, self._ranks[source], group=self._traffic.group.handle) if buffer.numel() else None
+        return _Message(self, work, buffer, what)
+
+    def settle(self, but: int = 0) -> None:
+        while len(self._sent) > but:
+            work, _, what = self._sent.popleft()
+            self.wait(work, what)
+
+    def wait(self, work: Any, what: str) -> None:
+        """Wait for a message."""
+        self._traffic.wait(work if self._aside is None else self._aside.begin(work.wait), what)
+
+    def close(self) -> None:
+        """Wait for no more."""
+        if self._aside is not None:
+            self._aside.close()
+
+
+@final
+class _Message(Arrival):
+    def __init__(self, wire: GroupWire, work: Any, buffer: Tensor, what: str) -> None:
+        self._wire, self._work, self._buffer, self._what = wire, work, buffer, what
+
+    def take(self) -> Tensor:
+        if self._work is not None:
+            self._wire.wait(self._work, self._what)
+            self._work = None
+        return self._buffer

@@ -1,0 +1,103 @@
+"""A model as it is, as a graph of operators whose tensors keep their full names.
+
+nn.Sequential needs no more than its list of children; every other model goes through ``torch.export``. Both trace the
+model in training mode, under the autocast that is entered at the time: capture it under the one it will run under.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from paceline.core.errors import InputError
+from paceline.program import Tree
+from paceline.replica.exported import Exported, exported
+from paceline.replica.forms import Form
+from paceline.replica.outline import Rebuild
+from paceline.replica.selfcheck import check
+from paceline.replica.sequential import is_sequential, listed
+from paceline.replica.undisturbed import tensors_of, undisturbed
+
+__all__ = ["Captured", "capture", "check"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """The graph of one model in training mode."""
+
+    module: GraphModule
+    """forward(*leaves of the input) -> tuple of the output's leaves; holds the model's own tensors, by full name."""
+    owners: Mapping[str, str]
+    """Node name -> full name of the module that it comes from; "" is the model itself."""
+    form: Form = field(repr=False)
+    """What inputs have to be."""
+    output: Rebuild = field(repr=False)
+
+    def flat(self, inputs: Tree) -> list[Tensor]:
+        """The leaves of an input, in the order in which ``module`` takes them.
+
+        Raises:
+            InputError: where the input has another form than the graph was captured for; names the leaf and the dim.
+        """
+        return self.form.flat(inputs)
+
+    def rebuild(self, leaves: Sequence[Tensor]) -> Tree:
+        """The output that the model itself would give, from what ``module`` returned."""
+        return self.output(leaves)
+
+
+def capture(module: nn.Module, inputs: Tree) -> Captured:
+    """The graph of a model, checked against the model itself (:func:`paceline.replica.selfcheck.check`).
+
+    Args:
+        module: any model; left as it is, its mode, buffers and attributes included.
+        inputs: a batch as the model is called with it, of any number of samples; few of them are looked at.
+
+    Raises:
+        InputError: where it can't be captured, naming the line of the model, or where its graph does something else,
+            naming the parameter, output or buffer that differs.
+    """
+    _check_names(module)
+    with undisturbed(module):
+        if is_sequential(module):
+            return _captured(listed(module, inputs))
+        captured = _captured(exported(module, inputs))
+    _checked(module, captured, inputs, (2, 3))
+    if _agrees_on_one(module, captured, inputs):
+        return captured
+    return replace(captured, form=replace(captured.form, smallest=2))
+
+
+def _check_names(module: nn.Module) -> None:
+    taken = {"meta", *vars(GraphModule)}
+    for name, _ in (
+        *module.named_children(),
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ):
+        if name in taken:
+            raise InputError(
+                f"{type(module).__name__}.{name} can't be captured: a torch.fx.GraphModule has a {name!r} of its own; "
+                f"write another name, self.{name}_ = ..."
+            )
+
+
+def _captured(made: Exported) -> Captured:
+    return Captured(made.module, made.owners, made.form, made.output)
+
+
+def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...]) -> None:
+    def run(given: Tree) -> Tree:
+        return captured.rebuild(captured.module(*captured.flat(given)))
+
+    check(module, run, lambda: tensors_of(captured.module), inputs, samples=samples)
+
+
+def _agrees_on_one(module: nn.Module, captured: Captured, inputs: Tree) -> bool:
+    """Whether the graph is right for one sample too: tracing takes it for granted that there are more."""
+    try:
+        _checked(module, captured, inputs, (1,))
+    except InputError:
+        return False
+    return True

@@ -1,0 +1,105 @@
+"""A captured model in parts: the graph of each, and what goes from which to which."""
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import Argument, map_arg
+
+from paceline.replica.pipeline.base import Crossing, Cut, Part
+from paceline.replica.pipeline.flow import Flow
+from paceline.replica.pipeline.kinds import unmarked
+from paceline.replica.pipeline.units import Units
+
+
+def cut(units: Units, boundaries: Sequence[int]) -> Cut:
+    """The parts of a model.
+
+    A value that several parts need goes from the one that makes it to each of them. What the output holds goes to the
+    last part. Leaves of the input are never sent: each part takes those it needs.
+
+    Args:
+        units: of the captured model.
+        boundaries: the units that parts 1, 2, ... begin with, ascending, as :func:`partition` and :func:`named` give
+            them.
+    """
+    graph = units.captured.module
+    flow = Flow(units, boundaries)
+    received = {node for nodes in flow.receives for node in nodes}
+    crossings = {
+        node: Crossing(node.name, flow.source(node), flow.consumers(node))
+        for node in graph.graph.nodes
+        if node in received
+    }
+    parts = tuple(_part(number, units, flow, crossings) for number in range(len(boundaries) + 1))
+    return Cut(units.captured, parts, _tied(graph, parts))
+
+
+def _part(number: int, units: Units, flow: Flow, crossings: Mapping[Node, Crossing]) -> Part:
+    whole = units.captured.module
+    receives = [node for node in crossings if node in flow.receives[number]]
+    sends = [node for node, crossing in crossings.items() if crossing.source == number]
+    placeholders = whole.graph.find_nodes(op="placeholder")
+    leaves = {node: index for index, node in enumerate(placeholders) if node in flow.runs[number]}
+    graph, made = _graph(units, [*leaves, *receives], flow.runs[number])
+    given = [_copied(made[node]) if node in units.lent else made[node] for node in sends]
+    graph.output((*given, *(_outputs(whole.graph, made) if number == len(flow.runs) - 1 else ())))
+    module = GraphModule(whole, graph, f"Part{number}")
+    _name_as_in(whole, module)
+    received, sent = (tuple(crossings[node] for node in nodes) for nodes in (receives, sends))
+    return Part(number, module, tuple(leaves.values()), received, sent)
+
+
+def _graph(units: Units, takes: Sequence[Node], runs: Container[Node]) -> tuple[Graph, dict[Node, Node]]:
+    """A graph without its output: arguments, then what is run; and what each node has become in it."""
+    graph, made = Graph(), dict[Node, Node]()
+    for node in takes:
+        made[node] = graph.create_node("placeholder", node.name, name=node.name)
+        made[node].meta = dict(node.meta)
+    for node in takes:
+        if node in units.copied and node not in runs:
+            made[node] = _copied(made[node])
+    for node in units.captured.module.graph.nodes:
+        if node in runs and node not in made:
+            made[node] = graph.node_copy(node, lambda each: made[unmarked(each)])
+    return graph, made
+
+
+def _copied(node: Node) -> Node:
+    return node.graph.call_function(torch.ops.aten.clone.default, (node,))
+
+
+def _outputs(graph: Graph, made: Mapping[Node, Node]) -> tuple[Argument, ...]:
+    """The leaves of the model's output, in the graph that they were made anew in."""
+    (leaves,) = next(iter(reversed(graph.nodes))).args
+    assert isinstance(leaves, tuple), "a captured graph returns a tuple"
+    return tuple(map_arg(leaf, lambda each: made[unmarked(each)]) for leaf in leaves)
+
+
+def _name_as_in(whole: nn.Module, part: nn.Module) -> None:
+    """Let a parameter that two modules share have its one name also in a part that has the second of them alone."""
+    names = {parameter: name for name, parameter in whole.named_parameters()}
+    for name, parameter in list(part.named_parameters()):
+        if name != names[parameter]:
+            path, _, leaf = names[parameter].rpartition(".")
+            _module_at(part, path).register_parameter(leaf, parameter)
+    order = {module: index for index, (module, _) in enumerate(whole.named_modules(remove_duplicate=False))}
+    for path, module in list(part.named_modules()):
+        prefix = f"{path}." if path else ""
+        module._modules = dict(sorted(module._modules.items(), key=lambda item: order[prefix + item[0]]))
+
+
+def _module_at(module: nn.Module, path: str) -> nn.Module:
+    for name in path.split("."):
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
+
+
+def _tied(whole: nn.Module, parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
+    """The parameters that several parts hold."""
+    held = [(part.number, set(part.module.parameters())) for part in parts]
+    where = {name: tuple(n for n, own in held if parameter in own) for name, parameter in whole.named_parameters()}
+    return {name: numbers for name, numbers in where.items() if len(numbers) > 1}

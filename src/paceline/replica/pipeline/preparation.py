@@ -1,0 +1,103 @@
+"""From a model as it is to parts that do what it does: captured, measured, cut, checked."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from paceline.program import Program
+from paceline.replica.base import Batch
+from paceline.replica.capture import capture
+from paceline.replica.pipeline.base import Cut
+from paceline.replica.pipeline.costs import Costs, measure
+from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.loss import refuse_loss, rows
+from paceline.replica.pipeline.micro_batches import sizes
+from paceline.replica.pipeline.partition import Boundaries, Limit, named, partition
+from paceline.replica.pipeline.rehearsal import check_cut
+from paceline.replica.pipeline.tensors import home
+from paceline.replica.pipeline.units import Units, group
+from paceline.replica.state import Layout
+from paceline.replica.stepper import Stepper
+from paceline.replica.undisturbed import tensors_of
+from paceline.schedule import in_flight
+from paceline.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that has been cut, and why there."""
+
+    cut: Cut
+    units: Units
+    boundaries: Boundaries
+    costs: Costs | None
+    """None where another worker has measured them."""
+
+
+Agree = Callable[[Callable[[], Boundaries]], Boundaries]
+"""Gives all workers of a replica what one of them computes."""
+
+
+def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Batch, agree: Agree) -> Prepared:
+    """The parts of a model for one strategy.
+
+    Args:
+        program: whose model it is.
+        strategy: says schedule, stages, micro-batches, where to cut and how much memory there is.
+        module: with the values of A_0, on the device where it will run; its tensors are the parts'.
+        batch: the first one.
+        agree: costs are measured by one worker for all.
+
+    Raises:
+        InputError: the model can't be captured or cut so, or micro-batches would change what the loss is.
+    """
+    count = strategy.micro_batch_count
+    first = rows(batch.input, batch.samples, slice(sizes(batch.samples, count)[0]))
+    device = next(module.parameters()).device
+    costs: list[Costs] = []
+    with program.autocast(str(device)):
+        refuse_loss(program, module, batch, count)
+        captured = capture(module, first)
+        units = group(captured)
+
+        def chosen() -> Boundaries:
+            costs.append(measure(units, captured.flat(first)))
+            return boundaries(program, strategy, module, units, costs[0])
+
+        where = agree(chosen)
+        made = cut(units, where)
+        _keep_unused(made, module)
+        check_cut(made, module, first)
+    return Prepared(made, units, where, costs[0] if costs else None)
+
+
+def _keep_unused(made: Cut, module: nn.Module) -> None:
+    """Let the last part hold the parameters that no part reads: an optimizer may decay them all the same."""
+    held = {name for part in made.parts for name in tensors_of(part.module)}
+    for name, parameter in module.named_parameters():
+        if name not in held:
+            path, _, leaf = name.rpartition(".")
+            home(made.parts[-1].module, path).register_parameter(leaf, parameter)
+
+
+def boundaries(program: Program, strategy: Strategy, module: nn.Module, units: Units, costs: Costs) -> Boundaries:
+    """Where to cut: where the strategy says so, else where that is best for these costs."""
+    order, workers = strategy.order, strategy.stage_count
+    parts = order.parts(workers)
+    if strategy.cuts:
+        return named(strategy.cuts, parts, units.modules(), units.nodes())
+    limit = None
+    if strategy.stage_memory_bytes is not None:
+        owners = [order.worker_of(part, workers) for part in range(parts)]
+        flying = [in_flight(order, owner, workers, strategy.micro_batch_count) for owner in owners]
+        limit = Limit(strategy.stage_memory_bytes // order.chunks, flying, copies(program, module))
+    return partition(costs.row, parts, candidates=units.candidates, limit=limit)
+
+
+def copies(program: Program, module: nn.Module) -> int:
+    """How many times a parameter is held: with its gradient, and with what the optimizer remembers of it."""
+    state = Layout.of(module).new()
+    for vector in state.parameters:
+        vector.zero_()
+    return 2 + Stepper(program.optimizer, None, state, state.clone()).remembers

@@ -1,0 +1,261 @@
+"""Weights that move within a stream of micro-batches: one worker of a pipeline that never runs empty."""
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from paceline.core.types import Clock, Version
+from paceline.program import Program
+from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.capture import Captured
+from paceline.replica.pipeline.base import Part
+from paceline.replica.pipeline.forward import Job
+from paceline.replica.pipeline.mail import Mail
+from paceline.replica.pipeline.messages import Plan, Task
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
+from paceline.replica.pipeline.performer import Performer
+from paceline.replica.pipeline.runtime import Seat
+from paceline.replica.pipeline.saved import Holdings
+from paceline.replica.pipeline.stages import Recompute, Workshop, make_stages
+from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.versions import Versions
+from paceline.replica.pipeline.wire import Wire
+from paceline.replica.state import Layout, State
+from paceline.replica.stepper import of_part
+from paceline.trace.recorder import AnyRecorder
+
+
+class Streamed(Replica):
+    """Each worker steps on its own weights, when its part of a gradient is there; nobody waits for the others.
+
+    With worker w of p, PipeDream is (Narayanan et al. 2019, 1806.03377; 2BW: 2020, 2006.09503)::
+
+        w(t+1) = w(t) - lr · ∇f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t))        pipedream, of a micro-batch
+        w(t+1) = w(t) - lr · ∇f(w(t - 1))                                               pipedream-2bw, of a mini-batch
+
+    where lr · ∇f stands for whatever step the optimizer makes. One :meth:`advance` gives a batch and does all that
+    comes before the schedule needs the next one; :meth:`drain` does what is left once none comes. A micro-batch goes
+    forward and backward with one version of the weights. There is no Δ to hand over: :meth:`finish` tells of the steps
+    alone.
+
+    A batch with fewer samples than m makes fewer micro-batches, the last ones of their mini-batch.
+
+    Args:
+        program: says seed, precision, loss, optimizer and scheduler.
+        plan: the same on all workers of the replica; no parameter lies on several of them.
+        captured: what the parts were cut from; of it, only the forms of input and output are used.
+        parts: those of this worker. Their modules are changed in place.
+        seat: of this worker.
+        wire: to the other workers of the replica.
+        whole: the layout of all of A, for the optimizer.
+        layout: of the tensors of this worker's parts.
+        recorder: of this worker's spans.
+        recompute: as :class:`~paceline.replica.pipeline.runtime.Pipelined` has it.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        captured: Captured,
+        parts: Sequence[Part],
+        seat: Seat,
+        wire: Wire,
+        whole: Layout,
+        layout: Layout,
+        *,
+        recorder: AnyRecorder = NO_RECORDER,
+        recompute: Recompute = "none",
+    ) -> None:
+        self._program, self._plan, self._captured, self._seat, self._recorder = program, plan, captured, seat, recorder
+        self._whole = whole
+        for part in parts:
+            part.module.to(seat.device).train()
+        self._tensors = Autograd(program, together(parts), layout, seat.replica, seat.device)
+        self._holdings = Holdings()
+        last = plan.schedule.parts(plan.workers) - 1
+        workshop = Workshop(
+            program,
+            captured,
+            last,
+            seat.device,
+            layout,
+            recompute=recompute,
+            batchnorm="micro-batch",
+            splits=plan.schedule.splits_backward,
+            holdings=self._holdings,
+        )
+        stages = make_stages(workshop, parts)
+        self._mail = Mail(wire, rounds=plan.workers)
+        self._performer = Performer(stages, self._mail, recorder)
+        self._takes_target = last in stages
+        self._takes = {leaf for part in parts for leaf in part.inputs}
+        self._way = plan.stream(seat.worker)
+        self._ahead: deque[Task] = deque()
+        self._jobs: dict[int, Job] = {}
+        self._reads: dict[int, Version] = {}
+        self._given = self._begun = self._step = 0
+        self._draining = False
+        self._read: Version | None = None
+        self._losses: list[tuple[int, Tensor]] = []
+        self._samples, self._loss, self._finite = 0, math.nan, True
+        self._versions: Versions | None = None
+        self.staleness = 0
+        """How many updates the weights had had, at most, between those that a gradient is of and its own."""
+
+    # ------------------------------------------------------------------------------------------------ what it tells
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most that was kept for backward at one time, parameters and the batch itself not counted."""
+        return self._holdings.peak_bytes
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has A_0."""
+        return self._versions is not None
+
+    @property
+    def most_versions(self) -> int:
+        """The most versions of the weights that were there at one time."""
+        return self._started.most
+
+    @property
+    def updates(self) -> int:
+        """How many this worker has made."""
+        return self._started.newest
+
+    @property
+    def weights(self) -> State:
+        """This worker's weights as they are, without buffers."""
+        return self._started.state
+
+    # ----------------------------------------------------------------------------------------------- what it is told
+
+    def adopt(self, state: State) -> None:
+        """Take A_0; from then on this worker's part of A is here."""
+        if self._versions is None:
+            self._tensors.bind(state)
+            device = torch.device(self._seat.device)
+            layout = Layout(state.layout.parameters, ())
+            here = State(layout, [v.to(device, copy=True) for v in state.parameters], [])
+            make = of_part(self._program.optimizer, self._whole, layout)
+            self._versions = Versions(self._tensors.parameters, here, make, self._program.scheduler)
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        self._samples, self._loss, self._finite = batch.samples, math.nan, True
+        if not batch.samples:
+            return math.nan
+        self._step = clock + 1
+        self._give(self._jobs_of(batch, clock))
+        self._go_on()
+        if self._takes_target:
+            self._loss = sum(samples * float(loss) for samples, loss in self._losses) / batch.samples
+            self._losses.clear()
+            self._finite &= math.isfinite(self._loss)
+        return self._loss
+
+    def finish(self, out: State) -> Measured:
+        """Write the running buffers as they are now; Δ has been applied, or will be."""
+        with torch.no_grad():
+            self._tensors.write_buffers(out)
+        return Measured(self._loss, self._samples, self._finite)
+
+    def drain(self) -> bool:
+        """No further batch comes: do what is left; whether the gradients were finite."""
+        self._finite = self._draining = True
+        self._go_on()
+        self._mail.settle()
+        return self._finite
+
+    # ---------------------------------------------------------------------------------------------------- the stream
+
+    def _jobs_of(self, batch: Batch, clock: Clock) -> list[Job]:
+        """The batch's micro-batches under their places in the stream, where each mini-batch has m."""
+        m = self._plan.micro_batches
+        cut = micro_batches(batch, m, self._captured.flat)
+        first = self._given + m - len(cut)
+        seed = step_seed(self._program.seed, self._seat.replica, clock)
+        placed = [self._here(replace(each, index=first + each.index)) for each in cut]
+        return [Job(each, each.samples / batch.samples, seed) for each in placed]
+
+    def _here(self, micro_batch: MicroBatch) -> MicroBatch:
+        """On this worker's device, as far as it is needed here."""
+        if torch.device(self._seat.device).type == "cpu":
+            return micro_batch
+        return micro_batch.moved(self._seat.device, self._takes, target=self._takes_target)
+
+    def _give(self, jobs: Sequence[Job]) -> None:
+        for left_out in range(self._given, jobs[0].index):
+            self._mail.forget(left_out)
+        for job in jobs:
+            self._jobs[job.index] = job
+            self._mail.give(job.index, job.micro_batch.shapes)
+        self._given = jobs[-1].index + 1
+
+    def _go_on(self) -> None:
+        while (task := self._head()) is not None:
+            self._ahead.popleft()
+            self._perform(task)
+
+    def _head(self) -> Task | None:
+        """The next task; None: it needs a batch that hasn't been given, or nothing is left."""
+        while self._jobs or self._read is not None:
+            if not self._ahead:
+                self._derive()
+            action = self._ahead[0].action
+            if action.micro_batch in self._jobs or (action.kind == "update" and action.micro_batch < self._given):
+                return self._ahead[0]
+            if action.micro_batch >= self._given and not self._draining:
+                return None
+            self._ahead.popleft()  # of a micro-batch that was left out, or that never comes
+        return None
+
+    def _derive(self) -> None:
+        task, incoming = next(self._way)
+        self._ahead.append(task)
+        self._mail.announce(m for m in incoming if m.micro_batch in self._jobs or m.micro_batch >= self._given)
+
+    # ----------------------------------------------------------------------------------------------------- its tasks
+
+    def _perform(self, task: Task) -> None:
+        if task.action.kind == "update":
+            self._update(task.action.micro_batch)
+            return
+        job = self._jobs[task.action.micro_batch]
+        if task.action.kind == "forward":
+            self._begun = job.index + 1
+            self._reads[job.index] = self._version(job.index)
+        self._started.use(self._reads[job.index])
+        loss = self._performer.do(task, self._head(), job, self._step)
+        if loss is not None:
+            self._losses.append((job.micro_batch.samples, loss))
+        if task.action.kind == "backward":
+            self._read = self._reads.pop(job.index)
+            del self._jobs[job.index]
+            self._mail.forget(job.index)
+            self._started.keep(set(self._reads.values()), self._version(self._begun))
+
+    def _update(self, micro_batch: int) -> None:
+        assert self._read is not None, "an update follows a backward"
+        versions, began = self._started, time.monotonic_ns()
+        self.staleness = max(self.staleness, versions.newest - self._read)
+        keeps = versions.newest in self._reads.values() or versions.newest >= self._version(self._begun)
+        self._read = None
+        self._finite &= versions.update(self._tensors.take_gradients(), keeps=keeps)
+        self._recorder.record("apply", self._step, began, time.monotonic_ns(), micro_batch)
+
+    def _version(self, micro_batch: int) -> Version:
+        """Whose weights a micro-batch uses here."""
+        return self._plan.schedule.version(micro_batch, self._seat.worker, self._plan.workers)
+
+    @property
+    def _started(self) -> Versions:
+        assert self._versions is not None, "A_0 has not been adopted"
+        return self._versions

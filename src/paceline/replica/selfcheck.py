@@ -1,0 +1,230 @@
+"""Whether a captured, cut or rewritten model is the model: forward, backward and buffers, by name."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from paceline.core.errors import InputError
+from paceline.program import Tree, call, map_tree
+from paceline.replica.forms import batch_size, resized
+from paceline.replica.outline import named_leaves, taken_apart
+from paceline.replica.refusal import WAYS_OUT
+from paceline.replica.undisturbed import rewound, tensors_of, undisturbed
+
+Run = Callable[[Tree], Tree]
+Named = Callable[[], Mapping[str, Tensor]]
+
+
+def check(
+    module: nn.Module,
+    run: Run,
+    named: Named,
+    inputs: Tree,
+    *,
+    what: str = "graph",
+    samples: Sequence[int] = (2, 3),
+    ulps: float = 32,
+) -> None:
+    """Run a model and what was made of it on the same few samples, and compare what comes out by name.
+
+    With y the differentiable leaves of the output and r seeded normal numbers, compared are all leaves,
+
+        d(Σ r·y)/dθ  for every parameter θ and every floating input,
+
+    and the buffers afterwards. A gradient that torch doesn't give is 0.
+
+    Args:
+        module: the model itself, in training mode for as long as this takes; left as it is.
+        run: an input -> the output that the model itself would give.
+        named: gives the tensors that ``run`` computes with, by the model's names and of full size: asked before each
+            run for the parameters, after it for the buffers. A name that it leaves out has no gradient, and a buffer
+            that it leaves out is the model's own.
+        inputs: a batch as the model is called with it, of any number of samples.
+        what: ``run`` is, for the message.
+        samples: sizes of the batches that are looked at; those that the model itself can't take are passed over, and
+            where it takes none, the batch is looked at as it is.
+        ulps: how far two elements may lie apart, in units of the last place of the tensor's largest one. The same
+            operators in the same order differ by nothing in any precision. Where a value has k consumers, or a
+            parameter k names, their k gradients may be added in another order; each addition then differs by at most
+            one unit, and what follows carries it on: 32 leave room for that. What sums in another order, as shards
+            do, needs more, and says why. (Gradients below as many units of the largest of all gradients are noise:
+            that of a bias before a normalisation, which is 0.)
+
+    Raises:
+        InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
+    """
+    # What a run leaves in an attribute stays for the next one: a graph can't know it, and then differs.
+    with undisturbed(module):
+        failures = [_compare(module, run, named, resized(inputs, count), what, ulps) for count in samples]
+        failure = _compare(module, run, named, inputs, what, ulps) if all(failures) else None
+        if failure is not None:
+            raise InputError(
+                f"{type(module).__name__} itself fails in training on the batch that it is given: "
+                f"{type(failure).__name__}: {failure}"
+            ) from failure
+
+
+def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, what: str, ulps: float) -> Exception | None:
+    """Raises where the two differ; returns what the model itself raises, if it does."""
+    try:
+        expected = _observed(module, functools.partial(call, module), lambda: tensors_of(module), inputs)
+    except Exception as error:
+        return error
+    name, samples = type(module).__name__, f"{batch_size(inputs)} samples"
+    try:
+        found = _observed(module, run, named, inputs)
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"the {what} of {name} fails on {samples}, which the model itself takes: {type(error).__name__}: {error}; "
+            f"change that, or {WAYS_OUT}"
+        ) from error
+    difference = _difference(expected, found, ulps)
+    if difference:
+        raise InputError(
+            f"the {what} of {name} does not do what the model does: with {samples} {difference}; "
+            f"{_reason(difference, expected.functions)}; change that, or {WAYS_OUT}"
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class _Observed:
+    """What one run gave, under the names that a message has for it."""
+
+    outputs: Mapping[str, Tensor]
+    gradients: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    functions: tuple[str, ...]
+    """The model's own autograd Functions that its backward goes through."""
+
+
+def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree) -> _Observed:
+    tensors = named()
+    buffers = [name for name, _ in module.named_buffers()]
+    torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
+    with rewound(module, {name: tensors[name] for name in buffers if name in tensors}, seed=_SEED):
+        wanted = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
+        places = (f"input{place}" for place, _ in named_leaves(inputs))
+        fed = map_tree(lambda t: _differentiable(t, next(places), wanted), inputs)
+        found: list[Tensor] = []
+        taken_apart(run(fed), found)
+        after, own = named(), dict(module.named_buffers())
+        return _Observed(
+            {f"output {index}": t.detach().clone() for index, t in enumerate(found)},
+            _gradients(found, wanted),
+            {f"buffer {name!r}": after.get(name, own[name]).detach().clone() for name in buffers},
+            tuple(_own_functions(found)),
+        )
+
+
+_SEED = 6174
+"""Of dropout and of r; any number would do."""
+
+
+def _differentiable(tensor: Tensor, name: str, wanted: dict[str, Tensor]) -> Tensor:
+    """An input whose gradient is wanted as well; a clone of it, since a model may write into what it is given."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    wanted[name] = leaf = tensor.detach().clone().requires_grad_()
+    return leaf.clone()
+
+
+def _gradients(outputs: list[Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    outputs = [t for t in outputs if t.requires_grad]
+    if not outputs or not wanted:
+        return {}
+    generator = torch.Generator().manual_seed(_SEED)
+    projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
+    found = torch.autograd.grad(outputs, list(wanted.values()), projection, allow_unused=True)
+    return {name: g.to_dense() for name, g in zip(wanted, found, strict=True) if g is not None}
+
+
+def _difference(expected: _Observed, found: _Observed, ulps: float) -> str:
+    """In words, the first thing that differs; empty where nothing does."""
+    if len(expected.outputs) != len(found.outputs):
+        return f"there are {len(found.outputs)} output tensors where the model has {len(expected.outputs)}"
+    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
+    for name, value in expected.outputs.items():
+        if text := _apart(value, found.outputs[name], ulps, 0.0):
+            return f"{name} {text}"
+    for name in {**expected.gradients, **found.gradients}:
+        known = expected.gradients.get(name), found.gradients.get(name)
+        if text := _gradients_apart(*known, ulps, largest):
+            return f"the gradient of {name} {text}"
+    for name, value in expected.buffers.items():
+        if text := _apart(value, found.buffers[name], ulps, 0.0):
+            return f"{name} {text}"
+    return ""
+
+
+def _gradients_apart(expected: Tensor | None, found: Tensor | None, ulps: float, largest: float) -> str:
+    if expected is None or found is None:
+        there = expected if found is None else found
+        if there is None or not there.count_nonzero():
+            return ""
+        return f"is {'missing' if found is None else 'there'}, where the model has {'one' if found is None else 'none'}"
+    return _apart(expected, found, ulps, largest if found.count_nonzero() else 0.0)
+
+
+def _apart(expected: Tensor, found: Tensor, ulps: float, scale: float) -> str:
+    """In words, how far two tensors are apart; empty where it is within ``ulps`` of the largest element or of scale."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return f"is {tuple(found.shape)} of {found.dtype} instead of {tuple(expected.shape)} of {expected.dtype}"
+    if torch.equal(expected, found):
+        return ""
+    if not (expected.is_floating_point() or expected.is_complex()):
+        return f"differs in {int((expected != found).sum())} of its {expected.numel()} elements"
+    allowed = ulps * torch.finfo(expected.dtype).eps * max(_largest(expected), scale)
+    if torch.isclose(expected, found, rtol=0.0, atol=allowed, equal_nan=True).all():
+        return ""
+    gap = float((expected - found).abs().max())
+    return f"differs by up to {gap:.3g}, its largest element being {_largest(expected):.3g}"
+
+
+def _largest(tensor: Tensor) -> float:
+    """The largest finite magnitude."""
+    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
+
+
+def _own_functions(outputs: list[Tensor]) -> Iterator[str]:
+    """The user's classes derived from torch.autograd.Function whose backward the outputs' gradients go through."""
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    seen: set[Any] = {None}
+    while waiting:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            kind: type = node._forward_cls  # type: ignore[attr-defined]
+            if not kind.__module__.startswith("torch."):
+                yield _described(kind)
+        waiting += [before for before, _ in node.next_functions]
+
+
+def _described(kind: type) -> str:
+    try:
+        return f"{kind.__qualname__} ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):  # its source isn't in a file
+        return kind.__qualname__
+
+
+def _reason(difference: str, functions: tuple[str, ...]) -> str:
+    if functions and "gradient" in difference:
+        return (
+            f"its forward calls {', '.join(sorted(set(functions)))}, a torch.autograd.Function, of which "
+            "torch.export keeps the operators of forward and loses backward"
+        )
+    if difference.startswith("buffer"):
+        return "a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)"
+    if "gradient" in difference:
+        return "a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is"
+    return "forward decides by values, or by what it left in an attribute the last time, which a graph does not see"

@@ -1,0 +1,74 @@
+"""Trying a model out without leaving a trace on it or on torch's random numbers."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model, each under the first of its names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def undisturbed(module: nn.Module) -> Iterator[None]:
+    """While it is entered the model is in training mode; after it, all is as it was.
+
+    That is: torch's generators, the modes and attributes of all its modules, the lists and dicts among them too, and
+    what :func:`rewound` rewinds.
+    """
+    attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
+    with rewound(module):
+        try:
+            module.train()
+            yield
+        finally:
+            for own, saved in attributes:
+                _restore(own, saved)
+
+
+@contextmanager
+def rewound(module: nn.Module, others: Mapping[str, Tensor] | None = None, *, seed: int = 0) -> Iterator[None]:
+    """One run of a model under ``seed``, after which its buffers, its tensors that are plain attributes, and ``others``
+    are and hold what they did, and torch's generators go on where they were.
+    """
+    cards = sorted({t.device.index for t in tensors_of(module).values() if t.device.type == "cuda"})
+    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
+    values = [(t, t.detach().clone()) for t in (*module.buffers(), *plain, *(others or {}).values())]
+    buffers = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    with torch.random.fork_rng(devices=cards), torch.enable_grad():
+        _seed(seed, cards)
+        try:
+            yield
+        finally:
+            for own, saved in buffers:
+                own.update(saved)
+            with torch.no_grad():
+                for tensor, value in values:
+                    tensor.copy_(value)
+
+
+def _seed(seed: int, cards: list[int]) -> None:
+    torch.default_generator.manual_seed(seed)
+    for card in cards:
+        with torch.cuda.device(card):
+            torch.cuda.manual_seed(seed)
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Each value, and what is in it where it is a list or a dict, as those of parameters and children are."""
+    return {key: (value, value.copy() if type(value) in (list, dict) else None) for key, value in attributes.items()}
+
+
+def _restore(own: dict[str, Any], saved: dict[str, tuple[Any, Any]]) -> None:
+    own.clear()
+    own.update({key: value for key, (value, _) in saved.items()})
+    for value, content in saved.values():
+        if isinstance(content, list):
+            value[:] = content
+        elif isinstance(content, dict):
+            value.clear()
+            value.update(content)

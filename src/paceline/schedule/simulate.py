@@ -1,0 +1,155 @@
+"""When each action of a schedule happens, for given times."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from paceline.core.errors import InputError
+from paceline.core.types import Nanoseconds, Seconds
+from paceline.schedule.base import Action, Kind, Schedule
+from paceline.schedule.walk import Value, makes, needs, walk
+from paceline.trace import spans
+from paceline.trace.spans import Span
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """How long each part of a model takes for one micro-batch, in seconds; an update takes no time.
+
+    Args:
+        forward: one entry a part.
+        backward_input: of the gradient of what a part was given.
+        backward_weight: of the gradient of its weights; a backward that is not split takes the sum of the two.
+        transfer: of what one worker sends to another, from end to end; both may go on working.
+
+    Raises:
+        InputError: not one entry a part, or a negative time.
+    """
+
+    forward: tuple[Seconds, ...]
+    backward_input: tuple[Seconds, ...]
+    backward_weight: tuple[Seconds, ...]
+    transfer: Seconds = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("backward_input", "backward_weight"):
+            if len(getattr(self, name)) != self.parts:
+                raise InputError(
+                    f"{name} has {len(getattr(self, name))} times, forward {self.parts}; write one a part in each."
+                )
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if min(value if isinstance(value, tuple) else (value,), default=0) < 0:
+                raise InputError(f"{each.name}={value}, but no time is negative; write {each.name}=0.0, say.")
+
+    @classmethod
+    def equal(
+        cls,
+        parts: int,
+        *,
+        forward: Seconds = 1.0,
+        backward_input: Seconds = 1.0,
+        backward_weight: Seconds = 1.0,
+        transfer: Seconds = 0.0,
+    ) -> "StageTimes":
+        """The same for all parts; by default backward takes twice as long as forward."""
+        return cls((forward,) * parts, (backward_input,) * parts, (backward_weight,) * parts, transfer)
+
+    @property
+    def parts(self) -> int:
+        """Of the model."""
+        return len(self.forward)
+
+    def of(self, action: Action) -> Seconds:
+        """How long an action takes."""
+        return sum((getattr(self, name)[action.stage] for name in _TAKES[action.kind]), start=0.0)
+
+
+_TAKES: dict[Kind, tuple[str, ...]] = {
+    "forward": ("forward",),
+    "backward": ("backward_input", "backward_weight"),
+    "backward_input": ("backward_input",),
+    "backward_weight": ("backward_weight",),
+    "update": (),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An action, and when a worker does it."""
+
+    worker: int
+    action: Action
+    start_ns: Nanoseconds
+    end_ns: Nanoseconds
+
+
+def timeline(schedule: Schedule, times: StageTimes, workers: int, micro_batches: int) -> Iterator[Timed]:
+    """Each action begins when its worker is free and what it needs is there; in an order in which they could be done.
+
+    Lazy: a stream may be as long as one likes.
+
+    Raises:
+        InputError: times for another number of parts, or what the schedule refuses.
+    """
+    schedule.refuse(workers, micro_batches)
+    parts = schedule.parts(workers)
+    if times.parts != parts:
+        raise InputError(f"times of {times.parts} parts, but stages={workers} makes {parts}; write {parts} of each.")
+    orders = [schedule.actions(worker, workers, micro_batches) for worker in range(workers)]
+    free, there = [0] * workers, dict[Value, tuple[int, Nanoseconds]]()
+    delay = _ns(times.transfer)
+    for worker, action in walk(orders, parts):
+        arrivals = [there.pop(value) for value in needs(action, parts) if value[1] != action.stage]
+        start = max([free[worker], *(end + delay * (maker != worker) for maker, end in arrivals)])
+        free[worker] = start + _ns(times.of(action))
+        there.update((value, (worker, free[worker])) for value in makes(action) if _is_handed_on(value, parts))
+        yield Timed(worker, action, start, free[worker])
+
+
+def _is_handed_on(value: Value, parts: int) -> bool:
+    """Whether the neighbouring part needs it, once; what only its maker needs is there when that is free."""
+    what, part, _ = value
+    return part + 1 < parts if what == "activations" else what == "gradient" and part > 0
+
+
+def by_end(run: Iterator[Timed], workers: int) -> Iterator[Timed]:
+    """A timeline in the order in which actions end, then of workers; as lazily as that can be had."""
+    waiting: list[deque[Timed]] = [deque() for _ in range(workers)]
+    for each in run:
+        waiting[each.worker].append(each)
+        while all(waiting):
+            yield min(waiting, key=lambda line: _end(line[0])).popleft()
+    yield from sorted((each for line in waiting for each in line), key=_end)
+
+
+def _end(timed: Timed) -> tuple[Nanoseconds, int]:
+    return timed.end_ns, timed.worker
+
+
+def simulate(schedule: Schedule, times: StageTimes, workers: int, micro_batches: int) -> list[Span]:
+    """The spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
+
+    Args:
+        schedule: any.
+        times: of its parts.
+        workers: p.
+        micro_batches: m; where weights don't wait for the end of a mini-batch, of the whole stream.
+
+    Returns:
+        By their start; nothing is recorded where a worker waits.
+
+    >>> from paceline.schedule import parse
+    >>> max(span.end_ns for span in simulate(parse("gpipe"), StageTimes.equal(4), 4, 8)) / 1e9
+    33.0
+    """
+    found = sorted(timeline(schedule, times, workers, micro_batches), key=lambda t: (t.start_ns, t.end_ns, t.worker))
+    return [Span(0, t.worker, 0, _recorded(t.action), 1, t.action.micro_batch, t.start_ns, t.end_ns, 0) for t in found]
+
+
+def _recorded(action: Action) -> spans.Action:
+    return "apply" if action.kind == "update" else action.kind
+
+
+def _ns(seconds: Seconds) -> Nanoseconds:
+    return round(seconds * 1e9)

@@ -1,0 +1,45 @@
+"""One forward, one backward, with gradients of weights (W) put off to where there is nothing else to do.
+
+::
+
+    worker 0|0F0 0F1 0F2  .   .  0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    worker 1| .  1F0 1F1  .  1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    worker 2| .   .  2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+    36 of 42 cells are busy: 86 %
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from paceline.aggregation.registry import register
+from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+
+
+@final
+@register("zero-bubble")
+@dataclass(frozen=True)
+class ZeroBubble(Schedule):
+    """Only gradients of inputs (I) keep others waiting, those of weights fill gaps: ZB-H1 (Qi et al. 2023, 2401.10241).
+
+    Forwards and I go in the order of 1F1B; worker w puts off W by w micro-batches. With equal parts and m ≥ p, workers
+    are idle for (p - 1) · max(F, I, F + I - W): that is the paper's (p - 1)(F + I - W) where W is the quickest of the
+    three, and always less than 1F1B's (p - 1)(F + I + W). Where parts differ much, a late W can cost more.
+
+    A worker holds at most p micro-batches whose W is to come, the most that 1F1B holds anywhere, and p - w whose I is.
+    """
+
+    splits_backward: ClassVar[bool] = True
+
+    def refuse(self, workers: int, micro_batches: int) -> None:
+        refuse_less_than_one(workers, micro_batches)
+
+    def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
+        ahead = workers - 1 - worker
+        for k in range(micro_batches + workers - 1):
+            if k < micro_batches:
+                yield Action(worker, "forward", k)
+            if ahead <= k < ahead + micro_batches:
+                yield Action(worker, "backward_input", k - ahead)
+            if k >= workers - 1:
+                yield Action(worker, "backward_weight", k - (workers - 1))

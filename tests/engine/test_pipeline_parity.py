@@ -1,0 +1,57 @@
+"""A pipeline computes what one process computes that goes through the same micro-batches, parameter by parameter."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.distributed_cases import ended, kept, torchrun
+from tests.engine.pipeline_cases import ADAM, CASES, one_process
+
+pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
+
+ROUNDING = 1e-12
+"""Both sides add the same products; a few of them in another order, as a gradient's of several consumers."""
+
+NORMALISED = 1e-9
+"""Adam divides a gradient by its own size, which makes its relative error that of A, also where it is nearly zero."""
+
+
+@pytest.fixture(scope="module", params=[(2, "distributed"), (3, "distributed:gloo"), (4, "distributed:shm")])
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """How many ranks were started, and where they left what they found."""
+    ranks, engine = request.param
+    folder: Path = tmp_path_factory.mktemp("ranks")
+    process = torchrun(Path(__file__).with_name("pipeline_parity_script.py"), engine, ranks=ranks, folder=folder)
+    said = ended(process, within_s=240.0)
+    assert process.returncode == 0, said
+    return ranks, folder
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_process(started: tuple[int, Path], name: str) -> None:
+    stages, folder = started
+    program = CASES[name].program
+    expected = one_process(program, micro_batches=2 * stages)
+    bound = NORMALISED if program.optimizer is ADAM else ROUNDING
+    for found, told in kept(folder, name, stages):
+        assert not told["interrupted"]
+        compare(found, expected, bound)
+
+
+def compare(found: dict[str, Any], expected: dict[str, torch.Tensor], bound: float) -> None:
+    """All that a state_dict has, which leaves out buffers that a model makes anew."""
+    for name, value in expected.items():
+        if name not in found and not value.is_floating_point():
+            continue
+        torch.testing.assert_close(found[name], value, rtol=0, atol=bound, msg=lambda said, n=name: f"{n}: {said}")
+
+
+@pytest.mark.parametrize(("name", "stages"), [("mlp", 1), ("mlp", 3), ("gpt2", 2)])
+def test_the_local_engine_starts_the_stages_itself(stages: int, name: str) -> None:
+    case = CASES[name]
+    run = case.run(stages, "local", more=f"micro_batches={2 * stages}")
+    compare(run.model.state_dict(), one_process(case.program, micro_batches=2 * stages), NORMALISED)
+    assert len(run.summary["utilisation"]) == stages

@@ -1,0 +1,64 @@
+"""Small models with whatever makes cutting hard, and models of the zoo captured once."""
+
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+import paceline.replica.cut_mark  # noqa: F401
+from paceline.replica.capture import Captured, capture
+from paceline.replica.forms import free_form
+from paceline.replica.outline import taken_apart
+from paceline.replica.pipeline.units import Units, group
+from tests.zoo import ZOO, Job
+
+aten = torch.ops.aten
+cut = torch.ops.paceline.cut  # that cut_mark defines
+
+
+def by_hand(tensors: dict[str, Tensor], build: Callable[[Graph], Any], inputs: int = 1) -> Captured:
+    """The graph that ``build`` makes, with no model behind it."""
+    graph = Graph()
+    output = build(graph)
+    graph.output(output if isinstance(output, tuple) else (output,))
+    names = {node.name: node.name.partition("_")[0] for node in graph.nodes}
+    leaves = tuple(torch.zeros(1) for _ in range(inputs))
+    return Captured(GraphModule(tensors, graph), names, free_form(leaves), taken_apart((torch.zeros(1),), []))
+
+
+def calls(graph: Graph, target: Any, *args: Any) -> Any:
+    """A call of an operator's default overload, or of the overload itself, under the operator's name."""
+    operation = getattr(target, "default", target)
+    return graph.create_node("call_function", operation, args, name=operation.__name__.partition(".")[0])
+
+
+def made(graph: Graph, *of: str) -> Any:
+    """The product of inputs: what is no cheap thing to do again."""
+    x, *rest = (graph.placeholder(name) for name in of or ("x",))
+    return calls(graph, aten.mm, x, rest[0] if rest else x)
+
+
+def item(graph: Graph, of: Any, index: int) -> Any:
+    return graph.call_function(operator.getitem, (of, index))
+
+
+def units_of(module: nn.Module, inputs: Any) -> Units:
+    return group(capture(module.double(), inputs))
+
+
+def together(units: Units) -> list[set[str]]:
+    """The names in each unit that has several nodes."""
+    return [{node.name for node in nodes} for nodes in units.groups if len(nodes) > 1]
+
+
+@functools.cache
+def from_zoo(name: str) -> tuple[Job, nn.Module, Units]:
+    """A model of the zoo, captured."""
+    torch.manual_seed(1)
+    job = ZOO[name]()
+    model = job.model()
+    return job, model, group(capture(model, job.inputs))

@@ -1,0 +1,114 @@
+"""The order of messages, derived by each worker for itself."""
+
+from collections import defaultdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.replica.pipeline.base import Crossing
+from paceline.replica.pipeline.messages import Itinerary, Message, Plan
+from paceline.schedule import parse
+
+SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2", "interleaved:chunks=3"]
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, int]:
+    """Any schedule, any skips, and how many micro-batches there are of those that were planned for."""
+    schedule = parse(draw(st.sampled_from(SCHEDULES)))
+    workers = draw(st.integers(1, 5))
+    m = workers * draw(st.integers(1, 3)) if schedule.chunks > 1 else draw(st.integers(1, 12))
+    parts = schedule.parts(workers)
+    crossings = [Crossing(f"v{j}", j, (j + 1,)) for j in range(parts - 1)]
+    for k in range(draw(st.integers(0, 4))):
+        ends = sorted(draw(st.sets(st.integers(0, parts - 1), max_size=4)))
+        if len(ends) > 1:
+            crossings.append(Crossing(f"skip{k}", ends[0], tuple(ends[1:])))
+    return Plan(schedule, workers, m, tuple(crossings), {}), draw(st.integers(1, m))
+
+
+def ways(plan: Plan, count: int) -> list[Itinerary]:
+    return [plan.itinerary(worker, count) for worker in range(plan.workers)]
+
+
+@given(plans())
+def test_two_workers_have_the_same_order(case: tuple[Plan, int]) -> None:
+    plan, count = case
+    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    expected: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    for worker, way in enumerate(ways(plan, count)):
+        for message in (message for task in way.tasks for message in task.gives):
+            assert message.sender == worker
+            if message.receiver != worker:
+                sent[worker, message.receiver].append(message)
+        for message in way.incoming:
+            expected[message.sender, worker].append(message)
+    assert sent == expected
+
+
+@given(plans())
+def test_everything_that_is_needed_is_given_once(case: tuple[Plan, int]) -> None:
+    plan, count = case
+    tasks = [task for way in ways(plan, count) for task in way.tasks]
+    given_ = [message.rank for task in tasks for message in task.gives]
+    needed = [message.rank for task in tasks for message in task.needs]
+    assert sorted(given_) == sorted(needed) == list(range(len(given_)))
+    edges = sum(len(crossing.consumers) for crossing in plan.crossings)
+    assert len(given_) == 2 * edges * count
+
+
+@given(plans())
+def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[Plan, int]) -> None:
+    """As :class:`Mail` does it: before anything is waited for, all that stands before it in line is expected."""
+    plan, count = case
+    workers = [Rendezvous(way) for way in ways(plan, count)]
+    expected: set[int] = set()
+    sent: set[int] = set()
+    while not all(worker.done for worker in workers):
+        moved = [worker.move(expected, sent) for worker in workers]
+        assert any(moved), "deadlock"
+
+
+class Rendezvous:
+    """One worker on a wire on which sending waits until the message is expected."""
+
+    def __init__(self, way: Itinerary) -> None:
+        self.steps: list[tuple[str, Message]] = []
+        for task in way.tasks:
+            self.steps += [("take", m) for m in task.needs if m.sender != m.receiver]
+            self.steps += [("send", m) for m in task.gives if m.sender != m.receiver]
+        self.incoming = way.incoming
+        self.at = 0
+
+    @property
+    def done(self) -> bool:
+        return self.at == len(self.steps)
+
+    def move(self, expected: set[int], sent: set[int]) -> bool:
+        """Go on as far as it can; whether that was anywhere."""
+        before = self.at, len(expected)
+        while not self.done:
+            kind, message = self.steps[self.at]
+            expected.update(m.rank for m in self.incoming if m.rank <= message.rank)
+            if message.rank not in (sent if kind == "take" else expected):
+                break
+            if kind == "send":
+                sent.add(message.rank)
+            self.at += 1
+        return (self.at, len(expected)) != before
+
+
+def test_what_is_waited_for_is_said_in_words() -> None:
+    plan = Plan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
+    there, back = plan.itinerary(1, 4).tasks[0].needs[0], plan.itinerary(0, 4).tasks[2].needs[0]
+    assert there.what == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"
+    assert back.what == "the gradient of relu of micro-batch 0, from stage 1 for stage 0 (0B0)"
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_gradients_of_a_value_come_in_ascending_order_of_its_consumers(worker: int) -> None:
+    plan = Plan(parse("interleaved:chunks=2"), 2, 2, (Crossing("a", worker, (2, 3)),), {})
+    needs = [task.needs for task in plan.itinerary(worker, 2).tasks if task.action.stage == worker]
+    backward = [tuple(m.consumer for m in each) for each in needs if each and each[0].gradient]
+    assert backward == [(2, 3), (2, 3)]

@@ -1,0 +1,99 @@
+"""Models of many kinds, captured, cut and run as a pipeline, compared with one process after five steps."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
+
+from paceline import Program
+from paceline.replica.base import Batch
+from paceline.replica.capture import capture
+from paceline.replica.pipeline.units import Units, group
+from paceline.schedule import parse
+from tests.replica.pipeline.runtime_cuts import evenly
+from tests.replica.pipeline.runtime_worlds import Alone, World, same
+from tests.zoo import SAMPLES, ZOO, Job
+
+SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2"]
+MICRO_BATCHES = {1: 3, 2: 4, 3: 3, 4: 4}
+OPTIMIZERS = {
+    "sgd": functools.partial(SGD, lr=0.05, momentum=0.9),
+    # The bias of attention's keys has a gradient of zero but for rounding; a large eps does not blow that up to steps.
+    "adam": functools.partial(Adam, lr=0.01, eps=1e-4),
+}
+BOUND = 1e-10
+"""Both add up the same float64 numbers in another order; Adam's eps makes steps of at most 1e4 · lr times an error."""
+
+
+@functools.cache
+def prepared(name: str) -> tuple[Job, Units]:
+    """A model of the zoo without dropout, which one process draws otherwise than a pipeline."""
+    job = ZOO[name]()
+    return job, group(capture(undropped(job), job.inputs))
+
+
+def undropped(job: Job) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        model = job.model().train()
+    for module in model.modules():
+        names = [n for n, v in vars(module).items() if isinstance(v, float) and ("drop" in n or n == "p")]
+        for each in names:
+            setattr(module, each, 0.0)
+    return model
+
+
+def running(module: nn.Module) -> tuple[str, ...]:
+    return tuple(n for n, _ in module.named_buffers() if "running" in n or "num_batches" in n)
+
+
+def world_of(name: str, schedule: str, workers: int, optimizer: str, **options: Any) -> tuple[World, Alone, Batch]:
+    job, units = prepared(name)
+    parts = parse(schedule).parts(workers)
+    if parts > len(units.groups):
+        pytest.skip(f"{name} can't be cut into {parts} parts")
+    data = (torch.zeros(1), torch.zeros(1))
+    program = Program(lambda: undropped(job), job.loss, OPTIMIZERS[optimizer], train=data)
+    alone = Alone(program, MICRO_BATCHES[workers])
+    buffers = running(alone.module)
+    made = evenly(units, parts)
+    world = World(program, nn.Module, schedule, workers, MICRO_BATCHES[workers], options, buffers=buffers, cutter=made)
+    return world, alone, Batch(job.inputs, job.targets, SAMPLES)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ZOO)
+def test_five_steps_equal_one_process(name: str, schedule: str, workers: int) -> None:
+    optimizer = "adam" if (workers + SCHEDULES.index(schedule)) % 2 else "sgd"
+    world, alone, batch = world_of(name, schedule, workers, optimizer)
+    for _ in range(5):
+        world.all(lambda member: member.step(batch))
+        alone.step(batch)
+        same(world.gradients(), alone.values() | alone.gradients(), BOUND)
+    same(world.values(), alone.values(), BOUND)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("recompute", ["boundaries", "all"])
+@pytest.mark.parametrize("name", ZOO)
+def test_what_is_made_again_is_the_same(name: str, recompute: str, schedule: str) -> None:
+    world, alone, batch = world_of(name, schedule, 2, "sgd", recompute=recompute)
+    for _ in range(2):
+        world.all(lambda member: member.step(batch))
+        alone.step(batch)
+    same(world.gradients(), alone.values() | alone.gradients(), BOUND)
+    same(world.values(), alone.values(), BOUND)
+
+
+def test_fewer_rows_of_another_length() -> None:
+    world, alone, batch = world_of("gpt2", "1f1b", 2, "sgd")
+    ids = batch.input["input_ids"]
+    for rows, length in ((6, 9), (5, 4), (1, 7), (6, 9)):
+        other = Batch({"input_ids": ids[:rows, :length]}, batch.target[:rows, :length], rows)
+        world.all(lambda member, other=other: member.step(other))
+        alone.step(other)
+    same(world.values(), alone.values(), BOUND)
