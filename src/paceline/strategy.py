@@ -188,8 +188,9 @@ class Strategy:
 
     @property
     def micro_batch_count(self) -> int:
-        """m, micro-batches of a pipeline's mini-batch; under ``pipedream`` each is a batch of its own."""
-        return self.micro_batches or (1 if self.schedule == "pipedream" else 2 * self.stage_count)
+        """m, micro-batches of a pipeline's mini-batch."""
+        usual = 1 if schedule.parse(self.schedule).updates_each else 2 * self.stage_count
+        return self.micro_batches or usual
 
     @property
     def order(self) -> Schedule:

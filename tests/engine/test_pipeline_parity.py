@@ -18,7 +18,7 @@ NORMALISED = 1e-9
 """Adam divides a gradient by its own size, which makes its relative error that of A, also where it is nearly zero."""
 
 
-@pytest.fixture(scope="module", params=[(2, "distributed"), (3, "distributed:gloo"), (4, "distributed:shm")])
+@pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param

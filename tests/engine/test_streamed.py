@@ -24,7 +24,7 @@ from tests.engine.test_pipeline_failures import deep
 from tests.engine.test_pipeline_parity import NORMALISED, ROUNDING, compare
 
 
-@pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (4, "distributed:gloo"), (3, "distributed:shm")])
+@pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param

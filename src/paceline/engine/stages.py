@@ -59,7 +59,7 @@ def _refuse_with_streams(job: Job) -> None:
     """What needs the weights to stay as they are until the whole gradient is known."""
     strategy, program = job.strategy, job.program
     schedule = f"schedule={strategy.schedule}"
-    if strategy.schedule == "pipedream" and strategy.micro_batch_count > 1:
+    if strategy.order.updates_each and strategy.micro_batch_count > 1:
         raise InputError(
             f"{schedule} makes an update of each micro-batch, so micro_batches={strategy.micro_batches} of them are as "
             "many batches; write micro_batches=1 and a smaller batch_size=, or schedule=pipedream-2bw"

@@ -66,6 +66,9 @@ class Schedule(ABC):
     flushes: ClassVar[bool] = True
     """Whether weights stay as they are from the first forward of a mini-batch to its last backward."""
 
+    updates_each: ClassVar[bool] = False
+    """Whether each micro-batch is an update of its own: then a batch is one."""
+
     splits_backward: ClassVar[bool] = False
     """Whether gradients of inputs and of weights are computed apart."""
 

@@ -34,6 +34,7 @@ class PipeDream(Schedule):
     """
 
     flushes: ClassVar[bool] = False
+    updates_each: ClassVar[bool] = True
 
     def version(self, micro_batch: int, worker: int, workers: int) -> int:
         return max(0, micro_batch - (workers - 1 - worker))

@@ -12,6 +12,7 @@ from paceline.comm import liveness
 from paceline.comm.nursery import Nursery
 from paceline.comm.shipping import ship
 from paceline.core.errors import PacelineError
+from paceline.core.mesh import Place
 from paceline.core.records import Record
 from paceline.engine.base import Budget, Job
 from paceline.engine.figures import Figures, told
@@ -184,10 +185,10 @@ def test_a_step_may_be_several_micro_steps(board: Board, per_step: int, steps: i
     for k in range(6):
         gauge.stepped(pushed=k % 3 == 2)
     gauge.close()
-    seen = told(1, board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
+    seen = told(Place(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
     assert len(board.step_times(1)) == steps
-    assert told(0, board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
+    assert told(Place(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
 
 
 def test_a_cancelled_step_counts_whole(board: Board) -> None:
@@ -200,7 +201,7 @@ def test_a_cancelled_step_counts_whole(board: Board) -> None:
 
 def test_nobody_is_busier_than_the_run_was_long(board: Board) -> None:
     board.measure(0, Figures(1, int(5e9), 0, 0))
-    assert told(0, board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
+    assert told(Place(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
 def test_a_child_that_is_forgotten_has_gone(nursery: Nursery) -> None:

@@ -5,18 +5,23 @@ Gloo's messages are such: a wait for one that times out closes the connection (t
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
+
+Asked: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+"""Waits, and who wants to know what came of them; None: no more."""
 
 
 class Aside:
-    """One thread, which makes one wait after the other; it ends with the process, or when it is closed."""
+    """One thread, which makes one wait after the other; it ends when nobody holds this any more."""
 
     def __init__(self) -> None:
-        self._asked: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="paceline: waits", daemon=True).start()
+        self._asked: Asked = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self._asked,), name="paceline: waits", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None)
 
     def begin(self, wait: Callable[[], Any]) -> "Waiting":
         """Have it made."""
@@ -24,17 +29,14 @@ class Aside:
         self._asked.put((wait, future))
         return Waiting(future)
 
-    def close(self) -> None:
-        """End the thread once what it waits for is over."""
-        self._asked.put(None)
 
-    def _serve(self) -> None:
-        while (asked := self._asked.get()) is not None:
-            wait, future = asked
-            try:
-                future.set_result(wait())
-            except BaseException as error:
-                future.set_exception(error)
+def _serve(asked: Asked) -> None:
+    while (wanted := asked.get()) is not None:
+        wait, future = wanted
+        try:
+            future.set_result(wait())
+        except BaseException as error:
+            future.set_exception(error)
 
 
 class Waiting:

@@ -16,7 +16,7 @@ from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.preparation import Agree, prepared
 from paceline.replica.pipeline.runtime import Seat
 from paceline.replica.pipeline.wire import Alone, Wire
-from paceline.replica.state import Layout, State
+from paceline.replica.state import Layout
 from paceline.replica.undisturbed import tensors_of
 
 PREPARATION_S: Seconds = 1800.0
@@ -31,7 +31,7 @@ class Pipeline:
     """
 
     def __init__(self, here: Here) -> None:
-        self._here, job, world = here, here.setup.job, here.team.world
+        self.setup, self.team, job, world = here.setup, here.team, here.setup.job, here.team.world
         self.mesh, self.order = job.strategy.mesh, job.strategy.order
         self.rank, self.place = world.rank, self.mesh.place(world.rank)
         with self._excused():
@@ -40,6 +40,8 @@ class Pipeline:
         """The layout of A."""
         self.layouts = [self._layout(self.mesh.place(rank)) for rank in range(world.size)]
         """Of each rank's part of A."""
+        self.state = self.layout.new().take(here.state)
+        """This rank's part of A_0."""
 
     @property
     def layout(self) -> Layout:
@@ -51,22 +53,18 @@ class Pipeline:
         """This rank's."""
         return self._parts(self.place)
 
-    def state(self) -> State:
-        """This rank's part of A_0."""
-        return self.layout.new().take(self._here.state)
-
     def plan(self) -> Plan:
         """In which order all workers of a replica work."""
-        strategy = self._here.setup.job.strategy
+        strategy = self.setup.job.strategy
         return Plan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count)
 
     def seat(self) -> Seat:
         """Which worker this rank is."""
-        return Seat(self.place.replica, self.place.stage, self._here.setup.device(self.rank))
+        return Seat(self.place.replica, self.place.stage, self.setup.device(self.rank))
 
     def wire(self) -> Wire:
         """To the others of its replica."""
-        traffic = self._here.team.traffic
+        traffic = self.team.traffic
         return Alone() if traffic is None else GroupWire(traffic, self.mesh.replica_ranks(self.place.replica))
 
     def holders(self, name: str) -> list[int]:
@@ -77,7 +75,7 @@ class Pipeline:
     @contextlib.contextmanager
     def _excused(self) -> Iterator[None]:
         """To capture and measure a large model may take longer than any wait in training."""
-        notices, ahead_ns = self._here.team.notices, self._here.team.peers.ahead_ns
+        notices, ahead_ns = self.team.notices, self.team.peers.ahead_ns
         if notices is not None:
             notices.excuse(time.monotonic_ns() + ahead_ns + int(PREPARATION_S * 1e9))
         yield
@@ -86,7 +84,7 @@ class Pipeline:
 
     def _agreement(self) -> Agree:
         """What the first rank chooses; where there are too few cores for all, the others begin when it has chosen."""
-        world = self._here.team.world
+        world = self.team.world
         if world.rank == 0:
             return lambda choose: self._said(choose())
         if world.local_size <= len(os.sched_getaffinity(0)):
@@ -95,7 +93,7 @@ class Pipeline:
         return lambda _: said
 
     def _said(self, mine: Boundaries) -> Boundaries:
-        said: Boundaries = self._here.team.gather(mine, "where the model is cut")[0]
+        said: Boundaries = self.team.gather(mine, "where the model is cut")[0]
         return said
 
     def _parts(self, place: Place) -> list[Part]:

@@ -101,7 +101,7 @@ class WholeShare(Share):
 
     def __init__(self, here: Here) -> None:
         setup, team = here.setup, here.team
-        self._here, job = here, here.setup.job
+        job, self._module, self._layout = here.setup.job, here.module, here.state.layout  # A_0 itself is let go of
         divided = None
         if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
             divided = Divided(here.module, here.state.layout, team.world.size, team.traffic)
@@ -117,7 +117,7 @@ class WholeShare(Share):
 
     @property
     def parameter_bytes(self) -> int:
-        return self._here.state.layout.parameter_bytes if self.divided is None else self.divided.nbytes
+        return self._layout.parameter_bytes if self.divided is None else self.divided.nbytes
 
     @property
     def peak_saved_bytes(self) -> int | None:
@@ -128,14 +128,14 @@ class WholeShare(Share):
         return Exchange(self.freight, vectors, self._team.world.rank, self._team.traffic)
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
-        setup, rank, module = self._setup, self.place.replica, self._here.module
+        setup, rank, module = self._setup, self.place.replica, self._module
         if self.divided is None:
-            return setup.replica(rank, module, self._here.state.layout, recorder)
+            return setup.replica(rank, module, self._layout, recorder)
         autograd = Autograd(setup.job.program, module, self.state.layout, rank, setup.device(rank), recorder)
         return Partial(autograd, self.divided, weigh)
 
     def rules(self) -> Mapping[str, str | int | float]:
-        ranks, size = self._team.world.size, self._here.state.layout.parameter_bytes
+        ranks, size = self._team.world.size, self._layout.parameter_bytes
         rules: dict[str, str | int | float] = {
             "shard_optimizer": isinstance(self.update, Sharded),
             "buckets": self.overlap.buckets if self.overlap is not None else 0,

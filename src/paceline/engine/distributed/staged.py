@@ -18,9 +18,9 @@ class StagedShare(Share):
     """One rank's."""
 
     def __init__(self, here: Here) -> None:
-        self._here, self._pipeline = here, Pipeline(here)
+        self._pipeline = Pipeline(here)
         pipeline, traffic = self._pipeline, here.team.traffic
-        state = pipeline.state()
+        state = pipeline.state
         freight = Freight(state.layout, ranks=1)
         self._exchange = StagedExchange(freight, self._counted(), pipeline.mesh, pipeline.rank, traffic)
         program, whole, layouts = here.setup.job.program, pipeline.whole, pipeline.layouts
@@ -40,7 +40,7 @@ class StagedShare(Share):
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weigh  # Δ is scaled when all of it is there
-        setup, pipeline = self._here.setup, self._pipeline
+        setup, pipeline = self._pipeline.setup, self._pipeline
         self._replica = Pipelined(
             setup.job.program,
             pipeline.plan(),
@@ -57,12 +57,14 @@ class StagedShare(Share):
         return self._replica
 
     def rules(self) -> Mapping[str, str | int | float]:
-        count = self._here.setup.job.strategy.micro_batch_count
+        count = self._pipeline.setup.job.strategy.micro_batch_count
         return {"micro_batches": count, "parts": len(self._pipeline.cut.parts)}
 
     def _counted(self) -> list[str]:
-        """The parameters that count here in the norm of Δ: a tied one with the part that has it first."""
+        """The parameters that count here in the norm of Δ, if that is asked for: a tied one with its first part."""
         pipeline = self._pipeline
+        if self._pipeline.setup.job.program.clip_norm is None:
+            return []
         first = {
             name: pipeline.order.worker_of(min(p), pipeline.mesh.per_replica) for name, p in pipeline.cut.tied.items()
         }

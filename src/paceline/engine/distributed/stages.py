@@ -34,7 +34,8 @@ class StagedExchange:
 
     Args:
         freight: what this rank brings, which stays here.
-        mine: the names of the parameters that count in the norm here; a tied one counts once.
+        mine: the names of the parameters that count in the norm here; a tied one counts once, and none do where
+            nobody asks for the norm.
         mesh: of all ranks.
         rank: whose.
         traffic: by which they meet; None: nobody else is there.
@@ -47,7 +48,7 @@ class StagedExchange:
         self._counted = freight.state.parameters if whole else [parameters[name] for name in mine]
         self._table = torch.zeros(mesh.workers, rows.FIELDS + 1, dtype=torch.float64)
         self.square = 0.0
-        """Of the norm of a replica's whole Δ, as it was brought."""
+        """Of the norm of a replica's Δ, as it was brought."""
 
     def meet(self, row: Row, step: Clock) -> list[Row]:
         """One row of each replica."""

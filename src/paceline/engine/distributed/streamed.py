@@ -125,11 +125,11 @@ class StreamedShare(Share):
     """One rank's."""
 
     def __init__(self, here: Here) -> None:
-        self._here, self._pipeline = here, Pipeline(here)
+        self._pipeline = Pipeline(here)
         self._refuse_ties()
         self._replica: Streamed | None = None
         update = Moved(self._pipeline, self._now, here.team.traffic)
-        super().__init__(self._pipeline.place, self._pipeline.state(), Freight(NOTHING, ranks=1), update)
+        super().__init__(self._pipeline.place, self._pipeline.state, Freight(NOTHING, ranks=1), update)
         strategy = here.setup.job.strategy
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
         lag = -(-(self._workers - 1) // self._m) + 1
@@ -148,7 +148,7 @@ class StreamedShare(Share):
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weigh  # each rank steps by itself
-        job, pipeline = self._here.setup.job, self._pipeline
+        job, pipeline = self._pipeline.setup.job, self._pipeline
         self._replica = Streamed(
             job.program,
             pipeline.plan(),
@@ -173,7 +173,7 @@ class StreamedShare(Share):
 
     def rules(self) -> Mapping[str, str | int | float]:
         """All ranks ask for them together."""
-        stale = self._here.team.gather(self._made.staleness, "the others' staleness")
+        stale = self._pipeline.team.gather(self._made.staleness, "the others' staleness")
         return {
             "micro_batches": self._m,
             "parts": len(self._pipeline.cut.parts),
@@ -194,8 +194,9 @@ class StreamedShare(Share):
     def _refuse_ties(self) -> None:
         for name in self._pipeline.cut.tied:
             if len(holders := self._pipeline.holders(name)) > 1:
+                schedule = self._pipeline.setup.job.strategy.schedule
                 raise InputError(
-                    f"schedule={self._here.setup.job.strategy.schedule} moves the weights of each stage when its own "
+                    f"schedule={schedule} moves the weights of each stage when its own "
                     f"gradient is there, but {name} lies on stages {', '.join(map(str, holders))}, whose gradients "
                     "come at different times; write schedule=1f1b, or cuts= so that one stage has it"
                 )

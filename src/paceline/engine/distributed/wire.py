@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ class GroupWire(Wire):
     def __init__(self, traffic: Traffic, ranks: Sequence[int]) -> None:
         self._traffic, self._ranks = traffic, ranks
         self._aside = None if traffic.group.backend in IN_SLICES else Aside()
-        self._sent: deque[tuple[Any, Tensor, str]] = deque()
+        self._sent: deque[_Sent] = deque()
 
     def send(self, tensor: Tensor, to: int, what: str) -> None:
+        while self._sent and self._sent[0].work.is_completed():
+            self._sent.popleft()
         if tensor.numel():
             moved = self._traffic.there(tensor)
             work = dist.isend(moved, self._ranks[to], group=self._traffic.group.handle)
-            self._sent.append((work, moved, what))
+            self._sent.append(_Sent(work, moved, what))
             self._traffic.sent_bytes += tensor.nbytes
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
@@ -44,17 +46,20 @@ class GroupWire(Wire):
 
     def settle(self, but: int = 0) -> None:
         while len(self._sent) > but:
-            work, _, what = self._sent.popleft()
-            self.wait(work, what)
+            oldest = self._sent.popleft()
+            self.wait(oldest.work, oldest.what)
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a message."""
         self._traffic.wait(work if self._aside is None else self._aside.begin(work.wait), what)
 
-    def close(self) -> None:
-        """Wait for no more."""
-        if self._aside is not None:
-            self._aside.close()
+
+class _Sent(NamedTuple):
+    """On its way; the tensor must stay as it is until it has gone."""
+
+    work: Any
+    tensor: Tensor
+    what: str
 
 
 @final
