@@ -1,5 +1,6 @@
 """The distributed engine: the processes that torchrun started, on one host or many."""
 
+import gc
 from contextlib import ExitStack
 
 import torch
@@ -50,8 +51,11 @@ class DistributedEngine(Engine):
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
         team = assembled(world, backend, device, job.timeout_s, watched=watched)
-        with own_settings(), team as together, ExitStack() as closing:
-            return DistributedRun(job, together, backend, watch, closing).outcome()
+        try:
+            with own_settings(), team as together, ExitStack() as closing:
+                return DistributedRun(job, together, backend, watch, closing).outcome()
+        finally:
+            gc.collect()  # a group that is let go of in the middle of another run's backward hangs (torch 2.13, Gloo)
 
 
 def _refuse_mixtures(job: Job) -> None:
