@@ -3,12 +3,15 @@
 import json
 from pathlib import Path
 
+from paceline.core.mesh import Place
 from paceline.engine.roster import Roster, remove_roster
 
 
 def test_it_is_there_while_the_run_lasts(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    roster = Roster(folder, {"coordinator": {"pid": 7}, "scorer": {"pid": 13}}, {0: {"pid": 11}, 1: {"pid": 12}})
+    roster = Roster(
+        folder, {"coordinator": {"pid": 7}, "scorer": {"pid": 13}}, {Place(0): {"pid": 11}, Place(1): {"pid": 12}}
+    )
     rows = json.loads((folder / "workers.json").read_text())
     assert [(row["role"], row["pid"]) for row in rows] == [
         ("coordinator", 7), ("scorer", 13), ("replica", 11), ("replica", 12)
@@ -20,7 +23,7 @@ def test_it_is_there_while_the_run_lasts(tmp_path: Path) -> None:
 
 
 def test_a_node_is_named_where_there_are_several(tmp_path: Path) -> None:
-    Roster(tmp_path, {}, {3: {"pid": 11, "node": "b"}})
+    Roster(tmp_path, {}, {Place(3): {"pid": 11, "node": "b"}})
     [row] = json.loads((tmp_path / "workers.json").read_text())
     assert (row["replica"], row["pid"], row["node"]) == (3, 11, "b")
 
