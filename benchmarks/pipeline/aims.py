@@ -23,8 +23,11 @@ def times(rows: Sequence[Row]) -> Iterator[str]:
             continue
         what = f"{row['size']}, {row['backend']}, {row['schedule']}"
         yield _line(f"{what}: of the ideal {row['of_ideal']}", float(row["of_ideal"]) <= OF_IDEAL[row["size"]])
-        if row["schedule"] in BEFORE_TORCH and row["of_torch"]:
-            yield _line(f"{what}: of torch {row['of_torch']}", float(row["of_torch"]) < 1)
+        if row["schedule"] not in BEFORE_TORCH:
+            continue
+        for other, ratio in {"torch": row["of_torch"], "torch on gloo": row["of_torch_on_gloo"]}.items():
+            if row["backend"] != "gloo" or other == "torch":
+                yield _line(f"{what}: of {other} {ratio}", float(ratio) < 1)
 
 
 def memory(rows: Sequence[Row]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from job import Job
 from kit.crew import Member
 from models import MICRO_BATCHES
-from sides import trained
+from ours import times, trained
 from together import tell
 
 import paceline.comm
@@ -17,7 +17,7 @@ def swimlane(member: Member, size: str, name: str, backend: str) -> None:
     from paceline.metrics.pipeline_step import pipeline_step
 
     paceline.comm.register()
-    run = trained(f"schedule={name}", Job(size, STEPS, MICRO_BATCHES, backend), [], trace=True)
+    run = trained(f"schedule={name}", Job(size, MICRO_BATCHES, backend), STEPS, times(STEPS), trace=True)
     step = pipeline_step(run.spans, run.strategy, run.summary["peak_saved_bytes"])
     assert step is not None, "a pipeline has made whole steps"
     tell(member, step.svg())

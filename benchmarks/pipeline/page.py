@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import aims
+from checks import STEPS as CHECKED
 from kit.machine import told
 from kit.sheet import Row
 from kit.words import bullets, grid
 from models import LAYERS, MICRO_BATCHES, SIZES
 from saved import WAYS
-from sides import OURS, SCHEDULES, THEIRS
+from sides import OURS, SCHEDULES, THEIRS, THEIRS_ON_GLOO
 
 HEAD = f"""\
 # A step of a pipeline: Paceline beside torch.distributed.pipelining and beside the ideal
@@ -30,31 +31,30 @@ numbers again and again, so nobody's data cost time. A step is {MICRO_BATCHES} m
 
 - `{OURS}`: the distributed engine, `stages=P micro_batches={MICRO_BATCHES} schedule=…`. Under torchrun it is the same.
 - `{THEIRS}`: `ScheduleGPipe`, `Schedule1F1B` and `ScheduleInterleaved1F1B` of torch.distributed.pipelining, with
-  stages written by hand and their shapes given; outputs are not collected.
-- Both cut the model at the same layers, into equal parts; interleaved ones into two parts a rank.
+  stages written by hand and their shapes given; outputs are not collected. It sends by the same backend; `shm` is ours,
+  so there it stands once more, `{THEIRS_ON_GLOO}`, as people have it.
+- All cut the model at the same layers, into equal parts; interleaved ones into two parts a rank.
 
-All take turns in the same processes, one thread each, from the same A_0. A step's time is the median of a turn on its
-slowest rank, then of all turns. After the first turn of each side its parameters are compared with those of one process
-that goes through the same micro-batches: the script fails where one differs by more than 1e-5, or where none has gone
-a hundred times as far from A_0.
+All sides of a schedule take turns of a few steps in the same processes, one thread each. A step's time is the median of
+a turn on its slowest rank, then of all turns. Before that each makes {CHECKED} steps from the same A_0, and its
+parameters are compared with those of one process that goes through the same micro-batches: the script fails where one
+differs by more than 1e-5, or where none has gone a hundred times as far from A_0.
 """
 
 IDEAL = """\
 ## How the ideal is computed
 
-In each round, between the turns of the sides, every process takes its own parts of the model and runs forward and
-backward of all micro-batches, one after the other, from tensors that it has made itself: nothing is sent, but all
-processes work at the same time, so each has what the machine leaves it while the others compute. They meet before each
-pass, so none works while another has nothing to do. Of each part the median forward and the median backward are kept,
-and of each process the median of its optimizer's step, made by `torch.optim.SGD`. For `zero-bubble` backward is
-divided: its first half is the backward of the same part while its linear layers' weights and biases need no gradient,
-the second is what is left of the whole.
+In each round every process has a turn with its own parts of the model: forward and backward of all micro-batches in the
+order of the schedule, from tensors that it has made itself. Nothing is sent or waited for, but all processes work at
+the same time, so each has what the machine leaves it while the others compute; and as many micro-batches are kept at
+once as the schedule keeps. Of each part the median forward and the median backward are taken (until all that was kept
+is let go of), and of each process the median of its optimizer's step, made by `torch.optim.SGD`. For `zero-bubble`
+backward is divided: its first half is the backward of the same part while its linear layers' weights and biases need no
+gradient, the second is what is left of the whole.
 
 `paceline.schedule.simulate` then goes through the schedule with these times: each action begins when its worker is free
 and what it needs is made, and sending takes no time. The ideal is when the last worker has ended its last action and
-made its update. Since each micro-batch is measured from forward to backward before the next begins, what a schedule
-loses by keeping many of them in memory at once is not in its ideal. A ratio is the median of the rounds' ratios of step
-time to the ideal of the same round.
+made its update. A ratio is the median of the rounds' ratios of step time to the ideal of the same round.
 
 Where there are more processes than cores, a part's wall time says how the others got in its way. So there processor
 time is taken, and the ideal is no less than all work divided by the cores.
@@ -122,7 +122,9 @@ def _cells(rows: Sequence[Row]) -> list[tuple[str, str]]:
 def _table(steps: Sequence[Row], size: str, stages: str) -> str:
     mine = [row for row in steps if (row["size"], row["stages"]) == (size, stages)]
     order = list(SCHEDULES)
-    mine = sorted(mine, key=lambda row: (row["backend"] != "shm", order.index(row["schedule"]), row["side"] != OURS))
+    mine = sorted(
+        mine, key=lambda row: (row["backend"] != "shm", order.index(row["schedule"]), row["side"] != OURS, row["side"])
+    )
     head = (
         "backend",
         "schedule",
@@ -131,13 +133,14 @@ def _table(steps: Sequence[Row], size: str, stages: str) -> str:
         "ideal, ms",
         "step ÷ ideal",
         "÷ torch's",
+        "÷ torch's on gloo",
         "from one, ms",
         "steps",
     )
     lines = [
         (
             row["backend"], row["schedule"], row["side"], _short(row["step_ms"]), _short(row["ideal_ms"]),
-            f"**{float(row['of_ideal']):.3f}**", row["of_torch"] if row["side"] == OURS else "",
+            f"**{float(row['of_ideal']):.3f}**", *_of_torch(row),
             _short(row["simple_ms"]) if row["clock"] == "wall" else "", row["steps"],
         )
         for row in mine
@@ -147,6 +150,10 @@ def _table(steps: Sequence[Row], size: str, stages: str) -> str:
     furthest = max(float(row["difference"]) for row in mine)
     note = f"{clock}One process: {one} ms. The largest difference of a parameter: {furthest:.1e}."
     return f"## `{size}`, {stages} stages\n\n{grid(head, lines)}\n\n{note}\n"
+
+
+def _of_torch(row: Row) -> tuple[str, str]:
+    return (row["of_torch"], row["of_torch_on_gloo"]) if row["side"] == OURS else ("", "")
 
 
 def _short(milliseconds: str) -> str:

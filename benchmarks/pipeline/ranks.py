@@ -10,56 +10,58 @@ from ideal import simple_s
 from kit.crew import Member
 from kit.machine import machine
 from kit.work import Measured
-from rounds import REFERENCE, Cell, Found, Name, Pace, Rounds, sides
-from sides import THEIRS
+from models import MICRO_BATCHES
+from rounds import Cell, Found, Pace, Rounds
+from sides import ONE, THEIRS, THEIRS_ON_GLOO
 from together import tell
 
 import paceline.comm
 from paceline import schedule
 
 
-def measure(member: Member, cells: Sequence[Cell], schedules: Sequence[str], pace: Pace) -> None:
+def measure(member: Member, cells: Sequence[Cell], pace: Pace) -> None:
     """All cells of one number of stages."""
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming its collectives
     paceline.comm.register()
     for cell in cells:
-        found = Rounds(member, cell, schedules, pace).run()
-        tell(member, Measured([_row(member, cell, name, found) for name in sides(schedules)]))
+        found = Rounds(member, cell, pace).run()
+        tell(member, Measured([_row(member, cell, side, found) for side in found.times if side != ONE]))
 
 
-def _row(member: Member, cell: Cell, name: Name, found: Found) -> dict[str, Any]:
-    side, planned = name
+def _row(member: Member, cell: Cell, side: str, found: Found) -> dict[str, Any]:
     row = {
         "size": cell.size,
         "stages": member.ranks,
         "backend": cell.backend,
-        "schedule": planned,
+        "schedule": cell.schedule,
         "side": side,
-        **_figures(name, found),
-        "simple_ms": _ms(_simple_s(member, planned, found)),
-        "difference": f"{found.differences[name]:.1e}",
+        **_figures(side, found),
+        "simple_ms": _ms(_simple_s(member, cell, found)),
+        "difference": f"{found.differences[side]:.1e}",
         "moved": f"{found.moved:.1e}",
-        "steps": found.job.steps,
-        "pairs": len(found.times[name]),
+        "steps": found.steps,
+        "pairs": len(found.ideals),
         "clock": "wall" if member.ranks <= cores() else "processor",
     }
     return row | machine()
 
 
-def _figures(name: Name, found: Found) -> dict[str, str]:
-    times, ideals, theirs = found.times[name], found.ideals[name[1]], found.times.get((THEIRS, name[1]))
+def _figures(side: str, found: Found) -> dict[str, str]:
+    times, theirs = found.times[side], found.times.get(THEIRS)
+    on_gloo = found.times.get(THEIRS_ON_GLOO, theirs)
     return {
         "step_ms": _ms(statistics.median(times)),
-        "ideal_ms": _ms(statistics.median(ideals)),
-        "of_ideal": _ratio(times, ideals),
+        "ideal_ms": _ms(statistics.median(found.ideals)),
+        "of_ideal": _ratio(times, found.ideals),
         "of_torch": _ratio(times, theirs) if theirs else "",
-        "one_ms": _ms(statistics.median(found.times[REFERENCE])),
+        "of_torch_on_gloo": _ratio(times, on_gloo) if on_gloo else "",
+        "one_ms": _ms(statistics.median(found.times[ONE])),
     }
 
 
-def _simple_s(member: Member, planned: str, found: Found) -> float:
-    one_s = statistics.median(found.times[REFERENCE])
-    return simple_s(one_s, schedule.parse(planned), member.ranks, found.job.micro_batches)
+def _simple_s(member: Member, cell: Cell, found: Found) -> float:
+    one_s = statistics.median(found.times[ONE])
+    return simple_s(one_s, schedule.parse(cell.schedule), member.ranks, MICRO_BATCHES)
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> str:

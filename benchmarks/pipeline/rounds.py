@@ -1,48 +1,48 @@
-"""Turns of all sides by turns, checked against each other.
+"""Turns of all sides of one schedule by turns, a few steps each, checked against each other before.
 
 ::
 
-    one process    a few steps: how many fit into a turn
-    half of all    turn                   turn turn ...   a side's time: the median of its steps on the slowest rank
-    stages alone        turn         turn                 what the ideals of the same round are made of
-    the others               turn turn                    after the first: all end with the parameters of one process
+    check      5 steps of each side from A_0: all end with the parameters of one process
+    round 1    turn of one process | torch | Paceline | stages alone     warms up, and is not counted
+    round 2    stages alone | Paceline | torch | one process             a side's time: the median of its steps,
+    round 3    one process | torch | ...                                 on the slowest rank
+
+Processors that others use too change their pace within seconds; turns are short, so that all sides meet each pace.
 """
 
-import functools
 import statistics
-from collections.abc import Sequence
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
-from alone import Alone, alone, cores
-from checks import differences, moved
+from alone import Alone, Measured, cores
+from checks import STEPS, differences, moved
 from ideal import ideal_s
-from job import Job, Turn
+from job import Job
 from kit.crew import Member
 from kit.work import Begun
 from models import MICRO_BATCHES
-from sides import INSIDE, ONE, OURS, THEIRS, Side, one, ours, theirs
+from ours import Step, times, trained
+from sides import ONE, OURS, One, Side, others
 from together import gathered, largest, tell
 
 from paceline import schedule
 
-FEWEST, MOST = 3, 40
+MOST = 40
 """Steps of a turn that count."""
-
-Name = tuple[str, str]
-"""(side, schedule)."""
-
-REFERENCE: Name = (ONE, "")
 
 
 class Cell(NamedTuple):
-    """One model, carried by one backend."""
+    """One model under one schedule, carried by one backend."""
 
     size: str
     backend: str
+    schedule: str
 
     def __str__(self) -> str:
-        return f"{self.size}, {self.backend}"
+        return f"{self.size}, {self.backend}, {self.schedule}"
 
 
 class Pace(NamedTuple):
@@ -56,12 +56,13 @@ class Pace(NamedTuple):
 class Found(NamedTuple):
     """What all rounds of one cell gave."""
 
-    job: Job
-    times: dict[Name, list[float]]
-    """Seconds of a step, of each round."""
-    ideals: dict[str, list[float]]
-    """The same of the ideal, by schedule."""
-    differences: dict[Name, float]
+    steps: int
+    """Of a turn."""
+    times: Mapping[str, list[float]]
+    """Seconds of a step, of each round, by side."""
+    ideals: list[float]
+    """The same of the ideal."""
+    differences: Mapping[str, float]
     moved: float
 
 
@@ -71,73 +72,81 @@ class Rounds:
     Args:
         member: this rank.
         cell: what is trained.
-        schedules: of the sides.
         pace: of the measurement.
     """
 
-    def __init__(self, member: Member, cell: Cell, schedules: Sequence[str], pace: Pace) -> None:
-        self._member, self._cell, self._schedules, self._pairs = member, cell, schedules, pace.pairs
-        self._sides = {REFERENCE: one} | sides(schedules)
-        self._job = _job(cell, pace)
+    def __init__(self, member: Member, cell: Cell, pace: Pace) -> None:
+        self._member, self._cell, self._pairs = member, cell, pace.pairs
+        self._order = schedule.parse(cell.schedule)
+        self._job = Job(cell.size, MICRO_BATCHES, cell.backend)
+        self._steps = _steps(self._job, pace.turn_s)
+        self._times: dict[str, list[float]] = defaultdict(list)
+        self._ideals: list[float] = []
 
     def run(self) -> Found:
         """Go through them; raises ArithmeticError where sides don't end with the same parameters."""
-        times: dict[Name, list[float]] = {name: [] for name in self._sides}
-        ideals: dict[str, list[float]] = {name: [] for name in self._schedules}
-        ends, way = dict[Name, float](), 0.0
-        for number in range(self._pairs):
-            turns, ideal = self._round(number)
-            for name, turn in turns.items():
-                times[name].append(largest(statistics.median(turn.times)))
-            for planned, seconds in ideal.items():
-                ideals[planned].append(seconds)
-            if number == 0:
-                ends, way = differences(turns, REFERENCE), moved(self._job, turns[REFERENCE])
-        return Found(self._job, times, ideals, ends, way)
+        sides = others(self._cell.schedule, self._job)
+        ends, way = self._checked(sides)
+        steps = (self._pairs + 1) * (self._steps + 1)
+        trained(f"schedule={self._cell.schedule}", self._job, steps, lambda step: self._go(sides, step))
+        for side in sides.values():
+            side.close()
+        return Found(self._steps, self._times, self._ideals, ends, way)
 
-    def _round(self, number: int) -> tuple[dict[Name, Turn], dict[str, float]]:
-        """The turn of each side, and the ideal of each schedule from turns between."""
-        order = list(self._sides) if number % 2 == 0 else list(reversed(self._sides))
-        half = len(order) // 2
-        turns = {name: self._turn(number, name) for name in order[:half]}
-        self._say(number, "stages alone")
-        ideal = ideals(self._job, self._schedules)
-        return turns | {name: self._turn(number, name) for name in order[half:]}, ideal
+    def _checked(self, sides: Mapping[str, Side]) -> tuple[dict[str, float], float]:
+        for side in sides.values():
+            for _ in range(STEPS):
+                side.step()
+        states = {name: side.state() for name, side in sides.items()}
+        run = trained(f"schedule={self._cell.schedule}", self._job, STEPS, times(STEPS))
+        states[OURS] = dict(run.state)
+        return differences(states, ONE), moved(self._job, states[ONE])
 
-    def _turn(self, number: int, name: Name) -> Turn:
-        self._say(number, " ".join(name).strip())
-        dist.barrier()
-        return self._sides[name](self._job)
+    def _go(self, sides: Mapping[str, Side], step: Step) -> None:
+        every = {name: side.step for name, side in sides.items()} | {OURS: step}
+        alone = Alone(self._job, self._order)
+        for number in range(self._pairs + 1):
+            self._say(number)
+            turns: list[Callable[[], None]] = [self._turn(name, each, number > 0) for name, each in every.items()]
+            turns.append(self._ideal(alone, number > 0))
+            for turn in turns if number % 2 == 0 else reversed(turns):
+                dist.barrier()
+                turn()
 
-    def _say(self, number: int, who: str) -> None:
+    def _turn(self, name: str, step: Step, counts: bool) -> Callable[[], None]:
+        def turn() -> None:
+            taken = [_timed(step) for _ in range(self._steps + 1)]
+            seconds = largest(statistics.median(taken[1:]))
+            if counts:
+                self._times[name].append(seconds)
+
+        return turn
+
+    def _ideal(self, alone: Alone, counts: bool) -> Callable[[], None]:
+        def turn() -> None:
+            each: list[Measured] = gathered(alone.measure(self._steps))
+            found = {number: part for process in each for number, part in process.parts.items()}
+            parts, updates = [found[number] for number in sorted(found)], [process.update for process in each]
+            if counts:
+                self._ideals.append(ideal_s(self._order, parts, updates, MICRO_BATCHES, cores()))
+
+        return turn
+
+    def _say(self, number: int) -> None:
         """Also that this crew is alive."""
         where = f"{self._cell}, {self._member.ranks} stages"
-        tell(self._member, Begun(f"{where}, round {number + 1} of {self._pairs}: {who}"))
+        tell(self._member, Begun(f"{where}, round {number} of {self._pairs}"))
 
 
-def sides(schedules: Sequence[str]) -> dict[Name, Side]:
-    """Those of some schedules, each beside what it is compared with."""
-    mine: dict[Name, Side] = {(OURS, name): functools.partial(ours, name) for name in schedules}
-    others: dict[Name, Side] = {(THEIRS, name): functools.partial(theirs, name) for name in schedules if name in INSIDE}
-    every = mine | others
-    return {name: every[name] for name in sorted(every, key=lambda name: (schedules.index(name[1]), name[0]))}
+def _steps(job: Job, turn_s: float) -> int:
+    """Of a turn that count: as many as go into its time."""
+    one = One(job)
+    one.step()
+    step_s = largest(_timed(one.step)) / min(dist.get_world_size(), cores())
+    return max(1, min(MOST, int(turn_s / step_s)))
 
 
-def ideals(job: Job, schedules: Sequence[str]) -> dict[str, float]:
-    """Of each schedule, from one turn of the stages alone for each way to cut the model."""
-    ranks, turns, found = dist.get_world_size(), dict[int, list[Alone]](), {}
-    for name in schedules:
-        order = schedule.parse(name)
-        count = order.parts(ranks)
-        if count not in turns:
-            turns[count] = gathered(alone(job, count))
-        each = turns[count]
-        parts = [each[order.worker_of(part, ranks)].parts[part] for part in range(count)]
-        found[name] = ideal_s(order, parts, [process.update for process in each], job.micro_batches, cores())
-    return found
-
-
-def _job(cell: Cell, pace: Pace) -> Job:
-    trial = Job(cell.size, FEWEST, MICRO_BATCHES, cell.backend)
-    step_s = largest(statistics.median(one(trial).times)) / min(dist.get_world_size(), cores())
-    return trial._replace(steps=max(FEWEST, min(MOST, int(pace.turn_s / step_s))))
+def _timed(step: Step) -> float:
+    began = time.perf_counter()
+    step()
+    return time.perf_counter() - began

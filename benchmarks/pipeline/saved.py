@@ -7,7 +7,7 @@ from job import Job
 from kit.crew import Member
 from kit.machine import machine
 from kit.work import Begun, Measured
-from sides import trained
+from ours import times, trained
 from together import tell
 
 import paceline.comm
@@ -41,7 +41,7 @@ def memory(member: Member, fills: Sequence[Fill]) -> None:
     paceline.comm.register()
     for fill in fills:
         tell(member, Begun(f"saved: {fill}, {member.ranks} stages"))
-        run = trained(WAYS[fill.way], Job(fill.size, 1, fill.micro_batches, "shm"), [])
+        run = trained(WAYS[fill.way], Job(fill.size, fill.micro_batches, "shm"), 1, times(1))
         tell(member, Measured([_row(member, fill, *each) for each in enumerate(run.summary["peak_saved_bytes"])]))
 
 

@@ -1,71 +1,96 @@
-"""One turn of each side: what a step takes on this rank, and the parameters that it ends with."""
+"""Who takes part, step by step, from the same A_0 on the same mini-batch; Paceline's own side is in ours.py."""
 
-import dataclasses
-import itertools
-import time
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from job import OPTIMIZER, WARM_UP, Job, Turn
-from models import SEED, Loss, cuts, parts
+from job import OPTIMIZER, Job
+from models import Loss, parts
 from torch import Tensor, nn
 
-import paceline
 from paceline import schedule
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
-ONE, OURS, THEIRS = "one process", "paceline", "torch"
+ONE, OURS, THEIRS, THEIRS_ON_GLOO = "one process", "paceline", "torch", "torch on gloo"
 
 INSIDE = ("gpipe", "1f1b", "interleaved")
 """What torch has by the same rule."""
 
-Side = Callable[[Job], Turn]
+
+class Side(ABC):
+    """One of them, as one rank sees it."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """All micro-batches, and the update."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Tensor]:
+        """The parameters that this rank has; all ranks ask for them together."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to let go of)
+        """It takes part no longer."""
 
 
-def one(job: Job) -> Turn:
-    """One process that goes through all micro-batches, while the others wait; all end with its parameters."""
-    model, (x, y) = job.model.built(), job.model.batch(job.micro_batches)
-    optimizer = OPTIMIZER(model.parameters())
+class One(Side):
+    """One process that goes through all micro-batches, while the others wait."""
 
-    def step() -> None:
-        optimizer.zero_grad()
-        for a, b in zip(x.chunk(job.micro_batches), y.chunk(job.micro_batches), strict=True):
-            torch.autograd.backward(Loss(model(a), b) / job.micro_batches)
-        optimizer.step()
+    def __init__(self, job: Job) -> None:
+        self._model, (x, y) = job.model.built(), job.model.batch(job.micro_batches)
+        self._pieces = list(zip(x.chunk(job.micro_batches), y.chunk(job.micro_batches), strict=True))
+        self._optimizer = OPTIMIZER(self._model.parameters())
 
-    times = _timed(job, step) if dist.get_rank() == 0 else [0.0]
-    for parameter in model.parameters():
-        dist.broadcast(parameter.detach(), 0)
-    return Turn(times, _state(model))
+    def step(self) -> None:
+        if dist.get_rank():
+            return
+        self._optimizer.zero_grad()
+        for a, b in self._pieces:
+            torch.autograd.backward(Loss(self._model(a), b) / len(self._pieces))
+        self._optimizer.step()
+
+    def state(self) -> dict[str, Tensor]:
+        for parameter in self._model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+        return copied(self._model)
 
 
-def theirs(name: str, job: Job) -> Turn:
-    """torch.distributed.pipelining, with stages written by hand."""
-    group, ranks, rank = dist.new_group(backend=job.backend), dist.get_world_size(), dist.get_rank()
-    cut = dict(enumerate(parts(job.model.built(), schedule.parse(name).parts(ranks))))
-    mine = {number: part for number, part in cut.items() if number % ranks == rank}
-    pipeline = _their_pipeline(name, job, mine, len(cut), group)
-    optimizer = OPTIMIZER([parameter for part in mine.values() for parameter in part.parameters()])
-    x, y = job.model.batch(job.micro_batches)
-    given: tuple[Tensor, ...] = (x,) if 0 in mine else ()
-    wanted: dict[str, Any] = {"target": y} if len(cut) - 1 in mine else {}
+class Theirs(Side):
+    """torch.distributed.pipelining, with stages written by hand.
 
-    def step() -> None:
-        optimizer.zero_grad()
+    Args:
+        name: of a schedule that torch has.
+        job: what is trained.
+        backend: carries what is sent.
+    """
+
+    def __init__(self, name: str, job: Job, backend: str) -> None:
+        self._group, ranks, rank = dist.new_group(backend=backend), dist.get_world_size(), dist.get_rank()
+        cut = dict(enumerate(parts(job.model.built(), schedule.parse(name).parts(ranks))))
+        self._mine = {number: part for number, part in cut.items() if number % ranks == rank}
+        self._pipeline = _pipeline(name, job, self._mine, len(cut), self._group)
+        self._optimizer = OPTIMIZER([parameter for part in self._mine.values() for parameter in part.parameters()])
+        x, y = job.model.batch(job.micro_batches)
+        self._given: tuple[Tensor, ...] = (x,) if 0 in self._mine else ()
+        self._wanted: dict[str, Any] = {"target": y} if len(cut) - 1 in self._mine else {}
+
+    def step(self) -> None:
+        self._optimizer.zero_grad()
         losses: list[Tensor] = []
-        pipeline.step(*given, **wanted, losses=losses, return_outputs=False)
-        optimizer.step()
+        self._pipeline.step(*self._given, **self._wanted, losses=losses, return_outputs=False)
+        self._optimizer.step()
 
-    times = _timed(job, step)
-    dist.barrier()  # nobody's sockets close before all have what was sent
-    dist.destroy_process_group(group)
-    return Turn(times, {name: value for part in mine.values() for name, value in _state(part).items()})
+    def state(self) -> dict[str, Tensor]:
+        return {name: value for part in self._mine.values() for name, value in copied(part).items()}
+
+    def close(self) -> None:
+        dist.barrier()  # nobody's sockets close before all have what was sent
+        dist.destroy_process_group(self._group)
 
 
-def _their_pipeline(name: str, job: Job, mine: Mapping[int, nn.Module], count: int, group: Any) -> Any:
+def _pipeline(name: str, job: Job, mine: Mapping[int, nn.Module], count: int, group: Any) -> Any:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
     crosses, first = torch.empty(job.model.shape, requires_grad=True), torch.empty(job.model.shape)
@@ -79,62 +104,16 @@ def _their_pipeline(name: str, job: Job, mine: Mapping[int, nn.Module], count: i
     return {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}[name](stages[0], job.micro_batches, Loss)
 
 
-def _timed(job: Job, step: Callable[[], None]) -> list[float]:
-    times = []
-    for _ in range(job.all_steps):
-        began = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - began)
-    return times[WARM_UP:]
-
-
-def _state(module: nn.Module) -> dict[str, Tensor]:
+def copied(module: nn.Module) -> dict[str, Tensor]:
+    """Its parameters as they are now."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def ours(name: str, job: Job) -> Turn:
-    """Paceline's distributed engine."""
-    times: list[float] = []
-    run = trained(f"schedule={name}", job, times)
-    return Turn(times[WARM_UP:], dict(run.state))
-
-
-def trained(words: str, job: Job, times: list[float], *, trace: bool = False) -> paceline.Run:
-    """A run of as many stages as there are ranks, cut where the others are.
-
-    Args:
-        words: the rest of the strategy.
-        job: what is trained.
-        times: gets the seconds of each step.
-        trace: whether spans are kept.
-
-    Raises:
-        ArithmeticError: it was cut elsewhere, so that its times would say nothing.
-    """
-    program = paceline.Program(
-        model=job.model.make,
-        loss=Loss,
-        optimizer=OPTIMIZER,
-        train=lambda replica, replicas, seed: itertools.repeat(job.model.batch(job.micro_batches)),
-        batch_size=job.micro_batches * job.model.samples,
-        seed=SEED,
-    )
-
-    def loop(worker: Any) -> None:
-        batch = next(worker.batches())  # the same again and again, as on the other sides
-        for _ in range(job.all_steps):
-            began = time.perf_counter()
-            worker.step(batch)
-            times.append(time.perf_counter() - began)
-
-    strategy = paceline.Strategy.parse(
-        f"stages={dist.get_world_size()} micro_batches={job.micro_batches} threads=1 {words}"
-    )
-    strategy = dataclasses.replace(strategy, cuts=cuts(strategy.order.parts(strategy.stage_count)))
-    run = paceline.launch(
-        loop, program, strategy, engine=f"distributed:{job.backend}", steps=job.all_steps, evaluate_every=10**6,
-        progress=False, trace=trace,
-    )  # fmt: skip
-    if len(set(run.summary["parameter_bytes"])) > 1:
-        raise ArithmeticError(f"{strategy} made stages of {run.summary['parameter_bytes']} bytes of parameters each")
-    return run
+def others(name: str, job: Job) -> dict[str, Side]:
+    """All sides of a schedule but Paceline's own."""
+    found: dict[str, Side] = {ONE: One(job)}
+    if name in INSIDE:
+        found[THEIRS] = Theirs(name, job, job.backend)
+        if job.backend != "gloo":
+            found[THEIRS_ON_GLOO] = Theirs(name, job, "gloo")
+    return found

@@ -45,6 +45,8 @@ class Later:
 
     def run(self) -> None:
         """Compute them, and let go of what they were made of."""
+        if not self._waiting:
+            return
         with torch.no_grad():
             while self._waiting:
                 add, arguments = self._waiting.popleft()
