@@ -13,9 +13,9 @@ from paceline import Program
 from paceline.replica.base import Batch, Measured
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.micro_batches import sizes
-from paceline.replica.pipeline.runtime import Seat
 from paceline.replica.pipeline.streamed import Streamed
 from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.workplace import Seat
 from paceline.replica.state import Layout, read
 from paceline.schedule import parse
 from tests.replica.pipeline.runtime_cuts import BORDERS as RUNTIME_BORDERS

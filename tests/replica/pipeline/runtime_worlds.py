@@ -14,8 +14,9 @@ from paceline.replica.base import Batch, Measured
 from paceline.replica.pipeline.base import Cut
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.micro_batches import sizes
-from paceline.replica.pipeline.runtime import Pipelined, Seat
+from paceline.replica.pipeline.runtime import Pipelined
 from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.workplace import Seat
 from paceline.replica.state import Layout, State, read
 from paceline.replica.stepper import Stepper
 from paceline.schedule import parse

@@ -14,8 +14,8 @@ from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.preparation import Agree, prepared
-from paceline.replica.pipeline.runtime import Seat
 from paceline.replica.pipeline.wire import Alone, Wire
+from paceline.replica.pipeline.workplace import Seat
 from paceline.replica.state import Layout
 from paceline.replica.undisturbed import tensors_of
 

@@ -10,6 +10,7 @@ from torch.fx.node import Argument, map_arg
 from paceline.replica.pipeline.base import Crossing, Cut, Part
 from paceline.replica.pipeline.flow import Flow
 from paceline.replica.pipeline.kinds import unmarked
+from paceline.replica.pipeline.tensors import home
 from paceline.replica.pipeline.units import Units
 
 
@@ -83,19 +84,11 @@ def _name_as_in(whole: nn.Module, part: nn.Module) -> None:
     for name, parameter in list(part.named_parameters()):
         if name != names[parameter]:
             path, _, leaf = names[parameter].rpartition(".")
-            _module_at(part, path).register_parameter(leaf, parameter)
+            home(part, path).register_parameter(leaf, parameter)
     order = {module: index for index, (module, _) in enumerate(whole.named_modules(remove_duplicate=False))}
     for path, module in list(part.named_modules()):
         prefix = f"{path}." if path else ""
         module._modules = dict(sorted(module._modules.items(), key=lambda item: order[prefix + item[0]]))
-
-
-def _module_at(module: nn.Module, path: str) -> nn.Module:
-    for name in path.split("."):
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    return module
 
 
 def _tied(whole: nn.Module, parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:

@@ -3,39 +3,27 @@
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from paceline.core.types import Clock, ReplicaId
+from paceline.core.types import Clock
 from paceline.program import Program
-from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
+from paceline.replica.autograd import NO_RECORDER, step_seed
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.forward import Job
 from paceline.replica.pipeline.mail import Mail
 from paceline.replica.pipeline.messages import Itinerary, Plan
-from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.performer import Performer
-from paceline.replica.pipeline.saved import Holdings
-from paceline.replica.pipeline.stages import Batchnorm, Recompute, Workshop, make_stages
-from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.stages import Batchnorm, Recompute
 from paceline.replica.pipeline.ties import Ties
 from paceline.replica.pipeline.wire import Wire
+from paceline.replica.pipeline.workplace import Seat, Workplace
 from paceline.replica.state import Layout, State
 from paceline.trace.recorder import AnyRecorder
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """Which worker of which replica, and on what device."""
-
-    replica: ReplicaId
-    worker: int
-    device: str = "cpu"
 
 
 class Pipelined(Replica):
@@ -78,37 +66,19 @@ class Pipelined(Replica):
         recompute: Recompute = "none",
         batchnorm: Batchnorm = "micro-batch",
     ) -> None:
-        self._program, self._plan, self._captured, self._seat = program, plan, captured, seat
+        self._program, self._plan, self._seat = program, plan, seat
         self._recorder, self._micro_steps = recorder, micro_steps
-        for part in parts:
-            part.module.to(seat.device).train()
-        self._tensors = Autograd(program, together(parts), layout, seat.replica, seat.device)
-        self._holdings = Holdings()
-        last = plan.schedule.parts(plan.workers) - 1
-        splits = plan.schedule.splits_backward
-        workshop = Workshop(
-            program,
-            captured,
-            last,
-            seat.device,
-            layout,
-            recompute=recompute,
-            batchnorm=batchnorm,
-            splits=splits,
-            holdings=self._holdings,
-        )
-        self._stages = make_stages(workshop, parts)
+        self._place = Workplace(program, plan, captured, parts, seat, layout, recompute=recompute, batchnorm=batchnorm)
+        self._tensors, self._stages = self._place.tensors, self._place.stages
         self._mail, self._ties = Mail(wire), Ties(plan, seat.worker, wire)
         self._performer = Performer(self._stages, self._mail, recorder)
-        self._takes_target = last in self._stages
-        self._takes = {leaf for part in parts for leaf in part.inputs}
         self._itineraries: dict[int, Itinerary] = {}
         self._losses, self._samples = 0.0, 0
 
     @property
     def peak_saved_bytes(self) -> int:
         """The most that was kept for backward at one time, parameters and the batch itself not counted."""
-        return self._holdings.peak_bytes
+        return self._place.holdings.peak_bytes
 
     def adopt(self, state: State) -> None:
         self._tensors.bind(state)
@@ -139,7 +109,7 @@ class Pipelined(Replica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(out.parameters, loss if self._takes_target else 0.0))
+        return Measured(loss, self._samples, finite(out.parameters, loss if self._place.takes_target else 0.0))
 
     def _through(self, jobs: Sequence[Job], step: int) -> float:
         """One mini-batch, from end to end; its mean loss where it is known."""
@@ -154,19 +124,12 @@ class Pipelined(Replica):
         began = time.monotonic_ns()
         self._mail.settle()
         self._recorder.record("wait", step, began, time.monotonic_ns())
-        return _mean(losses) if self._takes_target else math.nan
+        return _mean(losses) if self._place.takes_target else math.nan
 
     def _jobs(self, batch: Batch, clock: Clock) -> list[Job]:
         seed = step_seed(self._program.seed, self._seat.replica, clock)
-        cut = micro_batches(batch, self._plan.micro_batches, self._captured.flat)
         whole = float(batch.samples) if self._micro_steps == 1 else 1.0
-        return [Job(self._here(each), each.samples / whole, seed) for each in cut]
-
-    def _here(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On this worker's device, as far as it is needed here."""
-        if torch.device(self._seat.device).type == "cpu":
-            return micro_batch
-        return micro_batch.moved(self._seat.device, self._takes, target=self._takes_target)
+        return [Job(each, each.samples / whole, seed) for each in self._place.micro_batches(batch)]
 
     def _itinerary(self, count: int) -> Itinerary:
         if count not in self._itineraries:

@@ -11,21 +11,18 @@ from torch import Tensor
 
 from paceline.core.types import Clock, Version
 from paceline.program import Program
-from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
+from paceline.replica.autograd import NO_RECORDER, step_seed
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.forward import Job
 from paceline.replica.pipeline.mail import Mail
 from paceline.replica.pipeline.messages import Plan, Task
-from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.performer import Performer
-from paceline.replica.pipeline.runtime import Seat
-from paceline.replica.pipeline.saved import Holdings
-from paceline.replica.pipeline.stages import Recompute, Workshop, make_stages
-from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.stages import Recompute
 from paceline.replica.pipeline.versions import Versions
 from paceline.replica.pipeline.wire import Wire
+from paceline.replica.pipeline.workplace import Seat, Workplace
 from paceline.replica.state import Layout, State
 from paceline.replica.stepper import of_part
 from paceline.trace.recorder import AnyRecorder
@@ -73,29 +70,12 @@ class Streamed(Replica):
         recorder: AnyRecorder = NO_RECORDER,
         recompute: Recompute = "none",
     ) -> None:
-        self._program, self._plan, self._captured, self._seat, self._recorder = program, plan, captured, seat, recorder
+        self._program, self._plan, self._seat, self._recorder = program, plan, seat, recorder
         self._whole = whole
-        for part in parts:
-            part.module.to(seat.device).train()
-        self._tensors = Autograd(program, together(parts), layout, seat.replica, seat.device)
-        self._holdings = Holdings()
-        last = plan.schedule.parts(plan.workers) - 1
-        workshop = Workshop(
-            program,
-            captured,
-            last,
-            seat.device,
-            layout,
-            recompute=recompute,
-            batchnorm="micro-batch",
-            splits=plan.schedule.splits_backward,
-            holdings=self._holdings,
-        )
-        stages = make_stages(workshop, parts)
+        self._place = Workplace(program, plan, captured, parts, seat, layout, recompute=recompute)
+        self._tensors = self._place.tensors
         self._mail = Mail(wire, rounds=plan.workers)
-        self._performer = Performer(stages, self._mail, recorder)
-        self._takes_target = last in stages
-        self._takes = {leaf for part in parts for leaf in part.inputs}
+        self._performer = Performer(self._place.stages, self._mail, recorder)
         self._way = plan.stream(seat.worker)
         self._ahead: deque[Task] = deque()
         self._jobs: dict[int, Job] = {}
@@ -114,7 +94,7 @@ class Streamed(Replica):
     @property
     def peak_saved_bytes(self) -> int:
         """The most that was kept for backward at one time, parameters and the batch itself not counted."""
-        return self._holdings.peak_bytes
+        return self._place.holdings.peak_bytes
 
     @property
     def begun(self) -> bool:
@@ -155,7 +135,7 @@ class Streamed(Replica):
         self._step = clock + 1
         self._give(self._jobs_of(batch, clock))
         self._go_on()
-        if self._takes_target:
+        if self._place.takes_target:
             self._loss = sum(samples * float(loss) for samples, loss in self._losses) / batch.samples
             self._losses.clear()
             self._finite &= math.isfinite(self._loss)
@@ -178,18 +158,11 @@ class Streamed(Replica):
 
     def _jobs_of(self, batch: Batch, clock: Clock) -> list[Job]:
         """The batch's micro-batches under their places in the stream, where each mini-batch has m."""
-        m = self._plan.micro_batches
-        cut = micro_batches(batch, m, self._captured.flat)
-        first = self._given + m - len(cut)
+        cut = self._place.micro_batches(batch)
+        first = self._given + self._plan.micro_batches - len(cut)
         seed = step_seed(self._program.seed, self._seat.replica, clock)
-        placed = [self._here(replace(each, index=first + each.index)) for each in cut]
+        placed = [replace(each, index=first + each.index) for each in cut]
         return [Job(each, each.samples / batch.samples, seed) for each in placed]
-
-    def _here(self, micro_batch: MicroBatch) -> MicroBatch:
-        """On this worker's device, as far as it is needed here."""
-        if torch.device(self._seat.device).type == "cpu":
-            return micro_batch
-        return micro_batch.moved(self._seat.device, self._takes, target=self._takes_target)
 
     def _give(self, jobs: Sequence[Job]) -> None:
         for left_out in range(self._given, jobs[0].index):
