@@ -168,8 +168,8 @@ def test_the_page_says_what_is_not_as_it_is_to_be(load: Callable[[str], Any]) ->
     expected = """\
 - small, 4 stages: 1f1b keeps 1.25 times as much with m = 64 as with m = 8 (missed)
 - small, 4 stages: gpipe keeps 8.00 times as much with m = 64 as with m = 8
-- small, 4 stages: gpipe with recomputation keeps at most 0.562 of what it keeps without (missed)
-- small, 4 stages: 1f1b with recomputation keeps at most 0.500 of what it keeps without
+- small, 4 stages: gpipe with recomputation, on every stage, keeps at most 0.562 of what it keeps without (missed)
+- small, 4 stages: 1f1b with recomputation, on every stage, but the last, keeps at most 0.500 of what it keeps without
 """
     assert f"\n\n{expected}\n" in text
     assert (
