@@ -11,17 +11,28 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, TypeAlias
 
+from paceline.core.types import Seconds
+
 Asked: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
 """Waits, and who wants to know what came of them; None: no more."""
 
 
+LEAVE_S: Seconds = 2.0
+"""How long the thread may take to end: at once, but where it waits for somebody who has died."""
+
+
 class Aside:
-    """One thread, which makes one wait after the other; it ends when nobody holds this any more."""
+    """One thread, which makes one wait after the other; it ends when nobody holds this any more.
+
+    The end of the process waits for it: a thread that is stopped while it lets go of a message aborts the process
+    (torch 2.13).
+    """
 
     def __init__(self) -> None:
         self._asked: Asked = queue.SimpleQueue()
-        threading.Thread(target=_serve, args=(self._asked,), name="paceline: waits", daemon=True).start()
-        weakref.finalize(self, self._asked.put, None)
+        thread = threading.Thread(target=_serve, args=(self._asked,), name="paceline: waits", daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, self._asked, thread)
 
     def begin(self, wait: Callable[[], Any]) -> "Waiting":
         """Have it made."""
@@ -30,13 +41,23 @@ class Aside:
         return Waiting(future)
 
 
+def _end(asked: Asked, thread: threading.Thread) -> None:
+    asked.put(None)
+    if thread is not threading.current_thread():
+        thread.join(LEAVE_S)
+
+
 def _serve(asked: Asked) -> None:
     while (wanted := asked.get()) is not None:
-        wait, future = wanted
-        try:
-            future.set_result(wait())
-        except BaseException as error:
-            future.set_exception(error)
+        _make(*wanted)
+        del wanted  # it holds a message, which is to be let go of now
+
+
+def _make(wait: Callable[[], Any], future: "Future[Any]") -> None:
+    try:
+        future.set_result(wait())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 class Waiting:
