@@ -44,6 +44,7 @@ PUBLIC = [
     "load",
     "register",
     "scaled_learning_rate",
+    "show_shards",
     "show_stages",
     "synchronised_batchnorm",
     "train",

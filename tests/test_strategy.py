@@ -18,6 +18,7 @@ from tests.schedule.schedule_values import TEXTS as SCHEDULES
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
 SIZES = st.integers(1, 64)
+PATTERNS = st.from_regex(r"(?:[a-z0-9_.*?-]|\[!?[a-z0-9-]+\])+", fullmatch=True)
 
 
 @st.composite
@@ -30,6 +31,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         shards=draw(SIZES | st.tuples(*[SIZES] * count)),
         schedule=draw(st.sampled_from(SCHEDULES)),
         micro_batches=draw(st.none() | SIZES),
+        shard_rules=draw(st.dictionaries(PATTERNS, st.sampled_from(("column", "row", "whole")), max_size=3)),
         recompute=draw(st.sampled_from(get_args(Recompute))),
         aggregation=draw(policies()),
         accumulate=draw(SIZES),
@@ -62,6 +64,10 @@ CANONICAL = [
     (Strategy(stages=(3, 1), shards=2), "replicas=1 stages=[3,1] shards=2"),
     (Strategy(2, compression="powersgd:rank=2"), "replicas=2 compression=powersgd:rank=2"),
     (Strategy(stages=2, schedule="interleaved:chunks=4"), "replicas=1 stages=2 schedule=interleaved:chunks=4"),
+    (
+        Strategy(shards=2, shard_rules={"*.c_fc": "column", "head": "whole"}),
+        "replicas=1 shards=2 shard_rules=*.c_fc:column,head:whole",
+    ),
     (Strategy(8, threads=1, shard_optimizer=False), "replicas=8 threads=1 shard_optimizer=false"),
     (
         Strategy(4, 2, micro_batches=8, schedule="gpipe", partition="disjoint", accumulate=2, shard_parameters=True),
@@ -83,6 +89,7 @@ FREE = [
     ("threads=auto micro_batches=auto shard_optimizer=auto", "replicas=1"),
     ("compression=powersgd:rank=4", "replicas=1 compression=powersgd"),
     ("compression=top-k:ratio=1e-3", "replicas=1 compression=top-k:ratio=0.001"),
+    ("shard_rules=h.[0-3].*:row,head:whole,", "replicas=1 shard_rules=h.[0-3].*:row,head:whole"),
     ("schedule=interleaved:chunks=2", "replicas=1 schedule=interleaved"),
     ("schedule=1f1b device=cpu compression=none recompute=none", "replicas=1"),
 ]
@@ -105,6 +112,17 @@ def test_aggregation_is_a_policy_however_it_was_given() -> None:
     assert Strategy(aggregation="buffered:k=2").aggregation == Buffered(k=2)
     assert dataclasses.replace(Strategy(3), aggregation="buffered").aggregation == Buffered()
     assert pickle.loads(pickle.dumps(Strategy(aggregation="buffered"))) == Strategy(aggregation=Buffered())
+
+
+def test_shard_rules_are_a_mapping_however_they_were_given() -> None:
+    given = Strategy(shards=2, shard_rules="*.c_fc:column,head:whole")
+    assert given == Strategy(shards=2, shard_rules={"*.c_fc": "column", "head": "whole"})
+    assert dict(given.shard_rules) == {"*.c_fc": "column", "head": "whole"}
+    assert given != Strategy(
+        shards=2, shard_rules={"head": "whole", "*.c_fc": "column"}
+    )  # the last that matches counts
+    assert pickle.loads(pickle.dumps(given)) == given
+    assert hash(given) == hash(dataclasses.replace(given))
 
 
 def test_coerce() -> None:
@@ -166,6 +184,11 @@ WRONG = [
     ("schedule=interleaved:chunks=1", "interleaved:chunks=1, but it must be a whole number of at least 2; write"),
     ("schedule=gpipe:chunks=2", "unknown option of gpipe 'chunks'"),
     ("partition=disjunct", "did you mean 'disjoint'"),
+    ("shard_rules=head", "'head' in shard_rules is no rule; write <pattern>:<way>"),
+    ("shard_rules=head:", "'head:' in shard_rules is no rule"),
+    ("shard_rules=head:row,head:column", "shard_rules says head twice; write head:column once"),
+    ("shard_rules=h/0:row", "'h/0' in shard_rules is no pattern over module names"),
+    ("shard_rules=head:a.b", "names no way"),
     ("recompute=some", "unknown recompute 'some'"),
     ("device=gpu", "unknown device 'gpu'"),
     ("compression=topk", "did you mean 'top-k'"),
@@ -201,6 +224,9 @@ def test_wrong_text(text: str, message: str) -> None:
         ({"stages": 1.5}, "stages=1.5"),
         ({"aggregation": 3}, "aggregation=3 is no policy"),
         ({"compression": None}, "compression=None is no text; write compression='none'"),
+        ({"shard_rules": {"a,b": "row"}}, "'a,b' in shard_rules is no pattern"),
+        ({"shard_rules": {"a": 3}}, "names no way"),
+        ({"shard_rules": 3}, "shard_rules=3 is no mapping"),
         ({"schedule": "gpip"}, "did you mean 'gpipe'"),
         ({"schedule": None}, "schedule=None is no text; write schedule='1f1b'"),
         ({"shard_optimizer": "no"}, "shard_optimizer=no"),

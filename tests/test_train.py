@@ -96,7 +96,7 @@ def test_settings(engine: VirtualEngine, settings: dict[str, Any], match: str) -
             "replicas=2 stages=2",
             "engine=virtual carries no pipelines; write engine='local' or 'distributed'",
         ),
-        ("replicas=2 shards=2", "shards=2: shards of operators are not built yet; write shards=1"),
+        ("replicas=2 shards=2", "shards=2: engine=virtual divides no operators; write engine='local' or"),
         ("replicas=2 compression=fp16", "compression=fp16 is for engine=distributed alone, not for engine=virtual"),
         ("replicas=2 shard_optimizer=true", "shard_optimizer=True is for engine=distributed alone.* leave it out"),
         ("replicas=2 shard_parameters=true", "shard_parameters=True is for engine=distributed alone"),

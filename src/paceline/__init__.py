@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.program import Program
     from paceline.replica.cut_mark import cut
     from paceline.run import Run, load
+    from paceline.show_shards import show_shards
     from paceline.show_stages import show_stages
     from paceline.strategy import Strategy
     from paceline.train import launch, train
@@ -84,6 +85,7 @@ __all__ = [
     "load",
     "register",
     "scaled_learning_rate",
+    "show_shards",
     "show_stages",
     "synchronised_batchnorm",
     "train",
@@ -118,6 +120,7 @@ _NAMES = {
     "program": ("Program",),
     "replica.cut_mark": ("cut",),
     "run": ("Run", "load"),
+    "show_shards": ("show_shards",),
     "show_stages": ("show_stages",),
     "strategy": ("Strategy",),
     "train": ("launch", "train"),
@@ -126,7 +129,7 @@ _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for na
 
 
 class _Package(ModuleType):
-    """``paceline.train``, ``compare`` and ``show_stages`` are functions that live in modules of the same names.
+    """``paceline.train``, ``compare``, ``show_stages``, ``show_shards``: functions that live in modules of their names.
 
     Importing a submodule sets it on its package; where a public function has that name, the function stays.
     """

@@ -24,7 +24,7 @@ Data: TypeAlias = Dataset[Any] | tuple[Tree, Tree]
 Precision: TypeAlias = Literal["fp32", "bf16"]
 
 
-_GENERATOR = threading.Lock()
+_GENERATOR = threading.RLock()
 """Threads share torch's generator: two models made at once would take each other's numbers."""
 
 

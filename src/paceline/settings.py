@@ -115,8 +115,16 @@ def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
 
 def _refuse_mesh(strategy: Strategy, engine: Engine) -> None:
     """What no engine carries yet, or one alone."""
-    if strategy.shards != 1:
-        raise InputError(f"shards={strategy.shards}: shards of operators are not built yet; write shards=1")
+    if strategy.tensor_parallel and engine.name not in PIPELINES:
+        raise InputError(
+            f"shards={strategy.shards}: engine={engine.name} divides no operators; write engine='{PIPELINES[0]}' or "
+            f"'{PIPELINES[1]}'"
+        )
+    if strategy.shard_rules and not strategy.tensor_parallel:
+        raise InputError(
+            f"shard_rules={strategy.shard_rules} say how operators are divided, but shards={strategy.shards} leaves "
+            "them whole; write shards=2, or leave shard_rules out"
+        )
     if strategy.pipelined and engine.name not in PIPELINES:
         raise InputError(
             f"stages={strategy.stages} micro_batches={strategy.micro_batch_count}: engine={engine.name} carries no "

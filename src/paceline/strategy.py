@@ -13,6 +13,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.mesh import Mesh
 from paceline.core.order import Partition
 from paceline.schedule import Schedule
+from paceline.shard_rules import ShardRules
 
 Recompute: TypeAlias = Literal["none", "boundaries", "all"]
 """Which activations a pipeline computes again in backward instead of keeping them."""
@@ -46,6 +47,23 @@ class PolicyField:
         strategy.__dict__["aggregation"] = policy
 
 
+class RulesField:
+    """The field ``shard_rules``: takes a mapping or its text, and is always ``ShardRules`` when it is read."""
+
+    @overload
+    def __get__(self, strategy: None, owner: type["Strategy"]) -> ShardRules: ...
+    @overload
+    def __get__(self, strategy: "Strategy", owner: type["Strategy"]) -> ShardRules: ...
+    def __get__(self, strategy: "Strategy | None", owner: type["Strategy"]) -> ShardRules:
+        if strategy is None:
+            return ShardRules()
+        rules: ShardRules = strategy.__dict__["shard_rules"]
+        return rules
+
+    def __set__(self, strategy: "Strategy", value: Mapping[str, str] | str) -> None:
+        strategy.__dict__["shard_rules"] = value if isinstance(value, ShardRules) else ShardRules(value)
+
+
 @final
 @dataclass(frozen=True)
 class Strategy:
@@ -61,6 +79,8 @@ class Strategy:
         recompute: which activations a pipeline computes again.
         cuts: where the pipeline's stages after the first begin, by the full name of a module or of a node of the
             graph; empty: where that balances them best.
+        shard_rules: how operators are to be divided, rather than by the plan: pattern over full module names -> name of
+            a way, or ``whole``; a mapping or its text: ``*.c_fc:column,head:whole``.
         stage_memory_bytes: what a stage may hold of parameters, their gradients, the optimizer's state and
             activations; None: anything.
         batchnorm: what running statistics are taken from in a pipeline: each micro-batch, as it comes, or the whole
@@ -92,6 +112,7 @@ class Strategy:
     micro_batches: int | None = None
     recompute: Recompute = "none"
     cuts: tuple[str, ...] = ()
+    shard_rules: RulesField = RulesField()
     stage_memory_bytes: int | None = None
     batchnorm: BatchNorm = "micro-batch"
     aggregation: PolicyField = PolicyField()
@@ -187,6 +208,16 @@ class Strategy:
         return self.stage_count > 1 or self.micro_batches is not None
 
     @property
+    def tensor_parallel(self) -> bool:
+        """Whether operators are divided among workers."""
+        return max(self.shards) > 1 if isinstance(self.shards, tuple) else self.shards > 1
+
+    @property
+    def spread(self) -> bool:
+        """Whether a replica is several workers, or goes through its batches as if it were."""
+        return self.pipelined or self.tensor_parallel
+
+    @property
     def micro_batch_count(self) -> int:
         """m, micro-batches of a pipeline's mini-batch."""
         usual = 1 if schedule.parse(self.schedule).updates_each else 2 * self.stage_count
@@ -237,6 +268,8 @@ def _refuse_unknown(name: str) -> None:
 def _value(name: str, text: str) -> Any:
     if name == "aggregation":
         return parse(text)
+    if name == "shard_rules":
+        return ShardRules(text)
     if name in _CANONICAL:
         return text
     if text == "auto" and _DEFAULTS[name] is None:
@@ -245,6 +278,8 @@ def _value(name: str, text: str) -> Any:
 
 
 def _text(value: object) -> str:
+    if isinstance(value, ShardRules):
+        return str(value)
     return text_of(value) if isinstance(value, Aggregation) else show(value)
 
 
@@ -252,4 +287,4 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{','.join(map(_toml, value))}]"
     text = _text(value)
-    return f'"{text}"' if isinstance(value, str | Aggregation) else text
+    return f'"{text}"' if isinstance(value, str | Aggregation | ShardRules) else text

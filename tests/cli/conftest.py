@@ -38,6 +38,16 @@ class FakeRun:
         return {"strategy": self.strategy, "engine": "local", "summary": self.summary, "history": [], "left": []}
 
 
+class FakeSharding:
+    """What a command uses of a Sharding."""
+
+    def __str__(self) -> str:
+        return "the table of shards"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"shards": 2, "rows": [{"module": "0", "cut": "column"}]}
+
+
 @dataclass
 class FakeComparison:
     """What a command uses of a Comparison."""
@@ -80,12 +90,13 @@ class Calls:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """``load_program``, ``train``, ``show_stages``, ``compare`` and ``write_report``, each replaced."""
+    """``load_program``, ``train``, what ``--show-...`` calls, ``compare`` and ``write_report``, each replaced."""
     recorded = Calls()
     for module, name, result in (
         ("paceline.datasets", "load_program", "the program"),
         ("paceline.train", "train", FakeRun()),
         ("paceline.show_stages", "show_stages", "the table"),
+        ("paceline.show_shards", "divided", FakeSharding()),
         ("paceline.compare", "compare", FakeComparison()),
         ("paceline.report", "write_report", None),
     ):

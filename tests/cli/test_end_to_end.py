@@ -154,3 +154,11 @@ def test_the_cut_of_a_pipeline_is_shown_without_training() -> None:
     assert shown["strategy"] == "stages=2"
     assert shown["table"].startswith("2 stages; slowest: ")
     assert len(shown["table"].splitlines()) == 5
+
+
+def test_the_division_of_operators_is_shown_without_training() -> None:
+    words = ("train", "synthetic", "--strategy", "shards=2", "--show-shards")
+    shown = results(paceline(*words, "--json"))
+    assert (shown["strategy"], shown["shards"], len(shown["parameters_by_shard"])) == ("shards=2", 2, 2)
+    assert {"column", "row"} & {row["cut"] for row in shown["rows"]}
+    assert paceline(*words).stdout.startswith("2 shards; bytes: ")

@@ -28,11 +28,17 @@ def train(
     show_stages: Annotated[
         bool, Option("--show-stages", help="Print where a pipeline's model is cut, and train nothing.")
     ] = False,
+    show_shards: Annotated[
+        bool, Option("--show-shards", help="Print how operators are divided and what that sends, and train nothing.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train PROGRAM under one strategy and print what it reached."""
     if show_stages:
         _show_stages(shared, program, strategy or default_strategy(), json_output=json)
+        return
+    if show_shards:
+        _show_shards(shared, program, strategy or default_strategy(), json_output=json)
         return
     with session(json_output=json):
         from paceline.engine.setup import tells
@@ -55,3 +61,14 @@ def _show_stages(shared: Shared, program: str, strategy: str, *, json_output: bo
         print_json({"strategy": strategy, "table": table})
     else:
         typer.echo(table)
+
+
+def _show_shards(shared: Shared, program: str, strategy: str, *, json_output: bool) -> None:
+    with session(json_output=json_output):
+        from paceline.show_shards import divided
+
+        made = divided(shared.program(program), strategy)
+    if json_output:
+        print_json({"strategy": strategy, **made.to_json()})
+    else:
+        typer.echo(made)

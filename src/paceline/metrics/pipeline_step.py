@@ -10,7 +10,7 @@ from paceline.core.mesh import Place
 from paceline.core.types import Nanoseconds
 from paceline.metrics.pipeline import Pace, WorkerFigures, ideal, pace, windows, worker_figures
 from paceline.metrics.utilisation import Interval
-from paceline.replica.pipeline.table import amount
+from paceline.replica.amounts import amount
 from paceline.strategy import Strategy
 from paceline.trace.lanes import duration
 from paceline.trace.panel_picture import panels_svg

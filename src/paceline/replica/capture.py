@@ -47,12 +47,13 @@ class Captured:
         return self.output(leaves)
 
 
-def capture(module: nn.Module, inputs: Tree) -> Captured:
+def capture(module: nn.Module, inputs: Tree, *, operators: bool = False) -> Captured:
     """The graph of a model, checked against the model itself (:func:`paceline.replica.selfcheck.check`).
 
     Args:
         module: any model; left as it is, its mode, buffers and attributes included.
         inputs: a batch as the model is called with it, of any number of samples; few of them are looked at.
+        operators: whether every node has to be one operator; then an nn.Sequential goes through torch.export as well.
 
     Raises:
         InputError: where it can't be captured, naming the line of the model, or where its graph does something else,
@@ -60,7 +61,7 @@ def capture(module: nn.Module, inputs: Tree) -> Captured:
     """
     _check_names(module)
     with undisturbed(module):
-        if is_sequential(module):
+        if not operators and is_sequential(module):
             return _captured(listed(module, inputs))
         captured = _captured(exported(module, inputs))
     _checked(module, captured, inputs, (2, 3))

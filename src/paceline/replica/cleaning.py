@@ -33,6 +33,7 @@ def cleaned(
             graph.output(tuple(new[made] for made in _outputs(program, node)))
         elif node.op == "placeholder" and node.name not in lifted:
             new[node] = graph.placeholder(next(fresh))
+            new[node].meta = dict(node.meta)
             owners[new[node].name] = ""
         elif node.op == "placeholder":
             name, tensor = lifted[node.name]

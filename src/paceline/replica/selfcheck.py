@@ -30,6 +30,7 @@ def check(
     what: str = "graph",
     samples: Sequence[int] = (2, 3),
     ulps: float = 32,
+    of_inputs: bool = True,
 ) -> None:
     """Run a model and what was made of it on the same few samples, and compare what comes out by name.
 
@@ -55,14 +56,16 @@ def check(
             one unit, and what follows carries it on: 32 leave room for that. What sums in another order, as shards
             do, needs more, and says why. (Gradients below as many units of the largest of all gradients are noise:
             that of a bias before a normalisation, which is 0.)
+        of_inputs: whether gradients of the input are looked at as well; shards don't make them.
 
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
     """
+    how = _How(what, ulps, of_inputs)
     # What a run leaves in an attribute stays for the next one: a graph can't know it, and then differs.
     with undisturbed(module):
-        failures = [_compare(module, run, named, resized(inputs, count), what, ulps) for count in samples]
-        failure = _compare(module, run, named, inputs, what, ulps) if all(failures) else None
+        failures = [_compare(module, run, named, resized(inputs, count), how) for count in samples]
+        failure = _compare(module, run, named, inputs, how) if all(failures) else None
         if failure is not None:
             raise InputError(
                 f"{type(module).__name__} itself fails in training on the batch that it is given: "
@@ -70,15 +73,25 @@ def check(
             ) from failure
 
 
-def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, what: str, ulps: float) -> Exception | None:
+@dataclass(frozen=True)
+class _How:
+    """See :func:`check`."""
+
+    what: str
+    ulps: float
+    of_inputs: bool
+
+
+def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How) -> Exception | None:
     """Raises where the two differ; returns what the model itself raises, if it does."""
+    itself, what = functools.partial(call, module), how.what
     try:
-        expected = _observed(module, functools.partial(call, module), lambda: tensors_of(module), inputs)
+        expected = _observed(module, itself, lambda: tensors_of(module), inputs, of_inputs=how.of_inputs)
     except Exception as error:
         return error
     name, samples = type(module).__name__, f"{batch_size(inputs)} samples"
     try:
-        found = _observed(module, run, named, inputs)
+        found = _observed(module, run, named, inputs, of_inputs=how.of_inputs)
     except InputError:
         raise
     except Exception as error:
@@ -86,7 +99,7 @@ def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, what: str,
             f"the {what} of {name} fails on {samples}, which the model itself takes: {type(error).__name__}: {error}; "
             f"change that, or {WAYS_OUT}"
         ) from error
-    difference = _difference(expected, found, ulps)
+    difference = _difference(expected, found, how.ulps)
     if difference:
         raise InputError(
             f"the {what} of {name} does not do what the model does: with {samples} {difference}; "
@@ -106,14 +119,14 @@ class _Observed:
     """The model's own autograd Functions that its backward goes through."""
 
 
-def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree) -> _Observed:
+def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree, *, of_inputs: bool) -> _Observed:
     tensors = named()
     buffers = [name for name, _ in module.named_buffers()]
     torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
     with rewound(module, {name: tensors[name] for name in buffers if name in tensors}, seed=_SEED):
         wanted = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
         places = (f"input{place}" for place, _ in named_leaves(inputs))
-        fed = map_tree(lambda t: _differentiable(t, next(places), wanted), inputs)
+        fed = map_tree(lambda t: _differentiable(t, next(places), wanted) if of_inputs else t.clone(), inputs)
         found: list[Tensor] = []
         taken_apart(run(fed), found)
         after, own = named(), dict(module.named_buffers())
@@ -205,7 +218,7 @@ def _own_functions(outputs: list[Tensor]) -> Iterator[str]:
         seen.add(node)
         if isinstance(node, BackwardCFunction):
             kind: type = node._forward_cls  # type: ignore[attr-defined]
-            if not kind.__module__.startswith("torch."):
+            if not kind.__module__.startswith(("torch.", "paceline.")):
                 yield _described(kind)
         waiting += [before for before, _ in node.next_functions]
 

@@ -11,7 +11,7 @@ Only what training changes is in it: trainable parameters, and buffers that a tr
 """
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -77,6 +77,14 @@ class Layout:
     def part(self, names: Collection[str]) -> "Layout":
         """The layout of these tensors alone, in the same order; there may be none."""
         return Layout(_chosen(self.parameters, names), _chosen(self.buffers, names))
+
+    def reshaped(self, shape: Callable[[str, torch.Size], Sequence[int] | None]) -> "Layout":
+        """The layout of parts of these tensors, in the same order.
+
+        Args:
+            shape: (name, shape) -> that of the part; None: there is none.
+        """
+        return Layout(_reshaped(self.parameters, shape), _reshaped(self.buffers, shape))
 
     def new(self, allocate: Allocate | None = None) -> "State":
         """An uninitialised state, from ordinary memory where no allocator is given."""
@@ -189,6 +197,12 @@ def _blocks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Block, ...]:
 def _chosen(blocks: Iterable[Block], names: Collection[str]) -> tuple[Block, ...]:
     found = ((b.dtype, [(e.name, e.shape) for e in b.entries if e.name in names]) for b in blocks)
     return tuple(Block(dtype, _entries(shapes)) for dtype, shapes in found if shapes)
+
+
+def _reshaped(blocks: Iterable[Block], shape: Callable[[str, torch.Size], Sequence[int] | None]) -> tuple[Block, ...]:
+    parts = ((b.dtype, [(e.name, shape(e.name, e.shape)) for e in b.entries]) for b in blocks)
+    there = ((dtype, [(name, torch.Size(size)) for name, size in found if size is not None]) for dtype, found in parts)
+    return tuple(Block(dtype, _entries(found)) for dtype, found in there if found)
 
 
 def _entries(shapes: Iterable[tuple[str, torch.Size]]) -> tuple[Entry, ...]:

@@ -140,21 +140,25 @@ def _optimizer(make: Make, state: State, gradient: State) -> tuple[Optimizer, Ta
 
 
 def of_part(make: Make, whole: Layout, part: Layout) -> Make:
-    """The optimizer of a part of A: made of all parameters in their order, those of other parts being without values.
+    """The optimizer of a part of A: its groups are those that it makes of all parameters, in their order and shapes.
 
-    So it may treat parameters differently by their place or shape.
+    So it may treat parameters differently by their place or shape. Those of other parts are without values.
     """
 
     def made(parameters: list[nn.Parameter]) -> Optimizer:
         own = dict(zip(part.parameter_names, parameters, strict=True))
         entries = [(entry, block.dtype) for block in whole.parameters for entry in block.entries]
-        absent = {
-            e.name: nn.Parameter(torch.zeros((), dtype=d).expand(e.shape)) for e, d in entries if e.name not in own
-        }
+        absent = {e.name: nn.Parameter(torch.zeros((), dtype=d).expand(e.shape)) for e, d in entries}
         optimizer = make([own[e.name] if e.name in own else absent[e.name] for e, _ in entries])
-        kept = set(map(id, parameters))
+        stands_for = {id(parameter): parameter for parameter in parameters}
+        if any(e.name in own and own[e.name].shape != e.shape for e, _ in entries):
+            # Memory is made for what there is of a tensor, groups by its whole shape.
+            optimizer.param_groups = make([absent[e.name] for e, _ in entries]).param_groups
+            stands_for = {id(absent[name]): parameter for name, parameter in own.items()}
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) in kept]
+            group["params"] = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]
+        for parameter in absent.values():
+            optimizer.state.pop(parameter, None)
         return optimizer
 
     return made

@@ -13,6 +13,7 @@ from paceline.engine.distributed.run import DistributedRun, own_settings
 from paceline.engine.distributed.team import assembled
 from paceline.engine.distributed.world import World, backend_for, refuse_backend, refuse_size
 from paceline.engine.setup import Setup, refuse_absent_gpu
+from paceline.engine.shards import refuse_shards
 from paceline.engine.stages import refuse_stages
 
 
@@ -36,6 +37,8 @@ class DistributedEngine(Engine):
                 f"aggregation={text_of(policy)}: under engine=distributed all ranks make one update of all gradients; "
                 "write aggregation=synchronous, or engine='ray' (many hosts) or engine='local' (one)"
             )
+        if job.strategy.tensor_parallel:
+            refuse_shards(job)
         if job.strategy.pipelined:
             refuse_stages(job)
         _refuse_mixtures(job)

@@ -1,12 +1,9 @@
 """A model divided among the ranks of its pipeline, as one of them sees it."""
 
-import contextlib
 import os
-import time
-from collections.abc import Iterator
 
 from paceline.core.mesh import Place
-from paceline.core.types import Seconds
+from paceline.engine.distributed.leisure import excused
 from paceline.engine.distributed.share import Here
 from paceline.engine.distributed.wire import GroupWire
 from paceline.engine.setup import first_batch
@@ -18,9 +15,6 @@ from paceline.replica.pipeline.wire import Alone, Wire
 from paceline.replica.pipeline.workplace import Seat
 from paceline.replica.state import Layout
 from paceline.replica.undisturbed import tensors_of
-
-PREPARATION_S: Seconds = 1800.0
-"""How long that may take before it counts as a hang; a rank that dies meanwhile is missed at once."""
 
 
 class Pipeline:
@@ -34,7 +28,7 @@ class Pipeline:
         self.setup, self.team, job, world = here.setup, here.team, here.setup.job, here.team.world
         self.mesh, self.order = job.strategy.mesh, job.strategy.order
         self.rank, self.place = world.rank, self.mesh.place(world.rank)
-        with self._excused():
+        with excused(here.team):
             self.cut = prepared(job.program, job.strategy, here.module, first_batch(job), self._agreement()).cut
         self.whole = here.state.layout
         """The layout of A."""
@@ -71,16 +65,6 @@ class Pipeline:
         """The workers of a replica that hold a parameter of several parts; of any other, none."""
         workers = self.mesh.per_replica
         return sorted({self.order.worker_of(part, workers) for part in self.cut.tied.get(name, ())})
-
-    @contextlib.contextmanager
-    def _excused(self) -> Iterator[None]:
-        """To capture and measure a large model may take longer than any wait in training."""
-        notices, ahead_ns = self.team.notices, self.team.peers.ahead_ns
-        if notices is not None:
-            notices.excuse(time.monotonic_ns() + ahead_ns + int(PREPARATION_S * 1e9))
-        yield
-        if notices is not None:
-            notices.excuse(0)
 
     def _agreement(self) -> Agree:
         """What the first rank chooses; where there are too few cores for all, the others begin when it has chosen."""

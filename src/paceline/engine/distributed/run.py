@@ -5,13 +5,14 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from paceline.comm.kernel import memfd_create
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.mesh import Place
 from paceline.core.records import Record
 from paceline.core.types import Seconds
@@ -28,6 +29,7 @@ from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.distributed.streamed import StreamedShare
 from paceline.engine.distributed.streaming import StreamedStation
 from paceline.engine.distributed.team import Team
+from paceline.engine.distributed.tensor import TensorShare
 from paceline.engine.figures import Notes, timeline, told
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.interrupt import Interruptible
@@ -83,7 +85,8 @@ class DistributedRun:
             worker = self._worker(station)
             self._start()
             with meeting(self._share.meeting):
-                worker.run(self._job.loop)
+                with self._named(station):
+                    worker.run(self._job.loop)
                 if self._share.divided is not None and not station.opens():
                     raise ended_within_a_delta(self._team.world.rank, self._job.strategy.accumulate)
                 station.leave()
@@ -149,6 +152,23 @@ class DistributedRun:
         self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
         self._course.begin()
 
+    @contextlib.contextmanager
+    def _named(self, station: DistributedStation | StreamedStation) -> Iterator[None]:
+        """Of several workers of a replica, which one has failed, and when; of another, its number tells."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            if not self._job.strategy.spread:
+                raise
+            place, rank = self._share.place, self._team.world.rank
+            where = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
+            told = "".join(traceback.format_exception(error))
+            raise WorkerError(
+                f"{where} failed at its step {station.attempt}: {type(error).__name__}: {error}\n\n{told}"
+            ) from error
+
     # ----------------------------------------------------------------------------------------------------- what is told
 
     def _tell(self) -> None:
@@ -201,6 +221,8 @@ class DistributedRun:
 def _share(here: Here) -> Share:
     """By what the strategy asks for."""
     strategy = here.setup.job.strategy
+    if strategy.tensor_parallel:
+        return TensorShare(here)
     if not strategy.pipelined:
         return WholeShare(here)
     return StagedShare(here) if strategy.order.flushes else StreamedShare(here)

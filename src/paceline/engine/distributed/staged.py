@@ -7,7 +7,7 @@ from paceline.engine.distributed.exchange import Meets
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.pipeline import Pipeline
 from paceline.engine.distributed.share import Here, Share
-from paceline.engine.distributed.stages import Staged, StagedExchange
+from paceline.engine.distributed.stages import ByStages, Staged, StagedExchange
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.pipeline.runtime import Pipelined
 from paceline.trace.recorder import AnyRecorder
@@ -24,7 +24,8 @@ class StagedShare(Share):
         freight = Freight(state.layout, ranks=1)
         self._exchange = StagedExchange(freight, self._counted(), pipeline.mesh, pipeline.rank, traffic)
         program, whole, layouts = here.setup.job.program, pipeline.whole, pipeline.layouts
-        update = Staged(program, freight, state, whole, self._exchange, layouts, pipeline.rank, traffic)
+        gather = ByStages(state, whole, layouts, pipeline.rank, traffic)
+        update = Staged(program, freight, state, whole, self._exchange, gather)
         super().__init__(pipeline.place, state, freight, update)
 
     @property

@@ -10,7 +10,8 @@ Nothing of Δ itself is sent.
 """
 
 from collections.abc import Sequence
-from typing import final
+from dataclasses import dataclass
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -94,9 +95,7 @@ class Staged(Update):
         state: its part of A.
         whole: the layout of A.
         exchange: knows the norm of the whole Δ.
-        parts: the layout of each rank's part, by rank.
-        rank: whose.
-        traffic: by which the parts are gathered; None: this one is all.
+        gather: makes A of all ranks' parts.
     """
 
     def __init__(
@@ -106,12 +105,9 @@ class Staged(Update):
         state: State,
         whole: Layout,
         exchange: StagedExchange,
-        parts: Sequence[Layout],
-        rank: int,
-        traffic: Traffic | None,
+        gather: "Gather",
     ) -> None:
-        self._freight, self._state, self._whole, self._exchange = freight, state, whole, exchange
-        self._parts, self._rank, self._traffic = parts, rank, traffic
+        self._freight, self._state, self._exchange, self._gather = freight, state, exchange, gather
         self._clip_norm = program.clip_norm
         self._stepper: Stepper | None = None
         if state.parameters:
@@ -134,14 +130,46 @@ class Staged(Update):
         take_buffers(self._state, self._freight.state)
 
     def whole(self, *, wanted: bool) -> State | None:
-        return gathered(self._state, self._whole, self._parts, self._rank, self._traffic, wanted=wanted)
+        return self._gather(wanted=wanted)
+
+
+class Gather(Protocol):
+    """How A is made of the parts of all ranks."""
+
+    def __call__(self, *, wanted: bool) -> State | None:
+        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
 
 
 @torch.no_grad()
 def gathered(
-    mine: State, whole: Layout, parts: Sequence[Layout], rank: int, traffic: Traffic | None, *, wanted: bool
-) -> State | None:
-    """A copy of A where it is wanted, made of all ranks' parts, None elsewhere; all ranks call it together.
+    mine: State, parts: Sequence[Layout], rank: int, traffic: Traffic | None, *, wanted: bool
+) -> list[State] | None:
+    """Copies of all ranks' parts where they are wanted, None elsewhere; all ranks call it together.
+
+    Args:
+        mine: this rank's part.
+        parts: the layout of each rank's part, by rank.
+        rank: whose.
+        traffic: to the others; None: this part is all.
+        wanted: whether they are wanted here.
+    """
+    if traffic is None:
+        return [mine.clone()] if wanted else None
+    sent = traffic.sent_bytes  # it is for scores, so its bytes are not counted as training's
+    found = list[State]()
+    for source, layout in enumerate(parts):
+        part = mine if source == rank else layout.new()
+        for vector in part.vectors:
+            traffic.broadcast(vector, source, "the gathering of A")
+        if wanted:
+            found.append(part.clone() if source == rank else part)
+    traffic.sent_bytes = sent
+    return found if wanted else None
+
+
+@dataclass(frozen=True)
+class ByStages:
+    """A of stages' parts: each has some of its tensors, whole.
 
     Args:
         mine: this rank's part.
@@ -149,17 +177,19 @@ def gathered(
         parts: the layout of each rank's part, by rank.
         rank: whose.
         traffic: to the others; None: this part is all.
-        wanted: whether it is wanted here.
     """
-    if traffic is None:
-        return mine.clone() if wanted else None
-    sent = traffic.sent_bytes  # it is for scores, so its bytes are not counted as training's
-    found = whole.new() if wanted else None
-    for source, layout in enumerate(parts):
-        part = mine if source == rank else layout.new()
-        for vector in part.vectors:
-            traffic.broadcast(vector, source, "the gathering of A")
-        if found is not None:
+
+    mine: State
+    whole: Layout
+    parts: Sequence[Layout]
+    rank: int
+    traffic: Traffic | None
+
+    def __call__(self, *, wanted: bool) -> State | None:
+        each = gathered(self.mine, self.parts, self.rank, self.traffic, wanted=wanted)
+        if each is None:
+            return None
+        found = self.whole.new()
+        for part in each:
             found.take(part)
-    traffic.sent_bytes = sent
-    return found
+        return found

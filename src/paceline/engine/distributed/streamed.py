@@ -28,7 +28,7 @@ from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.pipeline import Pipeline
 from paceline.engine.distributed.rows import Row
 from paceline.engine.distributed.share import Here, Share
-from paceline.engine.distributed.stages import gathered, merged
+from paceline.engine.distributed.stages import ByStages, merged
 from paceline.engine.distributed.update import Update
 from paceline.replica.base import Replica
 from paceline.replica.pipeline.streamed import Streamed
@@ -116,8 +116,8 @@ class Moved(Update):
         stream all stages have had the same updates.
         """
         pipeline = self._pipeline
-        mine = self._now()
-        return gathered(mine, pipeline.whole, pipeline.layouts, pipeline.rank, self._traffic, wanted=wanted)
+        gather = ByStages(self._now(), pipeline.whole, pipeline.layouts, pipeline.rank, self._traffic)
+        return gather(wanted=wanted)
 
 
 @final

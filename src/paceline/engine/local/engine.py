@@ -17,6 +17,7 @@ from paceline.engine.local.hosting import Hosting
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
 from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.shards import refuse_shards
 from paceline.engine.stages import refuse_stages
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
@@ -49,6 +50,8 @@ class LocalEngine(Engine):
         refuse_torchrun(self.name)
         refuse_absent_gpu(job)
         strategy = job.strategy
+        if strategy.tensor_parallel:
+            refuse_shards(job)
         if strategy.pipelined:
             refuse_stages(job)
         in_place = isinstance(strategy.aggregation.delta, InPlace)
@@ -64,7 +67,7 @@ class LocalEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        if job.strategy.pipelined:
+        if job.strategy.spread:
             with ExitStack() as closing:
                 return Hosting(job, self._nursery_with(HOSTING), watch, closing).outcome()
         nursery = self._nursery_for(job)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
+from paceline.replica.amounts import amount
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.units import Units
@@ -35,16 +36,6 @@ def table(cut: Cut, units: Units, costs: Costs) -> str:
     rows = [[row[i] for i in shown] for row in (_TITLES, *lines)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join([head, "", *(_line(row, [_TITLES[i] for i in shown], widths) for row in rows)])
-
-
-def amount(nbytes: int) -> str:
-    """Bytes with three digits and the unit that suits them.
-
-    >>> amount(0), amount(512), amount(49_152), amount(1_000_000), amount(2_345_678_901)
-    ('0 B', '512 B', '49.2 kB', '1 MB', '2.35 GB')
-    """
-    step = min(3, int(math.log(max(nbytes, 1), 1000) + 1e-9))
-    return f"{nbytes / 1000**step:.3g} {('B', 'kB', 'MB', 'GB')[step]}"
 
 
 def _line(cells: Sequence[str], titles: Sequence[str], widths: Sequence[int]) -> str:

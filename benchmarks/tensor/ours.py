@@ -1,0 +1,59 @@
+"""Paceline's side: the distributed engine, with a loop that others may step beside."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from bare import Bare
+from models import SEED, Loss, Row
+from sides import OPTIMIZER
+
+import paceline
+from paceline.replica.base import Batch
+from paceline.replica.tensor.preparation import prepared
+
+Step: TypeAlias = Callable[[], None]
+
+
+def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], None]) -> paceline.Run:
+    """A run of as many shards as there are ranks.
+
+    Args:
+        row: what is trained.
+        backend: carries what is sent.
+        steps: that ``loop`` makes.
+        loop: is given a step, and the forward pass of one sample.
+    """
+    program = paceline.Program(
+        model=row.make,
+        loss=Loss,
+        optimizer=OPTIMIZER,
+        train=lambda replica, replicas, seed: itertools.repeat(row.batch()),
+        batch_size=row.shape[0],
+        seed=SEED,
+    )
+
+    def stepped(worker: Any) -> None:
+        batch = next(worker.batches())  # the same again and again, as on the other sides
+        loop(lambda: worker.step(batch), forward)
+
+    forward = _forward(program, row, backend)
+    return paceline.launch(
+        stepped, program, f"shards={dist.get_world_size()} threads=1", engine=f"distributed:{backend}", steps=steps,
+        evaluate_every=10**6, progress=False,
+    )  # fmt: skip
+
+
+def _forward(program: paceline.Program, row: Row, backend: str) -> Step:
+    x, y = row.batch()
+    shards = Bare(dist.new_group(backend=backend))
+    module = prepared(program, row.built(), Batch(x, y, len(x)), shards).shard.module
+    sample = row.batch()[0][:1], row.batch()[1][:1]
+
+    @torch.no_grad()
+    def forward() -> None:
+        module(*sample)
+
+    return forward

@@ -1,0 +1,140 @@
+"""The graph of one shard: each operator as its way writes it, and the conversions between them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from paceline.replica.tensor.base import Writer
+from paceline.replica.tensor.conversions import conversion
+from paceline.replica.tensor.costs import Key, cheapest, key
+from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
+from paceline.replica.tensor.plan import Plan, Step, outputs
+from paceline.replica.tensor.shards import Shards
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one shard of a model runs."""
+
+    module: GraphModule
+    """forward(*leaves of the input) -> tuple of the output's leaves, whole; holds the shard's parts, by full name."""
+    parameters: Mapping[str, Layout]
+    """How those lie among the shards, buffers included."""
+
+
+def rewritten(plan: Plan, shards: Shards) -> Shard:
+    """The shard's module; its tensors are copies, but of those that every shard has.
+
+    Args:
+        plan: the same on all shards.
+        shards: whose graph it is.
+    """
+    return _Rewriting(plan, shards).shard()
+
+
+class _Rewriting:
+    def __init__(self, plan: Plan, shards: Shards) -> None:
+        self._plan, self._shards = plan, shards
+        self._graph, self._root = Graph(), nn.Module()
+        self._made: dict[tuple[Key, Layout], Node] = {}
+        self._plain: dict[Node, Node] = {}
+        self._wanted: dict[Node, Node] = {}
+        self._writer = Writer(shards, self._graph, self._root, self._new)
+
+    def shard(self) -> Shard:
+        captured = self._plan.operators.captured
+        steps = {step.call.node: step for step in self._plan.steps}
+        for node in captured.module.graph.nodes:
+            if node.op == "output":
+                self._output(node)
+            elif node.op == "get_attr":
+                self._held(node)
+            elif node in steps:
+                self._step(steps[node])
+            else:
+                self._plain[node] = self._graph.node_copy(node, self._new)
+                for value in self._plan.operators.values.get(node, ()):
+                    self._made[key(value), WHOLE] = self._plain[node]
+        self._graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.is_impure())
+        module = GraphModule(self._root, self._graph, "Shard")
+        return Shard(module, self._plan.parameters)
+
+    def _held(self, node: Node) -> None:
+        """A parameter or buffer, or this shard's part of it."""
+        held = _at(self._plan.operators.captured.module, str(node.target))
+        layout: Layout = self._plan.parameters.get(str(node.target), WHOLE)
+        if isinstance(layout, Owned) and layout.shard != self._shards.rank:
+            return
+        if isinstance(layout, Split):
+            held = _part(held, layout, self._shards.rank)
+        put(self._root, str(node.target), held)
+        self._plain[node] = self._graph.get_attr(str(node.target))
+        for value in self._plan.operators.values.get(node, ()):
+            self._made[key(value), layout] = self._plain[node]
+
+    def _step(self, step: Step) -> None:
+        for value, before, after in step.converted:
+            if not value.differentiable and (before, after) == (WHOLE, SHARED):  # the two differ in gradients alone
+                self._made[key(value), after] = self._made[key(value), before]
+                continue
+            module = conversion(self._shards, value.node.name, before, after)
+            self._made[key(value), after] = self._writer.module(module, self._made[key(value), before])
+        self._wanted = {
+            value.node: made
+            for value, layout in zip(step.call.takes, step.way.takes, strict=True)
+            if (made := self._made.get((key(value), layout))) is not None
+        }
+        written = step.way.write(self._writer, step.call) if step.way.write else self._same(step.call.node)
+        self._plain[step.call.node] = written
+        for value, layout in zip(step.call.gives, step.way.gives, strict=True):
+            self._made[key(value), layout] = written
+        self._wanted = {}
+
+    def _same(self, node: Node) -> Node:
+        return self._graph.node_copy(node, self._new)
+
+    def _new(self, node: Node) -> Node:
+        return self._wanted.get(node) or self._plain[node]
+
+    def _output(self, node: Node) -> None:
+        for value in outputs(self._plan.operators):
+            known = {layout: made for (place, layout), made in self._made.items() if place == key(value)}
+            if WHOLE in known:
+                self._wanted[value.node] = known[WHOLE]
+                continue
+            before = cheapest(value, frozenset(known), self._shards.count)
+            module = conversion(self._shards, value.node.name, before, WHOLE)
+            self._wanted[value.node] = self._writer.module(module, known[before])
+        self._graph.output(map_arg(node.args[0], self._new))
+
+
+def _part(held: Tensor, split: Split, shard: int) -> Tensor:
+    part = split.take(held.detach(), shard).clone()
+    return nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part
+
+
+def _at(module: nn.Module, name: str) -> Any:
+    found: Any = module
+    for each in name.split("."):
+        found = getattr(found, each)
+    return found
+
+
+def put(root: nn.Module, name: str, held: Any) -> None:
+    """Let a module have a parameter, buffer or constant under this full name."""
+    path, _, leaf = name.rpartition(".")
+    for each in path.split(".") if path else ():
+        if each not in root._modules:
+            root.add_module(each, nn.Module())
+        root = root.get_submodule(each)
+    if isinstance(held, nn.Parameter):
+        root.register_parameter(leaf, held)
+    elif isinstance(held, torch.Tensor):
+        root.register_buffer(leaf, held)
+    else:
+        root.add_module(leaf, held)

@@ -1,0 +1,7 @@
+"""How operators are divided, a family a file. Every file of this folder is imported, so a rule is added by its file."""
+
+import importlib
+import pkgutil
+
+for _file in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_file.name}")

@@ -1,0 +1,101 @@
+"""Operators that work along one or some dims, and treat what lies along the others apart."""
+
+from collections.abc import Iterator
+from typing import ClassVar, final
+
+import torch
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, everyones, offered, register
+from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
+
+aten = torch.ops.aten
+
+
+@final
+class Reduction(Rule):
+    """A sum or mean: over the divided dim every shard has a term of it, over others S_p is a part of what is left.
+
+    Of terms each shard sums its own.
+    """
+
+    targets: ClassVar = (aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
+    converts = False
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        (value,), (made,) = call.takes, call.gives
+        dims = value.dims
+        over = call.argument(1, "dim") if "dim" in call.target._overloadname else None
+        reduced = {dim % dims for dim in over} if over else set(range(dims))
+        keeps = bool(call.argument(2, "keepdim", False)) if over else False
+        for split in offered(offers[0]):
+            where = split.dim % dims
+            if where in reduced:
+                yield Way((split,), (PARTIAL,), write=_term(call, split), share=split.share)
+                continue
+            left = where if keeps else where - sum(dim < where for dim in reduced)
+            yield Way((split,), (split.at(left - made.dims),), share=split.share)
+        if PARTIAL in offers[0]:
+            yield Way((PARTIAL,), (PARTIAL,))
+
+
+def _term(call: Call, split: Split) -> Write | None:
+    """A mean over parts: of this shard's elements, weighed by how many of all they are."""
+    if call.target not in (aten.mean.dim, aten.mean.default):
+        return None
+
+    def write(writer: Writer, call: Call) -> Node:
+        share = split.sizes[writer.shards.rank] / split.block
+        return writer.call(aten.mul.Tensor, writer.same(call), share)
+
+    return write
+
+
+@final
+class Concatenation(Rule):
+    """Along another dim than the divided one: S_p is that part of each; what has no elements is everyone's."""
+
+    targets: ClassVar = (aten.cat.default,)
+    converts, repeats = False, True
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        (made,) = call.gives
+        dim = call.argument(1, "dim", 0) % made.dims
+        empty = [value.shape == (0,) for value in call.takes]
+        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+            if split.dim % made.dims == dim:
+                continue
+            yield Way(_filled(call, split), (split,), share=split.share)
+        if all(PARTIAL in each or void for each, void in zip(offers, empty, strict=True)):
+            yield Way(_filled(call, PARTIAL), (PARTIAL,))
+
+
+def _filled(call: Call, layout: Layout) -> tuple[Layout, ...]:
+    return tuple(everyones(value) if value.shape == (0,) else layout for value in call.takes)
+
+
+@final
+class Slice(Rule):
+    """Along another dim than the divided one, or all of a dim: S_p is the part that was divided."""
+
+    targets: ClassVar = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
+    converts = False
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        (value,), (made,) = call.takes, call.gives
+        dim = call.argument(1, "dim", 0) % value.dims
+        gone = call.target is aten.select.int
+        for split in offered(offers[0]):
+            where = split.dim % value.dims
+            if where == dim:
+                if not gone and made.shape == value.shape and call.argument(3, "end") == 2**63 - 1:
+                    yield Way((split,), (split,), share=split.share)
+                continue
+            left = where - (gone and dim < where)
+            yield Way((split,), (split.at(left - made.dims),), share=split.share)
+        if PARTIAL in offers[0]:
+            yield Way((PARTIAL,), (PARTIAL,))
+
+
+for _rule in (Reduction(), Concatenation(), Slice()):
+    register(_rule)

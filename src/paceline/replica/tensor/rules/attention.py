@@ -1,0 +1,99 @@
+"""Scaled dot-product attention, by heads or by samples."""
+
+from collections.abc import Iterator
+from math import sqrt
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Value, Way, Writer, everyones, offered, register
+from paceline.replica.tensor.layouts import Layout, Split
+from paceline.replica.tensor.random import dropped
+
+aten = torch.ops.aten
+
+
+@final
+class Attention(Rule):
+    """y = softmax(q·kᵀ/√d + mask)·v.
+
+    heads: S_p = some of the heads of q, k and v; nothing is sent. Where k and v have fewer heads than q, each shard has
+    whole groups of them.
+    """
+
+    targets: ClassVar = (aten.scaled_dot_product_attention.default,)
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        q, k, v, *mask = call.takes
+        for split in dict.fromkeys(split for each in offers[:3] for split in offered(each)):
+            if split.dim >= -2:
+                continue
+            each = [self._of(value, split) for value in (q, k, v)]
+            heads = each[0]
+            if heads is not None and None not in each:
+                masks: list[Layout] = [_of_mask(value, heads) for value in mask]
+                takes = tuple(layout for layout in (*each, *masks) if layout is not None)
+                yield Way(takes, (heads,), "heads", _write(heads), heads.share)
+
+    def _of(self, value: Value, split: Split) -> Split | None:
+        """Its part along the dim, which may have fewer heads, each for a group of them."""
+        mine = value.shape[split.dim]
+        if mine == split.length:
+            return split
+        if split.length % mine == 0:
+            group = split.length // mine
+            if split.outer == 1 and all(size % group == 0 for size in split.sizes):
+                return Split(split.dim, tuple(size // group for size in split.sizes))
+        elif mine % split.length == 0:
+            group = mine // split.length
+            return Split(split.dim, tuple(size * group for size in split.sizes), split.outer)
+        return None
+
+
+def _of_mask(mask: Value, split: Split) -> Layout:
+    length = mask.shape[split.dim] if -split.dim <= mask.dims else 1
+    return split if length == split.length else everyones(mask)
+
+
+def _write(split: Split) -> Any:
+    def write(writer: Writer, call: Call) -> Node:
+        p = call.argument(4, "dropout_p", 0.0)
+        if not p:
+            return writer.same(call)
+        q, k, v, *mask = (writer.new(value.node) for value in call.takes)
+        heads = Dropping(
+            writer, split, p, call.argument(5, "is_causal", False), call.argument(6, "scale", None),
+            call.argument(7, "enable_gqa", False),
+        )  # fmt: skip
+        return writer.module(heads, q, k, v, *mask)
+
+    return write
+
+
+@final
+class Dropping(nn.Module):
+    """The same in torch's plain operators, with the random numbers that one process draws for these heads."""
+
+    def __init__(
+        self, writer: Writer, split: Split, p: float, causal: bool, scale: float | None, grouped: bool
+    ) -> None:
+        super().__init__()
+        self._split, self._shard, self._p = split, writer.shards.rank, p
+        self._causal, self._scale, self._grouped = causal, scale, grouped
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Of this shard's heads."""
+        if self._grouped:
+            k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
+        scale = sqrt(self._scale if self._scale is not None else 1 / sqrt(q.shape[-1]))
+        scores = (q * scale) @ (k.transpose(-2, -1) * scale)  # both, as torch does it, so rounding is the same
+        if self._causal:
+            mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        if mask is not None:
+            scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return dropped(aten._safe_softmax.default(scores, -1), self._p, self._split, self._shard) @ v
+
+
+register(Attention())

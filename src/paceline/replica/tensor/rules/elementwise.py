@@ -1,0 +1,88 @@
+"""Operators that treat each element alone, broadcasting included."""
+
+from collections.abc import Iterator
+from typing import ClassVar, final
+
+import torch
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, offered, register
+from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
+
+aten = torch.ops.aten
+
+
+def along(call: Call, split: Split) -> tuple[Layout, ...] | None:
+    """How each tensor lies where the result lies so; None: one has another length there.
+
+    A tensor that is broadcast along the dim is everyone's.
+    """
+    found: list[Layout] = []
+    for value in call.takes:
+        length = value.shape[split.dim] if -split.dim <= value.dims else 1
+        if length not in (1, split.length):
+            return None
+        found.append(split if length == split.length else everyones(value))
+    return tuple(found)
+
+
+_NAMES = (
+    "abs", "add", "addcmul", "bitwise_and", "bitwise_not", "bitwise_or", "celu", "clamp", "clamp_max", "clamp_min",
+    "cos", "div", "elu", "eq", "erf", "exp", "floor_divide", "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish",
+    "hardtanh", "isnan", "le", "leaky_relu", "log", "log1p", "log_sigmoid", "logical_and", "logical_not",
+    "logical_or", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal",
+    "relu", "relu6", "remainder", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt",
+    "square", "sub", "tan", "tanh", "threshold", "to", "where", "zeros_like", "ones_like", "full_like", "clone",
+    "contiguous", "alias", "lift_fresh_copy", "detach", "_to_copy", "type_as",
+)  # fmt: skip
+
+
+@final
+class Elementwise(Rule):
+    """y = f(x, ...) element by element: S_p is whatever part the tensors are divided into."""
+
+    repeats = True
+    targets: ClassVar = tuple(
+        overload
+        for name in _NAMES
+        if hasattr(aten, name)
+        for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
+        if "out" not in overload._overloadname
+    )
+    converts = False
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        if len(call.gives) != 1:
+            return
+        (made,) = call.gives
+        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+            if -split.dim > made.dims or made.shape[split.dim] != split.length:
+                continue
+            takes = along(call, split)
+            if takes is not None:
+                yield Way(takes, (split,), share=split.share)
+        yield from _of_terms(call, offers)
+
+
+def _of_terms(call: Call, offers: Offers) -> Iterator[Way]:
+    """What a sum of terms may go through before it is summed up: sums, and products with what everyone has."""
+    if call.repeats:  # a square of a sum is not the sum of squares
+        return
+    partial = [PARTIAL in each for each in offers]
+    if call.target in _SUMS and len(call.takes) == 2 and all(v.shape == call.gives[0].shape for v in call.takes):
+        if any(partial):
+            yield Way((PARTIAL, PARTIAL), (PARTIAL,))
+    elif call.target in _PRODUCTS and sum(partial) == 1:
+        if call.target in _QUOTIENTS and not partial[0]:
+            return
+        everyone = (PARTIAL if terms else everyones(v) for terms, v in zip(partial, call.takes, strict=True))
+        yield Way(tuple(everyone), (PARTIAL,))
+    elif call.target in _LINEAR and partial[0] and len(call.takes) == 1:
+        yield Way((PARTIAL,), (PARTIAL,))
+
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+_QUOTIENTS = (aten.div.Tensor, aten.div.Scalar)
+_PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, *_QUOTIENTS)
+_LINEAR = (aten.neg.default, aten.clone.default, aten.contiguous.default, aten.alias.default)
+
+register(Elementwise())

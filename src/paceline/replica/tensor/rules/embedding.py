@@ -1,0 +1,73 @@
+"""Embeddings: rows of a table."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
+from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Split
+
+aten = torch.ops.aten
+
+
+@final
+class Embedding(Rule):
+    """y = W[i], with W of n × d.
+
+    column: S_p = columns of W; y_p is a part of y along its last dim.
+    row: S_p = rows of W; a shard looks up those that it has and gives zeros for others, and y is the sum.
+    samples: S_p = everything; i_p is a part of i.
+    """
+
+    targets: ClassVar = (aten.embedding.default,)
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        weight = call.takes[0]
+        if call.argument(3, "scale_grad_by_freq", False):  # a shard would have to count for all
+            return
+        for columns in call.splits(weight.shape[1], -1):
+            yield Way((columns, WHOLE), (columns,), "column", share=columns.share)
+        for rows in call.splits(weight.shape[0], -2):
+            if rows.outer == 1:
+                yield Way((rows, WHOLE), (PARTIAL,), "row", _rows(rows), share=rows.share)
+        for split in offered(offers[-1]):
+            yield Way((SHARED, split), (split.at(split.dim - 1),), "samples", share=split.share)
+
+
+def _rows(split: Split) -> Any:
+    def write(writer: Writer, call: Call) -> Node:
+        mine = Rows(split.starts()[writer.shards.rank], split.sizes[writer.shards.rank])
+        weight, indices = call.takes
+        return writer.module(
+            mine, writer.new(weight.node), writer.new(indices.node), call.argument(2, "padding_idx", -1)
+        )
+
+    return write
+
+
+@final
+class Rows(nn.Module):
+    """Looks up the rows that a shard has; zeros for others.
+
+    Args:
+        start: the first.
+        count: of them.
+    """
+
+    def __init__(self, start: int, count: int) -> None:
+        super().__init__()
+        self._start, self._count = start, count
+
+    def forward(self, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
+        """The looked up rows of the table."""
+        local = indices - self._start
+        there = (local >= 0) & (local < self._count)
+        padding = padding - self._start if 0 <= padding - self._start < self._count else -1
+        found = aten.embedding.default(weight, local.where(there, local.new_zeros(())), padding)
+        return found * there.unsqueeze(-1)  # type: ignore[no-any-return]
+
+
+register(Embedding())

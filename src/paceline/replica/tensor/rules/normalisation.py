@@ -1,0 +1,158 @@
+"""LayerNorm and RMSNorm: by rows, and over channels that are divided."""
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, everyones, offered, register
+from paceline.replica.tensor.layouts import Split
+from paceline.replica.tensor.shards import Shards
+
+aten = torch.ops.aten
+
+
+@final
+class LayerNorm(Rule):
+    """y = w·(x - mean)/√(variance + ε) + b, and y = w·x/√(mean of x² + ε).
+
+    samples: S_p = everything; x_p is a part of the rows.
+    channels: S_p = some of the elements of w and b, as of each row of x; all shards gather each other's means and
+    variances, or sum up the squares, and in backward sum up as many numbers a row.
+    """
+
+    targets: ClassVar = (aten.layer_norm.default, aten.rms_norm.default)
+    converts = False
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        x, *others = call.takes
+        normalised = len(call.argument(1, "normalized_shape"))
+        for split in offered(offers[0]):
+            if -split.dim > normalised:
+                takes = (split, *map(everyones, others))
+                yield Way(takes, (split,), "samples", share=split.share)
+            elif x.node not in [value.node for value in others]:
+                takes, write = tuple(split for _ in call.takes), _write(split, normalised)
+                yield Way(takes, (split,), "channels", write, split.share, _sent(call, normalised), _collectives(call))
+
+
+def _centred(call: Call) -> bool:
+    return bool(call.target is aten.layer_norm.default)
+
+
+def _collectives(call: Call) -> int:
+    return 1 + call.takes[0].differentiable
+
+
+def _sent(call: Call, normalised: int) -> float:
+    """Two numbers a row gathered by all and two summed up in backward; without a mean, one summed up both times."""
+    x, shards = call.takes[0], call.shards
+    number = x.nbytes / prod(x.shape[x.dims - normalised :])
+    summed = 2 * (shards - 1) / shards * number
+    if _centred(call):
+        return 2 * (shards - 1) * number + 2 * summed * x.differentiable
+    return summed * _collectives(call)
+
+
+def _write(split: Split, normalised: int) -> Write:
+    def write(writer: Writer, call: Call) -> Node:
+        x, (made,) = call.takes[0], call.gives
+        weight, bias = call.argument(2, "weight"), call.argument(3, "bias") if _centred(call) else None
+        default = 1e-5 if _centred(call) else None
+        eps = call.argument(4 if _centred(call) else 3, "eps", default)
+        module = Across(
+            writer.shards, call.node.name, split, normalised, made.dtype,
+            eps=torch.finfo(_wide(x.dtype)).eps if eps is None else eps, centred=_centred(call),
+        )  # fmt: skip
+        return writer.module(module, *(each and writer.new(each) for each in (x.node, weight, bias)))
+
+    return write
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+@final
+class Across(nn.Module):
+    """A normalisation over dims of one of which each shard has a part.
+
+    Args:
+        shards: who have the parts.
+        name: of the result, for those who wait.
+        split: how that dim is divided.
+        normalised: over how many dims, the last ones.
+        dtype: of the result.
+        eps: ε.
+        centred: whether the mean is taken away first.
+    """
+
+    def __init__(
+        self, shards: Shards, name: str, split: Split, normalised: int, dtype: torch.dtype, *, eps: float, centred: bool
+    ) -> None:
+        super().__init__()
+        self.shards, self.name, self.split, self._dtype, self.eps, self.centred = (
+            shards, name, split, dtype, eps, centred
+        )  # fmt: skip
+        self.dims = tuple(range(-normalised, 0))
+
+    def forward(self, part: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """The shard's part of the result."""
+        made: Tensor = _Across.apply(part.to(_wide(part.dtype)), self)  # type: ignore[no-untyped-call]
+        if weight is not None:
+            made = made * weight
+        if bias is not None:
+            made = made + bias
+        return made.to(self._dtype)
+
+    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and mean square deviation of each row, of the shards' own ones (Chan, Golub and LeVeque 1983)."""
+        mean = x.mean(self.dims, keepdim=True)
+        mine = torch.stack([mean, (x - mean).square().mean(self.dims, keepdim=True)])
+        each = self.shards.all_gather(mine, [mine.shape] * self.shards.count, f"the moments of {self.name}")
+        shares = [size / self.split.block for size in self.split.sizes]
+        mean = sum((share * own for share, (own, _) in zip(shares, each, strict=True)), torch.zeros_like(mean))
+        apart = [
+            share * (own_square + (own - mean).square()) for share, (own, own_square) in zip(shares, each, strict=True)
+        ]
+        return mean, sum(apart, torch.zeros_like(mean))
+
+    def means(self, x: Tensor, what: str) -> Tensor:
+        """Of each row, over all shards; leading dims beside those of the rows stay."""
+        share = self.split.sizes[self.shards.rank] / self.split.block
+        return self.shards.all_reduce(x.mean(self.dims, keepdim=True) * share, f"{what} of {self.name}")
+
+    def extra_repr(self) -> str:
+        return f"{self.name}, {self.split}"
+
+
+class _Across(torch.autograd.Function):
+    """n = (x - mean)/σ; dx = (dn - mean of dn - n·(mean of n·dn))/σ. Not centred: without the mean, and that of dn."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:
+        if across.centred:
+            mean, square = across.moments(x)
+            x = x - mean
+        else:
+            square = across.means(x.square(), "the mean square")
+        scale = (square + across.eps).rsqrt()
+        made = x * scale
+        ctx.across = across
+        ctx.save_for_backward(made, scale)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (made, scale), (gradient,), across = ctx.saved_tensors, gradients, ctx.across
+        terms = [gradient * made, gradient] if across.centred else [gradient * made]
+        along, *mean = across.means(torch.stack(terms), "the gradient")
+        for each in mean:
+            gradient = gradient - each
+        return (gradient - made * along) * scale, None
+
+
+register(LayerNorm())

@@ -1,0 +1,116 @@
+"""Δ by shards: one shard, which computes its part of every gradient."""
+
+import math
+import time
+import traceback
+from typing import final
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.types import Clock, ReplicaId
+from paceline.program import Program
+from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
+from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.state import Layout, State
+from paceline.replica.tensor.layouts import SHARED
+from paceline.replica.tensor.preparation import Prepared
+from paceline.replica.tensor.shards import Shards
+from paceline.trace.recorder import AnyRecorder
+
+
+@final
+class TensorParallel(Replica):
+    """Δ is the gradient of the mean loss over a batch; each shard has the part of it that its parameters have.
+
+    Args:
+        program: says seed and precision.
+        prepared: this shard of the model.
+        shards: all of them.
+        replica: whose they are.
+        layout: of this shard's tensors.
+        device: as torch writes it.
+        recorder: of this shard's spans.
+        micro_steps: calls of :meth:`advance` for one Δ.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        prepared: Prepared,
+        shards: Shards,
+        replica: ReplicaId,
+        layout: Layout,
+        device: str = "cpu",
+        *,
+        recorder: AnyRecorder = NO_RECORDER,
+        micro_steps: int = 1,
+    ) -> None:
+        self._program, self._captured, self._shards = program, prepared.captured, shards
+        self._replica, self._device, self._recorder, self._micro_steps = replica, device, recorder, micro_steps
+        self._module = prepared.shard.module
+        self._tensors = Autograd(program, self._module, layout, replica, device)
+        names = layout.parameter_names
+        self._shared = [i for i, name in enumerate(names) if prepared.shard.parameters.get(name) == SHARED]
+        self._losses, self._samples = 0.0, 0
+
+    def adopt(self, state: State) -> None:
+        self._tensors.bind(state)
+        self._losses, self._samples = 0.0, 0
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        if not batch.samples:
+            return math.nan
+        torch.default_generator.manual_seed(step_seed(self._program.seed, self._replica, clock))
+        self._shards.step = clock + 1
+        try:
+            value = self._pass(batch, clock)
+        except PacelineError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+        self._losses += value * batch.samples
+        self._samples += batch.samples
+        return value
+
+    def _pass(self, batch: Batch, clock: Clock) -> float:
+        """Forward and backward; the mean loss."""
+        weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
+        began = time.monotonic_ns()
+        leaves = self._captured.flat((batch.input, batch.target))
+        with self._program.autocast(self._device):
+            (loss,) = self._module(*(leaf.to(self._device) for leaf in leaves))
+        turned = time.monotonic_ns()
+        (loss if weight == 1.0 else loss * weight).backward()
+        value = float(loss.detach())
+        self._recorder.record("forward", clock + 1, began, turned)
+        self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
+        return value
+
+    def _failed(self, error: Exception) -> WorkerError:
+        told = "".join(traceback.format_exception(error))
+        where = f"shard {self._shards.rank}, step {self._shards.step}"
+        return WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{told}")
+
+    def finish(self, out: State) -> Measured:
+        gradients = self._tensors.take_gradients()
+        with torch.no_grad():
+            self._sum_shared(gradients)
+            if self._micro_steps > 1 and self._samples:
+                torch._foreach_div_(gradients, float(self._samples))
+            torch._foreach_copy_(out.views.parameters, gradients)
+            self._tensors.write_buffers(out)
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        loss = self._losses / self._samples
+        return Measured(loss, self._samples, finite(out.parameters, loss))
+
+    def _sum_shared(self, gradients: list[Tensor]) -> None:
+        """Of parameters that every shard has and uses for its part of the samples."""
+        if not self._shared or not self._samples:
+            return
+        terms = [gradients[i] for i in self._shared]
+        total = self._shards.all_reduce(torch.cat([term.reshape(-1) for term in terms]), "gradients that all share")
+        for index, found in zip(self._shared, torch.split(total, [term.numel() for term in terms]), strict=True):
+            gradients[index] = found.view_as(gradients[index])

@@ -1,0 +1,304 @@
+"""A model on one process and on the shards that a plan makes of it: outputs, gradients and buffers by name.
+
+A :class:`Case` is one operator with tensors before it whose layout can be forced, so that each way of its rule is tried
+in each layout, not only what the plan likes.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from paceline.program import Tree, call, leaves
+from paceline.replica.capture import capture
+from paceline.replica.tensor import rules
+from paceline.replica.tensor.base import Call, Rule, Value, Way, divided, rule_of, undivided
+from paceline.replica.tensor.calls import Operators, operators
+from paceline.replica.tensor.costs import Cost, Key, Versions, key, taken
+from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, shares
+from paceline.replica.tensor.plan import Plan, Step, _parameters, plan
+from paceline.replica.tensor.rewrite import Shard, rewritten
+from paceline.replica.tensor.shards import Shards
+from tests.replica.tensor.threads import together
+
+__all__ = ["rules"]
+
+ATOL = 1e-10
+"""Float64: sums of at most some hundred terms near 1 in another order; a wrong cut differs by about 1."""
+
+
+class Made(NamedTuple):
+    """By one process, or by one shard."""
+
+    outputs: list[Tensor]
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+def looked_at(model: nn.Module, inputs: Tree, k: int) -> Operators:
+    """The operators of a model."""
+    return operators(capture(model, inputs, operators=True), k)
+
+
+def eager(model: nn.Module, inputs: Tree) -> Made:
+    """What the model itself does; it stays as it is."""
+    return _run(deepcopy(model), lambda own: leaves(call(own, inputs)))
+
+
+def sharded(made: Plan, inputs: Tree) -> tuple[list[Made], Counter[str]]:
+    """What each shard does, each with tensors of its own, and the collectives."""
+    captured = made.operators.captured
+
+    def work(shards: Shards) -> Made:
+        shard = own(rewritten(made, shards))
+        return _run(shard.module, lambda module: leaves(captured.rebuild(module(*captured.flat(inputs)))))
+
+    return together(made.shards, work)
+
+
+def own(shard: Shard) -> Shard:
+    """With copies of its tensors, which threads would otherwise have in common."""
+    for module in shard.module.modules():
+        for name, parameter in list(module._parameters.items()):
+            assert parameter is not None, name
+            module._parameters[name] = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+        for name, buffer in list(module._buffers.items()):
+            assert buffer is not None, name
+            module._buffers[name] = buffer.detach().clone()
+    return shard
+
+
+def _run(module: nn.Module, forward: Callable[[nn.Module], list[Tensor]]) -> Made:
+    outputs = forward(module)
+    differentiable = [output for output in outputs if output.requires_grad]
+    if differentiable:
+        generator = torch.Generator().manual_seed(1)
+        seeds = [torch.randn(o.shape, generator=generator, dtype=o.dtype) for o in differentiable]
+        torch.autograd.backward(differentiable, seeds)
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+    return Made([output.detach() for output in outputs], gradients, dict(module.named_buffers()))
+
+
+def same(made: Plan, model: nn.Module, inputs: Tree, what: str = "") -> Counter[str]:
+    """Assert that the shards of a plan are the model; returns the collectives that it took, forward and backward."""
+    expected = eager(model, inputs)
+    shards, calls = sharded(made, inputs)
+    for shard in shards:
+        assert len(shard.outputs) == len(expected.outputs), what
+        for index, (output, right) in enumerate(zip(shard.outputs, expected.outputs, strict=True)):
+            _close(output, right, f"{what}: output {index}")
+    names = made.parameters.keys()
+    for name, gradient in expected.gradients.items():
+        if name in names:
+            parts = [shard.gradients.get(name) for shard in shards]
+            found = put_together(parts, made.parameters[name], gradient)
+            _close(found, gradient if gradient is not None else None, f"{what}: gradient of {name}")
+    for name, buffer in expected.buffers.items():
+        if name in names:
+            held = [shard.buffers[name] for shard in shards]
+            _close(put_together(held, made.parameters[name], buffer, terms=False), buffer, f"{what}: buffer {name}")
+    return calls
+
+
+def put_together(
+    parts: Sequence[Tensor | None], layout: Layout, like: Tensor | None, *, terms: bool = True
+) -> Tensor | None:
+    """The whole tensor; no part of a gradient is as good as zeros."""
+    if like is None or all(part is None for part in parts):
+        return None
+    if isinstance(layout, Owned):
+        return parts[layout.shard]
+    if isinstance(layout, Split):
+        shapes = [layout.local(like.shape, shard) for shard in range(len(parts))]
+        filled = [like.new_zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)]
+        return layout.put_together(filled)
+    if layout == SHARED and terms:
+        return sum((part for part in parts if part is not None), torch.zeros_like(like))
+    for part in parts[1:]:
+        _close(part, parts[0], "all shards have the same")
+    return parts[0]
+
+
+def _close(found: Tensor | None, right: Tensor | None, what: str) -> None:
+    if found is None or right is None:
+        nothing = all(each is None or not each.any() for each in (found, right))
+        assert nothing, f"{what}: {found} for {right}"
+        return
+    assert found.dtype == right.dtype, what
+    torch.testing.assert_close(found, right, rtol=ATOL, atol=ATOL, equal_nan=True, msg=lambda why: f"{what}: {why}")
+
+
+def holds_its_part(made: Plan, model: nn.Module) -> None:
+    """Assert that each shard has of each tensor as many elements as its layout says, and no tensor of others."""
+    whole = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+
+    def held(shards: Shards) -> dict[str, torch.Size]:
+        module = rewritten(made, shards).module
+        return {n: t.shape for n, t in (*module.named_parameters(), *module.named_buffers())}
+
+    shapes, _ = together(made.shards, held)
+    for name, layout in made.parameters.items():
+        if name not in whole:  # a number that the graph holds
+            continue
+        for shard, has in enumerate(shapes):
+            if isinstance(layout, Split):
+                assert has[name] == layout.local(whole[name].shape, shard), (name, shard)
+            elif isinstance(layout, Owned) and layout.shard != shard:
+                assert name not in has, (name, shard)
+            else:
+                assert has[name] == whole[name].shape, (name, shard)
+
+
+def split_share(made: Plan, model: nn.Module) -> float:
+    """Of the elements of all parameters, how many are divided among the shards."""
+    parameters = dict(model.named_parameters())
+    total = sum(parameter.numel() for parameter in parameters.values())
+    divided = [n for n, layout in made.parameters.items() if isinstance(layout, (Split, Owned)) and n in parameters]
+    return sum(parameters[name].numel() for name in divided) / total
+
+
+def planned(model: nn.Module, inputs: Tree, k: int) -> Plan:
+    """The plan of a model."""
+    return plan(looked_at(model, inputs, k), k)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator of a rule, on tensors that are computed from inputs and on parameters.
+
+    Args:
+        name: of the test.
+        rule: that it is to be tried of.
+        function: (*tensors, *parameters) -> what the operator gives.
+        tensors: shapes of what is computed; the first dim is the samples. A tensor itself is given as it is.
+        parameters: shapes.
+        buffers: of the module, by name: given to ``function`` after the parameters.
+        ways: the names of the ways that have to be there.
+        whole: whether the rule has to say that it can't be divided.
+    """
+
+    name: str
+    rule: type[Rule]
+    function: Callable[..., Any]
+    tensors: Sequence[tuple[int, ...] | Tensor]
+    parameters: Sequence[tuple[int, ...]] = ()
+    buffers: Sequence[Tensor] = ()
+    ways: tuple[str, ...] = ()
+    whole: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class _Module(nn.Module):
+    """Each tensor times a parameter, whose gradient says what the gradient of the tensor is; then the operator."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(2)
+        shapes = [None if isinstance(each, Tensor) else each[1:] for each in case.tensors]
+        self._function = case.function
+        self._scaled = [shape is not None for shape in shapes]
+        self.scales = nn.ParameterList(_random(s, generator) for s in shapes if s is not None)
+        self.weights = nn.ParameterList(_random(shape, generator) for shape in case.parameters)
+        for index, buffer in enumerate(case.buffers):
+            self.register_buffer(f"buffer{index}", buffer.clone())
+        self._buffer_count = len(case.buffers)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        scales = iter(self.scales)
+        made = [t * next(scales) if scaled else t for t, scaled in zip(tensors, self._scaled, strict=True)]
+        buffers = [getattr(self, f"buffer{index}") for index in range(self._buffer_count)]
+        return self._function(*made, *self.weights, *buffers)
+
+
+def _random(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+
+
+def built(case: Case) -> tuple[nn.Module, Tree]:
+    """Its module and input."""
+    generator = torch.Generator().manual_seed(3)
+    inputs = tuple(t if isinstance(t, Tensor) else _random(t, generator) for t in case.tensors)
+    return _Module(case), inputs
+
+
+def every_way(case: Case, shards: Sequence[int] = (2, 3, 4)) -> None:
+    """Assert that each way of the case's rule is the operator itself, from each layout, for each k."""
+    module, inputs = built(case)
+    captured = capture(module, inputs, operators=True)
+    for k in shards:
+        found = operators(captured, k)
+        calls = [each for each in found.calls.values() if type(rule_of(each.target)) is case.rule]
+        assert calls, f"{[str(each.target) for each in found.calls.values()]}: none is of {case.rule.__name__}"
+        asked = calls[-1]
+        ways = [way for way in possible(asked) if _can_be_had(asked, way)]
+        names = {way.name for way in ways}
+        assert names >= set(case.ways), f"k = {k}: {case.ways} of {names}"
+        assert any(map(_divides, ways)) is not case.whole, f"k = {k}: {ways}"
+        for way in ways:
+            same(forced(found, k, {asked.node: way}), module, inputs, f"k = {k}, {_told(way)}")
+
+
+def possible(asked: Call) -> list[Way]:
+    """All ways of an operator, whatever its tensors can be had as."""
+    offers = [frozenset(layouts(value, asked)) for value in asked.takes]
+    return list(dict.fromkeys((*undivided(asked), *divided(asked, offers))))
+
+
+def layouts(value: Value, asked: Call) -> Iterator[Layout]:
+    """Those that a tensor can have: uneven parts, the larger ones first or last, by units, and in two blocks."""
+    k = asked.shards
+    yield from (WHOLE, SHARED)
+    if value.dtype.is_floating_point:
+        yield PARTIAL
+    for dim in range(value.dims):
+        length = value.shape[dim]
+        yield from asked.splits(length, dim - value.dims)
+        if length >= k:
+            yield Split(dim - value.dims, shares(length, k))
+            yield Split(dim - value.dims, shares(length, k)[::-1])
+        if length % 2 == 0 and length // 2 >= k:
+            yield Split(dim - value.dims, shares(length // 2, k), outer=2)
+
+
+def _can_be_had(asked: Call, way: Way) -> bool:
+    """A parameter is never a term of a sum."""
+    return all(v.parameter is None or layout != PARTIAL for v, layout in zip(asked.takes, way.takes, strict=True))
+
+
+def _divides(way: Way) -> bool:
+    return any(isinstance(layout, Split) or layout == PARTIAL for layout in way.takes)
+
+
+def _told(way: Way) -> str:
+    return f"{way.name or 'unnamed'}: {', '.join(map(str, way.takes))} -> {', '.join(map(str, way.gives))}"
+
+
+def forced(found: Operators, k: int, ways: Mapping[Node, Way]) -> Plan:
+    """The plan by which some operators are divided in these ways, and all others are not."""
+    there: dict[Key, Versions] = {}
+    steps: list[Step] = []
+    for each in found.calls.values():
+        way = ways.get(each.node) or _as_it_is(each, there)
+        had = taken(each, way, there)
+        assert had is not None, f"{each.node}: {_told(way)}"
+        _, converted, versions = had
+        there.update(versions)
+        there.update({key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)})
+        steps.append(Step(each, way, converted))
+    return Plan(found, k, tuple(steps), _parameters(steps), Cost())
+
+
+def _as_it_is(each: Call, there: Mapping[Key, Versions]) -> Way:
+    """Whole; but an element of a tuple as it was made."""
+    if each.target is getitem and len(each.takes) == 1:
+        (layout,) = there[key(each.takes[0])]
+        return next(way for way in possible(each) if way.takes == (layout,))
+    return next(iter(undivided(each)))

@@ -1,0 +1,129 @@
+"""A module divided as the plan has it, in threads, compared with the module itself by name."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.replica.capture import capture
+from paceline.replica.tensor import rules
+from paceline.replica.tensor.calls import operators
+from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
+from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.tensor.rewrite import rewritten
+from paceline.replica.tensor.shards import Shards
+from paceline.replica.undisturbed import tensors_of
+from tests.replica.tensor.threads import together
+
+assert rules, "they are registered"
+
+
+class Weighed(Shards):
+    """Others, with the bytes that this one sends in rings."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards.rank, shards.count)
+        self._shards, self.sent, self.calls = shards, 0.0, 0
+
+    def _send(self, nbytes: int, rounds: int) -> None:
+        self.sent += rounds * nbytes * (self.count - 1) / self.count
+        self.calls += 1
+
+    def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
+        self._send(tensor.nbytes, 2)
+        return self._shards.all_reduce(tensor, what, largest=largest)
+
+    def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
+        self._send(sum(torch.Size(shape).numel() for shape in shapes) * part.dtype.itemsize, 1)
+        return self._shards.all_gather(part, shapes, what)
+
+    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
+        self._send(sum(part.nbytes for part in parts), 1)
+        return self._shards.reduce_scatter(parts, what)
+
+
+@dataclass(frozen=True)
+class Divided:
+    """What came of it."""
+
+    plan: Plan
+    outputs: tuple[Tensor, ...]
+
+    def way(self, operator: str) -> str:
+        """The name of the way of the one operator that has this in its name."""
+        (found,) = (step for step in self.plan.steps if operator in str(step.call.target))
+        return found.way.name
+
+    def converted(self, operator: str) -> list[tuple[type[Layout], type[Layout]]]:
+        """(from, to) of what was converted for it, and has a gradient."""
+        steps = [step for step in self.plan.steps if operator in str(step.call.target)]
+        return [(type(a), type(b)) for step in steps for v, a, b in step.converted if v.differentiable]
+
+
+def divided(module: nn.Module, inputs: Any, count: int, *, rtol: float = 1e-11) -> Divided:
+    """Divide it, run it and compare outputs, gradients, collectives and bytes with what they have to be.
+
+    Args:
+        module: in float64.
+        inputs: of it.
+        count: k.
+        rtol: of outputs and gradients; as given, what float64 rounds off in sums of a few dozen terms in another order.
+    """
+    captured = capture(module, inputs, operators=True)
+    made = plan(operators(captured, count), count)
+    outputs, gradients = _run(captured.module, captured.flat(inputs))
+
+    def work(shards: Shards) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:
+        weighed = Weighed(shards)
+        local = rewritten(made, weighed).module
+        _own(local)
+        return *_run(local, captured.flat(inputs)), weighed
+
+    shards, _ = together(count, work)
+    for of_shard, _, _ in shards:
+        _close(of_shard, outputs, rtol)
+    named = {name: made.parameters.get(name) for name in gradients}
+    for name, layout in named.items():
+        _close([_whole(layout, [given.get(name) for _, given, _ in shards])], [gradients[name]], rtol, name)
+    assert any(isinstance(layout, Split) for layout in named.values()), "something is divided"
+    summed = sum(gradients[name].nbytes for name, layout in named.items() if layout == SHARED)
+    for _, _, weighed in shards:
+        assert weighed.calls == made.cost.collectives
+        sent = weighed.sent + 2 * (count - 1) / count * summed
+        assert abs(sent - made.cost.sent) <= 1e-9 * sent, "the plan knows what is sent"
+    return Divided(made, tuple(outputs))
+
+
+def _run(module: nn.Module, leaves: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    outputs = list(module(*leaves))
+    generator = torch.Generator().manual_seed(1)
+    terms = [(torch.randn(t.shape, generator=generator, dtype=t.dtype) * t).sum() for t in outputs]
+    parameters = {name: p for name, p in tensors_of(module).items() if isinstance(p, nn.Parameter) and p.requires_grad}
+    found = torch.autograd.grad(sum(terms[1:], terms[0]), list(parameters.values()))
+    return [t.detach() for t in outputs], dict(zip(parameters, found, strict=True))
+
+
+def _own(module: nn.Module) -> None:
+    """Threads share no tensor."""
+    for each in module.modules():
+        for name, held in list(each._parameters.items()):
+            if held is not None:
+                each._parameters[name] = nn.Parameter(held.detach().clone(), held.requires_grad)
+
+
+def _whole(layout: Layout | None, parts: Sequence[Tensor | None]) -> Tensor:
+    given = [part for part in parts if part is not None]
+    if isinstance(layout, Split):
+        return layout.put_together(given)
+    if isinstance(layout, Owned):
+        assert len(given) == 1
+        return given[0]
+    return torch.stack(given).sum(0) if layout == SHARED else given[0]
+
+
+def _close(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float, what: str = "an output") -> None:
+    for a, b in zip(found, expected, strict=True):
+        assert 0 < b.abs().max() < torch.inf, f"{what} says nothing"
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol / 10, msg=lambda text: f"{what}: {text}")

@@ -1,0 +1,142 @@
+"""Each conversion against its definition, forward and backward, and the collectives that it makes."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.replica.tensor.conversions import _KINDS, conversion, price
+from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, order, shares
+from paceline.replica.tensor.shards import Shards
+from tests.replica.tensor.threads import together
+
+PLAIN: tuple[Layout, ...] = (WHOLE, SHARED, PARTIAL)
+
+
+def splits(k: int) -> list[Split]:
+    return [Split(dim, shares(10 // outer, k)[::-1], outer) for dim in (-1, -2, -3) for outer in (1, 2)]
+
+
+def pairs(k: int) -> list[tuple[Layout, Layout]]:
+    layouts = (*PLAIN, *splits(k))
+    return [(a, b) for a, b in product(layouts, layouts) if a != b]
+
+
+def numbers(seed: int) -> Tensor:
+    return torch.randn(10, 10, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def terms(whole: Tensor, k: int) -> list[Tensor]:
+    made = [numbers(100 + shard) for shard in range(k - 1)]
+    return [*made, whole - sum(made, torch.zeros_like(whole))]
+
+
+def values(layout: Layout, whole: Tensor, k: int) -> list[Tensor]:
+    """What each shard has of a value."""
+    if isinstance(layout, Split):
+        return [layout.take(whole, shard).clone() for shard in range(k)]
+    return terms(whole, k) if layout == PARTIAL else [whole.clone() for _ in range(k)]
+
+
+def gradients(layout: Layout, whole: Tensor, k: int) -> list[Tensor]:
+    """What each shard has of a gradient."""
+    if isinstance(layout, Split):
+        return values(layout, whole, k)
+    return terms(whole, k) if layout == SHARED else [whole.clone() for _ in range(k)]
+
+
+def assert_are(parts: list[Tensor], expected: list[Tensor], *, summed: bool) -> None:
+    if summed:
+        parts, expected = [torch.stack(parts).sum(0)], [torch.stack(expected).sum(0)]
+    for part, right in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part, right, rtol=0, atol=1e-12)  # numbers near 1, at most 8 of them added up
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_value_gradient_and_collectives_are_those_of_the_table(k: int) -> None:
+    value, gradient = numbers(1), numbers(2)
+    tried = set()
+    for before, after in pairs(k):
+        has, seeds = values(before, value, k), gradients(after, gradient, k)
+
+        def forward(shards: Shards, given: list[Tensor] = has, pair: tuple[Layout, Layout] = (before, after)) -> Tensor:
+            return conversion(shards, "x", *pair)(given[shards.rank].requires_grad_())
+
+        def both(shards: Shards, given: list[Tensor] = has, seeds: list[Tensor] = seeds) -> tuple[Tensor, Tensor]:
+            made = forward(shards, given)
+            (back,) = torch.autograd.grad(made, given[shards.rank], seeds[shards.rank])
+            return made.detach(), back
+
+        def work(shards: Shards) -> tuple[Tensor, Tensor]:
+            return both(shards)
+
+        made, calls = together(k, work)
+        _, forwards = together(k, forward)
+        assert_are([m for m, _ in made], values(after, value, k), summed=after == PARTIAL)
+        assert_are([g for _, g in made], gradients(before, gradient, k), summed=before == SHARED)
+        priced = price(before, after, k, differentiable=True)
+        assert priced is not None
+        assert (forwards.total(), calls.total() - forwards.total()) == priced.collectives, (before, after, calls)
+        tried.add((type(before), type(after)))
+    assert tried == set(_KINDS)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "there", "back"),
+    [
+        (WHOLE, SHARED, {}, {"all_reduce": 1}),
+        (PARTIAL, WHOLE, {"all_reduce": 1}, {}),
+        (PARTIAL, SHARED, {"all_reduce": 1}, {"all_reduce": 1}),
+        (WHOLE, Split(-1, (5, 5)), {}, {"all_gather": 1}),
+        (Split(-1, (5, 5)), WHOLE, {"all_gather": 1}, {}),
+        (Split(-1, (5, 5)), SHARED, {"all_gather": 1}, {"reduce_scatter": 1}),
+        (PARTIAL, Split(-1, (5, 5)), {"reduce_scatter": 1}, {"all_gather": 1}),
+        (Split(-1, (5, 5)), Split(-2, (5, 5)), {"all_gather": 1}, {"all_gather": 1}),
+    ],
+)
+def test_they_make_the_collectives_that_are_drawn(
+    before: Layout, after: Layout, there: dict[str, int], back: dict[str, int]
+) -> None:
+    has, seeds = values(before, numbers(1), 2), gradients(after, numbers(2), 2)
+
+    def forward(shards: Shards) -> Tensor:
+        return conversion(shards, "x", before, after)(has[shards.rank].requires_grad_())
+
+    def both(shards: Shards) -> None:
+        forward(shards).backward(seeds[shards.rank])
+
+    _, forwards = together(2, forward)
+    _, calls = together(2, both)
+    assert forwards == Counter(there)
+    assert calls - forwards == Counter(back)
+
+
+def test_what_has_no_gradient_pays_for_none() -> None:
+    for before, after in pairs(3):
+        known = price(before, after, 3, differentiable=False)
+        assert known is not None
+        assert known.backward == 0
+        assert known.collectives[1] == 0
+
+
+def test_what_one_shard_owns_is_not_converted() -> None:
+    assert price(Owned(0), WHOLE, 2, differentiable=True) is None
+    assert price(WHOLE, Owned(0), 2, differentiable=True) is None
+
+
+def test_one_shard_sends_nothing() -> None:
+    for before, after in pairs(1):
+        known = price(before, after, 1, differentiable=True)
+        assert known is not None
+        assert known.forward == known.backward == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(Split(-1, (6, 4)), WHOLE), (WHOLE, Split(-2, (6, 4))), (PARTIAL, WHOLE)]
+)
+def test_dims_keep_their_order_in_memory(before: Layout, after: Layout) -> None:
+    has = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in values(before, numbers(1), 2)]
+    made, _ = together(2, lambda shards: order(conversion(shards, "x", before, after)(has[shards.rank])))
+    assert made == [[2, 1, 0]] * 2

@@ -1,0 +1,38 @@
+"""No rule without a case: each that is registered is tried, in each of its ways, by a file of this folder."""
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.replica.tensor import base
+from paceline.replica.tensor.base import Rule
+from paceline.replica.tensor.rules.shapes import Element
+from tests.replica.tensor.cases import Case, rules
+
+FOLLOWS = {Element}
+"""It takes an element as the tuple was made, and is tried in each case that gives a tuple."""
+
+
+def cases() -> Iterator[Case]:
+    for file in sorted(Path(__file__).parent.glob("test_rules_*.py")):
+        module = importlib.import_module(f"tests.replica.tensor.{file.stem}")
+        for held in vars(module).values():
+            if isinstance(held, (list, tuple)):
+                yield from (each for each in held if isinstance(each, Case))
+
+
+def registered() -> set[type[Rule]]:
+    assert rules.__path__, "importing it registers all"
+    return {type(rule) for rule in base._RULES.values()}
+
+
+def test_each_has_a_case_that_divides() -> None:
+    tried = {case.rule for case in cases() if not case.whole}
+    missing = registered() - tried - FOLLOWS
+    assert not missing, f"no Case in a test_rules_*.py is of {sorted(rule.__name__ for rule in missing)}"
+
+
+def test_each_states_what_a_shard_owns() -> None:
+    for rule in registered() - FOLLOWS:
+        told = " ".join((each.__doc__ or "") for each in rule.__mro__ if issubclass(each, Rule) and each is not Rule)
+        assert "S_p" in told, rule.__name__

@@ -1,0 +1,61 @@
+"""Where some parameters have no gradient: all shards send the same in backward, or nobody does."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.replica.tensor.base import Call, Way, rule_of
+from paceline.replica.tensor.rules.linear import FIRST
+from tests.replica.tensor.cases import forced, looked_at, possible, same
+
+K = 2
+
+
+class Two(nn.Module):
+    """Something before a layer that is cut by rows, and a layer behind it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = nn.Parameter(torch.rand(6))
+        self.layer, self.last = layer, nn.Linear(5, 7)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.scale * x
+        x = self.layer(x) if isinstance(self.layer, nn.Linear) else self.layer(x.unsqueeze(-1)).squeeze(-1)
+        return self.last(x.tanh())  # type: ignore[no-any-return]
+
+
+LAYERS = {"linear": lambda: nn.Linear(6, 5), "conv1d": lambda: nn.Conv1d(6, 5, 1)}
+FROZEN = {
+    "nothing": [],
+    "what is before": ["scale"],
+    "the weight": ["layer.weight"],
+    "all before": ["scale", "layer.weight", "layer.bias"],
+    "all but the bias": ["scale", "layer.weight"],
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_whose_terms_are_summed(layer: str, frozen: str) -> None:
+    model, x = Two(LAYERS[layer]()), torch.randn(4, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for name in FROZEN[frozen]:
+        model.get_parameter(name).requires_grad_(False)
+    found = looked_at(model, x, K)
+    first, last = (call for call in found.calls.values() if _weighed(call))
+    summed = [way for way in possible(first) if FIRST in way.takes]
+    assert bool(summed) is (frozen != "all but the bias"), "shard 0 alone would have a gradient to send"
+    for way in summed:
+        same(forced(found, K, {first.node: way, last.node: _columns(last)}), model, x, f"{layer}, frozen: {frozen}")
+
+
+def _weighed(call: Call) -> bool:
+    return any("weight" in (value.parameter or "") for value in call.takes)
+
+
+def _columns(call: Call) -> Way:
+    rule = rule_of(call.target)
+    assert rule is not None
+    return next(way for way in rule.ways(call, [frozenset()] * len(call.takes)) if way.name == "column")

@@ -1,0 +1,133 @@
+"""What shard_rules ask for is what the plan does; what can't be done is refused, with what can."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.core.errors import InputError
+from paceline.replica.capture import Captured, capture
+from paceline.replica.tensor.calls import operators
+from paceline.replica.tensor.layouts import SHARED, WHOLE
+from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.tensor.possible import module_of
+from paceline.shard_rules import ShardRules
+from tests.replica.tensor.cases import rules, same
+
+__all__ = ["rules"]
+
+
+class Block(nn.Module):
+    """Attention, which reaches into its output's layer, and layers around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        made: torch.Tensor = self.head(self.norm(self.down(self.up(x).relu())))
+        return made
+
+
+class Tied(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.second(self.first(x).relu())
+        return made
+
+
+def captured(model: nn.Module) -> tuple[Captured, torch.Tensor]:
+    torch.manual_seed(0)
+    inputs = torch.randn(4, 3, 6, dtype=torch.float64)
+    return capture(model.double(), inputs, operators=True), inputs
+
+
+def planned(model: nn.Module, k: int, asked: dict[str, str]) -> tuple[Plan, torch.Tensor]:
+    graph, inputs = captured(model)
+    return plan(operators(graph, k), k, ShardRules(asked)), inputs
+
+
+def chosen(made: Plan) -> dict[str, set[str]]:
+    """Module -> names of its operators' ways."""
+    owners = made.operators.captured.owners
+    found: dict[str, set[str]] = {}
+    for step in made.steps:
+        found.setdefault(module_of(step.call, owners), set()).add(step.way.name)
+    return found
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize(
+    ("asked", "module", "name"),
+    [
+        ({"up": "row"}, "up", "row"),
+        ({"up": "column"}, "up", "column"),
+        ({"down": "column"}, "down", "column"),
+        ({"down": "row"}, "down", "row"),
+        ({"attention.out_proj": "column"}, "attention.out_proj", "column"),
+        ({"*": "whole", "do*": "column"}, "down", "column"),
+    ],
+)
+def test_an_operator_is_divided_as_asked_and_the_model_stays_the_same(
+    asked: dict[str, str], module: str, name: str, k: int
+) -> None:
+    model = Block()
+    made, inputs = planned(model, k, asked)
+    assert chosen(made)[module] == {name}
+    same(made, model, inputs)
+
+
+def test_whole_leaves_a_module_whole_and_the_others_to_the_plan() -> None:
+    made, inputs = planned(Block(), 2, {"up": "whole", "attention*": "whole"})
+    layouts = {name: layout for name, layout in made.parameters.items() if name.startswith(("up", "attention"))}
+    assert len(layouts) == 6
+    assert all(layout in (WHOLE, SHARED) for layout in layouts.values())
+    assert chosen(made)["down"] != {""}
+    same(made, made.operators.captured.module, inputs)
+
+
+def test_of_patterns_that_match_the_last_counts() -> None:
+    first, _ = planned(Block(), 2, {"up": "row", "*up": "column"})
+    second, _ = planned(Block(), 2, {"*up": "column", "up": "row"})
+    assert (chosen(first)["up"], chosen(second)["up"]) == ({"column"}, {"row"})
+
+
+def test_attention_is_known_by_its_own_name_and_its_output_by_that_of_its_layer() -> None:
+    assert chosen(planned(Block(), 2, {"attention": "heads"})[0])["attention"] >= {"heads"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "k", "said"),
+    [
+        ({"upp": "column"}, 2, "unknown module in shard_rules 'upp'; did you mean 'up'?"),
+        ({"up": "column", "[0-9]*": "row"}, 2, "unknown module in shard_rules '[0-9]*'"),
+        ({"up": "colum"}, 2, "shard_rules={'up': 'colum'}: up (linear"),
+        ({"up": "colum"}, 2, "has no way 'colum'; write one of: column, row, whole"),
+        ({"d*": "filters"}, 2, "shard_rules={'d*': 'filters'}: down"),
+        (
+            {"head": "column"},
+            3,
+            "shards=3, but head can be divided by column among 2 at most; write shards=2, or whole in place of column",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(asked: dict[str, str], k: int, said: str) -> None:
+    with pytest.raises(InputError, match=re.escape(said)):
+        planned(Block(), k, asked)
+
+
+def test_a_weight_of_two_modules_can_lie_in_one_way_alone() -> None:
+    with pytest.raises(InputError, match="divide a parameter that several modules have in more than one way"):
+        planned(Tied(), 2, {"first": "column", "second": "row"})
+    made, inputs = planned(Tied(), 2, {"*": "column"})
+    same(made, made.operators.captured.module, inputs)

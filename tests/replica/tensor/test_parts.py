@@ -1,0 +1,55 @@
+"""What one shard has of A, and what of it counts once."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.replica.state import Layout
+from paceline.replica.stepper import Stepper, of_part
+from paceline.replica.tensor.layouts import SHARED, Owned, Split, shares
+from paceline.replica.tensor.layouts import Layout as Lies
+from paceline.replica.tensor.parts import counts, part_of
+
+LIES: dict[str, Lies] = {
+    "0.weight": Split(-2, shares(8, 3)),
+    "0.bias": SHARED,
+    "1.weight": Split(-1, shares(8, 3)),
+    "1.bias": Owned(2),
+}
+
+
+@pytest.fixture
+def whole() -> Layout:
+    return Layout.of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)))
+
+
+def test_each_element_counts_once(whole: Layout) -> None:
+    """In a sum over all shards, as that of the norm of a gradient is."""
+    parts = [part_of(whole, LIES, shard) for shard in range(3)]
+    sizes = [{e.name: e.shape.numel() for b in part.parameters for e in b.entries} for part in parts]
+    assert sizes[0] == {"0.weight": 18, "0.bias": 8, "1.weight": 9}
+    assert sizes[2] == {"0.weight": 12, "0.bias": 8, "1.weight": 6, "1.bias": 3}
+    counted = sum(n for shard, found in enumerate(sizes) for name, n in found.items() if counts(LIES[name], shard))
+    assert counted == sum(block.elements for block in whole.parameters)
+
+
+def test_groups_are_those_of_whole_shapes(whole: Layout) -> None:
+    """Though no part of the first weight has 8 rows; and what an optimizer makes at once is of the part's shape."""
+
+    def by_rows(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        wide = [p for p in parameters if p.shape[0] == 8]
+        rest = [p for p in parameters if p.shape[0] != 8]
+        return torch.optim.Adagrad([{"params": wide, "lr": 0.5}, {"params": rest, "lr": 0.0}])
+
+    part = part_of(whole, LIES, 1)
+    state, gradient = part.new(), part.new()
+    for vector in (*state.parameters, *gradient.parameters):
+        vector.fill_(1.0)
+    stepper = Stepper(
+        of_part(by_rows, whole, part), functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), state, gradient
+    )
+    stepper.step(gradient.parameters)
+    moved = {name for name, value in state.named() if not torch.equal(value, torch.ones_like(value))}
+    assert moved == {"0.weight", "0.bias"}

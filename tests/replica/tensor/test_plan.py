@@ -1,0 +1,154 @@
+"""The plan costs no more than any other: against all of them, one by one, on graphs of a few operators."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.replica.tensor import costs
+from paceline.replica.tensor import plan as planning
+from paceline.replica.tensor.base import Value
+from paceline.replica.tensor.calls import Operators
+from paceline.replica.tensor.costs import Cost, Key, Versions, key
+from paceline.replica.tensor.layouts import WHOLE, Layout
+from paceline.replica.tensor.plan import outputs, plan
+from tests.replica.tensor.cases import looked_at, same
+
+
+class Of(nn.Module):
+    """A function of an input and of some parameters."""
+
+    def __init__(self, function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self._function = function
+        self.weights = nn.ParameterList(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._function(x, *self.weights)
+
+
+linear, relu = torch.nn.functional.linear, torch.relu
+
+
+def chain(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return linear(relu(linear(x, v)), w)
+
+
+def chain_of_three(x: Tensor, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return linear(linear(linear(x, u), v), w)
+
+
+def diamond(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    value = linear(x, v)
+    return linear(relu(value) + torch.tanh(value), w)
+
+
+def tied(x: Tensor, v: Tensor) -> Tensor:
+    return linear(relu(linear(x, v)), v)
+
+
+def sum_used_twice(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    value = linear(linear(x, v), w)
+    return torch.neg(value) * relu(value)
+
+
+def pieces(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    first, second = linear(x, v).chunk(2, -1)
+    return linear(first * second, w)
+
+
+def residual(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return x + linear(relu(linear(x, v)), w)
+
+
+def smaller(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return linear(linear(x, v).sum(1), w)
+
+
+MODELS = {
+    "chain": (Of(chain, (9, 6), (7, 9)), (5, 6)),
+    "chain of three": (Of(chain_of_three, (6, 6), (6, 6), (6, 6)), (5, 6)),
+    "diamond": (Of(diamond, (9, 6), (7, 9)), (5, 6)),
+    "tied": (Of(tied, (6, 6)), (5, 6)),
+    "sum used twice": (Of(sum_used_twice, (9, 6), (7, 9)), (5, 6)),
+    "pieces": (Of(pieces, (8, 6), (7, 4)), (5, 6)),
+    "residual": (Of(residual, (9, 6), (6, 9)), (5, 6)),
+    "smaller": (Of(smaller, (9, 6), (7, 9)), (5, 4, 6)),
+}
+
+
+@pytest.mark.parametrize("k", [2, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_none_is_cheaper(name: str, k: int) -> None:
+    model, shape = MODELS[name]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    found = looked_at(model, x, k)
+    made, best = plan(found, k), cheapest(found, k)
+    assert made.cost[:3] == (best.whole, best.sent / k, best.collectives)
+    calls = same(made, model, x, name)
+    converting = sum(sum(_collectives(v, a, b, k)) for step in made.steps for v, a, b in step.converted)
+    assert calls.total() <= made.cost.collectives
+    assert calls.total() >= converting
+
+
+def _collectives(value: Value, before: Layout, after: Layout, k: int) -> tuple[int, int]:
+    made = costs.price(before, after, k, differentiable=value.differentiable)
+    assert made is not None
+    return made.collectives
+
+
+def cheapest(found: Operators, k: int) -> Cost:
+    """Of all plans that there are, each tried."""
+    offers: dict[Key, frozenset[Layout]] = {}
+    choices = []
+    for each in found.calls.values():
+        ways = list(planning._ways(each, offers))
+        choices.append((each, ways))
+        offers |= {key(v): frozenset(way.gives[i] for way in ways) for i, v in enumerate(each.gives)}
+    tried: list[Cost] = []
+
+    def onward(index: int, there: Mapping[Key, Versions], cost: Cost) -> None:
+        if tried and cost[:3] > min(tried)[:3]:
+            return
+        if index == len(choices):
+            ended = _whole(found, there, k)
+            if ended is not None:
+                tried.append(cost + ended)
+            return
+        each, ways = choices[index]
+        for way in ways:
+            taken = costs.taken(each, way, there)
+            if taken is not None:
+                gives = {key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)}
+                onward(index + 1, {**there, **taken[2], **gives}, cost + taken[0])
+
+    onward(0, {}, Cost())
+    return min(tried)
+
+
+def _whole(found: Operators, there: Mapping[Key, Versions], k: int) -> Cost | None:
+    cost = Cost()
+    for value in outputs(found):
+        if WHOLE not in there[key(value)]:
+            made = costs.converted_from(value, there[key(value)], WHOLE, k)
+            if made is None:
+                return None
+            cost += made[1]
+    return cost
+
+
+def test_equal_costs_are_equal_whatever_they_are_sums_of() -> None:
+    """A third and a third of a byte are two thirds, so that fewer collectives win."""
+    model, shape = MODELS["residual"]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    assert same(plan(looked_at(model, x, 3), 3), model, x) == {"all_reduce": 1}
+
+
+def test_the_plan_is_the_same_each_time() -> None:
+    model, shape = MODELS["diamond"]
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    first, second = (plan(looked_at(model, x, 3), 3) for _ in range(2))
+    assert first.parameters == second.parameters
+    assert [step.way.name for step in first.steps] == [step.way.name for step in second.steps]

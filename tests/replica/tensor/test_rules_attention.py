@@ -1,0 +1,56 @@
+"""Scaled dot-product attention by heads and by samples, each way × k in 2..4."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.replica.tensor.rules.attention import Attention
+from tests.replica.tensor.cases import Case, every_way
+
+attention = F.scaled_dot_product_attention
+
+QUERIES, KEYS = (5, 6, 7, 8), (5, 6, 9, 8)
+ALLOWED = torch.rand(5, 1, 7, 9, generator=torch.Generator().manual_seed(7)) < 0.7
+
+
+def of_itself(x: Tensor) -> Tensor:
+    return attention(x, x, x)
+
+
+def of_pooled(q: Tensor, x: Tensor) -> Tensor:
+    return attention(q, x, x)
+
+
+def biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return attention(q, k, v, bias)
+
+
+def grouped_and_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+    return attention(q, k, v, bias, enable_gqa=True)
+
+
+CASES = (
+    Case("heads", Attention, attention, [QUERIES, KEYS, KEYS], ways=("heads",)),
+    Case("causal", Attention, partial(attention, is_causal=True, scale=0.3), [QUERIES] * 3, ways=("heads",)),
+    Case("masked", Attention, attention, [QUERIES, KEYS, KEYS, ALLOWED], ways=("heads",)),
+    Case("biased by head", Attention, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], ways=("heads",)),
+    Case("a bias for all", Attention, biased, [QUERIES, KEYS, KEYS], [(7, 9)], ways=("heads",)),
+    Case("of itself", Attention, of_itself, [QUERIES], whole=True),
+    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], whole=True),
+    Case(
+        "grouped", Attention, partial(attention, enable_gqa=True),
+        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6)], ways=("heads",),
+    ),
+    Case(
+        "grouped, biased by head", Attention, grouped_and_biased,
+        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6), (5, 8, 7, 7)], ways=("heads",),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)

@@ -1,0 +1,46 @@
+"""Normalisations by channel, running statistics included, each way × k in 2..4."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.replica.tensor.rules.batch_norm import BatchNorm, GroupNorm
+from tests.replica.tensor.cases import Case, every_way
+
+
+def running(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, variance, weight, bias, training=True)
+
+
+def of_batch(x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, training=True)
+
+
+def by_instance(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.instance_norm(x, weight=weight, bias=bias)
+
+
+def groups(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.group_norm(x, 5, weight, bias)
+
+
+def of_one(x: Tensor) -> Tensor:
+    return F.group_norm(x, 6)
+
+
+STATISTICS = [torch.linspace(0.5, 1.5, 7, dtype=torch.float64), torch.linspace(2, 1, 7, dtype=torch.float64)]
+
+CASES = (
+    Case("running", BatchNorm, running, [(5, 7, 4, 3)], [(7,), (7,)], STATISTICS, ("channels",)),
+    Case("features", BatchNorm, running, [(5, 7)], [(7,), (7,)], STATISTICS, ("channels",)),
+    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], ways=("channels",)),
+    Case("instance", BatchNorm, by_instance, [(5, 7, 6)], [(7,), (7,)], ways=("channels",)),
+    Case("groups", GroupNorm, groups, [(6, 10, 3)], [(10,), (10,)], ways=("channels", "samples")),
+    Case("groups of one", GroupNorm, of_one, [(5, 6, 4, 3)], ways=("channels", "samples")),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)

@@ -1,0 +1,88 @@
+"""Operators that treat each element alone, broadcasting and sums of terms included, each way × k in 2..4."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.replica.tensor.rules.elementwise import Elementwise
+from tests.replica.tensor.cases import Case, every_way
+
+MASK = torch.arange(30).reshape(5, 6) % 3 == 0
+
+
+def subtracted(x: Tensor, y: Tensor) -> Tensor:
+    return torch.sub(x, y, alpha=3)
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return x.masked_fill(mask, 2.0)
+
+
+def chosen(mask: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(mask, x, y)
+
+
+def quotient(x: Tensor, y: Tensor) -> Tensor:
+    return x / y
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x * y
+
+
+def squared(x: Tensor) -> Tensor:
+    return x * x
+
+
+def by_itself(x: Tensor) -> Tensor:
+    return x / x
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x + x
+
+
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def reciprocal(x: Tensor) -> Tensor:
+    return 2 / (x * x + 1)
+
+
+def shifted(x: Tensor) -> Tensor:
+    return x + 2.5
+
+
+def compared(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x > 0
+
+
+CASES = (
+    Case("gelu", Elementwise, F.gelu, [(5, 10)]),
+    Case("relu", Elementwise, F.relu, [(5, 6, 7)]),
+    Case("negative", Elementwise, torch.neg, [(5, 7)]),
+    Case("sum", Elementwise, torch.add, [(5, 7), (5, 7)]),
+    Case("difference", Elementwise, subtracted, [(5, 7), (5, 7)]),
+    Case("sum, broadcast", Elementwise, torch.add, [(5, 6, 7), (5, 1, 7)]),
+    Case("sum with a parameter", Elementwise, torch.add, [(5, 6, 7)], [(6, 1)]),
+    Case("product", Elementwise, product, [(5, 7), (5, 7)]),
+    Case("product with a parameter", Elementwise, product, [(5, 6, 7)], [(7,)]),
+    Case("quotient", Elementwise, quotient, [(5, 7), (5, 7)]),
+    Case("halved", Elementwise, halved, [(5, 7)]),
+    Case("reciprocal", Elementwise, reciprocal, [(5, 7)]),
+    Case("shifted", Elementwise, shifted, [(5, 7)]),
+    Case("squared", Elementwise, squared, [(5, 7)]),
+    Case("by itself", Elementwise, by_itself, [(5, 7)]),
+    Case("doubled", Elementwise, doubled, [(5, 7)]),
+    Case("masked", Elementwise, masked, [(5, 6), MASK]),
+    Case("chosen", Elementwise, chosen, [MASK, (5, 6), (5, 6)]),
+    Case("power", Elementwise, torch.square, [(5, 7)]),
+    Case("compared", Elementwise, compared, [(5, 7)]),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)

@@ -1,0 +1,30 @@
+"""Products of two computed tensors, each way × k in 2..4."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.replica.tensor.rules.products import Product
+from tests.replica.tensor.cases import Case, every_way
+
+ALL = ("heads", "samples", "row", "column")
+
+
+def by_itself(x: Tensor) -> Tensor:
+    return torch.matmul(x, x)
+
+
+CASES = (
+    Case("matmul", Product, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], ways=ALL),
+    Case("matmul, broadcast", Product, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], ways=ALL),
+    Case("bmm", Product, torch.bmm, [(5, 6, 7), (5, 7, 9)], ways=ALL),
+    Case("weight", Product, torch.matmul, [(5, 6, 7)], [(7, 9)], ways=("samples", "row", "column")),
+    Case("mm", Product, torch.mm, [(5, 7)], [(7, 10)], ways=("samples", "row", "column")),
+    Case("vector", Product, torch.matmul, [(5, 6)], [(6,)], whole=True),
+    Case("squared", Product, by_itself, [(5, 6, 6)], whole=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)

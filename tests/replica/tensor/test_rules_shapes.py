@@ -1,0 +1,121 @@
+"""Operators that move elements, each way × k in 2..4."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.replica.tensor.rules.shapes import Expand, Pieces, Reshape, Transpose, Unsqueeze
+from tests.replica.tensor.cases import Case, every_way
+
+
+def heads(x: Tensor) -> Tensor:
+    return x.view(x.shape[0], 7, 6, 4)
+
+
+def features(x: Tensor) -> Tensor:
+    return x.reshape(x.shape[0], 7, 24)
+
+
+def samples_and_heads(x: Tensor) -> Tensor:
+    return x.reshape(-1, 7, 3)
+
+
+def rows(x: Tensor) -> Tensor:
+    return x.view(-1, 9)
+
+
+def flat(x: Tensor) -> Tensor:
+    return x.flatten(1)
+
+
+def apart(x: Tensor) -> Tensor:
+    return x.unflatten(2, (6, -1))
+
+
+def ordered(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1)
+
+
+def exchanged(x: Tensor) -> Tensor:
+    return x.transpose(1, -1)
+
+
+def turned(x: Tensor) -> Tensor:
+    return x.t()
+
+
+def one_more(x: Tensor) -> Tensor:
+    return x.unsqueeze(2)
+
+
+def one_less(x: Tensor) -> Tensor:
+    return x.squeeze(2)
+
+
+def repeated(x: Tensor) -> Tensor:
+    return x.expand(-1, 4, -1, 7)
+
+
+def not_less(x: Tensor) -> Tensor:
+    return x.squeeze((1, 2))
+
+
+def repeated_as(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x.expand_as(y), y
+
+
+def fewer(x: Tensor) -> tuple[Tensor, ...]:
+    return x.chunk(5, 2)
+
+
+def thirds(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split(8, -1)
+
+
+def chunks(x: Tensor) -> tuple[Tensor, ...]:
+    return x.chunk(3, -1)
+
+
+def uneven(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split([5, 7], 1)
+
+
+def even(x: Tensor) -> tuple[Tensor, ...]:
+    return x.split([12, 12], -1)
+
+
+def unbound(x: Tensor) -> tuple[Tensor, ...]:
+    return x.unbind(1)
+
+
+CASES = (
+    Case("heads of features", Reshape, heads, [(5, 7, 24)]),
+    Case("features of heads", Reshape, features, [(5, 7, 6, 4)]),
+    Case("samples and heads", Reshape, samples_and_heads, [(5, 4, 7, 3)]),
+    Case("samples and sequence", Reshape, rows, [(5, 8, 9)]),
+    Case("flat", Reshape, flat, [(5, 4, 3, 2)]),
+    Case("apart", Reshape, apart, [(5, 7, 24)]),
+    Case("permute", Transpose, ordered, [(5, 4, 6, 7)]),
+    Case("transpose", Transpose, exchanged, [(5, 4, 6, 7)]),
+    Case("t", Transpose, turned, [(5, 7)]),
+    Case("unsqueeze", Unsqueeze, one_more, [(5, 4, 6)]),
+    Case("squeeze", Unsqueeze, one_less, [(5, 4, 1, 6)]),
+    Case("squeeze that does nothing", Unsqueeze, not_less, [(5, 4, 1, 6)]),
+    Case("expand as", Expand, repeated_as, [(5, 1, 6), (5, 4, 6)]),
+    Case("expand", Expand, repeated, [(5, 4, 6, 1)]),
+    Case("split", Pieces, thirds, [(5, 7, 24)]),
+    Case("chunk", Pieces, chunks, [(5, 7, 24)]),
+    Case("fewer chunks", Pieces, fewer, [(5, 7, 12)]),
+    Case("uneven pieces", Pieces, uneven, [(5, 12, 8)]),
+    Case("even pieces", Pieces, even, [(5, 7, 24)]),
+    Case("unbind", Pieces, unbound, [(5, 3, 6, 8)]),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)
+
+
+def test_of_the_transposed() -> None:
+    every_way(Case("", Reshape, lambda x: torch.relu(x.transpose(1, 2)).reshape(x.shape[0], 6, 24), [(5, 24, 6)]))

@@ -1,0 +1,57 @@
+"""docs/tensor-parallelism.md says how operators are divided: its table is what is printed, and it leaves no way out."""
+
+import ast
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline import Strategy, show_shards
+from paceline.replica.tensor import rules
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+PAGE = (DOCS / "tensor-parallelism.md").read_text(encoding="utf-8")
+
+
+def program() -> Any:
+    """The one at the top of the page."""
+    named: dict[str, Any] = {"__name__": "words"}
+    exec(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0], named)
+    return named["program"]
+
+
+def ways() -> Iterator[str]:
+    """The names that the rules give."""
+    for file in Path(rules.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Way":
+                given = [*node.args[2:3], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
+                yield from (str(each.value) for each in given if isinstance(each, ast.Constant))
+
+
+def test_the_table_is_what_is_printed() -> None:
+    [(strategy, table)] = re.findall(r"^```text (\S+)\n(.*?)\n```$", PAGE, re.M | re.S)
+    shown = show_shards(program(), strategy)
+    if os.environ.get("PACELINE_REWRITE_GOLDENS") == "1":
+        (DOCS / "tensor-parallelism.md").write_text(PAGE.replace(table, shown), encoding="utf-8")
+        return
+    assert shown == table
+
+
+def test_every_way_of_a_rule_is_named() -> None:
+    found = set(ways())
+    assert {"column", "row", "heads", "filters", "channels", "groups", "samples"} <= found
+    assert found <= set(re.findall(r"`(\w+)`", PAGE))
+
+
+def test_what_it_writes_by_hand_fits_its_program() -> None:
+    [text] = re.findall(r'"(shards=2 shard_rules=\S+)"', PAGE)
+    [in_python] = re.findall(r"`(Strategy\(shards=2, .*?\))`", PAGE)
+    assert eval(in_python, {"Strategy": Strategy}) == Strategy.parse(text)
+    assert "shard_rules say so" in show_shards(program(), text)
+
+
+def test_options_that_it_names_are_those_of_a_strategy() -> None:
+    named = set(re.findall(r"`(\w+)=[^`]*`", PAGE)) - {"engine"}
+    assert {"shards", "replicas", "stages", "device"} <= named <= set(Strategy.__dataclass_fields__)
