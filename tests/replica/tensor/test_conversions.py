@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.conversions import _KINDS, conversion, price
 from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, order, shares
+from paceline.replica.tensor.prices import _KINDS, conversion, price
 from paceline.replica.tensor.shards import Shards
 from tests.replica.tensor.threads import together
 

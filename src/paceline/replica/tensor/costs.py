@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import NamedTuple, TypeAlias
 
 from paceline.replica.tensor.base import Call, Value, Way
-from paceline.replica.tensor.conversions import Price, price
 from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split
+from paceline.replica.tensor.prices import Price, price
 
 Key: TypeAlias = tuple[str, int]
 """(node, which of its results)."""

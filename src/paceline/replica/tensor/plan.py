@@ -67,22 +67,53 @@ def plan(operators: Operators, shards: int, rules: ShardRules = NO_RULES) -> Pla
         InputError: it can't keep to them.
     """
     override = Override(rules, operators.captured.owners, tuple(operators.calls.values()))
-    last = _last_uses(operators)
-    paths: dict[_State, _Path] = {(): _Path(Cost(), None, None)}
+    choices = list(_choices(operators, override))
+    override.check()
+    paths = _searched(operators, choices, shards, _common(choices)) or _searched(operators, choices, shards, {})
+    if not paths:
+        raise override.unplanned()
+    best = min((_ended(path, state, operators, shards) for state, path in paths.items()), key=lambda path: path.cost)
+    steps = tuple(reversed(list(_back(best))))
+    return Plan(operators, shards, steps, _parameters(steps), best.cost._replace(sent=best.cost.sent / shards))
+
+
+_Choice: TypeAlias = tuple[Call, Sequence[Way]]
+
+
+def _choices(operators: Operators, override: Override) -> Iterator[_Choice]:
+    """The ways of each operator, whatever becomes of the others."""
     offers: dict[Key, frozenset[Layout]] = {}
-    values = {key(value): value for given in operators.values.values() for value in given}
     for call in operators.calls.values():
         ways = override.allowed(call, list(_ways(call, offers)))
         for index, value in enumerate(call.gives):
             offers[key(value)] = frozenset(way.gives[index] for way in ways)
+        yield call, ways
+
+
+def _common(choices: Iterable[_Choice]) -> dict[Key, Versions]:
+    """In which layouts a parameter can be taken by all operators that take it."""
+    found: dict[Key, Versions] = {}
+    for call, ways in choices:
+        for index, value in enumerate(call.takes):
+            if value.parameter is not None:
+                here = frozenset(way.takes[index] for way in ways)
+                found[key(value)] = found.get(key(value), here) & here
+    return found
+
+
+def _searched(
+    operators: Operators, choices: Iterable[_Choice], shards: int, common: Mapping[Key, Versions]
+) -> dict[_State, _Path]:
+    """The cheapest way to each state in the end; none where ``common`` has promised too much."""
+    last = _last_uses(operators)
+    values = {key(value): value for given in operators.values.values() for value in given}
+    paths: dict[_State, _Path] = {(): _Path(Cost(), None, None)}
+    for call, ways in choices:
         paths = _onward(paths, call, ways, last)
         if not paths:
-            raise override.unplanned()
-        paths = _worthwhile(paths, values, shards)
-    override.check()
-    best = min((_ended(path, state, operators, shards) for state, path in paths.items()), key=lambda path: path.cost)
-    steps = tuple(reversed(list(_back(best))))
-    return Plan(operators, shards, steps, _parameters(steps), best.cost._replace(sent=best.cost.sent / shards))
+            break
+        paths = _worthwhile(paths, values, shards, common)
+    return paths
 
 
 def _ways(call: Call, offers: Mapping[Key, frozenset[Layout]]) -> Iterator[Way]:
@@ -118,6 +149,7 @@ def _onward(
     found: dict[_State, _Path] = {}
     known: dict[tuple[Versions | None, ...], list[_Taken]] = {}
     places = [key(value) for value in call.takes]
+    ended = {place for place in places if last[place] is call}
     for state, path in paths.items():
         there = dict(state)
         inputs = tuple(map(there.get, places))
@@ -125,7 +157,7 @@ def _onward(
             known[inputs] = list(_all_taken(call, _followed(call, ways, there, last), there, last))
         for each in known[inputs]:
             cost, after = path.cost + each.cost, {**there, **each.there}
-            left = tuple((place, versions) for place, versions in after.items() if last.get(place) is not call)
+            left = tuple(item for item in after.items() if item[0] not in ended)
             best = found.get(left)
             if best is None or cost < best.cost:
                 found[left] = _Path(cost, each.step, path)
@@ -172,8 +204,14 @@ def _followed(
     return [way for way in ways if way.takes[filled[0]] in there[key(value)]] or ways
 
 
-def _worthwhile(paths: Mapping[_State, _Path], values: Mapping[Key, Value], shards: int) -> dict[_State, _Path]:
-    """Without those that the cheapest one is no worse than even if it converts all that they have as they have it."""
+def _worthwhile(
+    paths: Mapping[_State, _Path], values: Mapping[Key, Value], shards: int, common: Mapping[Key, Versions]
+) -> dict[_State, _Path]:
+    """Without those that the cheapest one is no worse than even if it converts all that they have as they have it.
+
+    A parameter is never converted. But where all that take it can take it as the cheapest one has it, no bytes weigh up
+    that another leaves more weights whole.
+    """
     cheapest, path = min(paths.items(), key=lambda item: item[1].cost)
     there = dict(cheapest)
 
@@ -183,9 +221,10 @@ def _worthwhile(paths: Mapping[_State, _Path], values: Mapping[Key, Value], shar
             for layout in versions:
                 if layout not in there[place]:
                     found = converted_from(values[place], there[place], layout, shards)
-                    if found is None:
+                    if found is not None:
+                        cost += found[1]
+                    elif cost.whole >= other.cost.whole or not there[place] <= common.get(place, frozenset()):
                         return True
-                    cost += found[1]
             if cost > other.cost:
                 return True
         return False

@@ -10,10 +10,10 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from paceline.replica.tensor.base import Writer
-from paceline.replica.tensor.conversions import conversion
 from paceline.replica.tensor.costs import Key, cheapest, key
 from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
 from paceline.replica.tensor.plan import Plan, Step, outputs
+from paceline.replica.tensor.prices import conversion
 from paceline.replica.tensor.shards import Shards
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from paceline.replica.amounts import amount
 from paceline.replica.tensor import possible
 from paceline.replica.tensor.base import Value
-from paceline.replica.tensor.conversions import Price, price
 from paceline.replica.tensor.costs import cheapest, key
 from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Partial, Split
 from paceline.replica.tensor.plan import Plan, Step, outputs
+from paceline.replica.tensor.prices import Price, price
 from paceline.replica.tensor.why_whole import ATTENTION, operator, why_whole
 from paceline.replica.tensor.work import work
 from paceline.shard_rules import ShardRules
