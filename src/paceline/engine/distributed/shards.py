@@ -27,6 +27,7 @@ class GroupShards(Shards):
     def __init__(self, traffic: Traffic, rank: int) -> None:
         super().__init__(rank, traffic.ranks)
         self._traffic, self._group = traffic, traffic.group.handle
+        self._others = " and ".join(str(shard) for shard in range(self.count) if shard != rank)
         self.recorder: AnyRecorder = NullRecorder()
         """Of the spans of what is sent: each lies within that of its forward or backward pass."""
 
@@ -55,9 +56,8 @@ class GroupShards(Shards):
         return mine[: own.numel()].view(own.shape)
 
     def _wait(self, work: Any, what: str) -> None:
-        others = " and ".join(str(shard) for shard in range(self.count) if shard != self.rank)
         when = f"in step {self.step}" if self.step else "before the first step"
-        self._traffic.wait(work, f"{what}, from shard {others} for shard {self.rank} {when}")
+        self._traffic.wait(work, f"{what}, from shard {self._others} for shard {self.rank} {when}")
 
     @contextlib.contextmanager
     def _timed(self, sent_bytes: int) -> Iterator[int]:

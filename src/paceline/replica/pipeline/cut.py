@@ -7,10 +7,10 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from paceline.replica.naming import home
 from paceline.replica.pipeline.base import Crossing, Cut, Part
 from paceline.replica.pipeline.flow import Flow
 from paceline.replica.pipeline.kinds import unmarked
-from paceline.replica.pipeline.tensors import home
 from paceline.replica.pipeline.units import Units
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture import capture
+from paceline.replica.naming import home
 from paceline.replica.pipeline.base import Cut
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut import cut
@@ -15,7 +16,6 @@ from paceline.replica.pipeline.loss import refuse_loss, rows
 from paceline.replica.pipeline.micro_batches import sizes
 from paceline.replica.pipeline.partition import Boundaries, Limit, named, partition
 from paceline.replica.pipeline.rehearsal import check_cut
-from paceline.replica.pipeline.tensors import home
 from paceline.replica.pipeline.units import Units, group
 from paceline.replica.state import Layout
 from paceline.replica.stepper import Stepper

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from paceline.replica.naming import home
 from paceline.replica.pipeline.base import Part
 
 
@@ -27,12 +28,3 @@ def _share(whole: nn.Module, part: nn.Module, name: str, tensor: Tensor) -> None
         where.register_parameter(leaf, tensor)
     else:
         where.register_buffer(leaf, tensor)
-
-
-def home(module: nn.Module, path: str) -> nn.Module:
-    """The submodule of this full name; made where there is none."""
-    for name in path.split(".") if path else ():
-        if name not in module._modules:
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
-    return module

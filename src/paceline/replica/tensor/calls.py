@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import getitem
+from operator import attrgetter, getitem
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from paceline.core.errors import InputError
@@ -79,7 +79,7 @@ def _gives(
     graph: GraphModule, node: Node, values: Mapping[Node, tuple[Value, ...]], sizes: Mapping[Any, int]
 ) -> tuple[Value, ...]:
     if node.op == "get_attr":
-        held: Any = _held(graph, str(node.target))
+        held: Any = attrgetter(str(node.target))(graph)
         if not isinstance(held, Tensor):
             return ()
         return (Value(node, tuple(held.shape), held.dtype, held.requires_grad, str(node.target)),)
@@ -119,10 +119,3 @@ def _size(node: Node, size: Any) -> int:
             f"a mask in its place, or {WAYS_OUT}"
         )
     return int(hint)
-
-
-def _held(graph: nn.Module, name: str) -> Any:
-    found: Any = graph
-    for each in name.split("."):
-        found = getattr(found, each)
-    return found

@@ -94,9 +94,9 @@ class Split:
         return (0, *accumulate(self.sizes[:-1]))
 
     def local(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
-        """The shape of a shard's part of a tensor of this shape."""
+        """The shape of a shard's part of a tensor of this shape, which may have other blocks than was planned with."""
         made = list(shape)
-        made[self.dim] = self.outer * self.sizes[shard]
+        made[self.dim] = shape[self.dim] // self.block * self.sizes[shard]
         return tuple(made)
 
     def at(self, dim: int) -> "Split":

@@ -10,6 +10,19 @@ from paceline.replica.tensor.layouts import Split
 from paceline.replica.tensor.shards import Shards
 
 
+def gathered(part: Tensor, split: Split, shards: Shards, what: str) -> Tensor:
+    """The whole tensor of all shards' parts, on each of them."""
+    shapes = _shapes(part, split, shards.rank)
+    return split.put_together(shards.all_gather(part, shapes, what))
+
+
+def _shapes(part: Tensor, split: Split, shard: int) -> list[tuple[int, ...]]:
+    """Of each shard's part, from that of one: of as many blocks."""
+    whole = list(part.shape)
+    whole[split.dim] = part.shape[split.dim] // split.sizes[shard] * split.block
+    return [split.local(whole, each) for each in range(len(split.sizes))]
+
+
 class OfParts(Conversion, ABC):
     """One that knows a split.
 
@@ -27,23 +40,13 @@ class OfParts(Conversion, ABC):
         return self._split.take(tensor, self.shards.rank).contiguous()
 
     def _gather(self, part: Tensor, what: str) -> Tensor:
-        split, dim = self._split, self._split.dim
-        outer = part.shape[dim] // split.sizes[self.shards.rank]
-        shapes = [
-            (*part.shape[:dim], outer * size, *(part.shape[dim + 1 :] if dim < -1 else ())) for size in split.sizes
-        ]
-        return split.put_together(self.shards.all_gather(part, shapes, what))
+        return gathered(part, self._split, self.shards, what)
 
     def _padded(self, part: Tensor) -> Tensor:
         """The whole tensor, zero where it is others'."""
-        split, mine, dim = self._split, self.shards.rank, self._split.dim
-        outer = part.shape[dim] // split.sizes[mine]
-        parts = []
-        for shard, size in enumerate(split.sizes):
-            shape = list(part.shape)
-            shape[dim] = outer * size
-            parts.append(part if shard == mine else part.new_zeros(shape))
-        return split.put_together(parts)
+        shapes = _shapes(part, self._split, self.shards.rank)
+        parts = [part if i == self.shards.rank else part.new_zeros(shape) for i, shape in enumerate(shapes)]
+        return self._split.put_together(parts)
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self._split}"

@@ -11,6 +11,7 @@ from paceline.program import Tree
 from paceline.replica.capture import Captured
 from paceline.replica.selfcheck import check
 from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
+from paceline.replica.tensor.parted import gathered
 from paceline.replica.tensor.rewrite import Shard
 from paceline.replica.tensor.shards import Shards
 from paceline.replica.undisturbed import tensors_of
@@ -87,15 +88,7 @@ class _Stage:
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         layout = self._layout(name)
-        return _gathered(part, layout, self._shards, name) if isinstance(layout, Split) else part
-
-
-def _gathered(part: Tensor, split: Split, shards: Shards, what: str) -> Tensor:
-    mine = part.shape[split.dim]
-    whole = list(part.shape)
-    whole[split.dim] = mine // split.sizes[shards.rank] * split.block
-    shapes = [split.local(whole, shard) for shard in range(shards.count)]
-    return split.put_together(shards.all_gather(part.contiguous(), shapes, what))
+        return gathered(part, layout, self._shards, name) if isinstance(layout, Split) else part
 
 
 class _Enter(torch.autograd.Function):
@@ -118,7 +111,7 @@ class _Enter(torch.autograd.Function):
             if isinstance(layout, Split):
                 local = layout.local(shape, shards.rank)
                 part = gradient if gradient is not None else _zeros(local, gradients)
-                found.append(_gathered(part, layout, shards, "a gradient"))
+                found.append(gathered(part, layout, shards, "a gradient"))
             elif isinstance(layout, Owned) or layout == SHARED:
                 term = gradient if gradient is not None else _zeros(shape, gradients)
                 found.append(shards.all_reduce(term.contiguous(), "a gradient"))

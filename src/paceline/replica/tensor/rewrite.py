@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from paceline.replica.naming import home
 from paceline.replica.tensor.base import Writer
 from paceline.replica.tensor.costs import Key, cheapest, key
 from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
@@ -66,7 +68,7 @@ class _Rewriting:
 
     def _held(self, node: Node) -> None:
         """A parameter or buffer, or this shard's part of it."""
-        held = _at(self._plan.operators.captured.module, str(node.target))
+        held = attrgetter(str(node.target))(self._plan.operators.captured.module)
         layout: Layout = self._plan.parameters.get(str(node.target), WHOLE)
         if isinstance(layout, Owned) and layout.shard != self._shards.rank:
             return
@@ -118,23 +120,13 @@ def _part(held: Tensor, split: Split, shard: int) -> Tensor:
     return nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part
 
 
-def _at(module: nn.Module, name: str) -> Any:
-    found: Any = module
-    for each in name.split("."):
-        found = getattr(found, each)
-    return found
-
-
 def put(root: nn.Module, name: str, held: Any) -> None:
     """Let a module have a parameter, buffer or constant under this full name."""
     path, _, leaf = name.rpartition(".")
-    for each in path.split(".") if path else ():
-        if each not in root._modules:
-            root.add_module(each, nn.Module())
-        root = root.get_submodule(each)
+    where = home(root, path)
     if isinstance(held, nn.Parameter):
-        root.register_parameter(leaf, held)
+        where.register_parameter(leaf, held)
     elif isinstance(held, torch.Tensor):
-        root.register_buffer(leaf, held)
+        where.register_buffer(leaf, held)
     else:
-        root.add_module(leaf, held)
+        where.add_module(leaf, held)
