@@ -14,10 +14,11 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "tensor-parallelism.md").read_text(encoding="utf-8")
 
 
-def program() -> Any:
-    """The one at the top of the page."""
-    named: dict[str, Any] = {"__name__": "words"}
-    exec(re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)[0], named)
+def program(file: str = "words.py") -> Any:
+    """One of the page, by the name of its file; the first one is that at the top."""
+    [source] = re.findall(rf"^```python\n(# {re.escape(file)}\n.*?)^```", PAGE, re.M | re.S)
+    named: dict[str, Any] = {"__name__": file.removesuffix(".py")}
+    exec(source, named)
     return named["program"]
 
 
@@ -30,13 +31,15 @@ def ways() -> Iterator[str]:
                 yield from (str(each.value) for each in given if isinstance(each, ast.Constant))
 
 
-def test_the_table_is_what_is_printed() -> None:
-    [(strategy, table)] = re.findall(r"^```text (\S+)\n(.*?)\n```$", PAGE, re.M | re.S)
-    shown = show_shards(program(), strategy)
+def test_the_tables_are_what_is_printed() -> None:
+    tables = re.findall(r"^```text (shards=.*?)\n(.*?)\n```$", PAGE, re.M | re.S)
+    page = PAGE
+    for file, (strategy, table) in zip(("words.py", "images.py"), tables, strict=True):
+        page = page.replace(table, show_shards(program(file), strategy))
     if os.environ.get("PACELINE_REWRITE_GOLDENS") == "1":
-        (DOCS / "tensor-parallelism.md").write_text(PAGE.replace(table, shown), encoding="utf-8")
+        (DOCS / "tensor-parallelism.md").write_text(page, encoding="utf-8")
         return
-    assert shown == table
+    assert page == PAGE
 
 
 def test_every_way_of_a_rule_is_named() -> None:

@@ -1,18 +1,19 @@
 """Shards that a whole engine trains, and the one process that they must equal."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from paceline import Program, Run, train
+from paceline import Program, Run, Strategy, train
 from paceline.replica.base import Batch
-from paceline.replica.tensor.layouts import Split
+from paceline.replica.tensor.layouts import Owned, Split
 from paceline.replica.tensor.preparation import planned
+from paceline.shard_rules import ShardRules
 from tests import zoo
 
 STEPS = 5
@@ -55,6 +56,28 @@ def half() -> zoo.Job:
     return job._replace(model=smooth, inputs=job.inputs.float())
 
 
+class Branches(nn.Module):
+    """One that drops, one with running statistics, and one that is itself the sum of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.b1 = nn.Sequential(nn.Linear(8, 7), nn.Tanh(), nn.Dropout(0.3))
+        self.b2 = nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Dropout(0.2), nn.Linear(5, 3))
+        self.b3, self.b4 = nn.Linear(8, 6), nn.Linear(8, 6)
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(16, 5)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.stem(x))
+        made = torch.cat([self.b1(x), self.b2(x), self.b3(x) + self.b4(x).sin()], 1)
+        return self.head(self.drop(made))
+
+
+def branches() -> zoo.Job:
+    return zoo.mlp()._replace(model=Branches)
+
+
 @dataclass(frozen=True)
 class Case:
     """One run; its strategy lacks the shards."""
@@ -62,6 +85,8 @@ class Case:
     job: Callable[[], zoo.Job]
     strategy: str = ""
     fields: dict[str, Any] = field(default_factory=dict)
+    rules: str = ""
+    """Of the strategy, its ``shard_rules``."""
 
     @property
     def program(self) -> Program:
@@ -69,9 +94,12 @@ class Case:
         usual: dict[str, Any] = {"optimizer": MOMENTUM, "batch_size": 4, "seed": 5}
         return Program(model=model, loss=loss, train=(inputs, targets), **usual | self.fields)
 
+    def divided(self, shards: int) -> Strategy:
+        """Its strategy, with so many shards."""
+        return replace(Strategy.coerce(f"shards={shards} {self.strategy}"), shard_rules=ShardRules(self.rules))
+
     def run(self, shards: int, engine: Any, **settings: Any) -> Run:
-        strategy = f"shards={shards} {self.strategy}"
-        return train(self.program, strategy, engine=engine, progress=False, **{"steps": STEPS} | settings)
+        return train(self.program, self.divided(shards), engine=engine, progress=False, **{"steps": STEPS} | settings)
 
     def one_process(self, **settings: Any) -> Run:
         strategy = f"replicas=1 {self.strategy}"
@@ -84,17 +112,23 @@ CASES: dict[str, Case] = {
     "tied": Case(zoo.tied, "accumulate=2", {"clip_norm": 0.1}),
     "encoder": Case(zoo.encoder, fields={"optimizer": ADAM}),
     "groups": Case(zoo.mlp, fields={"optimizer": by_shape}),
+    "branches": Case(branches, "accumulate=2", {"clip_norm": 0.1}, "b*:branch"),
     "idle": Case(idle, fields={"clip_norm": 0.1}),
     "autocast": Case(half, fields={"precision": "bf16"}),
 }
 
 
-def largest_part(program: Program, shards: int) -> int:
+def largest_part(case: Case, shards: int) -> int:
     """Bytes of parameters that a shard may have: of what is divided its part, and of the rest all."""
+    program, rules = case.program, ShardRules(case.rules)
     inputs, targets = program.train
-    _, plan = planned(program, module := program.build(), Batch(inputs[:4], targets[:4], 4), shards)
-    held = 0
-    for name, parameter in module.named_parameters():
-        how = plan.parameters.get(name)
-        held += int(parameter.nbytes * how.share) if isinstance(how, Split) else parameter.nbytes
-    return held
+    _, plan = planned(program, module := program.build(), Batch(inputs[:4], targets[:4], 4), shards, rules)
+
+    def held(shard: int) -> Iterator[int]:
+        for name, parameter in module.named_parameters():
+            how = plan.parameters.get(name)
+            part = how.take(parameter, shard) if isinstance(how, Split) else parameter
+            if not isinstance(how, Owned) or how.shard == shard:
+                yield part.numel() * part.itemsize
+
+    return max(sum(held(shard)) for shard in range(shards))

@@ -41,7 +41,7 @@ for name, case in CASES.items():
     run = case.run(shards, engine)
     told = {
         "bytes": run.summary["parameter_bytes"],
-        "bound": largest_part(case.program, shards),
+        "bound": largest_part(case, shards),
         "differing": differing(shares[-1], dict(run.state)),
         "interrupted": run.summary["interrupted"],
     }

@@ -133,6 +133,15 @@ def test_replicas_of_a_pipeline_count_alike() -> None:
     assert (found["pipeline_utilisation"], found["bubble"]) == (pytest.approx(2 / 3), pytest.approx(1 / 6))
 
 
+def test_shards_have_only_their_memory() -> None:
+    """Each computes all the time, though one waits for the other's part of a sum."""
+    spans = [Span(0, 0, shard, "forward", 1, 0, 0, 10, 0) for shard in (0, 1)]
+    workers = tuple(replace(worker(0, 3, 4.0, 0.4, 8_000), shard=s, peak_saved_bytes=7) for s in (0, 1))
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans)
+    assert found["peak_saved_bytes"] == [7, 7]
+    assert not {"pipeline_utilisation", "bubble"} & found.keys()
+
+
 def test_what_is_no_pipeline_has_no_figures_of_one() -> None:
     spans = [Span(0, 0, 0, "forward", 1, 0, 0, 10, 0)]
     found = summarize(ACCOUNT, HISTORY, host=True, spans=spans)

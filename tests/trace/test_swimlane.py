@@ -46,3 +46,14 @@ def test_no_spans() -> None:
 def test_too_narrow_is_refused(synchronous: list[Span]) -> None:
     with pytest.raises(InputError, match="width=9 leaves no room for a lane; write width=10 or more"):
         text(synchronous, width=9)
+
+
+def test_what_lies_within_a_pass_is_shown_and_the_pass_around_it() -> None:
+    spans = [
+        Span(0, 0, 0, "all_reduce", 1, 0, 300, 500, 8),
+        Span(0, 0, 0, "forward", 1, 0, 0, 1000, 0),
+        Span(0, 0, 0, "backward", 1, 0, 1000, 2000, 0),
+        Span(0, 0, 0, "all_reduce", 1, 0, 1000, 1200, 8),
+        Span(0, 0, 0, "all_reduce", 1, 0, 1800, 2000, 8),
+    ]
+    assert "|FFF==FFFFF==BBBBBB==|" in text(spans, width=20)

@@ -79,7 +79,7 @@ class WorkerFigures:
     peak_memory_bytes: int | None
     parameter_bytes: int | None
     peak_saved_bytes: int | None = None
-    """Of a pipeline's stages: the most that was kept for backward at one time."""
+    """Of a pipeline's stages, and of shards: the most that was kept for backward at one time."""
 
 
 @dataclass(frozen=True, slots=True)

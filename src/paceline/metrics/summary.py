@@ -25,9 +25,9 @@ def summarize(account: Account, history: Sequence[Record], *, host: bool, spans:
     ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the interval of the
     history, by the trapezoid rule. What was not measured, or is not finite, is None. Nothing is rounded.
 
-    Where replicas are pipelines, ``peak_saved_bytes`` is the most that each worker kept for backward at one time. With
-    spans, ``pipeline_utilisation`` is their coloured area / total area, compute / time of the steps over all workers,
-    and ``bubble`` the share of that time in which workers neither compute nor update.
+    Where replicas are pipelines or shards, ``peak_saved_bytes`` is the most that each worker kept for backward at one
+    time. Of pipelines with spans, ``pipeline_utilisation`` is their coloured area / total area, compute / time of the
+    steps over all workers, and ``bubble`` the share of that time in which workers neither compute nor update.
 
     Args:
         account: what happened.
@@ -114,7 +114,7 @@ def _bytes(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
 def _pipelines(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str, Any]:
     saved: dict[str, Any] = {SAVED: [w.peak_saved_bytes for w in workers]}
     each = [found for r in sorted({w.replica for w in workers}) for found in worker_figures(spans, r).values()]
-    if not each:
+    if not each or any(w.shard for w in workers):
         return saved
     return {
         "pipeline_utilisation": fmean(found.utilisation for found in each),

@@ -47,13 +47,15 @@ class Captured:
         return self.output(leaves)
 
 
-def capture(module: nn.Module, inputs: Tree, *, operators: bool = False) -> Captured:
+def capture(module: nn.Module, inputs: Tree, *, operators: bool = False, of_inputs: bool = True) -> Captured:
     """The graph of a model, checked against the model itself (:func:`paceline.replica.selfcheck.check`).
 
     Args:
         module: any model; left as it is, its mode, buffers and attributes included.
         inputs: a batch as the model is called with it, of any number of samples; few of them are looked at.
         operators: whether every node has to be one operator; then an nn.Sequential goes through torch.export as well.
+        of_inputs: whether gradients of the input are looked at as well. A model with its loss has none to be asked for,
+            and many a loss has no derivative by its target.
 
     Raises:
         InputError: where it can't be captured, naming the line of the model, or where its graph does something else,
@@ -64,8 +66,8 @@ def capture(module: nn.Module, inputs: Tree, *, operators: bool = False) -> Capt
         if not operators and is_sequential(module):
             return _captured(listed(module, inputs))
         captured = _captured(exported(module, inputs))
-    _checked(module, captured, inputs, (2, 3))
-    if _agrees_on_one(module, captured, inputs):
+    _checked(module, captured, inputs, (2, 3), of_inputs=of_inputs)
+    if _agrees_on_one(module, captured, inputs, of_inputs=of_inputs):
         return captured
     return replace(captured, form=replace(captured.form, smallest=2))
 
@@ -88,17 +90,17 @@ def _captured(made: Exported) -> Captured:
     return Captured(made.module, made.owners, made.form, made.output)
 
 
-def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...]) -> None:
+def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...], *, of_inputs: bool) -> None:
     def run(given: Tree) -> Tree:
         return captured.rebuild(captured.module(*captured.flat(given)))
 
-    check(module, run, lambda: tensors_of(captured.module), inputs, samples=samples)
+    check(module, run, lambda: tensors_of(captured.module), inputs, samples=samples, of_inputs=of_inputs)
 
 
-def _agrees_on_one(module: nn.Module, captured: Captured, inputs: Tree) -> bool:
+def _agrees_on_one(module: nn.Module, captured: Captured, inputs: Tree, *, of_inputs: bool) -> bool:
     """Whether the graph is right for one sample too: tracing takes it for granted that there are more."""
     try:
-        _checked(module, captured, inputs, (1,))
+        _checked(module, captured, inputs, (1,), of_inputs=of_inputs)
     except InputError:
         return False
     return True

@@ -39,6 +39,7 @@ def cleaned(
             name, tensor = lifted[node.name]
             if name not in tensors:
                 tensors[name], held[name] = tensor, graph.get_attr(name)
+                held[name].meta = dict(node.meta)
                 owners[held[name].name] = name.rpartition(".")[0]
             new[node] = held[name]
         elif node.op == "get_attr":

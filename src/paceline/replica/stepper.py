@@ -1,6 +1,6 @@
 """An optimizer at work on a state: as one flat vector for each dtype where that comes to the same."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -84,6 +84,19 @@ class Stepper:
             for i, gradient in enumerate(gradients):
                 kernel.step(self._here.parameters[i], there.parameters[i], gradient, self.memory[i], weight)
         self.moved(there)
+
+    def step_by_tensor(self, gradients: Sequence[Tensor], rate: float = 1.0, weight: float = 1.0) -> None:
+        """As :meth:`step` where the state lies, on a gradient for each tensor, where :attr:`takes_any`."""
+        kernel = self.kernel(rate)
+        for (here, memory), gradient in zip(self._pieces(), gradients, strict=True):
+            kernel.step(here, here, gradient.reshape(-1), memory, weight)
+        self.moved(self._here)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Each tensor as a vector, and what the optimizer remembers of it."""
+        for block, vector, memory in zip(self._here.layout.parameters, self._here.parameters, self.memory, strict=True):
+            for entry in block.entries:
+                yield vector[entry.start : entry.stop], [m[entry.start : entry.stop] for m in memory]
 
     def moved(self, there: State) -> None:
         """The state lies there now, and the schedule goes on."""

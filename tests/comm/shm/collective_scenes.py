@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from shm_values import Job, bits, combined, counts, numbers, operations, small_stages
 from torch import Tensor
+
+from paceline.comm.shm.reduction import rule_of
 
 Outcome = tuple[Tensor, Tensor]
 """What came out, and what should have."""
@@ -170,6 +173,18 @@ def all_reduce(job: Job, count: int, dtype: torch.dtype, op: dist.ReduceOp.RedOp
     yield x, combined(parts, op)
 
 
+def combine(job: Job, count: int, dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> Iterator[Outcome]:
+    """The group's own all-reduce: into another tensor, and in place."""
+    parts = [numbers(rank, count, dtype) for rank in job.ranks]
+    x, out = parts[job.rank].clone(), _empty(count, dtype=dtype)
+    group: Any = job.group or dist.group.WORLD
+    for made in (out, x):
+        group.combine(x, made, rule_of(op)).wait()
+        yield made, combined(parts, op)
+        if made is out:
+            yield x, parts[job.rank]
+
+
 def reduce(job: Job, count: int, dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> Iterator[Outcome]:
     parts, root = [numbers(rank, count, dtype) for rank in job.ranks], _root(job, count)
     x = parts[job.rank].clone()
@@ -192,4 +207,4 @@ def reduce_scatter_tensor(job: Job, count: int, dtype: torch.dtype, op: dist.Red
     yield out, combined([x.view(job.size, count)[job.rank] for x in given], op)
 
 
-COMBINES: tuple[Combine, ...] = (all_reduce, reduce, reduce_scatter, reduce_scatter_tensor)
+COMBINES: tuple[Combine, ...] = (all_reduce, combine, reduce, reduce_scatter, reduce_scatter_tensor)

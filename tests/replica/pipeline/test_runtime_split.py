@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
 from paceline.replica.capture import capture
-from paceline.replica.pipeline.saved import Tally
 from paceline.replica.pipeline.split_backward import Later, Splitter
 from paceline.replica.pipeline.substitutes import substitute
+from paceline.replica.saved import Tally
 
 ROUNDING = 1e-13
 """The same products of float64 numbers of size about 1, in shapes that may be added up in another order."""

@@ -22,8 +22,9 @@ from paceline.replica.tensor.base import Call, Rule, Value, Way, divided, rule_o
 from paceline.replica.tensor.calls import Operators, operators
 from paceline.replica.tensor.costs import Cost, Key, Versions, key, taken
 from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, shares
-from paceline.replica.tensor.plan import Plan, Step, _parameters, plan
+from paceline.replica.tensor.plan import Plan, parameters, plan
 from paceline.replica.tensor.rewrite import Shard, rewritten
+from paceline.replica.tensor.search import Step
 from paceline.replica.tensor.shards import Shards
 from tests.replica.tensor.threads import together
 
@@ -101,7 +102,7 @@ def same(made: Plan, model: nn.Module, inputs: Tree, what: str = "") -> Counter[
             _close(found, gradient if gradient is not None else None, f"{what}: gradient of {name}")
     for name, buffer in expected.buffers.items():
         if name in names:
-            held = [shard.buffers[name] for shard in shards]
+            held = [shard.buffers.get(name) for shard in shards]
             _close(put_together(held, made.parameters[name], buffer, terms=False), buffer, f"{what}: buffer {name}")
     return calls
 
@@ -293,7 +294,7 @@ def forced(found: Operators, k: int, ways: Mapping[Node, Way]) -> Plan:
         there.update(versions)
         there.update({key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)})
         steps.append(Step(each, way, converted))
-    return Plan(found, k, tuple(steps), _parameters(steps), Cost())
+    return Plan(found, k, tuple(steps), parameters(steps), Cost())
 
 
 def _as_it_is(each: Call, there: Mapping[Key, Versions]) -> Way:

@@ -11,10 +11,11 @@ from paceline.replica.capture import capture
 from paceline.replica.tensor import rules
 from paceline.replica.tensor.calls import operators
 from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
-from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.tensor.plan import NO_RULES, Plan, plan
 from paceline.replica.tensor.rewrite import rewritten
 from paceline.replica.tensor.shards import Shards
 from paceline.replica.undisturbed import tensors_of
+from paceline.shard_rules import ShardRules
 from tests.replica.tensor.threads import together
 
 assert rules, "they are registered"
@@ -43,6 +44,14 @@ class Weighed(Shards):
         self._send(sum(part.nbytes for part in parts), 1)
         return self._shards.reduce_scatter(parts, what)
 
+    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        self._send(tensor.nbytes, 1)
+        return self._shards.broadcast(tensor, owner, what)
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        self._send(tensor.nbytes, 1)
+        return self._shards.reduce(tensor, owner, what)
+
 
 @dataclass(frozen=True)
 class Divided:
@@ -62,7 +71,9 @@ class Divided:
         return [(type(a), type(b)) for step in steps for v, a, b in step.converted if v.differentiable]
 
 
-def divided(module: nn.Module, inputs: Any, count: int, *, rtol: float = 1e-11) -> Divided:
+def divided(
+    module: nn.Module, inputs: Any, count: int, *, rtol: float = 1e-11, asked: ShardRules = NO_RULES
+) -> Divided:
     """Divide it, run it and compare outputs, gradients, collectives and bytes with what they have to be.
 
     Args:
@@ -70,9 +81,10 @@ def divided(module: nn.Module, inputs: Any, count: int, *, rtol: float = 1e-11) 
         inputs: of it.
         count: k.
         rtol: of outputs and gradients; as given, what float64 rounds off in sums of a few dozen terms in another order.
+        asked: what the plan has to keep to.
     """
     captured = capture(module, inputs, operators=True)
-    made = plan(operators(captured, count), count)
+    made = plan(operators(captured, count, captured.flat(inputs)), count, asked)
     outputs, gradients = _run(captured.module, captured.flat(inputs))
 
     def work(shards: Shards) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:

@@ -21,7 +21,8 @@ def splits(k: int) -> list[Split]:
 
 def pairs(k: int) -> list[tuple[Layout, Layout]]:
     layouts = (*PLAIN, *splits(k))
-    return [(a, b) for a, b in product(layouts, layouts) if a != b]
+    owned = [(Owned(k - 1), after) for after in PLAIN]
+    return [*((a, b) for a, b in product(layouts, layouts) if a != b), *owned]
 
 
 def numbers(seed: int) -> Tensor:
@@ -37,6 +38,8 @@ def values(layout: Layout, whole: Tensor, k: int) -> list[Tensor]:
     """What each shard has of a value."""
     if isinstance(layout, Split):
         return [layout.take(whole, shard).clone() for shard in range(k)]
+    if isinstance(layout, Owned):
+        return [whole.clone() if shard == layout.shard else torch.full_like(whole, torch.nan) for shard in range(k)]
     return terms(whole, k) if layout == PARTIAL else [whole.clone() for _ in range(k)]
 
 
@@ -75,7 +78,11 @@ def test_value_gradient_and_collectives_are_those_of_the_table(k: int) -> None:
         made, calls = together(k, work)
         _, forwards = together(k, forward)
         assert_are([m for m, _ in made], values(after, value, k), summed=after == PARTIAL)
-        assert_are([g for _, g in made], gradients(before, gradient, k), summed=before == SHARED)
+        backs = [g for _, g in made]
+        if isinstance(before, Owned):  # the others' stand-ins have no gradient
+            assert_are([backs[before.shard]], [gradient], summed=False)
+        else:
+            assert_are(backs, gradients(before, gradient, k), summed=before == SHARED)
         priced = price(before, after, k, differentiable=True)
         assert priced is not None
         assert (forwards.total(), calls.total() - forwards.total()) == priced.collectives, (before, after, calls)
@@ -94,6 +101,9 @@ def test_value_gradient_and_collectives_are_those_of_the_table(k: int) -> None:
         (Split(-1, (5, 5)), SHARED, {"all_gather": 1}, {"reduce_scatter": 1}),
         (PARTIAL, Split(-1, (5, 5)), {"reduce_scatter": 1}, {"all_gather": 1}),
         (Split(-1, (5, 5)), Split(-2, (5, 5)), {"all_gather": 1}, {"all_gather": 1}),
+        (Owned(1), WHOLE, {"broadcast": 1}, {}),
+        (Owned(1), SHARED, {"broadcast": 1}, {"reduce": 1}),
+        (Owned(1), PARTIAL, {}, {}),
     ],
 )
 def test_they_make_the_collectives_that_are_drawn(
@@ -121,9 +131,10 @@ def test_what_has_no_gradient_pays_for_none() -> None:
         assert known.collectives[1] == 0
 
 
-def test_what_one_shard_owns_is_not_converted() -> None:
-    assert price(Owned(0), WHOLE, 2, differentiable=True) is None
-    assert price(WHOLE, Owned(0), 2, differentiable=True) is None
+def test_nothing_is_brought_to_one_shard_alone() -> None:
+    """Who works on a branch takes what all have."""
+    for before in (*PLAIN, *splits(2)):
+        assert price(before, Owned(0), 2, differentiable=True) is None
 
 
 def test_one_shard_sends_nothing() -> None:

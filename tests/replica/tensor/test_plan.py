@@ -7,12 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.tensor import costs
-from paceline.replica.tensor import plan as planning
 from paceline.replica.tensor.base import Value
+from paceline.replica.tensor.branches import placed
 from paceline.replica.tensor.calls import Operators
 from paceline.replica.tensor.costs import Cost, Key, Versions, key
 from paceline.replica.tensor.layouts import WHOLE, Layout
-from paceline.replica.tensor.plan import outputs, plan
+from paceline.replica.tensor.override import Override
+from paceline.replica.tensor.plan import NO_RULES, choices, plan
 from tests.replica.tensor.cases import looked_at, same
 
 
@@ -67,6 +68,18 @@ def smaller(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return linear(linear(x, v).sum(1), w)
 
 
+def two_joined(x: Tensor, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    return linear(torch.cat([relu(linear(x, u)), torch.tanh(linear(x, v))], -1), w)
+
+
+def two_summed(x: Tensor, u: Tensor, v: Tensor, w: Tensor, z: Tensor) -> Tensor:
+    return linear(relu(linear(x, u)), w) + linear(torch.tanh(linear(x, v)), z)
+
+
+def two_multiplied(x: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    return linear(x, u) * linear(x, v)
+
+
 MODELS = {
     "chain": (Of(chain, (9, 6), (7, 9)), (5, 6)),
     "chain of three": (Of(chain_of_three, (6, 6), (6, 6), (6, 6)), (5, 6)),
@@ -75,6 +88,9 @@ MODELS = {
     "sum used twice": (Of(sum_used_twice, (9, 6), (7, 9)), (5, 6)),
     "pieces": (Of(pieces, (8, 6), (7, 4)), (5, 6)),
     "residual": (Of(residual, (9, 6), (6, 9)), (5, 6)),
+    "two joined": (Of(two_joined, (4, 6), (5, 6), (7, 9)), (5, 6)),
+    "two summed": (Of(two_summed, (8, 6), (8, 6), (6, 8), (6, 8)), (5, 6)),
+    "two multiplied": (Of(two_multiplied, (6, 6), (6, 6)), (5, 6)),
     "smaller": (Of(smaller, (9, 6), (7, 9)), (5, 4, 6)),
 }
 
@@ -101,36 +117,36 @@ def _collectives(value: Value, before: Layout, after: Layout, k: int) -> tuple[i
 
 def cheapest(found: Operators, k: int) -> Cost:
     """Of all plans that there are, each tried."""
-    offers: dict[Key, frozenset[Layout]] = {}
-    choices = []
-    for each in found.calls.values():
-        ways = list(planning._ways(each, offers))
-        choices.append((each, ways))
-        offers |= {key(v): frozenset(way.gives[i] for way in ways) for i, v in enumerate(each.gives)}
+    override = Override(NO_RULES, found.captured.owners, tuple(found.calls.values()))
+    open_ = choices(found, override, placed(found, k))
     tried: list[Cost] = []
 
-    def onward(index: int, there: Mapping[Key, Versions], cost: Cost) -> None:
+    def onward(index: int, there: Mapping[Key, Versions], alone: Mapping[int, bool], cost: Cost) -> None:
         if tried and cost[:3] > min(tried)[:3]:
             return
-        if index == len(choices):
+        if index == len(open_):
             ended = _whole(found, there, k)
             if ended is not None:
                 tried.append(cost + ended)
             return
-        each, ways = choices[index]
-        for way in ways:
-            taken = costs.taken(each, way, there)
-            if taken is not None:
-                gives = {key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)}
-                onward(index + 1, {**there, **taken[2], **gives}, cost + taken[0])
+        each = open_[index]
+        modes = [each.region is not None and alone.get(each.region, mode) for mode in (False, True)]
+        for mode in dict.fromkeys(modes):
+            for way in each.alone if mode else each.ways:
+                taken = costs.taken(each.call, way, there)
+                if taken is not None:
+                    own = Cost(0, round(way.sent * k), way.collectives)
+                    gives = {key(v): frozenset((layout,)) for v, layout in zip(each.call.gives, way.gives, strict=True)}
+                    begun = alone if each.region is None else {**alone, each.region: mode}
+                    onward(index + 1, {**there, **taken[2], **gives}, begun, cost + taken[0] + own)
 
-    onward(0, {}, Cost())
+    onward(0, {}, {}, Cost())
     return min(tried)
 
 
 def _whole(found: Operators, there: Mapping[Key, Versions], k: int) -> Cost | None:
     cost = Cost()
-    for value in outputs(found):
+    for value in found.outputs():
         if WHOLE not in there[key(value)]:
             made = costs.converted_from(value, there[key(value)], WHOLE, k)
             if made is None:

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from paceline.replica.tensor.layouts import Split
 from paceline.replica.tensor.rules.along import Concatenation, Reduction, Slice
-from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.cases import Case, every_way, planned, same
 
 
 def summed(x: Tensor) -> Tensor:
@@ -70,3 +71,27 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way(case: Case) -> None:
     every_way(case)
+
+
+class Joined(nn.Module):
+    """Two layers side by side, and one of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(6, 16), nn.Linear(6, 16), nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.cat([self.a(x).relu(), self.b(x).tanh()], -1))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_what_is_put_together_need_not_be_gathered(k: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        model = Joined().double()
+    x = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    made = planned(model, x, k)
+    assert same(made, model, x, f"k = {k}") == {"all_reduce": 1}
+    layout = made.parameters["c.weight"]
+    assert isinstance(layout, Split)
+    assert layout.outer == 2

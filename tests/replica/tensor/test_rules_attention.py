@@ -38,8 +38,8 @@ CASES = (
     Case("masked", Attention, attention, [QUERIES, KEYS, KEYS, ALLOWED], ways=("heads",)),
     Case("biased by head", Attention, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], ways=("heads",)),
     Case("a bias for all", Attention, biased, [QUERIES, KEYS, KEYS], [(7, 9)], ways=("heads",)),
-    Case("of itself", Attention, of_itself, [QUERIES], whole=True),
-    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], whole=True),
+    Case("of itself", Attention, of_itself, [QUERIES], ways=("heads",)),
+    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], ways=("heads",)),
     Case(
         "grouped", Attention, partial(attention, enable_gqa=True),
         [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6)], ways=("heads",),

@@ -13,6 +13,14 @@ def running(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Ten
     return F.batch_norm(x, mean, variance, weight, bias, training=True)
 
 
+def as_they_run(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, variance, weight, bias)
+
+
+def quick(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    return F.batch_norm(x, mean, variance, training=True, momentum=0.7, eps=0.1)
+
+
 def of_batch(x: Tensor) -> Tensor:
     return F.batch_norm(x, None, None, training=True)
 
@@ -32,10 +40,12 @@ def of_one(x: Tensor) -> Tensor:
 STATISTICS = [torch.linspace(0.5, 1.5, 7, dtype=torch.float64), torch.linspace(2, 1, 7, dtype=torch.float64)]
 
 CASES = (
-    Case("running", BatchNorm, running, [(5, 7, 4, 3)], [(7,), (7,)], STATISTICS, ("channels",)),
+    Case("running", BatchNorm, running, [(5, 7, 4, 5)], [(7,), (7,)], STATISTICS, ("channels", "space")),
+    Case("as they run", BatchNorm, as_they_run, [(5, 7, 4, 4)], [(7,), (7,)], STATISTICS, ("channels", "space")),
+    Case("quick", BatchNorm, quick, [(5, 7, 5)], [], STATISTICS, ("channels", "space")),
     Case("features", BatchNorm, running, [(5, 7)], [(7,), (7,)], STATISTICS, ("channels",)),
-    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], ways=("channels",)),
-    Case("instance", BatchNorm, by_instance, [(5, 7, 6)], [(7,), (7,)], ways=("channels",)),
+    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], ways=("channels", "space")),
+    Case("instance", BatchNorm, by_instance, [(5, 7, 6, 4)], [(7,), (7,)], ways=("channels", "space")),
     Case("groups", GroupNorm, groups, [(6, 10, 3)], [(10,), (10,)], ways=("channels", "samples")),
     Case("groups of one", GroupNorm, of_one, [(5, 6, 4, 3)], ways=("channels", "samples")),
 )

@@ -158,7 +158,7 @@ HALF = Split(-1, (16, 15))
 
 
 def _norm(shards: Shards, *, centred: bool) -> nn.Module:
-    return normalisation.Across(shards, "y", HALF, 1, torch.bfloat16, eps=0.1, centred=centred)
+    return normalisation.Across(shards, "y", HALF, (-1,), torch.bfloat16, eps=0.1, centred=centred)
 
 
 IN_BF16 = {

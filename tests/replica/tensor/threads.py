@@ -49,6 +49,16 @@ class Threads(Shards):
         each: list[list[Tensor]] = self._meet("reduce_scatter", [part.clone() for part in parts], what)
         return reduce(torch.add, [given[self.rank] for given in each])
 
+    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        each: list[Tensor] = self._meet("broadcast", tensor, what)
+        assert len({(t.shape, t.dtype) for t in each}) == 1, f"{what}: {[t.shape for t in each]}"
+        return each[owner]
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        each: list[Tensor] = self._meet("reduce", tensor, what)
+        assert len({(t.shape, t.dtype) for t in each}) == 1, f"{what}: {[t.shape for t in each]}"
+        return sum(each[1:], each[0]) if self.rank == owner else torch.full_like(tensor, torch.nan)
+
     def _meet(self, kind: str, what_i_bring: Any, what: str) -> list[Any]:
         table = self._table
         table.brought[self.rank] = kind, what, what_i_bring

@@ -58,6 +58,16 @@ def all_reduce(rounds: Rounds, x: Tensor, rule: Rule) -> Steps:
     return _reduced(rounds, call, x, rule, takes=True)
 
 
+def combine(rounds: Rounds, x: Tensor, out: Tensor, rule: Rule) -> Steps:
+    """``out`` becomes the combination of all ranks' ``x``, which stays as it is unless both are one."""
+    call = Call(Kind.all_reduce, x.dtype, x.numel(), rule=rule)
+    if rounds.size > 1 and _small(rounds, x):
+        return _reduced_at_once(rounds, call, x, rule, out)
+    if out is not x:
+        out.copy_(x)
+    return _reduced(rounds, call, out, rule, takes=True)
+
+
 def reduce_to(rounds: Rounds, x: Tensor, root: int, rule: Rule) -> Steps:
     """``x`` of the root becomes the combination of all ranks' ``x``; elsewhere it stays."""
     call = Call(Kind.reduce, x.dtype, x.numel(), root, rule)
@@ -67,18 +77,21 @@ def reduce_to(rounds: Rounds, x: Tensor, root: int, rule: Rule) -> Steps:
 def _reduced(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
     if rounds.size == 1:  # its own combination, of however many bytes
         return iter(())
-    size_bytes = x.numel() * x.element_size()
-    if size_bytes <= min(AT_ONCE_BYTES // rounds.size, rounds.stage_bytes):
-        return _reduced_at_once(rounds, call, x, rule, takes=takes)
+    if _small(rounds, x):
+        return _reduced_at_once(rounds, call, x, rule, x if takes else None)
     return _reduced_in_slices(rounds, call, x, rule, takes=takes)
 
 
-def _reduced_at_once(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
+def _small(rounds: Rounds, x: Tensor) -> bool:
+    return x.numel() * x.element_size() <= min(AT_ONCE_BYTES // rounds.size, rounds.stage_bytes)
+
+
+def _reduced_at_once(rounds: Rounds, call: Call, x: Tensor, rule: Rule, out: Tensor | None) -> Steps:
     shown = rounds.fronts(x.dtype, x.numel())
     shown[rounds.rank].copy_(x)
     yield from _meet(rounds, call)
-    if takes:
-        reduce(shown, rule, x)
+    if out is not None:
+        reduce(shown, rule, out)
 
 
 def _reduced_in_slices(rounds: Rounds, call: Call | None, x: Tensor, rule: Rule, *, takes: bool) -> Steps:

@@ -80,6 +80,17 @@ class Group(dist.ProcessGroup):
         steps = collectives.all_reduce(self._rounds, v, _rule(opts, x))
         return self._call("all_reduce", returned(steps, [x], [v]), opts, [x])
 
+    def combine(self, x: Tensor, out: Tensor, rule: Rule) -> Work:
+        """An all-reduce of dense tensors into another one, for callers who need nothing of torch.distributed's.
+
+        ``x`` stays as it is, unless ``out`` is the same. Ranks that call all_reduce make the same call.
+        """
+        check(rule, x.dtype)
+        v = vector(x)
+        made = v if out is x else vector(out)
+        steps = collectives.combine(self._rounds, v, made, rule)
+        return self._begin(_all_reduce, returned(steps, [out], [made]), self._rounds.late, line=self._calls)
+
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or ReduceOptions()
         x = one(tensors, "reduce")
@@ -316,6 +327,10 @@ class Group(dist.ProcessGroup):
         if len(given) != 1 or len(given[0]) != self._room.size:
             raise InputError(f"{what} takes one list of {self._room.size} tensors, one a rank")
         return given[0]
+
+
+def _all_reduce() -> str:
+    return "all_reduce"
 
 
 def _rule(opts: Any, x: Tensor) -> Rule:

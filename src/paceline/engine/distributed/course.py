@@ -106,8 +106,8 @@ class Course:
         return max((self._granted[r] for r in self._coordinator.computing), default=0)
 
     def weight(self, samples: int) -> float:
-        """What a Δ is multiplied by before it is added to the others."""
-        if self._mean:
+        """What a Δ is multiplied by before it is added to the others; alone it stays as it is."""
+        if self._mean and len(self._attempts) > 1:
             return samples / self._usual
         return float(samples > 0)
 

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm.shm.calls import Rule
+from paceline.comm.shm.group import Group as ShmGroup
 from paceline.core.types import Clock
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.group import Group
@@ -30,6 +32,7 @@ class Traffic:
     def __init__(self, group: Group, lookout: Lookout, device: str) -> None:
         self.group, self._lookout, self._device = group, lookout, torch.device(device)
         self.ranks = dist.get_world_size(group.handle)
+        self._shm = group.handle if isinstance(group.handle, ShmGroup) else None
         self.sent_bytes = 0
         """So far."""
 
@@ -49,7 +52,21 @@ class Traffic:
 
     def begin(self, vector: Tensor) -> Any:
         """Begin to replace a vector that is :meth:`there` by its sum over all ranks. To be waited for and counted."""
+        if self._shm is not None:
+            return self._shm.combine(vector, vector, Rule.sum)
         return dist.all_reduce(vector, group=self.group.handle, async_op=True)
+
+    def combined(self, x: Tensor, what: str, *, largest: bool = False) -> Tensor:
+        """The sum of all ranks' tensors, or the largest of each element; ``x`` stays as it is."""
+        if self._shm is not None and x.is_cpu:
+            made = torch.empty(x.shape, dtype=x.dtype)
+            self.wait(self._shm.combine(x, made, Rule.max if largest else Rule.sum), what)
+        else:
+            made = x.clone(memory_format=torch.contiguous_format)
+            rule = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+            self.wait(dist.all_reduce(made, rule, group=self.group.handle, async_op=True), what)
+        self.sent_bytes += ring_bytes(x.nbytes, self.ranks)
+        return made
 
     def reduce_scatter(self, rows: Tensor, mine: Tensor) -> Any:
         """Begin to sum all ranks' rows; this rank's is to be its own sum. To be waited for."""

@@ -80,6 +80,10 @@ class Freight:
         """Fill in this rank's row, and no other."""
         self.table.zero_()
         rows.write(row, self.table[rank])
+        self.count(rank)
+
+    def count(self, rank: int) -> None:
+        """Fill in this rank's counters alone."""
         rows.write_counters(self._counters, self.table[rank])
 
     def told(self) -> list[Row]:

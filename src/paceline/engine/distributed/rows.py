@@ -69,16 +69,20 @@ def whole(parts: list[float]) -> int:
     return low + (middle << _BITS) + (high << (2 * _BITS))
 
 
+def numbers(row: Row) -> list[float]:
+    """A row as it lies in the table."""
+    flags = int(row.kind) + 4 * row.finite + 8 * row.stop
+    return [flags, row.loss, *digits(row.samples), *digits(row.entered_ns)]
+
+
 def write(row: Row, place: Tensor) -> None:
     """Put a row into its place in the table."""
-    flags = int(row.kind) + 4 * row.finite + 8 * row.stop
-    whole_numbers = [*digits(row.samples), *digits(row.entered_ns)]
-    place[:FIELDS] = torch.tensor([flags, row.loss, *whole_numbers], dtype=place.dtype)
+    place[:FIELDS] = torch.tensor(numbers(row), dtype=place.dtype)
 
 
-def read(numbers: list[float]) -> Row:
+def read(place: list[float]) -> Row:
     """The row that was written."""
-    flags, loss, *parts = numbers[:FIELDS]
+    flags, loss, *parts = place[:FIELDS]
     samples, entered = whole(parts[:DIGITS]), whole(parts[DIGITS:])
     bits = int(flags)
     return Row(Kind(bits & 3), samples, bool(bits & 4), bool(bits & 8), loss, entered)

@@ -32,12 +32,8 @@ class GroupShards(Shards):
         """Of the spans of what is sent: each lies within that of its forward or backward pass."""
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
-        made = tensor.clone(memory_format=torch.contiguous_format)
-        rule = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        with self._timed(ring_bytes(made.nbytes, self.count)) as sent:
-            self._wait(dist.all_reduce(made, rule, group=self._group, async_op=True), what)
-        self._traffic.sent_bytes += sent
-        return made
+        with self._timed(ring_bytes(tensor.nbytes, self.count)):
+            return self._traffic.combined(tensor, self._waited_for(what), largest=largest)
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         sizes = [prod(shape) for shape in shapes]
@@ -55,9 +51,26 @@ class GroupShards(Shards):
             self._wait(self._traffic.reduce_scatter(rows, mine), what)
         return mine[: own.numel()].view(own.shape)
 
+    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        made = tensor.clone(memory_format=torch.contiguous_format)
+        with self._timed(made.nbytes if owner == self.rank else 0) as sent:
+            self._wait(dist.broadcast(made, group=self._group, group_src=owner, async_op=True), what)
+        self._traffic.sent_bytes += sent
+        return made
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        made = tensor.clone(memory_format=torch.contiguous_format)
+        with self._timed(0 if owner == self.rank else made.nbytes) as sent:
+            self._wait(dist.reduce(made, group=self._group, group_dst=owner, async_op=True), what)
+        self._traffic.sent_bytes += sent
+        return made
+
     def _wait(self, work: Any, what: str) -> None:
+        self._traffic.wait(work, self._waited_for(what))
+
+    def _waited_for(self, what: str) -> str:
         when = f"in step {self.step}" if self.step else "before the first step"
-        self._traffic.wait(work, f"{what}, from shard {self._others} for shard {self.rank} {when}")
+        return f"{what}, from shard {self._others} for shard {self.rank} {when}"
 
     @contextlib.contextmanager
     def _timed(self, sent_bytes: int) -> Iterator[int]:

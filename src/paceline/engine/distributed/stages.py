@@ -25,6 +25,7 @@ from paceline.engine.distributed.rows import Row
 from paceline.engine.distributed.update import Update, take_buffers
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
+from paceline.replica.loose import Loose
 from paceline.replica.state import Layout, State
 from paceline.replica.stepper import Stepper, of_part
 
@@ -48,15 +49,15 @@ class StagedExchange:
         whole = len(parameters) == len(mine)
         self._counted = freight.state.parameters if whole else [parameters[name] for name in mine]
         self._table = torch.zeros(mesh.workers, rows.FIELDS + 1, dtype=torch.float64)
+        self._place = self._table[rank]
         self.square = 0.0
         """Of the norm of a replica's Δ, as it was brought."""
 
     def meet(self, row: Row, step: Clock) -> list[Row]:
         """One row of each replica."""
-        self._freight.tell(0, row)  # with the counters, which are this rank's own
+        self._freight.count(0)  # they are this rank's own
         self._table.zero_()
-        rows.write(row, self._table[self._rank])
-        self._table[self._rank, -1] = square_norm(self._counted)
+        self._place.copy_(torch.tensor([*rows.numbers(row), square_norm(self._counted)], dtype=torch.float64))
         if self._traffic is not None:
             self._traffic.all_reduce([self._table.view(-1)], of_step(step))
         told = self._table.tolist()
@@ -96,6 +97,7 @@ class Staged(Update):
         whole: the layout of A.
         exchange: knows the norm of the whole Δ.
         gather: makes A of all ranks' parts.
+        by_tensor: whether the gradients may stay outside the freight, tensor by tensor; see :attr:`loose`.
     """
 
     def __init__(
@@ -106,6 +108,8 @@ class Staged(Update):
         whole: Layout,
         exchange: StagedExchange,
         gather: "Gather",
+        *,
+        by_tensor: bool = False,
     ) -> None:
         self._freight, self._state, self._exchange, self._gather = freight, state, exchange, gather
         self._clip_norm = program.clip_norm
@@ -113,6 +117,9 @@ class Staged(Update):
         if state.parameters:
             make = of_part(program.optimizer, whole, state.layout)
             self._stepper = Stepper(make, program.scheduler, state, freight.state)
+        takes_any = self._stepper is not None and self._stepper.takes_any
+        self.loose = Loose() if by_tensor and takes_any and program.clip_norm is None else None
+        """Where the gradients are to be; None: in the freight."""
 
     @property
     def meeting(self) -> list[Tensor]:
@@ -122,7 +129,9 @@ class Staged(Update):
         if self._clip_norm is not None:
             factor *= clip_scale(self._exchange.square * factor**2, self._clip_norm)
         gradients = self._freight.state.parameters
-        if self._stepper is not None and self._stepper.takes_any:
+        if self._stepper is not None and self.loose is not None:
+            self._stepper.step_by_tensor(self.loose.gradients, rate, weight=factor)
+        elif self._stepper is not None and self._stepper.takes_any:
             self._stepper.step(gradients, rate, weight=factor)
         elif self._stepper is not None:
             torch._foreach_mul_(gradients, factor)

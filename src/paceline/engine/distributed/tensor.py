@@ -5,7 +5,6 @@ from typing import final
 
 from torch import nn
 
-from paceline.core.errors import PacelineError
 from paceline.engine.distributed.exchange import Meets, Traffic
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.leisure import excused
@@ -14,12 +13,12 @@ from paceline.engine.distributed.share import Here, Share
 from paceline.engine.distributed.stages import Staged, StagedExchange, gathered
 from paceline.engine.setup import first_batch
 from paceline.replica.base import Replica, micro_steps
+from paceline.replica.loose import worthwhile
 from paceline.replica.state import Layout, State, read
 from paceline.replica.tensor.layouts import Layout as Lies
-from paceline.replica.tensor.layouts import Split
+from paceline.replica.tensor.layouts import Owned, Split
 from paceline.replica.tensor.optimizer import refuse_unless_elementwise
 from paceline.replica.tensor.parts import counts, part_of
-from paceline.replica.tensor.plan import Plan
 from paceline.replica.tensor.preparation import Prepared, prepared
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.shards import Alone
@@ -42,12 +41,15 @@ class TensorShare(Share):
         lies, module = self._prepared.shard.parameters, self._prepared.shard.module
         parts = [part_of(whole, lies, shard) for shard in range(self._shards.count)]
         state = read(module, parts[place.shard].new())
-        _let_go(here.module, lies)
+        _let_go(here.module, lies, place.shard)
         freight = Freight(state.layout, ranks=1)
-        counted = [name for name in state.layout.parameter_names if counts(lies.get(name), place.shard)]
+        names = state.layout.parameter_names if job.program.clip_norm is not None else ()
+        counted = [name for name in names if counts(lies.get(name), place.shard)]
         self._exchange = StagedExchange(freight, counted, mesh, rank, traffic)
         gather = _Gathering(state, whole, parts, lies, rank, traffic)
-        update = Staged(job.program, freight, state, whole, self._exchange, gather)
+        by_tensor = mesh.replicas == 1 and setup.device(rank) == "cpu" and worthwhile(state.layout)
+        update = Staged(job.program, freight, state, whole, self._exchange, gather, by_tensor=by_tensor)
+        self._loose = update.loose
         super().__init__(place, state, freight, update)
 
     @property
@@ -56,7 +58,7 @@ class TensorShare(Share):
 
     @property
     def peak_saved_bytes(self) -> int | None:
-        return None
+        return self._replica.peak_saved_bytes
 
     def exchange(self) -> Meets:
         return self._exchange
@@ -66,7 +68,7 @@ class TensorShare(Share):
         setup = self._setup
         if isinstance(self._shards, GroupShards):
             self._shards.recorder = recorder
-        return TensorParallel(
+        self._replica = TensorParallel(
             setup.job.program,
             self._prepared,
             self._shards,
@@ -75,7 +77,9 @@ class TensorShare(Share):
             setup.device(self._team.world.rank),
             recorder=recorder,
             micro_steps=micro_steps(setup.delta),
+            loose=self._loose,
         )
+        return self._replica
 
     def rules(self) -> Mapping[str, str | int | float]:
         return {"shards": self._shards.count, "planned_bytes_per_step": self._prepared.plan.cost.sent}
@@ -85,7 +89,7 @@ class TensorShare(Share):
         job, traffic = self._setup.job, self._team.traffic
         with excused(self._team):
             made = prepared(
-                job.program, here.module, first_batch(job), self._shards, self._agree, job.strategy.shard_rules
+                job.program, here.module, first_batch(job), self._shards, self._team.gather, job.strategy.shard_rules
             )
             refuse_unless_elementwise(
                 job.program.optimizer, here.state.layout, made.shard.parameters, self._shards.count
@@ -94,20 +98,12 @@ class TensorShare(Share):
             traffic.sent_bytes = 0
         return made
 
-    def _agree(self, plan: Plan) -> None:
-        """All shards must have planned the same; raises PacelineError."""
-        mine = repr([(step.call.node.name, step.way.takes, step.way.gives) for step in plan.steps])
-        said = self._team.gather(mine, "how the model is divided")
-        if any(other != mine for other in said):
-            raise PacelineError(
-                "the ranks have planned different divisions of the model; model() must make the same one everywhere"
-            )
 
-
-def _let_go(module: nn.Module, lies: Mapping[str, Lies]) -> None:
+def _let_go(module: nn.Module, lies: Mapping[str, Lies], shard: int) -> None:
     """Of the memory of tensors that no shard has whole, or not this one: the shard's are its own."""
     for name, tensor in tensors_of(module).items():
-        if isinstance(lies.get(name), Split):
+        how = lies.get(name)
+        if isinstance(how, Split) or (isinstance(how, Owned) and how.shard != shard):
             tensor.data = tensor.data.new_empty(0)
 
 

@@ -19,8 +19,8 @@ from paceline.replica.pipeline.mail import Received
 from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
 from paceline.replica.pipeline.pieces import Body
 from paceline.replica.pipeline.portal import Portals
-from paceline.replica.pipeline.saved import Tally
 from paceline.replica.pipeline.split_backward import Later, Splitter
+from paceline.replica.saved import Tally
 
 Rebuild: TypeAlias = Callable[[Sequence[Tensor]], Tree]
 

@@ -20,8 +20,8 @@ from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.header import Value
-from paceline.replica.pipeline.saved import Tally
 from paceline.replica.pipeline.units import group
+from paceline.replica.saved import Tally
 
 Again: TypeAlias = Callable[[], AbstractContextManager[None]]
 """Called in a forward pass: the context in which it is made again."""

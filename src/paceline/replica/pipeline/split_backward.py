@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.replica.pipeline.saved import Tally
 from paceline.replica.pipeline.substitutes import Function, Substitutes, rebound
+from paceline.replica.saved import Tally
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 

@@ -23,7 +23,7 @@ from paceline.replica.pipeline.messages import Message
 from paceline.replica.pipeline.micro_batches import Shapes
 from paceline.replica.pipeline.pieces import keeping
 from paceline.replica.pipeline.portal import Give
-from paceline.replica.pipeline.saved import Holdings
+from paceline.replica.saved import Holdings
 
 
 @dataclass(frozen=True)

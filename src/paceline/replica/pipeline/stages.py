@@ -11,10 +11,10 @@ from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.batchnorm import Deferred
 from paceline.replica.pipeline.forward import Means
 from paceline.replica.pipeline.pieces import Body, Pieces, Whole
-from paceline.replica.pipeline.saved import Holdings
 from paceline.replica.pipeline.split_backward import Splitter
 from paceline.replica.pipeline.stage import Stage
 from paceline.replica.pipeline.substitutes import Substitutes, substitute
+from paceline.replica.saved import Holdings
 from paceline.replica.state import Layout
 
 Recompute: TypeAlias = Literal["none", "boundaries", "all"]

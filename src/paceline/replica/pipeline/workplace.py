@@ -13,9 +13,9 @@ from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.saved import Holdings
 from paceline.replica.pipeline.stages import Batchnorm, Recompute, Workshop, make_stages
 from paceline.replica.pipeline.tensors import together
+from paceline.replica.saved import Holdings
 from paceline.replica.state import Layout
 
 

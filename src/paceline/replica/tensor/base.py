@@ -74,6 +74,11 @@ class Call:
         return self.node.target
 
     @property
+    def mutates(self) -> bool:
+        """Whether it writes into a tensor that it takes, and says so."""
+        return bool(getattr(getattr(self.target, "_schema", None), "is_mutable", False))
+
+    @property
     def repeats(self) -> bool:
         """Whether one tensor is two of its arguments: ``takes`` has it once."""
         given = list[Node]()
@@ -115,6 +120,8 @@ class Way:
     """Bytes that the written operator itself sends from each shard, forward and backward."""
     collectives: int = 0
     """That it itself makes, forward and backward."""
+    asked: bool = False
+    """Whether it is only for those who ask for it by name."""
 
 
 class Writer:
@@ -142,7 +149,11 @@ class Writer:
         self._root.add_module(name, module)
         return self._graph.call_module(name, args)
 
-    def same(self, call: Call, **changed: Argument) -> Node:
+    def copy(self, call: Call) -> Node:
+        """The operator itself."""
+        return self._graph.node_copy(call.node, self.new)
+
+    def same(self, call: Call, /, **changed: Argument) -> Node:
         """The operator itself, with some of its arguments changed, by their names in its schema."""
         names = [argument.name for argument in call.target._schema.arguments]
         args = [

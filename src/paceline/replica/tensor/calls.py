@@ -29,6 +29,11 @@ class Operators:
     calls: Mapping[Node, Call]
     """Of each node that calls something and takes or gives a tensor, in order."""
 
+    def outputs(self) -> list[Value]:
+        """The tensors that the graph returns."""
+        output = next(iter(reversed(self.captured.module.graph.nodes)))
+        return [value for node in output.all_input_nodes for value in self.values.get(node, ())]
+
 
 def operators(captured: Captured, shards: int, leaves: Sequence[Tensor] = ()) -> Operators:
     """Look at a graph of operators, for so many shards.

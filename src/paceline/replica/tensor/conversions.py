@@ -16,6 +16,9 @@
     Shared     Whole      -                 shard 0's alone
     Shared     Partial    shard 0's alone   shard 0's alone
     Split      Partial    zeros elsewhere   take the part
+    Owned      Whole      broadcast         the owner's alone
+    Owned      Shared     broadcast         reduce to the owner
+    Owned      Partial    zeros elsewhere   the owner's alone
 
 Each is a module without parameters, so that a graph which has it reads well. In backward a gradient goes the other way:
 so ``Whole -> Shared`` and ``Partial -> Whole`` are each other's transposes.
@@ -45,6 +48,8 @@ class Conversion(nn.Module, ABC):
 
     def forward(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout."""
+        if not (tensor.requires_grad and torch.is_grad_enabled()):
+            return laid_out(self.there(tensor), tensor)
         made: Tensor = _Through.apply(tensor, self)  # type: ignore[no-untyped-call]
         return made
 
@@ -73,8 +78,7 @@ class _Through(torch.autograd.Function):
 
 def laid_out(made: Tensor, like: Tensor) -> Tensor:
     """With dims in memory in the same order: dropout draws its numbers in that."""
-    dims = order(like)
-    if dims == order(made):
+    if made.stride() == like.stride() or (dims := order(like)) == order(made):
         return made
     back = sorted(range(len(dims)), key=dims.__getitem__)
     return made.permute(dims).contiguous().permute(back)

@@ -20,6 +20,8 @@ from typing import TypeAlias, final
 
 from torch import Tensor, cat
 
+from paceline.core.errors import InputError
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,11 @@ class Split:
         """
         dim = self.dim % tensor.dim()
         if self.outer == 1:
+            if tensor.shape[dim] != self.block:
+                raise InputError(
+                    f"a tensor of {tuple(tensor.shape)} can't be divided by {self}, which is for {self.block} "
+                    "elements; give batches of the same size as the first, or leave its module whole in shard_rules"
+                )
             return tensor.narrow(dim, self.starts()[shard], self.sizes[shard])
         blocks = _blocks(tensor, dim, self.block)
         return blocks.narrow(dim + 1, self.starts()[shard], self.sizes[shard]).flatten(dim, dim + 1)

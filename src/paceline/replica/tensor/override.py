@@ -9,6 +9,7 @@ from typing import final
 from paceline.core.errors import InputError, unknown
 from paceline.replica.tensor import possible
 from paceline.replica.tensor.base import Call, Way
+from paceline.replica.tensor.branches import BRANCH
 from paceline.replica.tensor.layouts import Shared, Whole
 from paceline.shard_rules import WHOLE, ShardRules
 
@@ -48,15 +49,20 @@ class Override:
         """Those among the ways of an operator that the plan may choose."""
         module = possible.module_of(call, self.owners)
         asked = self.rules.of(module)
+        others = [way for way in ways if not way.asked]
         if asked is None:
-            return ways
+            return others
         if asked == WHOLE:
-            return [way for way in ways if _undivided(way)] if possible.parameters(call) else ways
+            return [way for way in ways if _undivided(way)] if possible.parameters(call) else others
         self._names[module] |= {way.name: None for way in ways if way.name}
         named = [way for way in ways if way.name == asked]
         if named:
             self._found.add(module)
-        return named or ways
+        return named or others
+
+    def asks_for_branch(self, call: Call) -> bool:
+        """Whether an operator is to be in a branch that one shard works on."""
+        return self.rules.of(possible.module_of(call, self.owners)) == BRANCH
 
     def check(self) -> None:
         """After all operators: raise InputError where a module has no operator with a way of the name asked for."""

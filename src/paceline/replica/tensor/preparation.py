@@ -1,23 +1,29 @@
 """From a model as it is to what one shard of it runs: captured with its loss, planned, rewritten, checked."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import nn
+from torch.fx import Node
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture import Captured, capture
 from paceline.replica.refusal import WAYS_OUT
-from paceline.replica.tensor import rules
+from paceline.replica.tensor import possible, rules
+from paceline.replica.tensor.base import Call
 from paceline.replica.tensor.calls import operators
 from paceline.replica.tensor.forgotten import refuse_saved_hooks
 from paceline.replica.tensor.layouts import Owned, Split
+from paceline.replica.tensor.out_of_place import write_out_of_place
 from paceline.replica.tensor.plan import NO_RULES, Plan, plan
 from paceline.replica.tensor.rehearsal import check_shard
 from paceline.replica.tensor.rewrite import Shard, put, rewritten
 from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.times import measured
 from paceline.replica.tensor.with_loss import WithLoss
 from paceline.replica.undisturbed import tensors_of
 from paceline.shard_rules import ShardRules
@@ -35,20 +41,44 @@ class Prepared:
     shard: Shard
 
 
+Says: TypeAlias = Callable[[str, str], Sequence[str]]
+"""(what this shard says, what about) -> what each shard says; all of them call it together."""
+
+
+def to_itself(said: str, about: str) -> Sequence[str]:
+    """Where there is nobody else."""
+    del about
+    return [said]
+
+
 def planned(
-    program: Program, module: nn.Module, batch: Batch, count: int, rules: ShardRules = NO_RULES
+    program: Program,
+    module: nn.Module,
+    batch: Batch,
+    count: int,
+    rules: ShardRules = NO_RULES,
+    says: Says = to_itself,
 ) -> tuple[Captured, Plan]:
     """How a model is divided among so many shards, keeping to a strategy's rules.
+
+    What shards have measured differs; they go by the first one's.
 
     Raises:
         InputError: it can't be captured, or nothing of it can be divided, or not as the rules say.
     """
     together, given = WithLoss(program, module), (batch.input, batch.target)
     refuse_saved_hooks(together, given, type(module).__name__)
-    captured = capture(together, given, operators=True)
+    captured = capture(together, given, operators=True, of_inputs=False)
+    write_out_of_place(captured.module)
     leaves = captured.flat((batch.input, batch.target))
-    made = plan(operators(captured, count, leaves), count, rules)
-    if not any(isinstance(layout, (Split, Owned)) for layout in made.parameters.values()):
+
+    def times(calls: Sequence[Call]) -> Mapping[Node, float]:
+        took = measured(captured.module, leaves, calls)
+        agreed = says(json.dumps([took[call.node] for call in calls]), "how long operators take")
+        return dict(zip((call.node for call in calls), json.loads(agreed[0]), strict=True))
+
+    made = plan(operators(captured, count, leaves), count, rules, times)
+    if not _divides(made):
         raise InputError(
             f"shards={count}: nothing of {type(module).__name__} can be divided into {count}; write fewer shards, or "
             f"{WAYS_OUT}"
@@ -56,12 +86,18 @@ def planned(
     return captured, made
 
 
+def _divides(plan: Plan) -> bool:
+    """Whether shards have parts of the parameters, or of what these are applied to."""
+    parts = any(isinstance(layout, (Split, Owned)) for layout in plan.parameters.values())
+    return parts or any(step.way.share < 1 and possible.parameters(step.call) for step in plan.steps)
+
+
 def prepared(
     program: Program,
     module: nn.Module,
     batch: Batch,
     shards: Shards,
-    agree: Callable[[Plan], None] = lambda _: None,
+    says: Says,
     rules: ShardRules = NO_RULES,
 ) -> Prepared:
     """What one shard runs; all shards call it together.
@@ -71,17 +107,30 @@ def prepared(
         module: with the values of A_0.
         batch: the first one.
         shards: who run it together.
-        agree: is told the plan, and raises where the others have another one.
+        says: asks all of them.
         rules: of the strategy, which the plan keeps to.
+
+    Raises:
+        InputError: as :func:`planned` says, or where the shards together are not the model.
+        PacelineError: the shards have planned differently.
     """
     device = next(module.parameters()).device
     with program.autocast(str(device)):
-        captured, made = planned(program, module, batch, shards.count, rules)
-        agree(made)
+        captured, made = planned(program, module, batch, shards.count, rules, says)
+        _agree(made, says)
         shard = rewritten(made, shards)
         _add_unused(shard.module, module)
         check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
     return Prepared(captured, made, shard)
+
+
+def _agree(made: Plan, says: Says) -> None:
+    """All shards must have planned the same."""
+    mine = repr([(step.call.node.name, step.way.takes, step.way.gives) for step in made.steps])
+    if any(other != mine for other in says(mine, "how the model is divided")):
+        raise PacelineError(
+            "the shards have planned different divisions of the model; model() must make the same one everywhere"
+        )
 
 
 def _add_unused(shard: nn.Module, module: nn.Module) -> None:

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import NamedTuple, final
 
 from paceline.replica.tensor.conversions import Conversion, First, FirstShared, Share, Sum, SumShared, Unshare
-from paceline.replica.tensor.layouts import Layout, Partial, Shared, Split, Whole
+from paceline.replica.tensor.layouts import Layout, Owned, Partial, Shared, Split, Whole
+from paceline.replica.tensor.owned import Broadcast, BroadcastShared, OfOwner, OwnTerm
 from paceline.replica.tensor.parted import Exchange, Gather, GatherShared, OfParts, Pad, Scatter, Take, TakeShared
 from paceline.replica.tensor.shards import Shards
 
@@ -38,6 +39,15 @@ def _from_parts(kind: type[OfParts]) -> Callable[[Shards, str, Layout, Layout], 
     return make
 
 
+def _from_owner(kind: type[OfOwner]) -> Callable[[Shards, str, Layout, Layout], Conversion]:
+    def make(shards: Shards, name: str, before: Layout, after: Layout) -> Conversion:
+        del after
+        assert isinstance(before, Owned), "one shard has it"
+        return kind(shards, name, before.shard)
+
+    return make
+
+
 def _exchange(shards: Shards, name: str, before: Layout, after: Layout) -> Conversion:
     assert isinstance(before, Split), "both are split"
     assert isinstance(after, Split), "both are split"
@@ -57,6 +67,9 @@ _KINDS: dict[tuple[type, type], _Kind] = {
     (Shared, Split): _Kind(_from_parts(TakeShared), "", ""),
     (Split, Whole): _Kind(_from_parts(Gather), "gather", ""),
     (Split, Shared): _Kind(_from_parts(GatherShared), "gather", "gather"),
+    (Owned, Whole): _Kind(_from_owner(Broadcast), "gather", ""),
+    (Owned, Shared): _Kind(_from_owner(BroadcastShared), "gather", "gather"),
+    (Owned, Partial): _Kind(_from_owner(OwnTerm), "", ""),
     (Partial, Split): _Kind(_from_parts(Scatter), "gather", "gather"),
 }
 
@@ -70,7 +83,8 @@ def price(before: Layout, after: Layout, count: int, *, differentiable: bool) ->
     """What it costs among ``count`` shards; None: there is no such conversion.
 
     An all-reduce in a ring sends 2·(k - 1)/k of the tensor from each shard, an all-gather or reduce-scatter half of
-    that (Patarasuk and Yuan 2009).
+    that (Patarasuk and Yuan 2009). What one shard has, all of it goes to each of the others: as much in all as an
+    all-gather.
 
     >>> from paceline.replica.tensor.layouts import PARTIAL, WHOLE, SHARED
     >>> price(PARTIAL, WHOLE, 4, differentiable=True)

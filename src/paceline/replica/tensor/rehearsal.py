@@ -76,7 +76,9 @@ class _Stage:
         tensors = {name: part for name, part in zip(names, parts, strict=True) if name in own}
         buffers = {name: self._part(name, self._model[name]) for name in own if name in self._local}
         leaves = functional_call(self._shard.module, tensors | buffers, tuple(self._captured.flat(given)))
-        self._after = {name: self._whole(name, buffer) for name, buffer in buffers.items()}
+        owned = {name for name in self._local if isinstance(self._layout(name), Owned)}
+        after = {name: buffers.get(name, self._model[name]) for name in self._model if name in buffers or name in owned}
+        self._after = {name: self._whole(name, buffer) for name, buffer in after.items()}
         return self._captured.rebuild(leaves)
 
     def _layout(self, name: str) -> Layout | None:
@@ -88,6 +90,8 @@ class _Stage:
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         layout = self._layout(name)
+        if isinstance(layout, Owned):
+            return self._shards.broadcast(part, layout.shard, name)
         return gathered(part, layout, self._shards, name) if isinstance(layout, Split) else part
 
 

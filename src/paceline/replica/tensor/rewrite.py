@@ -11,11 +11,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from paceline.replica.naming import home
+from paceline.replica.tensor.alone import is_stand_in
 from paceline.replica.tensor.base import Writer
 from paceline.replica.tensor.costs import Key, cheapest, key
 from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
-from paceline.replica.tensor.plan import Plan, Step, outputs
+from paceline.replica.tensor.plan import Plan
 from paceline.replica.tensor.prices import conversion
+from paceline.replica.tensor.search import Step
 from paceline.replica.tensor.shards import Shards
 
 
@@ -62,7 +64,7 @@ class _Rewriting:
                 self._plain[node] = self._graph.node_copy(node, self._new)
                 for value in self._plan.operators.values.get(node, ()):
                     self._made[key(value), WHOLE] = self._plain[node]
-        self._graph.eliminate_dead_code(lambda node: node.op != "call_function" or node.is_impure())
+        self._graph.eliminate_dead_code(_has_effects)
         module = GraphModule(self._root, self._graph, "Shard")
         return Shard(module, self._plan.parameters)
 
@@ -91,20 +93,17 @@ class _Rewriting:
             for value, layout in zip(step.call.takes, step.way.takes, strict=True)
             if (made := self._made.get((key(value), layout))) is not None
         }
-        written = step.way.write(self._writer, step.call) if step.way.write else self._same(step.call.node)
+        written = (step.way.write or Writer.copy)(self._writer, step.call)
         self._plain[step.call.node] = written
         for value, layout in zip(step.call.gives, step.way.gives, strict=True):
             self._made[key(value), layout] = written
         self._wanted = {}
 
-    def _same(self, node: Node) -> Node:
-        return self._graph.node_copy(node, self._new)
-
     def _new(self, node: Node) -> Node:
         return self._wanted.get(node) or self._plain[node]
 
     def _output(self, node: Node) -> None:
-        for value in outputs(self._plan.operators):
+        for value in self._plan.operators.outputs():
             known = {layout: made for (place, layout), made in self._made.items() if place == key(value)}
             if WHOLE in known:
                 self._wanted[value.node] = known[WHOLE]
@@ -113,6 +112,10 @@ class _Rewriting:
             module = conversion(self._shards, value.node.name, before, WHOLE)
             self._wanted[value.node] = self._writer.module(module, known[before])
         self._graph.output(map_arg(node.args[0], self._new))
+
+
+def _has_effects(node: Node) -> bool:
+    return not is_stand_in(node) and (node.op != "call_function" or node.is_impure())
 
 
 def _part(held: Tensor, split: Split, shard: int) -> Tensor:

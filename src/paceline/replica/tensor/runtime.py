@@ -13,6 +13,8 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program
 from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
 from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.loose import Loose
+from paceline.replica.saved import Tally
 from paceline.replica.state import Layout, State
 from paceline.replica.tensor.layouts import SHARED
 from paceline.replica.tensor.preparation import Prepared
@@ -33,6 +35,7 @@ class TensorParallel(Replica):
         device: as torch writes it.
         recorder: of this shard's spans.
         micro_steps: calls of :meth:`advance` for one Δ.
+        loose: takes the gradients, which then lie on the CPU; None: they are written into the slot.
     """
 
     def __init__(
@@ -46,14 +49,19 @@ class TensorParallel(Replica):
         *,
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
+        loose: Loose | None = None,
     ) -> None:
         self._program, self._captured, self._shards = program, prepared.captured, shards
         self._replica, self._device, self._recorder, self._micro_steps = replica, device, recorder, micro_steps
+        self._loose = loose
         self._module = prepared.shard.module
         self._tensors = Autograd(program, self._module, layout, replica, device)
         names = layout.parameter_names
         self._shared = [i for i, name in enumerate(names) if prepared.shard.parameters.get(name) == SHARED]
         self._losses, self._samples = 0.0, 0
+        self._seen: set[tuple[torch.Size, ...]] = set()
+        self.peak_saved_bytes = 0
+        """The most that was kept for backward at one time, parameters, buffers and the batch itself not counted."""
 
     def adopt(self, state: State) -> None:
         self._tensors.bind(state)
@@ -80,13 +88,26 @@ class TensorParallel(Replica):
         began = time.monotonic_ns()
         leaves = self._captured.flat((batch.input, batch.target))
         with self._program.autocast(self._device):
-            (loss,) = self._module(*(leaf.to(self._device) for leaf in leaves))
+            (loss,) = self._forward([leaf.to(self._device) for leaf in leaves])
         turned = time.monotonic_ns()
-        (loss if weight == 1.0 else loss * weight).backward()
+        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         self._recorder.record("forward", clock + 1, began, turned)
         self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
         return value
+
+    def _forward(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
+        """The loss; what is saved for backward is counted where shapes are new."""
+        shapes = tuple(leaf.shape for leaf in leaves)
+        if shapes in self._seen:
+            made: tuple[Tensor, ...] = self._module(*leaves)
+            return made
+        tally = Tally([*self._module.parameters(), *self._module.buffers(), *leaves])
+        with tally.watching():
+            made = self._module(*leaves)
+        self._seen.add(shapes)
+        self.peak_saved_bytes = max(self.peak_saved_bytes, tally.nbytes)
+        return made
 
     def _failed(self, error: Exception) -> WorkerError:
         told = "".join(traceback.format_exception(error))
@@ -99,12 +120,16 @@ class TensorParallel(Replica):
             self._sum_shared(gradients)
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))
-            torch._foreach_copy_(out.views.parameters, gradients)
+            if self._loose is not None:
+                self._loose.gradients = gradients
+            else:
+                torch._foreach_copy_(out.views.parameters, gradients)
             self._tensors.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(out.parameters, loss))
+        vectors = out.parameters if self._loose is None else gradients
+        return Measured(loss, self._samples, finite(vectors, loss))
 
     def _sum_shared(self, gradients: list[Tensor]) -> None:
         """Of parameters that every shard has and uses for its part of the samples."""

@@ -42,6 +42,14 @@ class Shards(ABC):
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         """Of what each shard gives for this one, the sum."""
 
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        """What one shard gives; the others give a tensor of that shape, whose numbers are not looked at."""
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        """On one shard the sum over all of them; on the others, nothing that means anything."""
+
 
 @final
 class Alone(Shards):
@@ -61,3 +69,11 @@ class Alone(Shards):
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         del what
         return parts[0].clone()
+
+    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        del owner, what
+        return tensor.clone()
+
+    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        del owner, what
+        return tensor.clone()

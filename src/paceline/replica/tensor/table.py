@@ -19,10 +19,12 @@ from typing import Any
 from paceline.replica.amounts import amount
 from paceline.replica.tensor import possible
 from paceline.replica.tensor.base import Value
+from paceline.replica.tensor.branches import BRANCH
 from paceline.replica.tensor.costs import cheapest, key
 from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Partial, Split
-from paceline.replica.tensor.plan import Plan, Step, outputs
+from paceline.replica.tensor.plan import Plan
 from paceline.replica.tensor.prices import Price, price
+from paceline.replica.tensor.search import Step
 from paceline.replica.tensor.why_whole import ATTENTION, operator, why_whole
 from paceline.replica.tensor.work import work
 from paceline.shard_rules import ShardRules
@@ -144,7 +146,8 @@ class _Rows:
     def rows(self) -> Iterator[Row]:
         for step in self._plan.steps:
             yield from self._conversions(step.converted)
-            if possible.parameters(step.call) or step.way.name or step.call.target is ATTENTION:
+            named = step.way.name not in ("", BRANCH)
+            if possible.parameters(step.call) or named or step.call.target is ATTENTION:
                 yield self._operator(step)
         yield from self._conversions(self._at_the_end())
         yield from self._summed()
@@ -153,10 +156,11 @@ class _Rows:
         call, way = step.call, step.way
         module = possible.module_of(call, self._owners)
         cut = way.name or ("divided" if way.share < 1 or possible.divides(call, way) else "whole")
+        owner = next((layout for layout in way.gives if isinstance(layout, Owned)), None)
         return Row(
             module,
             operator(call.target),
-            cut,
+            cut if owner is None else f"{cut} {owner}",
             sum(self._left.pop(str(value.parameter), 0) for value in call.takes),
             f"{way.collectives} within" if way.collectives else "",
             collectives=way.collectives,
@@ -194,7 +198,7 @@ class _Rows:
                 there.setdefault(key(value), []).append(layout)
             for value, _, layout in step.converted:
                 there.setdefault(key(value), []).append(layout)
-        for value in outputs(self._plan.operators):
+        for value in self._plan.operators.outputs():
             known = there.get(key(value), [WHOLE])
             if WHOLE not in known:
                 yield value, cheapest(value, frozenset(known), self._plan.shards), WHOLE
@@ -216,6 +220,8 @@ class _Rows:
 
 
 def _forward(before: Layout, after: Layout) -> str:
+    if isinstance(before, Owned):
+        return "broadcast"
     if isinstance(before, Partial):
         return "reduce-scatter" if isinstance(after, Split) else "all-reduce"
     return "all-gather"
@@ -223,6 +229,8 @@ def _forward(before: Layout, after: Layout) -> str:
 
 def _backward(before: Layout, after: Layout) -> str:
     """The gradient goes the other way: of what is shared there are terms of it."""
+    if isinstance(before, Owned):
+        return "reduce"
     if after == SHARED:
         return "reduce-scatter" if isinstance(before, Split) else "all-reduce"
     return "all-gather"

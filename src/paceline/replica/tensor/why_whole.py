@@ -12,6 +12,8 @@ ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 _UNITS = {"column": "outputs", "row": "inputs", "filters": "filters", "channels": "channels", "groups": "groups"}
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+
 
 def why_whole(call: Call, asked: str | None) -> str:
     """Of an operator of which every shard does all.
@@ -22,6 +24,8 @@ def why_whole(call: Call, asked: str | None) -> str:
     """
     if asked == WHOLE:
         return "shard_rules say so"
+    if operator(call.target).removesuffix("_cell") in _RECURRENT:
+        return "its hidden units would have to be gathered in every time step"
     if rule_of(call.target) is None:
         return f"no rule for {operator(call.target)}"
     few = _too_few(call)

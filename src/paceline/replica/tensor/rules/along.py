@@ -53,7 +53,11 @@ def _term(call: Call, split: Split) -> Write | None:
 
 @final
 class Concatenation(Rule):
-    """Along another dim than the divided one: S_p is that part of each; what has no elements is everyone's."""
+    """Along another dim than the divided one: S_p is that part of each; what has no elements is everyone's.
+
+    Along the divided one, where all are divided in blocks of the same length and shares: S_p is those parts, and the
+    result has the blocks of all of them.
+    """
 
     targets: ClassVar = (aten.cat.default,)
     converts, repeats = False, True
@@ -63,11 +67,24 @@ class Concatenation(Rule):
         dim = call.argument(1, "dim", 0) % made.dims
         empty = [value.shape == (0,) for value in call.takes]
         for split in dict.fromkeys(split for each in offers for split in offered(each)):
-            if split.dim % made.dims == dim:
-                continue
-            yield Way(_filled(call, split), (split,), share=split.share)
+            if split.dim % made.dims != dim:
+                yield Way(_filled(call, split), (split,), share=split.share)
+            elif blocks := _blocks(call, offers, split):
+                joined = Split(split.dim, split.sizes, made.shape[dim] // split.block)
+                yield Way(blocks, (joined,), share=split.share)
         if all(PARTIAL in each or void for each, void in zip(offers, empty, strict=True)):
             yield Way(_filled(call, PARTIAL), (PARTIAL,))
+
+
+def _blocks(call: Call, offers: Offers, split: Split) -> tuple[Layout, ...]:
+    """How each tensor lies in blocks as this split has them; none where one can't be had so."""
+    found: list[Layout] = []
+    for value, each in zip(call.takes, offers, strict=True):
+        own = Split(split.dim, split.sizes, value.shape[split.dim] // split.block if value.shape != (0,) else 0)
+        if value.shape != (0,) and own not in each:
+            return ()
+        found.append(own if own.outer else everyones(value))
+    return tuple(found)
 
 
 def _filled(call: Call, layout: Layout) -> tuple[Layout, ...]:

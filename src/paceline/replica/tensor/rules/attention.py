@@ -24,17 +24,22 @@ class Attention(Rule):
     """
 
     targets: ClassVar = (aten.scaled_dot_product_attention.default,)
+    repeats = True
 
     def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
-        q, k, v, *mask = call.takes
-        for split in dict.fromkeys(split for each in offers[:3] for split in offered(each)):
+        q, k, v, *mask = (_value(call, node) for node in _given(call))
+        if any(value in (q, k, v) for value in mask):
+            return
+        offered_to = (each for value, each in zip(call.takes, offers, strict=True) if value not in mask)
+        for split in dict.fromkeys(split for each in offered_to for split in offered(each)):
             if split.dim >= -2:
                 continue
             each = [self._of(value, split) for value in (q, k, v)]
             heads = each[0]
             if heads is not None and None not in each:
                 masks: list[Layout] = [_of_mask(value, heads) for value in mask]
-                takes = tuple(layout for layout in (*each, *masks) if layout is not None)
+                lies = dict(zip((q, k, v, *mask), (*each, *masks), strict=True))
+                takes = tuple(layout for value in call.takes if (layout := lies[value]) is not None)
                 yield Way(takes, (heads,), "heads", _write(heads), heads.share)
 
     def _of(self, value: Value, split: Split) -> Split | None:
@@ -52,6 +57,16 @@ class Attention(Rule):
         return None
 
 
+def _given(call: Call) -> list[Node]:
+    """q, k, v and the mask, if there is one; two of them may be one tensor."""
+    named = ("query", "key", "value", "attn_mask")
+    return [node for i, name in enumerate(named) if (node := call.argument(i, name)) is not None]
+
+
+def _value(call: Call, node: Node) -> Value:
+    return next(value for value in call.takes if value.node is node)
+
+
 def _of_mask(mask: Value, split: Split) -> Layout:
     length = mask.shape[split.dim] if -split.dim <= mask.dims else 1
     return split if length == split.length else everyones(mask)
@@ -62,7 +77,7 @@ def _write(split: Split) -> Any:
         p = call.argument(4, "dropout_p", 0.0)
         if not p:
             return writer.same(call)
-        q, k, v, *mask = (writer.new(value.node) for value in call.takes)
+        q, k, v, *mask = map(writer.new, _given(call))
         heads = Dropping(
             writer, split, p, call.argument(5, "is_causal", False), call.argument(6, "scale", None),
             call.argument(7, "enable_gqa", False),

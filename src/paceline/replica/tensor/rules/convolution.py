@@ -1,14 +1,17 @@
-"""Convolutions of any dims, grouped and depthwise ones included, by filters and by channels."""
+"""Convolutions of any dims, grouped and depthwise ones included, by filters, by channels and in space."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, final
 
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, offered, register
+from paceline.replica.tensor.halo import Halo, uneven
 from paceline.replica.tensor.layouts import PARTIAL, SHARED, Layout, Split, shares
-from paceline.replica.tensor.rules.linear import FIRST, summable
+from paceline.replica.tensor.rules.linear import FIRST, inputs, summable
+from paceline.replica.tensor.rules.space import reaches, varies, way
+from paceline.replica.tensor.windows import Reach, Windows, expanded
 
 aten = torch.ops.aten
 
@@ -21,6 +24,8 @@ class Convolution(Rule):
     channels: S_p = some of the channels of W; x_p some of the channels of x, and y is the sum of all x_p * W_p.
     groups: of a convolution in groups, S_p = some of the groups, of x as of y; nothing is sent.
     samples: S_p = everything; x_p are some of the samples of x, and so is y_p.
+    space: S_p = everything; x_p are some of the rows of x, and so is y_p; a shard gets the rows of others that its own
+    ones of y see, and sends their gradients back.
     """
 
     targets: ClassVar = tuple(
@@ -31,20 +36,61 @@ class Convolution(Rule):
 
     def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
         x, weight, *bias = call.takes
+        by_weight = list(self._by_weight(call, offers))
+        yield from by_weight
+        for split in offered(offers[0]):
+            if x.dims == weight.dims and split.dim == -x.dims:
+                yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+        windows = _windows(call)
+        for reach, new in reaches(call, offers, windows):
+            asked = new and (bool(by_weight) or varies(call, reach))
+            yield way(call, reach, _seen(reach, windows), asked=asked)
+
+    def _by_weight(self, call: Call, offers: Offers) -> Iterator[Way]:
+        x, weight, *bias = call.takes
         dims, groups = weight.dims, call.argument(6, "groups", 1)
         channel = 1 - x.dims if x.dims == dims else -x.dims
         if groups == 1:
             for filters in call.splits(weight.shape[0], -dims):
                 made = filters.at(channel)
                 yield Way((SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share)
-            for channels in call.splits(weight.shape[1], 1 - dims) if summable(call, 2) else ():
-                takes: tuple[Layout, ...] = (channels.at(channel), channels, *(FIRST for _ in bias))
+            for channels in inputs(call, offers[0], weight.shape[1], channel) if summable(call, 2) else ():
+                takes: tuple[Layout, ...] = (channels, channels.at(1 - dims), *(FIRST for _ in bias))
                 yield Way(takes, (PARTIAL,), "channels", _summed, channels.share)
         else:
             yield from _by_groups(call, groups, channel, weight.shape[0] // groups, weight.shape[0] // groups)
-        for split in offered(offers[0]):
-            if x.dims == dims and split.dim == -dims:
-                yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+
+
+def _windows(call: Call) -> list[Windows]:
+    """Of each spatial dim."""
+    sizes = call.takes[1].shape[2:]
+    dims, padding = len(sizes), call.argument(4, "padding", 0)
+    strides, dilations = (expanded(call.argument(i, name, 1), dims) for i, name in ((3, "stride"), (5, "dilation")))
+    if padding == "same":
+        together = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
+        around = [(total // 2, total - total // 2) for total in together]
+    else:
+        around = [(each, each) for each in expanded(0 if padding == "valid" else padding, dims)]
+    each = zip(sizes, strides, around, dilations, strict=True)
+    return [Windows(size, stride, before, dilation, after) for size, stride, (before, after), dilation in each]
+
+
+def _seen(reach: Reach, windows: Sequence[Windows]) -> Write:
+    """On the part with its halo; where there is more padding on one side it is put around as well."""
+
+    def write(writer: Writer, call: Call) -> Node:
+        x, weight, *bias = call.takes
+        module = Halo(writer.shards, x.node.name, reach, uneven(windows))
+        padding = [each.before if each.even else 0 for each in windows]
+        padding[reach.has.dim] = 0
+        return writer.call(
+            getattr(aten, call.target._schema.name.removeprefix("aten::")).default,
+            writer.module(module, writer.new(x.node)), writer.new(weight.node),
+            writer.new(bias[0].node) if bias else None, [each.stride for each in windows], padding,
+            [each.dilation for each in windows], call.argument(6, "groups", 1),
+        )  # fmt: skip
+
+    return write
 
 
 def _by_groups(call: Call, groups: int, channel: int, rows: int, filters: int) -> Iterator[Way]:
@@ -91,8 +137,8 @@ class Transposed(Rule):
             for filters in call.splits(weight.shape[1], 1 - dims):
                 made = filters.at(channel)
                 yield Way((SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share)
-            for channels in call.splits(weight.shape[0], -dims) if summable(call, 2) else ():
-                takes: tuple[Layout, ...] = (channels.at(channel), channels, *(FIRST for _ in bias))
+            for channels in inputs(call, offers[0], weight.shape[0], channel) if summable(call, 2) else ():
+                takes: tuple[Layout, ...] = (channels, channels.at(-dims), *(FIRST for _ in bias))
                 yield Way(takes, (PARTIAL,), "channels", _summed, channels.share)
         else:
             yield from _by_groups(call, groups, channel, weight.shape[0] // groups, weight.shape[1])
@@ -101,47 +147,5 @@ class Transposed(Rule):
                 yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
 
 
-_NAMES = (
-    "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "adaptive_max_pool1d", "adaptive_max_pool2d",
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_bilinear2d", "upsample_bicubic2d",
-    "upsample_linear1d", "upsample_trilinear3d", "max_pool2d_with_indices", "constant_pad_nd", "reflection_pad1d",
-    "reflection_pad2d", "pad", "replication_pad2d", "pixel_shuffle",
-)  # fmt: skip
-
-
-@final
-class Pooling(Rule):
-    """Over the last dims, and resizing of them: S_p is a part of the channels or of the samples."""
-
-    targets: ClassVar = tuple(
-        overload
-        for name in _NAMES
-        if hasattr(aten, name)
-        for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
-        if "out" not in overload._overloadname
-    )
-    converts = False
-
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
-        before = call.takes[0].shape
-        for split in offered(offers[0]):
-            # A dim is passed over where everything from it on to the front keeps its length; the last ones may not.
-            untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.gives)
-            if untouched and -split.dim > _spatial(call):
-                yield Way((split,), tuple(split for _ in call.gives), share=split.share)
-
-
-def _spatial(call: Call) -> int:
-    """How many of the last dims it may look across."""
-    name = call.target._schema.name
-    if "pad" in name:
-        pads = call.argument(1, "pad")
-        return len(pads) // 2 if isinstance(pads, (list, tuple)) else call.takes[0].dims
-    if "shuffle" in name:
-        return 3
-    return int(next(c for c in name if c.isdigit()))
-
-
-for _rule in (Convolution(), Transposed(), Pooling()):
+for _rule in (Convolution(), Transposed()):
     register(_rule)

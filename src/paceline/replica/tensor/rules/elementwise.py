@@ -26,13 +26,17 @@ def along(call: Call, split: Split) -> tuple[Layout, ...] | None:
 
 
 _NAMES = (
-    "abs", "add", "addcmul", "bitwise_and", "bitwise_not", "bitwise_or", "celu", "clamp", "clamp_max", "clamp_min",
-    "cos", "div", "elu", "eq", "erf", "exp", "floor_divide", "fmod", "ge", "gelu", "gt", "hardsigmoid", "hardswish",
-    "hardtanh", "isnan", "le", "leaky_relu", "log", "log1p", "log_sigmoid", "logical_and", "logical_not",
-    "logical_or", "lt", "masked_fill", "maximum", "minimum", "mish", "mul", "ne", "neg", "pow", "reciprocal",
-    "relu", "relu6", "remainder", "rsqrt", "rsub", "selu", "sigmoid", "sign", "silu", "sin", "softplus", "sqrt",
-    "square", "sub", "tan", "tanh", "threshold", "to", "where", "zeros_like", "ones_like", "full_like", "clone",
-    "contiguous", "alias", "lift_fresh_copy", "detach", "_to_copy", "type_as",
+    "abs", "acos", "acosh", "add", "addcdiv", "addcmul", "alias", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ceil", "celu", "clamp", "clamp_max",
+    "clamp_min", "clone", "contiguous", "copysign", "cos", "cosh", "deg2rad", "detach", "div", "elu", "eq",
+    "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "floor_divide", "fmod", "frac", "full_like", "ge",
+    "gelu", "gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "hypot", "isfinite", "isinf", "isnan",
+    "le", "leaky_relu", "lerp", "lift_fresh_copy", "log", "log10", "log1p", "log2", "log_sigmoid", "logaddexp",
+    "logaddexp2", "logical_and", "logical_not", "logical_or", "logical_xor", "logit", "lt", "masked_fill",
+    "maximum", "minimum", "mish", "mul", "nan_to_num", "ne", "neg", "ones_like", "positive", "pow", "rad2deg",
+    "reciprocal", "relu", "relu6", "remainder", "round", "rsqrt", "rsub", "selu", "sgn", "sigmoid", "sign",
+    "signbit", "silu", "sin", "sinc", "sinh", "softplus", "softshrink", "sqrt", "square", "sub", "tan", "tanh",
+    "threshold", "to", "_to_copy", "true_divide", "trunc", "type_as", "where", "xlogy", "zeros_like",
 )  # fmt: skip
 
 
@@ -46,7 +50,7 @@ class Elementwise(Rule):
         for name in _NAMES
         if hasattr(aten, name)
         for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
-        if "out" not in overload._overloadname
+        if not overload._schema.is_mutable
     )
     converts = False
 

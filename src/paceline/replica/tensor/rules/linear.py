@@ -1,13 +1,13 @@
 """Linear layers: x·Wᵀ + b, and x·W + b as GPT-2 writes it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, final
 
 import torch
 from torch.fx import Node
 
 from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, Owned
+from paceline.replica.tensor.layouts import PARTIAL, SHARED, Layout, Owned, Split
 
 aten = torch.ops.aten
 
@@ -26,6 +26,14 @@ def summable(call: Call, bias: int) -> bool:
     return any(others) or not any(value.differentiable for value in call.takes)
 
 
+def inputs(call: Call, offers: Iterable[Layout], length: int, dim: int = -1) -> Iterator[Split]:
+    """How the dim of x that is summed over may be divided: evenly, or in the blocks in which x is there, of tensors put
+    together.
+    """
+    there = (split for split in offered(offers) if split.dim == dim and split.outer > 1 and split.length == length)
+    yield from dict.fromkeys((*call.splits(length, dim), *there))
+
+
 @final
 class Linear(Rule):
     """y = x·Wᵀ + b, with W of m × n.
@@ -42,7 +50,7 @@ class Linear(Rule):
         for rows in call.splits(weight.shape[0], -2):
             made = rows.at(-1)
             yield Way((SHARED, rows, *(made for _ in bias)), (made,), "column", share=made.share)
-        for columns in call.splits(weight.shape[1], -1) if summable(call, 2) else ():
+        for columns in inputs(call, offers[0], weight.shape[1]) if summable(call, 2) else ():
             yield Way((columns, columns, *(FIRST for _ in bias)), (PARTIAL,), "row", _row, columns.share)
         for split in offered(offers[0]):
             if split.dim < -1:
@@ -65,8 +73,9 @@ class Addmm(Rule):
             return
         for columns in call.splits(weight.shape[1], -1):
             yield Way((columns, SHARED, columns), (columns,), "column", share=columns.share)
-        for rows in call.splits(weight.shape[0], -2) if summable(call, 0) else ():
-            yield Way((FIRST, rows.at(-1), rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
+        for columns in inputs(call, offers[1], weight.shape[0]) if summable(call, 0) else ():
+            rows = columns.at(-2)
+            yield Way((FIRST, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
         for split in offered(offers[1]):
             if split.dim < -1:
                 yield Way((SHARED, split, SHARED), (split,), "samples", share=split.share)

@@ -64,7 +64,7 @@ def _write(split: Split, normalised: int) -> Write:
         default = 1e-5 if _centred(call) else None
         eps = call.argument(4 if _centred(call) else 3, "eps", default)
         module = Across(
-            writer.shards, call.node.name, split, normalised, made.dtype,
+            writer.shards, call.node.name, split, tuple(range(-normalised, 0)), made.dtype,
             eps=torch.finfo(_wide(x.dtype)).eps if eps is None else eps, centred=_centred(call),
         )  # fmt: skip
         return writer.module(module, *(each and writer.new(each) for each in (x.node, weight, bias)))
@@ -84,29 +84,46 @@ class Across(nn.Module):
         shards: who have the parts.
         name: of the result, for those who wait.
         split: how that dim is divided.
-        normalised: over how many dims, the last ones.
+        dims: over which, counted from the last.
         dtype: of the result.
         eps: ε.
         centred: whether the mean is taken away first.
     """
 
     def __init__(
-        self, shards: Shards, name: str, split: Split, normalised: int, dtype: torch.dtype, *, eps: float, centred: bool
+        self,
+        shards: Shards,
+        name: str,
+        split: Split,
+        dims: tuple[int, ...],
+        dtype: torch.dtype,
+        *,
+        eps: float,
+        centred: bool,
     ) -> None:
         super().__init__()
         self.shards, self.name, self.split, self._dtype, self.eps, self.centred = (
             shards, name, split, dtype, eps, centred
         )  # fmt: skip
-        self.dims = tuple(range(-normalised, 0))
+        self.dims = dims
 
     def forward(self, part: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         """The shard's part of the result."""
-        made: Tensor = _Across.apply(part.to(_wide(part.dtype)), self)  # type: ignore[no-untyped-call]
+        return self.of(part, weight, bias)[0]
+
+    def of(self, part: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """That, and of each row the mean (0: it is not taken away) and the mean square of what is left."""
+        made: Tensor
+        made, mean, square = _Across.apply(part.to(_wide(part.dtype)), self)  # type: ignore[no-untyped-call]
         if weight is not None:
             made = made * weight
         if bias is not None:
             made = made + bias
-        return made.to(self._dtype)
+        return made.to(self._dtype), mean, square
+
+    def count(self, part: Tensor) -> int:
+        """Elements of a row, on all shards."""
+        return prod(part.shape[dim] for dim in self.dims) // self.split.sizes[self.shards.rank] * self.split.block
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and mean square deviation of each row, of the shards' own ones (Chan, Golub and LeVeque 1983)."""
@@ -133,21 +150,23 @@ class _Across(torch.autograd.Function):
     """n = (x - mean)/σ; dx = (dn - mean of dn - n·(mean of n·dn))/σ. Not centred: without the mean, and that of dn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:
+    def forward(ctx: Any, x: Tensor, across: Across) -> tuple[Tensor, Tensor, Tensor]:
         if across.centred:
             mean, square = across.moments(x)
             x = x - mean
         else:
             square = across.means(x.square(), "the mean square")
+            mean = torch.zeros_like(square)
         scale = (square + across.eps).rsqrt()
         made = x * scale
         ctx.across = across
         ctx.save_for_backward(made, scale)
-        return made
+        ctx.mark_non_differentiable(mean, square)
+        return made, mean, square
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (made, scale), (gradient,), across = ctx.saved_tensors, gradients, ctx.across
+        (made, scale), gradient, across = ctx.saved_tensors, gradients[0], ctx.across
         terms = [gradient * made, gradient] if across.centred else [gradient * made]
         along, *mean = across.means(torch.stack(terms), "the gradient")
         for each in mean:

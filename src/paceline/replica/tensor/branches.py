@@ -1,0 +1,201 @@
+"""Branches of a graph that depend on nothing of each other, each worked on by one shard.
+
+::
+
+            +- conv -----------------+
+    trunk --+- conv - relu - conv ---+-- cat (the join)
+            +- pool - conv ----------+
+
+What the join's tensors are computed from, and is not behind all of them, is the *region* before it; what hangs together
+in it is a branch. Branches are given to shards by how long they take, the longest first and each to the shard that has
+least (Graham 1969), so that there may be more of them than shards.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call
+from paceline.replica.tensor.calls import Operators
+from paceline.replica.tensor.layouts import Owned
+from paceline.replica.tensor.movable import movable
+from paceline.replica.tensor.work import work
+
+aten = torch.ops.aten
+
+BRANCH = "branch"
+"""The way's name, of each operator in one."""
+
+UNEVEN = 1.25
+"""How much more than an even share the busiest shard may have. Beyond that operators are divided instead, which sends
+more and leaves nobody idle; ``shard_rules`` that ask for branches ask for them however uneven."""
+
+Times: TypeAlias = Callable[[Sequence[Call]], Mapping[Node, float]]
+"""How long each of some operators takes, in any unit."""
+
+
+def counted(calls: Sequence[Call]) -> Mapping[Node, float]:
+    """By their number of multiplications, where nobody has measured."""
+    return {call.node: work(call) for call in calls}
+
+
+@dataclass(frozen=True)
+class Region:
+    """All that is between the trunk and a join."""
+
+    join: Node
+    branches: tuple[frozenset[Node], ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A region whose branches have been given to shards."""
+
+    region: Region
+    owners: tuple[Owned, ...]
+    """Of each branch."""
+    share: float
+    """Of the region's work, what the busiest shard does."""
+    _branch: Mapping[Node, int] = field(repr=False)
+
+    def branch(self, node: Node) -> int | None:
+        """Which one an operator belongs to; None: none."""
+        return self._branch.get(node)
+
+
+def placed(
+    operators: Operators, shards: int, times: Times = counted, asked: Callable[[Call], bool] = lambda _: False
+) -> list[Placed]:
+    """The regions whose branches are worth a shard each, none of them within another.
+
+    Args:
+        operators: of the captured graph.
+        shards: k.
+        times: is asked only where there are branches.
+        asked: whether an operator is to be in a branch, however uneven they are.
+    """
+    found = regions(operators)
+    if shards < 2 or not found:
+        return []
+    inside = {node for region in found for branch in region.branches for node in branch}
+    took = times([call for node, call in operators.calls.items() if node in inside])
+    each = sorted((_placed(region, shards, took) for region in found), key=lambda pair: -pair[1])
+    chosen: list[Placed] = []
+    taken: set[Node] = set()
+    for region, _ in each:
+        nodes = {node for branch in region.region.branches for node in branch}
+        worth = region.share * shards <= UNEVEN or any(asked(operators.calls[node]) for node in nodes)
+        if worth and not nodes & taken:
+            chosen.append(region)
+            taken |= nodes
+    return chosen
+
+
+def _placed(region: Region, shards: int, took: Mapping[Node, float]) -> tuple[Placed, float]:
+    """With how long all of it takes."""
+    lengths = [sum(took[node] for node in branch) for branch in region.branches]
+    loads, owners = [0.0] * shards, [0] * len(lengths)
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        owners[index] = min(range(shards), key=lambda shard: loads[shard])
+        loads[owners[index]] += lengths[index]
+    branch = {node: index for index, nodes in enumerate(region.branches) for node in nodes}
+    total = sum(loads)
+    share = max(loads) / total if total else 1.0
+    return Placed(region, tuple(map(Owned, owners)), share, branch), total
+
+
+def regions(operators: Operators) -> list[Region]:
+    """Those with two branches or more that have weights; one may lie in a branch of another."""
+    graph = _Graph(operators)
+    found = (graph.region(call) for call in operators.calls.values() if len(call.takes) > 1)
+    return [region for region in found if region is not None]
+
+
+class _Graph:
+    """Sets of operators as the bits of a number."""
+
+    def __init__(self, operators: Operators) -> None:
+        self._calls = operators.calls
+        self._nodes = list(operators.calls)
+        self._bit = {node: 1 << i for i, node in enumerate(self._nodes)}
+        self._behind: dict[Node, int] = {}
+        self._weights = 0
+        for node, call in operators.calls.items():
+            sources = 0
+            for source in node.all_input_nodes:
+                sources |= self._behind.get(source, 0)
+            self._behind[node] = sources | self._bit[node]
+            if any(value.parameter is not None and value.differentiable and value.dims > 1 for value in call.takes):
+                self._weights |= self._bit[node]
+
+    def region(self, join: Call) -> Region | None:
+        """The one before a join."""
+        ends, joins = self._ends(join)
+        sets = [self._behind[node] for node in ends if self._behind[node] & self._weights]
+        if len(sets) < 2:
+            return None
+        everything, common = 0, sets[0]
+        for each in sets:
+            everything, common = everything | each, common & each
+        rest = self._closed(everything & ~common, joins)
+        branches = list(self._together(rest))
+        if not all(movable(self._calls[node], branch) for branch in branches for node in branch):
+            return None
+        if sum(bool(self._mask(branch) & self._weights) for branch in branches) < 2:
+            return None
+        return Region(join.node, tuple(branches))
+
+    def _ends(self, join: Call) -> tuple[list[Node], int]:
+        """The tensors that are joined, where sums of sums count as one sum; and the operators that join them."""
+        ends, joins, open_ = list[Node](), self._bit[join.node], [join.node]
+        while open_:
+            for source in open_.pop().all_input_nodes:
+                if source not in self._bit:
+                    continue
+                if join.target is aten.add.Tensor and source.target is join.target and len(source.users) == 1:
+                    joins |= self._bit[source]
+                    open_.append(source)
+                else:
+                    ends.append(source)
+        return ends, joins
+
+    def _closed(self, rest: int, joins: int) -> int:
+        """Without what somebody else needs too, and what that is computed from."""
+        before = 0
+        while before != rest:
+            before = rest
+            for node in self._of(before):
+                if any(self._leaves(user, rest | joins) for user in node.users):
+                    rest &= ~self._behind[node]
+        return rest & ~joins
+
+    def _leaves(self, user: Node, inside: int) -> bool:
+        """Whether a tensor goes elsewhere; a size of it may."""
+        return user.op == "output" or bool(self._bit.get(user, 0) & ~inside)
+
+    def _together(self, rest: int) -> Iterator[frozenset[Node]]:
+        """What hangs together, in order."""
+        groups: list[int] = []
+        for node in self._of(rest):
+            near = self._bit[node]
+            for source in node.all_input_nodes:
+                near |= self._bit.get(source, 0) & rest
+            touched = [group for group in groups if group & near]
+            groups = [group for group in groups if not group & near]
+            for group in touched:
+                near |= group
+            groups.append(near)
+        for group in sorted(groups, key=lambda each: each & -each):
+            yield frozenset(self._of(group))
+
+    def _of(self, mask: int) -> Iterator[Node]:
+        while mask:
+            lowest = mask & -mask
+            yield self._nodes[lowest.bit_length() - 1]
+            mask ^= lowest
+
+    def _mask(self, nodes: Iterable[Node]) -> int:
+        return sum(self._bit[node] for node in nodes)

@@ -1,0 +1,90 @@
+"""Products written with letters, one for each dim."""
+
+from collections.abc import Iterator
+from string import ascii_letters
+from typing import ClassVar, NamedTuple, final
+
+import torch
+from torch.fx import Node
+
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, offered, register
+from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
+
+aten = torch.ops.aten
+
+
+class _Letters(NamedTuple):
+    given: tuple[str, ...]
+    """Of each tensor."""
+    made: str
+
+
+@final
+class Einsum(Rule):
+    """y = Σ a·b·... over the letters that y lacks.
+
+    A letter is divided, in every tensor that has it; the others are everyone's. Where y has it, S_p is a part of y;
+    where y lacks it, y is a sum. Of a parameter S_p is then columns or rows.
+    """
+
+    targets: ClassVar = (aten.einsum.default,)
+
+    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+        letters = _letters(call)
+        if letters is None:
+            return
+        for letter, split in dict.fromkeys(_divisible(call, offers, letters)):
+            takes = [_part(own, letter, split) for own in letters.given]
+            alike = all(
+                layout is None or value.shape[layout.dim] == split.length
+                for value, layout in zip(call.takes, takes, strict=True)
+            )
+            if alike:
+                filled = (layout or everyones(value) for layout, value in zip(takes, call.takes, strict=True))
+                made: Layout = _part(letters.made, letter, split) or PARTIAL
+                yield Way(tuple(filled), (made,), _name(call, takes, made), share=split.share)
+        for place, each in enumerate(offers):
+            if PARTIAL in each:
+                others = (everyones(value) for value in call.takes)
+                yield Way(tuple(PARTIAL if i == place else other for i, other in enumerate(others)), (PARTIAL,))
+
+
+def _letters(call: Call) -> _Letters | None:
+    """None: a letter stands twice in a tensor, or a tensor twice among them."""
+    equation, given = str(call.node.args[0]).replace(" ", ""), call.argument(1, "tensors")
+    before, arrow, made = equation.partition("->")
+    each = before.split(",")
+    if not arrow:
+        made = "..." * ("..." in before) + "".join(sorted(x for x in set(before) - {*",."} if before.count(x) == 1))
+    if len(each) != len(call.takes) or not all(isinstance(node, Node) for node in given):
+        return None
+    spare = "".join(letter for letter in ascii_letters if letter not in equation)
+    counts = [value.dims - len(own.replace("...", "")) for own, value in zip(each, call.takes, strict=True)]
+    full = tuple(own.replace("...", spare[:count][::-1]) for own, count in zip(each, counts, strict=True))
+    if any(len(set(own)) != len(own) for own in full):
+        return None
+    return _Letters(full, made.replace("...", spare[: call.gives[0].dims - len(made.replace("...", ""))][::-1]))
+
+
+def _divisible(call: Call, offers: Offers, letters: _Letters) -> Iterator[tuple[str, Split]]:
+    """Each letter and how it may be divided; the dim that the split has says nothing."""
+    for value, own, each in zip(call.takes, letters.given, offers, strict=True):
+        for split in offered(each):
+            yield own[split.dim], split.at(-1)
+        if value.parameter is not None:
+            for letter, length in zip(own, value.shape, strict=True):
+                yield from ((letter, split) for split in call.splits(length, -1))
+
+
+def _part(own: str, letter: str, split: Split) -> Split | None:
+    return split.at(own.index(letter) - len(own)) if letter in own else None
+
+
+def _name(call: Call, takes: list[Split | None], made: Layout) -> str:
+    """As of a linear layer, where a parameter is divided."""
+    if not any(value.parameter and layout for value, layout in zip(call.takes, takes, strict=True)):
+        return ""
+    return "row" if made == PARTIAL else "column"
+
+
+register(Einsum())

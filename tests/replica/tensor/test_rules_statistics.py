@@ -1,0 +1,89 @@
+"""Norms, variances and extremes, along the divided dim too, each way × k in 2..4."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.replica.tensor.layouts import Split
+from paceline.replica.tensor.rules.statistics import Statistic
+from tests.replica.tensor.cases import Case, every_way
+from tests.replica.tensor.divided import divided
+
+ACROSS = ("across",)
+
+
+def along(function: Callable[..., Tensor], **options: object) -> Callable[[Tensor], Tensor]:
+    return lambda x: function(x, **options)
+
+
+def norm(order: float, dim: object, *, keepdim: bool = False) -> Callable[[Tensor], Tensor]:
+    return partial(torch.linalg.vector_norm, ord=order, dim=dim, keepdim=keepdim)
+
+
+def values(x: Tensor) -> Tensor:
+    return x.max(1).values
+
+
+def places(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x.argmax(-1)
+
+
+def any_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, (x > 1).any(1)
+
+
+CASES = (
+    Case("norm", Statistic, norm(2, -1, keepdim=True), [(5, 6, 7)], ways=ACROSS),
+    Case("norm of two dims", Statistic, norm(2, (1, 3)), [(5, 6, 4, 7)], ways=ACROSS),
+    Case("norm of all", Statistic, torch.linalg.vector_norm, [(5, 6, 7)], ways=ACROSS),
+    Case("1-norm", Statistic, norm(1, 1), [(5, 6, 7)], ways=ACROSS),
+    Case("3-norm", Statistic, norm(3, 1), [(5, 6, 7)]),
+    Case("norm of zeros", Statistic, lambda x: torch.linalg.vector_norm(x * 0, dim=1), [(5, 6, 7)], ways=ACROSS),
+    Case("variance", Statistic, along(torch.var, dim=-1), [(5, 6, 7)], ways=ACROSS),
+    Case("variance, uncorrected", Statistic, along(torch.var, dim=(1, 2), correction=0), [(5, 6, 7)], ways=ACROSS),
+    Case("variance of all", Statistic, torch.var, [(5, 6, 7)], ways=ACROSS),
+    Case("deviation", Statistic, along(torch.std, dim=1, keepdim=True), [(5, 6, 7)], ways=ACROSS),
+    Case("deviation of equals", Statistic, lambda x: (x * 0).std(1), [(5, 6, 7)], ways=ACROSS),
+    Case("amax", Statistic, along(torch.amax, dim=1), [(5, 6, 7)], ways=ACROSS),
+    Case("amin, kept", Statistic, along(torch.amin, dim=(1, 2), keepdim=True), [(5, 6, 7)], ways=ACROSS),
+    Case("equally large", Statistic, lambda x: x.clamp(-0.3, 0.3).amax(1), [(5, 6, 7)], ways=ACROSS),
+    Case("largest of all", Statistic, torch.max, [(5, 6, 7)], ways=ACROSS),
+    Case("logsumexp", Statistic, along(torch.logsumexp, dim=1), [(5, 6, 7)], ways=ACROSS),
+    Case("logsumexp of large ones", Statistic, lambda x: (x * 500).logsumexp(-1), [(5, 6, 7)], ways=ACROSS),
+    Case("logsumexp of nothing", Statistic, lambda x: (x - torch.inf).logsumexp(-1), [(5, 6, 7)], ways=ACROSS),
+    Case("max and where", Statistic, values, [(5, 6, 7)]),
+    Case("argmax", Statistic, places, [(5, 6, 7)]),
+    Case("product", Statistic, along(torch.prod, dim=1), [(5, 6, 7)]),
+    Case("any", Statistic, any_of, [(5, 6, 7)]),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_way(case: Case) -> None:
+    every_way(case)
+
+
+class Normalised(torch.nn.Module):
+    """Features of length 1, as for cosine similarities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(64, 128), torch.nn.Linear(128, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).tanh()
+        return self.b(y / y.norm(dim=-1, keepdim=True))
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_features_stay_divided_where_they_are_normalised(k: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(10)
+        model = Normalised().double()
+    x = torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    found = divided(model, x, k)
+    assert isinstance(found.plan.parameters["a.weight"], Split)
+    assert found.way("norm") == "across"

@@ -1,0 +1,43 @@
+"""Steps on gradients that lie tensor by tensor."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.replica.state import Layout, State
+from paceline.replica.stepper import Stepper
+
+OPTIMIZERS = {
+    "plain": functools.partial(torch.optim.SGD, lr=0.1),
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": functools.partial(torch.optim.Adam, lr=0.1),
+}
+
+
+def filled(layout: Layout, seed: int) -> State:
+    made, draw = layout.new(), torch.Generator().manual_seed(seed)
+    for vector in made.parameters:
+        vector.normal_(generator=draw)
+    return made
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_tensor_by_tensor_is_as_all_at_once(name: str, weight: float) -> None:
+    """Of two dtypes, with a gradient that is laid out otherwise."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7).double())
+    layout = Layout.of(model)
+    states = [filled(layout, 1) for _ in range(2)]
+    whole, apart = (Stepper(OPTIMIZERS[name], None, state, layout.new()) for state in states)
+    for step in range(3):
+        gradient = filled(layout, 2 + step)
+        pieces = [p.t().contiguous().t() if p.dim() == 2 else p.clone() for p in gradient.views.parameters]
+        before = [v.clone() for v in states[0].parameters]
+        whole.step(gradient.parameters, 0.5, weight=weight)
+        apart.step_by_tensor(pieces, 0.5, weight=weight)
+        for one, other, old in zip(states[0].parameters, states[1].parameters, before, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-6 if one.dtype == torch.float32 else 1e-14, atol=1e-7)
+            assert (one - old).abs().min() > 0
+    assert whole.steps == apart.steps == 3
