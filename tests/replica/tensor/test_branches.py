@@ -13,7 +13,7 @@ from paceline.replica.capture import capture
 from paceline.replica.tensor.base import Call
 from paceline.replica.tensor.branches import Placed, placed, regions
 from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.layouts import Owned
+from paceline.replica.tensor.layouts import Owned, Split
 from paceline.replica.tensor.plan import plan
 from paceline.replica.tensor.rewrite import rewritten
 from paceline.replica.tensor.shards import Shards
@@ -284,3 +284,21 @@ def test_what_writes_into_the_trunk_is_in_no_branch() -> None:
     with pytest.raises(InputError, match="no way 'branch'"):
         plan(found, 2, ASKED)
     same(plan(found, 2), model, (numbers(4, 6),), "in place")
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_what_is_joined_may_stay_with_those_who_made_it(k: int) -> None:
+    """Nothing is sent but what the last layer sums up."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.b1, self.b2, self.b3, self.head = nn.Linear(6, 5), nn.Linear(6, 6), nn.Linear(6, 7), nn.Linear(18, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cat([self.b1(x), self.b2(x), self.b3(x)], -1).tanh())
+
+    model, x = Joined().double(), numbers(4, 6)
+    made = plan(looked_at(model, x, k), k, ASKED)
+    assert same(made, model, x, "joined") == {"all_reduce": 1}
+    assert made.parameters["head.weight"] == Split(-1, (11, 7) if k == 2 else (5, 6, 7))

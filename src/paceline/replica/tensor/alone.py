@@ -14,7 +14,7 @@ from torch.fx import Node
 from paceline.replica.tensor.base import Call, Value, Way, Writer, everyones
 from paceline.replica.tensor.branches import BRANCH, Placed
 from paceline.replica.tensor.join import Join
-from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned
+from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
 from paceline.replica.tensor.movable import belongs, draws, extent, inputs, result
 from paceline.replica.tensor.stand_in import StandIn
 
@@ -66,9 +66,10 @@ def is_stand_in(node: Node) -> bool:
 
 
 def joined(call: Call, placed: Placed) -> Iterator[Way]:
-    """A join that puts its branches' tensors one after the other: each sends its own, and has the whole.
+    """A join that puts its branches' tensors one after the other.
 
-    Other joins have the ways of their rules: a sum is one of terms of which each shard has its own.
+    Each shard sends its own, and has the whole; or keeps them as its part, where they are next to each other. Other
+    joins have the ways of their rules: a sum is one of terms of which each shard has its own.
     """
     if call.target is not torch.ops.aten.cat.default or call.repeats:
         return
@@ -78,12 +79,37 @@ def joined(call: Call, placed: Placed) -> Iterator[Way]:
         return
     (made,) = call.gives
     dim = call.argument(1, "dim", 0) % made.dims
+    part = _kept(owners, [value.shape[dim] for value in call.takes], dim - made.dims, call.shards)
+    if part is not None:
+        yield Way(tuple(owner for owner in owners if owner), (part,), "join", _part(owners, dim), part.share)
     sent = sum(v.nbytes for v, owner in zip(call.takes, owners, strict=True) if owner) * (call.shards - 1) / call.shards
     for layout in (WHOLE, SHARED) if made.differentiable else (WHOLE,):
         everyones_ = layout if made.differentiable else WHOLE
         takes = tuple(_or_whole(owner or everyones_, v) for owner, v in zip(owners, call.takes, strict=True))
         rounds = 2 if layout == SHARED else 1
         yield Way(takes, (layout,), "join", _join(owners, dim, shared=layout == SHARED), 1.0, rounds * sent, rounds)
+
+
+def _kept(owners: Sequence[Owned | None], lengths: Sequence[int], dim: int, shards: int) -> Split | None:
+    """How the result is divided where each shard keeps its own; None: they are apart, or some have none.
+
+    >>> _kept([Owned(0), Owned(0), Owned(1)], [2, 3, 4], -1, 2)
+    Split(dim=-1, sizes=(5, 4), outer=1)
+    """
+    shard_of = [owner.shard for owner in owners if owner is not None]
+    if len(shard_of) < len(owners) or shard_of != sorted(shard_of) or set(shard_of) != set(range(shards)):
+        return None
+    each = list(zip(shard_of, lengths, strict=True))
+    return Split(dim, tuple(sum(length for owner, length in each if owner == shard) for shard in range(shards)))
+
+
+def _part(owners: Sequence[Owned | None], dim: int) -> Any:
+    def write(writer: Writer, call: Call) -> Node:
+        pairs = zip(owners, call.takes, strict=True)
+        own = [writer.new(value.node) for owner, value in pairs if owner == Owned(writer.shards.rank)]
+        return writer.call(torch.ops.aten.cat.default, own, dim)
+
+    return write
 
 
 def _or_whole(layout: Layout, value: Value) -> Layout:

@@ -104,7 +104,17 @@ def _placed(region: Region, shards: int, took: Mapping[Node, float]) -> tuple[Pl
     branch = {node: index for index, nodes in enumerate(region.branches) for node in nodes}
     total = sum(loads)
     share = max(loads) / total if total else 1.0
-    return Placed(region, tuple(map(Owned, owners)), share, branch), total
+    return Placed(region, tuple(map(Owned, _in_order(region, owners, branch))), share, branch), total
+
+
+def _in_order(region: Region, owners: Sequence[int], branch: Mapping[Node, int]) -> list[int]:
+    """The same among other shards: those come first whose branches are joined first.
+
+    So what is concatenated may stay divided among them.
+    """
+    joined = (branch[node] for node in region.join.all_input_nodes if node in branch)
+    order = list(dict.fromkeys(owners[index] for index in (*joined, *range(len(owners)))))
+    return [order.index(owner) for owner in owners]
 
 
 def regions(operators: Operators) -> list[Region]:

@@ -27,10 +27,10 @@ def summable(call: Call, bias: int) -> bool:
 
 
 def inputs(call: Call, offers: Iterable[Layout], length: int, dim: int = -1) -> Iterator[Split]:
-    """How the dim of x that is summed over may be divided: evenly, or in the blocks in which x is there, of tensors put
-    together.
+    """How the dim of x that is summed over may be divided: evenly, or as x is there, in blocks of tensors put together
+    say.
     """
-    there = (split for split in offered(offers) if split.dim == dim and split.outer > 1 and split.length == length)
+    there = (split for split in offered(offers) if split.dim == dim and split.length == length)
     yield from dict.fromkeys((*call.splits(length, dim), *there))
 
 
