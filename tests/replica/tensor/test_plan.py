@@ -68,6 +68,11 @@ def smaller(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return linear(linear(x, v).sum(1), w)
 
 
+def selected(x: Tensor, v: Tensor, w: Tensor) -> Tensor:
+    both = linear(x, v).unflatten(-1, (2, 4))
+    return linear(relu(both.select(1, 0)) * both.select(1, 1), w)
+
+
 def two_joined(x: Tensor, u: Tensor, v: Tensor, w: Tensor) -> Tensor:
     return linear(torch.cat([relu(linear(x, u)), torch.tanh(linear(x, v))], -1), w)
 
@@ -88,6 +93,7 @@ MODELS = {
     "sum used twice": (Of(sum_used_twice, (9, 6), (7, 9)), (5, 6)),
     "pieces": (Of(pieces, (8, 6), (7, 4)), (5, 6)),
     "residual": (Of(residual, (9, 6), (6, 9)), (5, 6)),
+    "selected": (Of(selected, (8, 6), (7, 4)), (5, 6)),
     "two joined": (Of(two_joined, (4, 6), (5, 6), (7, 9)), (5, 6)),
     "two summed": (Of(two_summed, (8, 6), (8, 6), (6, 8), (6, 8)), (5, 6)),
     "two multiplied": (Of(two_multiplied, (6, 6), (6, 6)), (5, 6)),

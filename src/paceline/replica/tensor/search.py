@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
 
+import torch
+
 from paceline.replica.tensor.base import Call, Way, rule_of
 from paceline.replica.tensor.calls import Operators
 from paceline.replica.tensor.costs import Conversion, Cost, Key, Versions, converted_from, key, taken
 from paceline.replica.tensor.layouts import WHOLE
 from paceline.replica.tensor.work import work
+
+_PIECES = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,7 @@ class _Search:
         self._operators, self._shards, self._common = operators, shards, common
         self._values = {key(value): value for given in operators.values.values() for value in given}
         self._last = self._last_uses()
+        self._first = self._first_uses()
 
     def best(self, choices: Iterable[Choice]) -> Path | None:
         paths = {_State(): Path(Cost(), None, None)}
@@ -114,6 +119,13 @@ class _Search:
                 found[key(value)] = call
         for value in self._operators.outputs():
             found[key(value)] = None
+        return found
+
+    def _first_uses(self) -> dict[Key, Call]:
+        found: dict[Key, Call] = {}
+        for call in self._operators.calls.values():
+            for value in call.takes:
+                found.setdefault(key(value), call)
         return found
 
     def _onward(self, paths: Mapping[_State, Path], choice: Choice) -> dict[_State, Path]:
@@ -148,14 +160,18 @@ class _Search:
                 yield _Taken(cost + own, Step(call, way, converted), versions | made)
 
     def _followed(self, call: Call, ways: Sequence[Way], there: Mapping[Key, Versions]) -> Sequence[Way]:
-        """What alone takes a tensor and gives one as large takes it as it is, if it can: it may be converted after."""
+        """What alone takes a tensor and gives one as large takes it as it is, if it can: it may be converted after.
+
+        So does what takes a piece of it, unless it is the first to take one: pieces have no more bytes than the whole.
+        """
         rule = rule_of(call.target)
         filled = [index for index, value in enumerate(call.takes) if value.nbytes]
         if rule is None or rule.converts or len(filled) != 1 or key(call.takes[filled[0]]) not in there:
             return ways
         value = call.takes[filled[0]]
         alone = len(call.gives) == 1 and call.gives[0].nbytes == value.nbytes and self._last.get(key(value)) is call
-        if not alone and call.target is not getitem:
+        piece = call.target in _PIECES and self._first[key(value)] is not call
+        if not alone and not piece and call.target is not getitem:
             return ways
         return [way for way in ways if way.takes[filled[0]] in there[key(value)]] or ways
 
