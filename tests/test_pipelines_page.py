@@ -6,17 +6,26 @@ from xml.etree import ElementTree
 
 import pytest
 
+from paceline.core.columns import Columns
 from paceline.schedule import draw, names, parse
 from paceline.strategy import Strategy
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "pipelines.md").read_text(encoding="utf-8")
+TURNS = re.findall(r"^```text (\S+) stages=\[([\d,]+)\] micro_batches=(\d+)\n(.*?)\n```$", PAGE, re.M | re.S)
 DRAWINGS = re.findall(r"^```text (\S+) stages=(\d+) micro_batches=(\d+)\n(.*?)\n```$", PAGE, re.M | re.S)
 
 
 @pytest.mark.parametrize(("schedule", "workers", "micro_batches", "drawn"), DRAWINGS, ids=[d[0] for d in DRAWINGS])
 def test_each_drawing_is_what_the_schedule_does(schedule: str, workers: str, micro_batches: str, drawn: str) -> None:
     assert draw(parse(schedule), int(workers), int(micro_batches)) == drawn
+
+
+def test_the_drawing_of_columns_that_take_turns() -> None:
+    ((schedule, copies, micro_batches, drawn),) = TURNS
+    columns = Columns(tuple(map(int, copies.split(","))))
+    assert draw(parse(schedule), len(columns.copies), int(micro_batches), columns) == drawn
+    assert "lasts 3m + 6 units, with one worker at each stage 6m + 1" in PAGE  # tests/schedule/test_turns.py
 
 
 def test_every_schedule_is_explained_and_all_but_one_are_drawn() -> None:

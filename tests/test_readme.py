@@ -24,7 +24,7 @@ PROGRAMS = [
         re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
     )
 ]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("[a-z]*.py"))
 
 
 def run(*command: str | Path, folder: Path) -> str:

@@ -35,6 +35,12 @@ def test_a_line_for_each_stage_with_its_ends_and_what_it_sends() -> None:
     assert [line[5:] for line in found] == [["to 1: 128 B"], ["to 2: 128 B"], []]  # 4 samples of 8 floats
 
 
+def test_how_many_take_turns_at_each_stage() -> None:
+    table = show_stages(program(), "stages=[2,1] cuts=4")
+    assert table.splitlines()[2].split()[:3] == ["stage", "columns", "from"]
+    assert [line[:4] for line in rows(table)] == [["0", "2", "0", "3"], ["1", "1", "4", "5"]]
+
+
 def test_where_nothing_is_said_the_cut_is_chosen() -> None:
     found = rows(show_stages(program(), "stages=2"))
     assert [found[0][1], found[-1][2]] == ["0", "5"]

@@ -57,4 +57,4 @@ def test_what_it_writes_by_hand_fits_its_program() -> None:
 
 def test_options_that_it_names_are_those_of_a_strategy() -> None:
     named = set(re.findall(r"`(\w+)=[^`]*`", PAGE)) - {"engine"}
-    assert {"shards", "replicas", "stages", "device"} <= named <= set(Strategy.__dataclass_fields__)
+    assert {"shards", "device", "compression"} <= named <= set(Strategy.__dataclass_fields__)

@@ -92,11 +92,6 @@ def test_settings(engine: VirtualEngine, settings: dict[str, Any], match: str) -
         ("replicas=2 aggregation=buffered:k=0", "buffered:k=0, but it must be a whole number of at least 1"),
         ("replicas=2 aggregation=buffered:k=3", "k=3 Δs can never wait together.*write buffered:k=2"),
         ("replicas=2 aggregation=synchronous:backups=2", "backups=2 leaves no replica to wait for"),
-        (
-            "replicas=2 stages=2",
-            "engine=virtual carries no pipelines; write engine='local' or 'distributed'",
-        ),
-        ("replicas=2 shards=2", "shards=2: engine=virtual divides no operators; write engine='local' or"),
         ("replicas=2 compression=fp16", "compression=fp16 is for engine=distributed alone, not for engine=virtual"),
         ("replicas=2 shard_optimizer=true", "shard_optimizer=True is for engine=distributed alone.* leave it out"),
         ("replicas=2 shard_parameters=true", "shard_parameters=True is for engine=distributed alone"),

@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
     from paceline.optim.rates import scaled_learning_rate, warmup
+    from paceline.predict import predict
     from paceline.program import Program
     from paceline.replica.cut_mark import cut
     from paceline.run import Run, load
+    from paceline.show_mesh import show_mesh
     from paceline.show_shards import show_shards
     from paceline.show_stages import show_stages
     from paceline.strategy import Strategy
@@ -83,8 +85,10 @@ __all__ = [
     "cut",
     "launch",
     "load",
+    "predict",
     "register",
     "scaled_learning_rate",
+    "show_mesh",
     "show_shards",
     "show_stages",
     "synchronised_batchnorm",
@@ -117,9 +121,11 @@ _NAMES = {
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),
     "optim.rates": ("scaled_learning_rate", "warmup"),
+    "predict": ("predict",),
     "program": ("Program",),
     "replica.cut_mark": ("cut",),
     "run": ("Run", "load"),
+    "show_mesh": ("show_mesh",),
     "show_shards": ("show_shards",),
     "show_stages": ("show_stages",),
     "strategy": ("Strategy",),
@@ -129,7 +135,7 @@ _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for na
 
 
 class _Package(ModuleType):
-    """``paceline.train``, ``compare``, ``show_stages``, ``show_shards``: functions that live in modules of their names.
+    """``paceline.train``, ``compare``, ``show_mesh`` and the like: functions that live in modules of their names.
 
     Importing a submodule sets it on its package; where a public function has that name, the function stays.
     """

@@ -28,8 +28,8 @@ _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
 """What DataLoader could be told, but the program's batch size and seed say already."""
 
-PIPELINES = ("local", "distributed")
-"""Engines on which a replica may have stages."""
+PIPELINES = ("local", "distributed", "virtual")
+"""Engines on which a replica may be several workers."""
 
 POINTS = 20
 """Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""

@@ -48,6 +48,11 @@ def divided(program: Program, strategy: Strategy | str) -> Sharding:
     strategy = Strategy.coerce(strategy)
     check(program, strategy, steps=1)
     count = strategy.shards
+    if strategy.tensor_parallel and strategy.pipelined:
+        raise InputError(
+            f"stages={strategy.stage_count} × shards={count}: each stage is divided by itself, after the model is cut, "
+            "and this table is of a whole model; write stages=1, or --show-stages for where it is cut"
+        )
     if not strategy.tensor_parallel or isinstance(count, tuple):
         raise InputError(f"shards={count} leaves the operators whole, so nothing is divided; write shards=2")
     job = Job(program, strategy, Budget("steps", 1, 1))

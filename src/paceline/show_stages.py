@@ -44,4 +44,5 @@ def show_stages(program: Program, strategy: Strategy | str) -> str:
     with own_settings():
         made = prepared(program, strategy, settle(job, 0), first_batch(job), lambda choose: choose())
     assert made.costs is not None, "they were measured here"
-    return table(made.cut, made.units, made.costs)
+    turns = [strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in made.cut.parts]
+    return table(made.cut, made.units, made.costs, turns)

@@ -71,11 +71,12 @@ class Strategy:
 
     Args:
         replicas: P, how many compute a Δ each.
-        stages: pipeline stages of a replica; or how many workers each stage has: ``(3, 1)``.
+        stages: pipeline stages of a replica; or how many columns take turns at each stage: ``(3, 1)``.
         shards: parts that each operator is cut into; or one number a stage.
         schedule: in which order a pipeline's stages go through the micro-batches, as text: ``sequential``, ``gpipe``,
             ``1f1b``, ``interleaved:chunks=2``, ``zero-bubble``, ``pipedream``, ``pipedream-2bw``.
-        micro_batches: m, per step of a pipeline; None: 2 · stages, or 1 under ``pipedream``, where a step is one.
+        micro_batches: m, per step of a pipeline; None: 2 · stages for each of those who take turns at a stage, or 1
+            under ``pipedream``, where a step is one.
         recompute: which activations a pipeline computes again.
         cuts: where the pipeline's stages after the first begin, by the full name of a module or of a node of the
             graph; empty: where that balances them best.
@@ -205,7 +206,17 @@ class Strategy:
     @property
     def pipelined(self) -> bool:
         """Whether a replica goes through its batches by micro-batches."""
-        return self.stage_count > 1 or self.micro_batches is not None
+        return self.stage_count > 1 or self.micro_batches is not None or self.replicated
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several columns take turns at a stage."""
+        return max(self.copies) > 1
+
+    @property
+    def copies(self) -> tuple[int, ...]:
+        """How many columns take turns at each stage."""
+        return self.stages if isinstance(self.stages, tuple) else (1,) * self.stages
 
     @property
     def tensor_parallel(self) -> bool:
@@ -220,7 +231,7 @@ class Strategy:
     @property
     def micro_batch_count(self) -> int:
         """m, micro-batches of a pipeline's mini-batch."""
-        usual = 1 if schedule.parse(self.schedule).updates_each else 2 * self.stage_count
+        usual = 1 if schedule.parse(self.schedule).updates_each else 2 * self.stage_count * max(self.copies)
         return self.micro_batches or usual
 
     @property
@@ -235,14 +246,13 @@ class Strategy:
         >>> Strategy(stages=(3, 1)).stage_workers, Strategy(stages=2, shards=(2, 1)).stage_workers
         ((3, 1), (2, 1))
         """
-        wide = self.stages if isinstance(self.stages, tuple) else (1,) * self.stages
         cut = self.shards if isinstance(self.shards, tuple) else (self.shards,) * self.stage_count
-        return tuple(w * c for w, c in zip(wide, cut, strict=True))
+        return tuple(n * c for n, c in zip(self.copies, cut, strict=True))
 
     @property
     def mesh(self) -> Mesh:
         """Where each worker is."""
-        return Mesh(self.replicas, self.stage_workers)
+        return Mesh(self.replicas, self.stage_workers, self.copies)
 
     @property
     def workers(self) -> int:

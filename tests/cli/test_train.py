@@ -1,11 +1,14 @@
 """``paceline train``: what it asks for, what it prints."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from paceline import show_mesh
 from paceline.cli.options import DEFAULT_SECONDS, Shared
 from paceline.cli.train import default_strategy
 from paceline.core.errors import InputError
@@ -144,3 +147,34 @@ def test_show_shards_refuses_in_words(invoke: Any, calls: Any) -> None:
     calls.results["divided"] = InputError("shards=1 leaves the operators whole")
     done = invoke("train", "mnist", "--show-shards", "--json")
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", "error: shards=1 leaves the operators whole\n")
+
+
+def test_show_mesh_draws_and_trains_nothing(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "mnist", "--strategy", "replicas=2 shards=2", "--show-mesh", "--hosts", "2")
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert done.stdout == f"{show_mesh('replicas=2 shards=2', hosts=2)}\n"
+    assert calls.made == []
+
+
+def test_show_mesh_json_is_one_object(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "mnist", "--strategy", "replicas=4", "--show-mesh", "--hosts", "2", "--json")
+    shown = json.loads(done.stdout)
+    assert (shown["strategy"], shown["hosts"]) == ("replicas=4", [[0, 1], [2, 3]])
+    assert calls.made == []
+
+
+def test_what_can_be_shown_is_asked_for_one_at_a_time(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "mnist", "--strategy", "stages=2", "--show-mesh", "--show-stages")
+    said = "error: --show-stages and --show-mesh each print something else; write one of them\n"
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", said)
+    done = invoke("train", "mnist", "--hosts", "2")
+    assert (done.exit_code, calls.made) == (2, [])
+    assert done.stderr == "error: --hosts 2 is for a drawing; write --show-mesh too, or leave it out\n"
+
+
+def test_show_mesh_refuses_what_can_not_be_trained() -> None:
+    main = "from paceline.cli.main import main; main()"
+    words = ("train", "digits", "--strategy", "stages=2 aggregation=hogwild", "--show-mesh")
+    done = subprocess.run([sys.executable, "-c", main, *words], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: aggregation=hogwild: replicas write one A in place")

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from paceline.engine.distributed.aside import Aside
+from paceline.engine.team.aside import Aside
 
 dist.init_process_group("gloo")
 other = 1 - dist.get_rank()

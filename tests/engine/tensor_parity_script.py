@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from paceline.engine.distributed.share import Here
 from paceline.engine.distributed.tensor import TensorShare
+from paceline.engine.team.here import Here
 from paceline.replica.tensor.layouts import Split
 from tests.engine.distributed_cases import keep
 from tests.engine.tensor_cases import CASES, largest_part
@@ -28,7 +28,7 @@ importlib.import_module("paceline.engine.distributed.run").TensorShare = remembe
 
 def differing(share: TensorShare, whole: dict[str, Any]) -> list[str]:
     """The tensors of which this shard does not hold, to the bit, its part of what the run returned."""
-    lies, found = share._prepared.shard.parameters, []
+    lies, found = share._sharding.prepared.shard.parameters, []
     for name, mine in share.state.named():
         how = lies.get(name)
         part = how.take(whole[name], share.place.shard) if isinstance(how, Split) else whole[name]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.distributed.aside import Aside
+from paceline.engine.team.aside import Aside
 from tests.engine.distributed_cases import ended, torchrun
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from paceline import InputError
-from paceline.engine.distributed.world import World, backend_for
+from paceline.engine.team.world import World, backend_for
 from paceline.train import check
 from tests.engine import programs
 

@@ -14,7 +14,7 @@ from paceline.engine.base import Budget, Job
 from paceline.engine.distributed.buckets import cut
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.overlap import Overlap, pays
-from paceline.engine.distributed.world import World
+from paceline.engine.team.world import World
 from paceline.replica.state import Layout
 from tests.engine import programs
 

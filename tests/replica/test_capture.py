@@ -210,3 +210,23 @@ def test_a_graph_has_no_assertions_and_plain_arguments(taken: tuple[Job, nn.Modu
     assert not [node for graph in graphs for node in graph.nodes if "assert" in str(node.target)]
     placeholders = [node for node in captured.module.graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == len(leaves(job.inputs))
+
+
+@pytest.mark.parametrize("name", ["cnn", "encoder", "gpt2", "resnet"])
+def test_evaluation_is_a_graph_of_its_own(name: str) -> None:
+    """Without dropout, by running statistics, which stay: to the bit what the model does in that mode."""
+    if name in ("gpt2", "resnet"):
+        installed()
+    job = ZOO[name]()
+    module = made(job)
+    for operators in (False, True):
+        captured = capture(module, job.inputs, operators=operators, training=False)
+        assert module.training
+        before = copy.deepcopy(dict(module.named_buffers()))
+        expected = leaves(call(module.eval(), job.inputs))
+        found = leaves(of_graph(captured, job.inputs))
+        assert len(found) == len(expected) > 0
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+        assert all(torch.equal(buffer, before[key]) for key, buffer in module.named_buffers())
+        trained = leaves(call(module.train(), job.inputs))
+        assert not torch.equal(trained[0], expected[0])

@@ -7,12 +7,19 @@
                                       0  1     2  3      4  5     6  7
 
 Shards of a stage are neighbours, then the stages of a replica: so where hosts hold several ranks in a row, those who
-talk most share one.
+talk most share one. Where several columns take turns at a stage, each has shards of its own, and the workers of the
+stage are numbered column by column::
+
+    stages=[2,1] shards=[2,1]         stage 0            stage 1
+                                      copy 0   copy 1    copy 0
+                                      0  1     2  3      4
 """
 
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
+
+from paceline.core.columns import Column, Columns
 
 
 class Place(NamedTuple):
@@ -21,6 +28,7 @@ class Place(NamedTuple):
     replica: int
     stage: int = 0
     shard: int = 0
+    """Which of the workers of the stage; where columns take turns at it, :meth:`Mesh.column` says whose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +38,47 @@ class Mesh:
     Args:
         replicas: P.
         stage_workers: how many workers each stage of a replica has.
+        copies: how many columns take turns at each stage; empty: one at each.
     """
 
     replicas: int
     stage_workers: tuple[int, ...]
+    copies: tuple[int, ...] = ()
+
+    @property
+    def columns(self) -> Columns:
+        """Of a replica."""
+        return Columns(self.copies or (1,) * len(self.stage_workers))
+
+    def shards(self, stage: int) -> int:
+        """How many workers share an operator of a stage.
+
+        >>> Mesh(1, (4, 1), (2, 1)).shards(0)
+        2
+        """
+        return self.stage_workers[stage] // self.columns.copies[stage]
+
+    def column(self, place: Place) -> Column:
+        """Where in its replica a worker is, but for its shard.
+
+        >>> Mesh(1, (4, 1), (2, 1)).column(Place(0, 0, 3)), Mesh(1, (4, 1), (2, 1)).shard(Place(0, 0, 3))
+        (Column(stage=0, copy=1), 1)
+        """
+        return Column(place.stage, place.shard // self.shards(place.stage))
+
+    def shard(self, place: Place) -> int:
+        """Which part of each operator a worker has."""
+        return place.shard % self.shards(place.stage)
+
+    def column_ranks(self, replica: int, column: Column) -> list[int]:
+        """Who share the operators of a column, by shard.
+
+        >>> Mesh(1, (4, 1), (2, 1)).column_ranks(0, Column(0, 1))
+        [2, 3]
+        """
+        shards = self.shards(column.stage)
+        places = (Place(replica, column.stage, column.copy * shards + shard) for shard in range(shards))
+        return [self.rank(place) for place in places]
 
     @property
     def per_replica(self) -> int:

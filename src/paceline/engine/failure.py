@@ -13,11 +13,11 @@ LONGEST_TRACEBACK = 20_000
 """Characters that are sent to main, at most six bytes each: one message must hold them."""
 
 
-def failure(who: ReplicaId, error: BaseException) -> bytes:
+def failure(who: ReplicaId | str, error: BaseException) -> bytes:
     """The message that tells main of an error.
 
     Args:
-        who: the replica, or :data:`SCORER`.
+        who: the replica, and its worker where it has several, or :data:`SCORER`.
         error: what was raised.
     """
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]

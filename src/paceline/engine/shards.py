@@ -1,6 +1,6 @@
 """What can't be done with replicas whose operators are divided, said before anything starts."""
 
-from paceline.aggregation import Synchronous, text_of
+from paceline.aggregation import text_of
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Job
@@ -10,7 +10,6 @@ from paceline.strategy import Strategy
 def refuse_shards(job: Job) -> None:
     """Raise InputError where operators can't be divided under this job's strategy."""
     strategy = job.strategy
-    _refuse_mesh(strategy)
     _refuse_policy(strategy)
     for name in ("compression", "shard_optimizer", "shard_parameters"):
         value = getattr(strategy, name)
@@ -23,28 +22,10 @@ def refuse_shards(job: Job) -> None:
         raise InputError(f"device={strategy.device}: shards on GPUs are not built yet; write device=cpu")
 
 
-def _refuse_mesh(strategy: Strategy) -> None:
-    if strategy.replicas > 1:
-        raise InputError(
-            f"replicas={strategy.replicas} × shards={strategy.shards}: replicas of shards are not built yet; write "
-            "replicas=1"
-        )
-    if strategy.pipelined:
-        raise InputError(
-            f"stages={strategy.stages} × shards={strategy.shards}: stages of shards are not built yet; write stages=1 "
-            "and leave micro_batches out"
-        )
-
-
 def _refuse_policy(strategy: Strategy) -> None:
     policy = strategy.aggregation
     if isinstance(policy.delta, InPlace):
         raise InputError(
             f"aggregation={text_of(policy)}: replicas write one A in place, but of shards={strategy.shards} each has a "
-            "part of A of its own; write aggregation=synchronous"
-        )
-    if not isinstance(policy, Synchronous) or policy.backups:
-        raise InputError(
-            f"aggregation={text_of(policy)} over shards={strategy.shards}: asynchronous replicas of shards are not "
-            "built yet; write aggregation=synchronous"
+            "part of A of its own; write aggregation=asynchronous"
         )

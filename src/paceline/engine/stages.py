@@ -19,15 +19,44 @@ def refuse_stages(job: Job) -> None:
 
 
 def _refuse_shape(strategy: Strategy) -> None:
-    if max(strategy.stage_workers) > 1:
+    order = strategy.order
+    if strategy.replicated:
+        _refuse_turns(strategy)
+    if strategy.replicas > 1 and not order.flushes:
         raise InputError(
-            f"stages={list(strategy.stage_workers)}: several workers for a stage are not built yet; write "
-            f"stages={strategy.stage_count}"
+            f"replicas={strategy.replicas}: under schedule={strategy.schedule} each stage moves its weights by itself, "
+            "before other replicas have sent their gradients; write replicas=1, or schedule=1f1b"
         )
-    if strategy.replicas > 1:
+    if strategy.tensor_parallel and not order.flushes:
         raise InputError(
-            f"replicas={strategy.replicas} × stages={strategy.stage_count}: replicas of pipelines are not built yet; "
-            "write replicas=1"
+            f"shards={strategy.shards}: under schedule={strategy.schedule} each stage moves its weights in the middle "
+            "of a stream; shards of such stages are not built yet; write schedule=1f1b"
+        )
+    if strategy.tensor_parallel and order.splits_backward:
+        raise InputError(
+            f"schedule={strategy.schedule} takes the backward pass of each operator apart, which is not built for "
+            f"operators that shards={strategy.shards} divide; write schedule=1f1b"
+        )
+    if strategy.tensor_parallel and strategy.recompute == "all":
+        raise InputError(
+            f"recompute=all cuts a stage into pieces, which is not built for stages that shards={strategy.shards} "
+            "divide; write recompute=boundaries"
+        )
+
+
+def _refuse_turns(strategy: Strategy) -> None:
+    """What can't be where several take turns at a stage."""
+    stages, order = list(strategy.copies), strategy.order
+    if not order.takes_turns:
+        raise InputError(
+            f"stages={stages}: several take turns at the micro-batches of a stage where all of a gradient is there "
+            f"before it is applied and a worker has one part of the model, not under schedule={strategy.schedule}; "
+            f"write schedule=1f1b, or stages={strategy.stage_count}"
+        )
+    if strategy.micro_batch_count < max(strategy.copies):
+        raise InputError(
+            f"stages={stages} with micro_batches={strategy.micro_batch_count}: {max(strategy.copies)} take turns at "
+            f"them, so some would never have one; write micro_batches={2 * len(stages) * max(stages)}"
         )
 
 
@@ -36,12 +65,12 @@ def _refuse_policy(strategy: Strategy) -> None:
     if isinstance(policy.delta, InPlace):
         raise InputError(
             f"aggregation={text_of(policy)}: replicas write one A in place, step by step, but of stages={stages} each "
-            "has a part of A of its own; write aggregation=synchronous"
+            "has a part of A of its own; write aggregation=asynchronous"
         )
-    if not isinstance(policy, Synchronous) or policy.backups:
+    if not strategy.order.flushes and (not isinstance(policy, Synchronous) or policy.backups):
         raise InputError(
-            f"aggregation={text_of(policy)} over stages={stages}: asynchronous pipelines are not built yet; write "
-            "aggregation=synchronous"
+            f"aggregation={text_of(policy)} says when A moves, but under schedule={strategy.schedule} each stage moves "
+            "its weights by itself; write aggregation=synchronous, or schedule=1f1b"
         )
 
 

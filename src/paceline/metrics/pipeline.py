@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias
 
+from paceline.core.columns import Columns
 from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.metrics.utilisation import Interval, covered_ns
@@ -144,7 +145,14 @@ def stage_times(spans: Iterable[Span], schedule: Schedule, workers: int, replica
     return StageTimes(forward, inputs, weights)
 
 
-def ideal(spans: Sequence[Span], schedule: Schedule, workers: int, micro_batches: int, replica: int = 0) -> list[Span]:
+def ideal(
+    spans: Sequence[Span],
+    schedule: Schedule,
+    workers: int,
+    micro_batches: int,
+    replica: int = 0,
+    columns: Columns | None = None,
+) -> list[Span]:
     """What the schedule would make of the measured compute if nothing else took time.
 
     Args:
@@ -153,16 +161,24 @@ def ideal(spans: Sequence[Span], schedule: Schedule, workers: int, micro_batches
         workers: p.
         micro_batches: m.
         replica: whose.
+        columns: that take turns at the stages; None: one at each.
 
     Returns:
         The spans of one step; where weights don't wait for its end, of as many as were measured.
     """
     steps = 1 if schedule.flushes else len(_windows(_pipelines(spans, replica)))
     times = stage_times(spans, schedule, workers, replica)
-    return simulate(schedule.resolved(micro_batches), times, workers, micro_batches * steps)
+    return simulate(schedule.resolved(micro_batches), times, workers, micro_batches * steps, columns)
 
 
-def pace(spans: Sequence[Span], schedule: Schedule, workers: int, micro_batches: int, replica: int = 0) -> Pace:
+def pace(
+    spans: Sequence[Span],
+    schedule: Schedule,
+    workers: int,
+    micro_batches: int,
+    replica: int = 0,
+    columns: Columns | None = None,
+) -> Pace:
     """The time of a step, measured and :func:`ideal`.
 
     Measured is the median step; where steps overlap, the whole time over their number. Arguments are those of
@@ -174,7 +190,7 @@ def pace(spans: Sequence[Span], schedule: Schedule, workers: int, micro_batches:
     Pace(step_s=3.5e-08, ideal_s=3e-08)
     """
     lengths = windows(spans, replica).values()
-    best = ideal(spans, schedule, workers, micro_batches, replica)
+    best = ideal(spans, schedule, workers, micro_batches, replica, columns)
     lasted = max(span.end_ns for span in best)
     if schedule.flushes:
         return Pace(median(end - start for start, end in lengths) / 1e9, lasted / 1e9)

@@ -131,8 +131,9 @@ def pipeline_step(
         return None
     found = windows(spans, replica)
     order, workers, m = strategy.order, strategy.stage_count, strategy.micro_batch_count
+    columns = strategy.mesh.columns if strategy.replicated else None
     try:
-        best = ideal(spans, order, workers, m, replica)
+        best = ideal(spans, order, workers, m, replica, columns)
     except InputError:  # a run that was interrupted early
         return None
     chosen = _typical(found) if step is None else step
@@ -151,7 +152,7 @@ def pipeline_step(
             _stepped(best, m),
             windows(_stepped(best, m))[position],
         ),
-        pace(spans, order, workers, m, replica),
+        pace(spans, order, workers, m, replica, columns),
         tuple(_rows(spans, strategy, saved_bytes, replica)),
     )
 

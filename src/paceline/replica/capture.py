@@ -1,7 +1,8 @@
 """A model as it is, as a graph of operators whose tensors keep their full names.
 
 nn.Sequential needs no more than its list of children; every other model goes through ``torch.export``. Both trace the
-model in training mode, under the autocast that is entered at the time: capture it under the one it will run under.
+model in one mode, training where nothing else is said, under the autocast that is entered at the time: capture it under
+the one it will run under.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ __all__ = ["Captured", "capture", "check"]
 
 @dataclass(frozen=True)
 class Captured:
-    """The graph of one model in training mode."""
+    """The graph of one model in one mode."""
 
     module: GraphModule
     """forward(*leaves of the input) -> tuple of the output's leaves; holds the model's own tensors, by full name."""
@@ -33,6 +34,8 @@ class Captured:
     form: Form = field(repr=False)
     """What inputs have to be."""
     output: Rebuild = field(repr=False)
+    training: bool = True
+    """Whether it does what the model does in training; else what it does when it is evaluated."""
 
     def flat(self, inputs: Tree) -> list[Tensor]:
         """The leaves of an input, in the order in which ``module`` takes them.
@@ -47,7 +50,9 @@ class Captured:
         return self.output(leaves)
 
 
-def capture(module: nn.Module, inputs: Tree, *, operators: bool = False, of_inputs: bool = True) -> Captured:
+def capture(
+    module: nn.Module, inputs: Tree, *, operators: bool = False, of_inputs: bool = True, training: bool = True
+) -> Captured:
     """The graph of a model, checked against the model itself (:func:`paceline.replica.selfcheck.check`).
 
     Args:
@@ -56,16 +61,17 @@ def capture(module: nn.Module, inputs: Tree, *, operators: bool = False, of_inpu
         operators: whether every node has to be one operator; then an nn.Sequential goes through torch.export as well.
         of_inputs: whether gradients of the input are looked at as well. A model with its loss has none to be asked for,
             and many a loss has no derivative by its target.
+        training: in which mode; dropout and running statistics do something else where it is False.
 
     Raises:
         InputError: where it can't be captured, naming the line of the model, or where its graph does something else,
             naming the parameter, output or buffer that differs.
     """
     _check_names(module)
-    with undisturbed(module):
+    with undisturbed(module, training=training):
         if not operators and is_sequential(module):
-            return _captured(listed(module, inputs))
-        captured = _captured(exported(module, inputs))
+            return _captured(listed(module, inputs), training)
+        captured = _captured(exported(module, inputs), training)
     _checked(module, captured, inputs, (2, 3), of_inputs=of_inputs)
     if _agrees_on_one(module, captured, inputs, of_inputs=of_inputs):
         return captured
@@ -86,15 +92,16 @@ def _check_names(module: nn.Module) -> None:
             )
 
 
-def _captured(made: Exported) -> Captured:
-    return Captured(made.module, made.owners, made.form, made.output)
+def _captured(made: Exported, training: bool) -> Captured:
+    return Captured(made.module, made.owners, made.form, made.output, training)
 
 
 def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...], *, of_inputs: bool) -> None:
     def run(given: Tree) -> Tree:
         return captured.rebuild(captured.module(*captured.flat(given)))
 
-    check(module, run, lambda: tensors_of(captured.module), inputs, samples=samples, of_inputs=of_inputs)
+    named, training = (lambda: tensors_of(captured.module)), captured.training
+    check(module, run, named, inputs, samples=samples, of_inputs=of_inputs, training=training)
 
 
 def _agrees_on_one(module: nn.Module, captured: Captured, inputs: Tree, *, of_inputs: bool) -> bool:

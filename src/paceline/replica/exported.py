@@ -52,7 +52,7 @@ class Exported:
 
 
 def exported(module: nn.Module, inputs: Tree) -> Exported:
-    """The graph of a model in training mode.
+    """The graph of a model in the mode that it is in.
 
     Raises:
         InputError: where torch.export can't trace it; names the line of the model.

@@ -95,7 +95,7 @@ class OwnSteps(Replica):
             self._read = state.clone()
             self._walk.begin(self._own)
         else:
-            _take(self._own, state, self._rule)
+            take_on(self._own, state, self._rule)
             self._read.copy_(self._own)
         self._autograd.bind(self._own)
         self._walk.forget()
@@ -141,7 +141,8 @@ class WritesInPlace(Replica):
         return self._walk.measured(out)
 
 
-def _take(own: State, sent: State, rule: Adopt) -> None:
+def take_on(own: State, sent: State, rule: Adopt) -> None:
+    """Let a replica's own parameters and buffers be what the rule makes of them and of the A that was sent."""
     if isinstance(rule, Keep):
         return
     alpha = rule.alpha if isinstance(rule, Mix) else 1.0

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,8 @@ def check(
     what: str = "graph",
     samples: Sequence[int] = (2, 3),
     ulps: float = 32,
-    of_inputs: bool = True,
+    of_inputs: bool | Collection[int] = True,
+    training: bool = True,
 ) -> None:
     """Run a model and what was made of it on the same few samples, and compare what comes out by name.
 
@@ -41,7 +42,7 @@ def check(
     and the buffers afterwards. A gradient that torch doesn't give is 0.
 
     Args:
-        module: the model itself, in training mode for as long as this takes; left as it is.
+        module: the model itself, in one mode for as long as this takes; left as it is.
         run: an input -> the output that the model itself would give.
         named: gives the tensors that ``run`` computes with, by the model's names and of full size: asked before each
             run for the parameters, after it for the buffers. A name that it leaves out has no gradient, and a buffer
@@ -56,19 +57,22 @@ def check(
             one unit, and what follows carries it on: 32 leave room for that. What sums in another order, as shards
             do, needs more, and says why. (Gradients below as many units of the largest of all gradients are noise:
             that of a bias before a normalisation, which is 0.)
-        of_inputs: whether gradients of the input are looked at as well; shards don't make them.
+        of_inputs: whether gradients of the input are looked at as well, or of which of its leaves; shards don't make
+            them.
+        training: whether that is the mode, rather than evaluation.
 
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
     """
     how = _How(what, ulps, of_inputs)
     # What a run leaves in an attribute stays for the next one: a graph can't know it, and then differs.
-    with undisturbed(module):
+    with undisturbed(module, training=training):
         failures = [_compare(module, run, named, resized(inputs, count), how) for count in samples]
         failure = _compare(module, run, named, inputs, how) if all(failures) else None
         if failure is not None:
+            mode = "training" if training else "evaluation"
             raise InputError(
-                f"{type(module).__name__} itself fails in training on the batch that it is given: "
+                f"{type(module).__name__} itself fails in {mode} on the batch that it is given: "
                 f"{type(failure).__name__}: {failure}"
             ) from failure
 
@@ -79,19 +83,23 @@ class _How:
 
     what: str
     ulps: float
-    of_inputs: bool
+    of_inputs: bool | Collection[int]
+
+    def looks_at(self, place: int) -> bool:
+        """Whether the gradient of a leaf of the input is compared."""
+        return self.of_inputs if isinstance(self.of_inputs, bool) else place in self.of_inputs
 
 
 def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How) -> Exception | None:
     """Raises where the two differ; returns what the model itself raises, if it does."""
     itself, what = functools.partial(call, module), how.what
     try:
-        expected = _observed(module, itself, lambda: tensors_of(module), inputs, of_inputs=how.of_inputs)
+        expected = _observed(module, itself, lambda: tensors_of(module), inputs, how)
     except Exception as error:
         return error
     name, samples = type(module).__name__, f"{batch_size(inputs)} samples"
     try:
-        found = _observed(module, run, named, inputs, of_inputs=how.of_inputs)
+        found = _observed(module, run, named, inputs, how)
     except InputError:
         raise
     except Exception as error:
@@ -119,14 +127,14 @@ class _Observed:
     """The model's own autograd Functions that its backward goes through."""
 
 
-def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree, *, of_inputs: bool) -> _Observed:
+def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How) -> _Observed:
     tensors = named()
     buffers = [name for name, _ in module.named_buffers()]
     torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
     with rewound(module, {name: tensors[name] for name in buffers if name in tensors}, seed=_SEED):
         wanted = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
-        places = (f"input{place}" for place, _ in named_leaves(inputs))
-        fed = map_tree(lambda t: _differentiable(t, next(places), wanted) if of_inputs else t.clone(), inputs)
+        places = ((how.looks_at(index), f"input{place}") for index, (place, _) in enumerate(named_leaves(inputs)))
+        fed = map_tree(lambda t: _fed(t, *next(places), wanted), inputs)
         found: list[Tensor] = []
         taken_apart(run(fed), found)
         after, own = named(), dict(module.named_buffers())
@@ -142,9 +150,9 @@ _SEED = 6174
 """Of dropout and of r; any number would do."""
 
 
-def _differentiable(tensor: Tensor, name: str, wanted: dict[str, Tensor]) -> Tensor:
-    """An input whose gradient is wanted as well; a clone of it, since a model may write into what it is given."""
-    if not tensor.is_floating_point():
+def _fed(tensor: Tensor, differentiable: bool, name: str, wanted: dict[str, Tensor]) -> Tensor:
+    """An input, whose gradient may be wanted as well; a clone of it, since a model may write into what it is given."""
+    if not (differentiable and tensor.is_floating_point()):
         return tensor.clone()
     wanted[name] = leaf = tensor.detach().clone().requires_grad_()
     return leaf.clone()

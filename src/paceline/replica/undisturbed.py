@@ -14,8 +14,8 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def undisturbed(module: nn.Module) -> Iterator[None]:
-    """While it is entered the model is in training mode; after it, all is as it was.
+def undisturbed(module: nn.Module, *, training: bool = True) -> Iterator[None]:
+    """While it is entered the model is in training mode, or in evaluation mode; after it, all is as it was.
 
     That is: torch's generators, the modes and attributes of all its modules, the lists and dicts among them too, and
     what :func:`rewound` rewinds.
@@ -23,7 +23,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     attributes = [(vars(part), _copied(vars(part))) for part in module.modules()]
     with rewound(module):
         try:
-            module.train()
+            module.train(training)
             yield
         finally:
             for own, saved in attributes:

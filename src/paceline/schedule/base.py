@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, TypeAlias
 
 from paceline.aggregation.checks import whole
 from paceline.aggregation.registry import declare
+from paceline.core.columns import Column, Columns
 from paceline.core.errors import InputError
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
@@ -84,6 +85,24 @@ class Schedule(ABC):
     def worker_of(self, part: int, workers: int) -> int:
         """Who holds a part."""
         return part % workers
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether several columns may take turns at a stage."""
+        return self.flushes and not self.splits_backward and self.chunks == 1
+
+    def column(self, column: Column, columns: Columns, micro_batches: int) -> Iterator[Action]:
+        """What one of those does who take turns at a stage, in its order: what one worker would, of its micro-batches.
+
+        Args:
+            column: of a stage and its copies.
+            columns: of all stages.
+            micro_batches: m, of one mini-batch.
+        """
+        mine = columns.number(column)
+        for action in self.actions(column.stage, len(columns.copies), micro_batches):
+            if columns.of(column.stage, action.micro_batch) == mine:
+                yield action
 
     def resolved(self, micro_batches: int) -> "Schedule":
         """With m, the micro-batches of one mini-batch, filled in where a stream of several of them depends on it."""

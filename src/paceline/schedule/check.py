@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from paceline.core.columns import Column, Columns
 from paceline.schedule.base import Action, Kind, Schedule
 from paceline.schedule.walk import DeadlockError, walk
 
@@ -61,17 +62,27 @@ def _stuck(orders: Iterable[Sequence[Action]], parts: int) -> str | None:
     return None
 
 
-def in_flight(schedule: Schedule, worker: int, workers: int, micro_batches: int) -> int:
+def _order(
+    schedule: Schedule, worker: int, workers: int, micro_batches: int, columns: Columns | None
+) -> Iterator[Action]:
+    if columns is None or max(columns.copies) == 1:
+        return schedule.actions(worker, workers, micro_batches)
+    return schedule.column(Column(worker, 0), columns, micro_batches)
+
+
+def in_flight(schedule: Schedule, worker: int, workers: int, micro_batches: int, columns: Columns | None = None) -> int:
     """The most activations that a worker holds at once: forwards whose backward, both halves, is not yet done.
 
-    Those of each part count by themselves.
+    Those of each part count by themselves. Where columns take turns at its stage, of the first of them.
 
     >>> from paceline.schedule import parse
     >>> [in_flight(parse("1f1b"), worker, 4, 64) for worker in range(4)]
     [4, 3, 2, 1]
+    >>> [in_flight(parse("1f1b"), worker, 2, 64, Columns((3, 1))) for worker in range(2)]
+    [2, 1]
     """
     held = most = 0
-    for action in schedule.actions(worker, workers, micro_batches):
+    for action in _order(schedule, worker, workers, micro_batches, columns):
         held += _CHANGES.get(action.kind, 0)
         most = max(most, held)
     return most

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 
+from paceline.core.columns import Columns
 from paceline.schedule.base import Schedule
 from paceline.schedule.simulate import StageTimes, Timed, timeline
 
 _UNIT = 10**9
 
 
-def draw(schedule: Schedule, workers: int, micro_batches: int) -> str:
+def draw(schedule: Schedule, workers: int, micro_batches: int, columns: Columns | None = None) -> str:
     """The table, each forward one unit, each half of a backward one.
 
     ``---`` goes on with what was begun, ``.`` is idle, ``U`` at the end of a backward is the update that follows.
@@ -17,25 +18,34 @@ def draw(schedule: Schedule, workers: int, micro_batches: int) -> str:
         schedule: any.
         workers: p.
         micro_batches: m, or the length of the stream.
+        columns: that take turns at the stages; one of n then takes n times as long as one of one. None: one at each.
 
     >>> from paceline.schedule import parse
     >>> print(draw(parse("gpipe"), 2, 2))
     worker 0|0F0 0F1  .   .   .  0B1 --- 0B0 ---
     worker 1| .  1F0 1F1 1B1 --- 1B0 ---  .   .
     12 of 18 cells are busy: 67 %
+    >>> print(draw(parse("1f1b"), 2, 4, Columns((2, 1))))
+    worker 0.0|0F0 --- 0F2 ---  .  0B0 --- --- ---  .   .  0B2 --- --- ---  .   .   .
+    worker 0.1|0F1 --- 0F3 ---  .   .   .   .  0B1 --- --- ---  .   .  0B3 --- --- ---
+    worker 1.0| .   .  1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- 1F3 1B3 ---  .   .   .   .
+    36 of 54 cells are busy: 67 %
     """
-    found = list(timeline(schedule, StageTimes.equal(schedule.parts(workers)), workers, micro_batches))
+    times = StageTimes.balanced(schedule, workers, columns)
+    found = list(timeline(schedule, times, workers, micro_batches, columns))
     width = max(len(str(timed.action)) for timed in found)
-    columns = max(timed.end_ns for timed in found) // _UNIT
-    rows = [_row([t for t in found if t.worker == worker], columns, width) for worker in range(workers)]
-    lines = [f"worker {worker:<{len(str(workers - 1))}}|{' '.join(row)}".rstrip() for worker, row in enumerate(rows)]
+    units = max(timed.end_ns for timed in found) // _UNIT
+    names = [str(w) for w in range(workers)] if columns is None else [f"{s}.{c}" for s, c in columns]
+    rows = [_row([t for t in found if t.worker == worker], units, width) for worker in range(len(names))]
+    broad = max(map(len, names))
+    lines = [f"worker {name:<{broad}}|{' '.join(row)}".rstrip() for name, row in zip(names, rows, strict=True)]
     busy = sum(timed.end_ns - timed.start_ns for timed in found) // _UNIT
-    total = columns * workers
+    total = units * len(names)
     return "\n".join([*lines, f"{busy} of {total} cells are busy: {busy / total:.0%}".replace("%", " %")])
 
 
-def _row(found: Iterable[Timed], columns: int, width: int) -> list[str]:
-    cells = [".".center(width)] * columns
+def _row(found: Iterable[Timed], units: int, width: int) -> list[str]:
+    cells = [".".center(width)] * units
     for timed in found:
         start, end = timed.start_ns // _UNIT, timed.end_ns // _UNIT
         if timed.action.kind == "update":

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from paceline.core.columns import Columns
 from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.schedule.base import Action, Kind, Schedule
@@ -55,6 +56,14 @@ class StageTimes:
         """The same for all parts; by default backward takes twice as long as forward."""
         return cls((forward,) * parts, (backward_input,) * parts, (backward_weight,) * parts, transfer)
 
+    @classmethod
+    def balanced(cls, schedule: Schedule, workers: int, columns: Columns | None = None) -> "StageTimes":
+        """One second, and two backward, for each part, times as many as take turns at its stage."""
+        parts = range(schedule.parts(workers))
+        many = [1] * workers if columns is None else columns.copies
+        each = tuple(float(many[schedule.worker_of(part, workers)]) for part in parts)
+        return cls(each, each, each)
+
     @property
     def parts(self) -> int:
         """Of the model."""
@@ -84,10 +93,19 @@ class Timed:
     end_ns: Nanoseconds
 
 
-def timeline(schedule: Schedule, times: StageTimes, workers: int, micro_batches: int) -> Iterator[Timed]:
+def timeline(
+    schedule: Schedule, times: StageTimes, workers: int, micro_batches: int, columns: Columns | None = None
+) -> Iterator[Timed]:
     """Each action begins when its worker is free and what it needs is there; in an order in which they could be done.
 
     Lazy: a stream may be as long as one likes.
+
+    Args:
+        schedule: any; where columns take turns, one that lets them.
+        times: of its parts, for one micro-batch on one worker.
+        workers: p.
+        micro_batches: m.
+        columns: that take turns at the stages, and are then the workers of what is told; None: one at each.
 
     Raises:
         InputError: times for another number of parts, or what the schedule refuses.
@@ -96,8 +114,8 @@ def timeline(schedule: Schedule, times: StageTimes, workers: int, micro_batches:
     parts = schedule.parts(workers)
     if times.parts != parts:
         raise InputError(f"times of {times.parts} parts, but stages={workers} makes {parts}; write {parts} of each.")
-    orders = [schedule.actions(worker, workers, micro_batches) for worker in range(workers)]
-    free, there = [0] * workers, dict[Value, tuple[int, Nanoseconds]]()
+    orders = _orders(schedule, workers, micro_batches, columns)
+    free, there = [0] * len(orders), dict[Value, tuple[int, Nanoseconds]]()
     delay = _ns(times.transfer)
     for worker, action in walk(orders, parts):
         arrivals = [there.pop(value) for value in needs(action, parts) if value[1] != action.stage]
@@ -105,6 +123,13 @@ def timeline(schedule: Schedule, times: StageTimes, workers: int, micro_batches:
         free[worker] = start + _ns(times.of(action))
         there.update((value, (worker, free[worker])) for value in makes(action) if _is_handed_on(value, parts))
         yield Timed(worker, action, start, free[worker])
+
+
+def _orders(schedule: Schedule, workers: int, micro_batches: int, columns: Columns | None) -> list[Iterator[Action]]:
+    """What each does."""
+    if columns is None or max(columns.copies) == 1:
+        return [schedule.actions(worker, workers, micro_batches) for worker in range(workers)]
+    return [schedule.column(column, columns, micro_batches) for column in columns]
 
 
 def _is_handed_on(value: Value, parts: int) -> bool:
@@ -127,7 +152,9 @@ def _end(timed: Timed) -> tuple[Nanoseconds, int]:
     return timed.end_ns, timed.worker
 
 
-def simulate(schedule: Schedule, times: StageTimes, workers: int, micro_batches: int) -> list[Span]:
+def simulate(
+    schedule: Schedule, times: StageTimes, workers: int, micro_batches: int, columns: Columns | None = None
+) -> list[Span]:
     """The spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
 
     Args:
@@ -135,6 +162,7 @@ def simulate(schedule: Schedule, times: StageTimes, workers: int, micro_batches:
         times: of its parts.
         workers: p.
         micro_batches: m; where weights don't wait for the end of a mini-batch, of the whole stream.
+        columns: that take turns at the stages, ``shard`` then says which of a stage; None: one at each.
 
     Returns:
         By their start; nothing is recorded where a worker waits.
@@ -142,9 +170,21 @@ def simulate(schedule: Schedule, times: StageTimes, workers: int, micro_batches:
     >>> from paceline.schedule import parse
     >>> max(span.end_ns for span in simulate(parse("gpipe"), StageTimes.equal(4), 4, 8)) / 1e9
     33.0
+
+    A first stage that takes twice the time, alone and with two who take turns at it:
+
+    >>> from paceline.core.columns import Columns
+    >>> slow = StageTimes((2.0, 1.0), (2.0, 1.0), (2.0, 1.0))
+    >>> [max(span.end_ns for span in simulate(parse("1f1b"), slow, 2, 8, Columns(n))) / 1e9 for n in ((1, 1), (2, 1))]
+    [49.0, 30.0]
     """
-    found = sorted(timeline(schedule, times, workers, micro_batches), key=lambda t: (t.start_ns, t.end_ns, t.worker))
-    return [Span(0, t.worker, 0, _recorded(t.action), 1, t.action.micro_batch, t.start_ns, t.end_ns, 0) for t in found]
+    run = timeline(schedule, times, workers, micro_batches, columns)
+    found = sorted(run, key=lambda t: (t.start_ns, t.end_ns, t.worker))
+    places = columns or Columns((1,) * workers)
+    return [
+        Span(0, *places.column(t.worker), _recorded(t.action), 1, t.action.micro_batch, t.start_ns, t.end_ns, 0)
+        for t in found
+    ]
 
 
 def _recorded(action: Action) -> spans.Action:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WaitTimeoutError
+from paceline.replica.pipeline.copies import Copies
 from paceline.replica.pipeline.wire import Arrival, Wire
 
 BOUND_S = 60
@@ -105,6 +106,32 @@ class Expected(Arrival):
             self.line.taken += 1
             self.hub.changed.notify_all()
         return copy
+
+
+class Table:
+    """Where those meet who take turns at one stage."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.brought: dict[int, tuple[Tensor, str]] = {}
+        self.all_there = threading.Barrier(count, timeout=BOUND_S)
+
+
+class Turns(Copies):
+    """One of them; they must come for the same."""
+
+    def __init__(self, table: Table, copy: int) -> None:
+        super().__init__(first=copy == 0)
+        self.table, self.copy = table, copy
+
+    def add_up(self, vector: Tensor, what: str) -> None:
+        self.table.brought[self.copy] = vector.clone(), what
+        self.table.all_there.wait()
+        vectors, words = zip(*(self.table.brought[copy] for copy in range(self.table.count)), strict=True)
+        self.table.all_there.wait()
+        assert set(words) == {what}
+        assert {each.shape for each in vectors} == {vector.shape}
+        vector.copy_(torch.stack(vectors).sum(0))
 
 
 def in_threads(hub: Hub, workers: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Program
+from paceline.core.columns import Column, Columns
 from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured
 from paceline.replica.pipeline.base import Cut
+from paceline.replica.pipeline.copies import Copies
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.micro_batches import sizes
 from paceline.replica.pipeline.runtime import Pipelined
@@ -22,7 +24,7 @@ from paceline.replica.stepper import Stepper
 from paceline.schedule import parse
 from paceline.trace.recorder import NullRecorder
 from tests.replica.pipeline.runtime_cuts import BORDERS, by_hand
-from tests.replica.pipeline.runtime_wires import Hub, in_threads
+from tests.replica.pipeline.runtime_wires import Hub, Table, Turns, in_threads
 
 torch.set_num_threads(1)
 
@@ -126,7 +128,7 @@ class Recording(NullRecorder):
 
 
 def copy_of(cut: Cut, worker: int, plan: Plan) -> list[Any]:
-    return [part for part in cut.parts if plan.worker_of(part.number) == worker]
+    return [part for part in cut.parts if plan.stage_of(part.number) == plan.columns.column(worker).stage]
 
 
 class Worker:
@@ -134,7 +136,7 @@ class Worker:
 
     def __init__(self, world: "World", number: int) -> None:
         cut = world.cut()
-        plan = Plan.of(cut, parse(world.schedule), world.workers, world.micro_batches)
+        plan = Plan.of(cut, parse(world.schedule), world.workers, world.micro_batches, world.copies)
         parts = copy_of(cut, number, plan)
         whole = together(parts)
         self.layout = layout_of(whole, world.buffers)
@@ -149,6 +151,7 @@ class Worker:
             world.hub.wire(number),
             self.layout,
             recorder=self.recorder,  # type: ignore[arg-type]
+            copies=world.turns(plan.columns.column(number)),
             **world.options,
         )
         self.stepper = None
@@ -186,10 +189,18 @@ class World:
     rendezvous: bool = False
     buffers: tuple[str, ...] = ()
     cutter: Callable[[], Cut] | None = None
+    copies: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         self.hub = Hub(rendezvous=self.rendezvous)
-        self.members = [Worker(self, number) for number in range(self.workers)]
+        columns = Columns(self.copies or (1,) * self.workers)
+        self.tables = [Table(count) for count in columns.copies]
+        self.members = [Worker(self, number) for number in range(len(columns))]
+
+    def turns(self, column: Column) -> Copies | None:
+        """With whom a column takes turns."""
+        table = self.tables[column.stage]
+        return Turns(table, column.copy) if table.count > 1 else None
 
     def cut(self) -> Cut:
         if self.cutter is not None:

@@ -15,7 +15,7 @@ SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2
 
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Plan, int]:
-    """Any schedule, any skips, and how many micro-batches there are of those that were planned for."""
+    """Any schedule, skips and columns that take turns, and how many micro-batches there are of those planned for."""
     schedule = parse(draw(st.sampled_from(SCHEDULES)))
     workers = draw(st.integers(1, 5))
     m = workers * draw(st.integers(1, 3)) if schedule.chunks > 1 else draw(st.integers(1, 12))
@@ -25,7 +25,9 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int]:
         ends = sorted(draw(st.sets(st.integers(0, parts - 1), max_size=4)))
         if len(ends) > 1:
             crossings.append(Crossing(f"skip{k}", ends[0], tuple(ends[1:])))
-    return Plan(schedule, workers, m, tuple(crossings), {}), draw(st.integers(1, m))
+    turns = st.integers(1, 3) if schedule.takes_turns else st.just(1)
+    copies = tuple(draw(st.lists(turns, min_size=workers, max_size=workers)))
+    return Plan(schedule, workers, m, tuple(crossings), {}, copies), draw(st.integers(1, m))
 
 
 def ways(plan: Plan, count: int) -> list[Itinerary]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.core.types import ReplicaId
-from paceline.engine.distributed.exchange import Traffic
+from paceline.engine.team.traffic import Traffic
 
 
 class Meeting:

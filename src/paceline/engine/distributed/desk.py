@@ -10,9 +10,9 @@ from functools import cached_property
 
 from paceline.core.records import Record
 from paceline.engine.base import Job
-from paceline.engine.distributed.team import Team
 from paceline.engine.distributed.update import Update
 from paceline.engine.scoring import Moment, Scorer, room
+from paceline.engine.team.team import Team
 from paceline.replica.state import State
 
 

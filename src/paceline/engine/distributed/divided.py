@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.engine.distributed.exchange import Traffic
 from paceline.engine.distributed.units import units
+from paceline.engine.team.traffic import Traffic
 from paceline.replica.base import finite
 from paceline.replica.state import Block, Entry, Layout, State, Views
 

@@ -10,11 +10,11 @@ from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.distributed.dividing import refuse_dividing
 from paceline.engine.distributed.run import DistributedRun, own_settings
-from paceline.engine.distributed.team import assembled
-from paceline.engine.distributed.world import World, backend_for, refuse_backend, refuse_size
 from paceline.engine.setup import Setup, refuse_absent_gpu
 from paceline.engine.shards import refuse_shards
 from paceline.engine.stages import refuse_stages
+from paceline.engine.team.team import assembled
+from paceline.engine.team.world import World, backend_for, refuse_backend, refuse_size
 
 
 class DistributedEngine(Engine):

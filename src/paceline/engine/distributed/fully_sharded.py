@@ -20,9 +20,9 @@ from torch import Tensor
 from paceline.core.errors import InputError
 from paceline.core.types import Clock
 from paceline.engine.distributed.divided import Divided
-from paceline.engine.distributed.exchange import Traffic
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.update import Update, take_buffers
+from paceline.engine.team.traffic import Traffic
 from paceline.program import Program
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica

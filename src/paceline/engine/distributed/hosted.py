@@ -3,17 +3,14 @@
 import contextlib
 import functools
 import json
-import os
 import pickle
 import socket
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore
 
-from paceline.comm import liveness, register
+from paceline.comm import liveness
 from paceline.comm.kernel import keep_freed_memory
 from paceline.comm.shipping import Parcel, ship, unpack
 from paceline.core.errors import PacelineError
@@ -21,8 +18,7 @@ from paceline.engine.base import Job, Outcome, Progress
 from paceline.engine.distributed.engine import DistributedEngine
 from paceline.engine.failure import failure, worker_failed
 from paceline.engine.roster import remove_roster
-
-BACKEND = "shm"
+from paceline.engine.team.meeting import BACKEND, meet
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
@@ -39,20 +35,12 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             job: Job = unpack(Parcel(job_fd))
             if job.out is not None:
                 liveness.when_orphaned(functools.partial(remove_roster, job.out))
-            _meet(args["rank"], args["size"], args["store"], job.timeout_s)
+            meet(args["rank"], args["size"], args["store"], job.timeout_s)
             _tell(link, args["rank"], _carried(job, args["rank"], link))
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
                 link.send(pickle.dumps(("failed", *_said(args["rank"], error))))
             raise SystemExit(1) from error
-
-
-def _meet(rank: int, size: int, path: str, timeout_s: float) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's word for a store that no rank keeps
-    register()
-    store = FileStore(path, size)  # torch's TCPStore would listen on every interface
-    dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
 def _carried(job: Job, rank: int, link: socket.socket) -> Outcome:

@@ -18,11 +18,11 @@ from paceline.core.errors import PacelineError
 from paceline.engine.base import Job
 from paceline.engine.distributed import buckets
 from paceline.engine.distributed.buckets import Bucket
-from paceline.engine.distributed.exchange import Traffic, ring_bytes
 from paceline.engine.distributed.freight import Freight
-from paceline.engine.distributed.team import Team
-from paceline.engine.distributed.world import World
 from paceline.engine.setup import threads
+from paceline.engine.team.team import Team
+from paceline.engine.team.traffic import Traffic, ring_bytes
+from paceline.engine.team.world import World
 
 IN_BACKGROUND = {"gloo": "cpu", "nccl": "cuda"}
 """Backends that need nobody to wait for them (``shm`` and ``hierarchical`` do), and where their gradients have to be:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.engine.distributed.exchange import Traffic
+from paceline.engine.team.traffic import Traffic
 from paceline.replica.state import Block, Entry
 
 Cut = tuple[int, ...]

@@ -22,19 +22,20 @@ from paceline.engine.distributed.batchnorm import meeting
 from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.desk import Desk
 from paceline.engine.distributed.dividing import ended_within_a_delta
-from paceline.engine.distributed.share import Here, Share, WholeShare
+from paceline.engine.distributed.share import Share, WholeShare
 from paceline.engine.distributed.staged import StagedShare
 from paceline.engine.distributed.station import DistributedStation, Surroundings
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.distributed.streamed import StreamedShare
 from paceline.engine.distributed.streaming import StreamedStation
-from paceline.engine.distributed.team import Team
 from paceline.engine.distributed.tensor import TensorShare
 from paceline.engine.figures import Notes, timeline, told
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.roster import Roster
 from paceline.engine.setup import Setup, first_state, settle, threads
+from paceline.engine.team.here import Here
+from paceline.engine.team.team import Team
 from paceline.engine.worker import StationWorker
 from paceline.replica.single import Single
 from paceline.replica.state import write
@@ -221,11 +222,9 @@ class DistributedRun:
 def _share(here: Here) -> Share:
     """By what the strategy asks for."""
     strategy = here.setup.job.strategy
-    if strategy.tensor_parallel:
-        return TensorShare(here)
-    if not strategy.pipelined:
-        return WholeShare(here)
-    return StagedShare(here) if strategy.order.flushes else StreamedShare(here)
+    if strategy.pipelined:
+        return StagedShare(here) if strategy.order.flushes else StreamedShare(here)
+    return TensorShare(here) if strategy.tensor_parallel else WholeShare(here)
 
 
 @contextlib.contextmanager

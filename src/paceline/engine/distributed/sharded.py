@@ -15,10 +15,10 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from paceline.engine.distributed.exchange import Traffic
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.parts import AtBorders, Even, Piece
 from paceline.engine.distributed.update import Update, take_buffers
+from paceline.engine.team.traffic import Traffic
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
 from paceline.replica.state import Layout, State

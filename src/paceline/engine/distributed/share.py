@@ -2,42 +2,26 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import final
-
-from torch import nn
 
 from paceline.aggregation import Synchronous
 from paceline.comm.compression import parse
 from paceline.core.mesh import Place
 from paceline.engine.distributed.batchnorm import Meeting, SynchronisedBatchNorm
 from paceline.engine.distributed.divided import Divided, only_buffers
-from paceline.engine.distributed.exchange import Exchange, Meets, ring_bytes
+from paceline.engine.distributed.exchange import Exchange, Meets
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.fully_sharded import FullySharded, Partial
 from paceline.engine.distributed.overlap import Overlap, overlapped
 from paceline.engine.distributed.sharded import Sharded, pays
-from paceline.engine.distributed.team import Team
 from paceline.engine.distributed.update import Compressed, Together, Update
 from paceline.engine.owner import Owner
-from paceline.engine.setup import Setup
+from paceline.engine.team.here import Here
+from paceline.engine.team.traffic import ring_bytes
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Replica
 from paceline.replica.state import State
 from paceline.trace.recorder import AnyRecorder
-
-
-@dataclass(frozen=True)
-class Here:
-    """One rank at the start of a run."""
-
-    setup: Setup
-    team: Team
-    backend: str
-    module: nn.Module
-    """Of this process, with the values of A_0."""
-    state: State
-    """A_0, whole."""
 
 
 class Share(ABC):

@@ -6,11 +6,10 @@
                             +-- rows, Σ Δ² -+         by one scale, on one decision
     rank 1   Δ of stage 1 --+               +--> a step on the part of stage 1
 
-Nothing of Δ itself is sent.
+Of Δ itself nothing is sent within a replica. Of several, those who have the same part of A first sum up their Δs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol, final
 
 import torch
@@ -19,10 +18,11 @@ from torch import Tensor
 from paceline.core.mesh import Mesh
 from paceline.core.types import Clock
 from paceline.engine.distributed import rows
-from paceline.engine.distributed.exchange import Traffic, of_step
+from paceline.engine.distributed.exchange import of_step
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.rows import Row
 from paceline.engine.distributed.update import Update, take_buffers
+from paceline.engine.team.traffic import Traffic
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
 from paceline.replica.loose import Loose
@@ -35,34 +35,46 @@ class StagedExchange:
     """Where the ranks of all replicas meet: they tell each other a row and the square of their Δ's norm.
 
     Args:
-        freight: what this rank brings, which stays here.
+        freight: what this rank brings, with a row for each replica.
         mine: the names of the parameters that count in the norm here; a tied one counts once, and none do where
             nobody asks for the norm.
         mesh: of all ranks.
         rank: whose.
-        traffic: by which they meet; None: nobody else is there.
+        traffic: by which all meet; None: nobody else is there.
+        peers: by which those meet who have the same part of A; None: there is one replica.
     """
 
-    def __init__(self, freight: Freight, mine: Sequence[str], mesh: Mesh, rank: int, traffic: Traffic | None) -> None:
-        self._freight, self._mesh, self._rank, self._traffic = freight, mesh, rank, traffic
+    def __init__(
+        self,
+        freight: Freight,
+        mine: Sequence[str],
+        mesh: Mesh,
+        rank: int,
+        traffic: Traffic | None,
+        peers: Traffic | None,
+    ) -> None:
+        self._freight, self._mesh, self._rank, self._traffic, self._peers = freight, mesh, rank, traffic, peers
+        self._replica = mesh.place(rank).replica
         parameters = dict(zip(freight.state.layout.parameter_names, freight.state.views.parameters, strict=True))
         whole = len(parameters) == len(mine)
         self._counted = freight.state.parameters if whole else [parameters[name] for name in mine]
         self._table = torch.zeros(mesh.workers, rows.FIELDS + 1, dtype=torch.float64)
         self._place = self._table[rank]
         self.square = 0.0
-        """Of the norm of a replica's Δ, as it was brought."""
+        """Of the norm of the replicas' Δs together, as they were brought."""
 
     def meet(self, row: Row, step: Clock) -> list[Row]:
-        """One row of each replica."""
-        self._freight.count(0)  # they are this rank's own
+        """One row of each replica; the freight then holds the sum of what was brought of its part."""
+        self._freight.table.zero_()
+        self._freight.count(self._replica)
+        if self._peers is not None:
+            self._peers.all_reduce(self._freight.vectors, of_step(step))
         self._table.zero_()
         self._place.copy_(torch.tensor([*rows.numbers(row), square_norm(self._counted)], dtype=torch.float64))
         if self._traffic is not None:
             self._traffic.all_reduce([self._table.view(-1)], of_step(step))
         told = self._table.tolist()
-        replica = self._mesh.place(self._rank).replica
-        self.square = sum(told[rank][-1] for rank in self._mesh.replica_ranks(replica))
+        self.square = sum(told[rank][-1] for rank in self._mesh.replica_ranks(self._replica))
         each = [rows.read(numbers) for numbers in told]
         return [
             merged([each[rank] for rank in self._mesh.replica_ranks(replica)]) for replica in range(self._mesh.replicas)
@@ -147,58 +159,3 @@ class Gather(Protocol):
 
     def __call__(self, *, wanted: bool) -> State | None:
         """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
-
-
-@torch.no_grad()
-def gathered(
-    mine: State, parts: Sequence[Layout], rank: int, traffic: Traffic | None, *, wanted: bool
-) -> list[State] | None:
-    """Copies of all ranks' parts where they are wanted, None elsewhere; all ranks call it together.
-
-    Args:
-        mine: this rank's part.
-        parts: the layout of each rank's part, by rank.
-        rank: whose.
-        traffic: to the others; None: this part is all.
-        wanted: whether they are wanted here.
-    """
-    if traffic is None:
-        return [mine.clone()] if wanted else None
-    sent = traffic.sent_bytes  # it is for scores, so its bytes are not counted as training's
-    found = list[State]()
-    for source, layout in enumerate(parts):
-        part = mine if source == rank else layout.new()
-        for vector in part.vectors:
-            traffic.broadcast(vector, source, "the gathering of A")
-        if wanted:
-            found.append(part.clone() if source == rank else part)
-    traffic.sent_bytes = sent
-    return found if wanted else None
-
-
-@dataclass(frozen=True)
-class ByStages:
-    """A of stages' parts: each has some of its tensors, whole.
-
-    Args:
-        mine: this rank's part.
-        whole: the layout of A.
-        parts: the layout of each rank's part, by rank.
-        rank: whose.
-        traffic: to the others; None: this part is all.
-    """
-
-    mine: State
-    whole: Layout
-    parts: Sequence[Layout]
-    rank: int
-    traffic: Traffic | None
-
-    def __call__(self, *, wanted: bool) -> State | None:
-        each = gathered(self.mine, self.parts, self.rank, self.traffic, wanted=wanted)
-        if each is None:
-            return None
-        found = self.whole.new()
-        for part in each:
-            found.take(part)
-        return found

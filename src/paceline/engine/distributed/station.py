@@ -12,11 +12,11 @@ from paceline.engine.distributed.attendance import Attendance
 from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.exchange import Meets, of_step
 from paceline.engine.distributed.freight import Freight
-from paceline.engine.distributed.notices import Notices
 from paceline.engine.distributed.overlap import Overlap
 from paceline.engine.distributed.rows import Kind, Row
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.gauge import Gauge
+from paceline.engine.team.notices import Notices
 from paceline.replica.base import Measured, Sink
 from paceline.replica.state import State
 

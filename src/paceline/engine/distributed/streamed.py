@@ -23,13 +23,16 @@ from paceline.core.errors import InputError
 from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Version
 from paceline.engine.distributed import rows
-from paceline.engine.distributed.exchange import Meets, Traffic, of_step, ring_bytes
+from paceline.engine.distributed.exchange import Meets, of_step
 from paceline.engine.distributed.freight import Freight
-from paceline.engine.distributed.pipeline import Pipeline
 from paceline.engine.distributed.rows import Row
-from paceline.engine.distributed.share import Here, Share
-from paceline.engine.distributed.stages import ByStages, merged
+from paceline.engine.distributed.share import Share
+from paceline.engine.distributed.stages import merged
 from paceline.engine.distributed.update import Update
+from paceline.engine.team.here import Here
+from paceline.engine.team.parts import ByParts
+from paceline.engine.team.pipeline import Pipeline
+from paceline.engine.team.traffic import Traffic, ring_bytes
 from paceline.replica.base import Replica
 from paceline.replica.pipeline.streamed import Streamed
 from paceline.replica.state import Layout, State
@@ -116,7 +119,7 @@ class Moved(Update):
         stream all stages have had the same updates.
         """
         pipeline = self._pipeline
-        gather = ByStages(self._now(), pipeline.whole, pipeline.layouts, pipeline.rank, self._traffic)
+        gather = ByParts(self._now(), pipeline.whole, pipeline.stages, pipeline.rank, self._traffic)
         return gather(wanted=wanted)
 
 

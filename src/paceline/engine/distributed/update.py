@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compression.base import Compression
-from paceline.engine.distributed.exchange import Traffic
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.owner import Owner
+from paceline.engine.team.traffic import Traffic
 from paceline.replica.state import State
 
 

@@ -7,6 +7,7 @@
     reports r      worker --> main: the last few attempts: how each ended, samples, loss, ...
     part r         main --> worker --> main: a part of an update to make while it waits, and that it is made
     task           main --> workers: what is made in parts
+    stamps         main --> workers: which version lies in each place, while nobody writes there
     asleep         for each worker and for main: whether it has to be rung
 
 Each word but "asleep" has one writer at a time. The last word of a message to be written is its number (an attempt, a
@@ -28,6 +29,9 @@ TASK_WORDS = 32
 
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
+
+WRITTEN = -1
+"""The stamp of a place in which no version lies whole."""
 
 # pack_into clears what it writes to first: the number of a message, which says that it is there, is never among it.
 _ORDER = struct.Struct("=qqqqqqqq")
@@ -112,13 +116,14 @@ class Board:
         self._main_at = self._told_at + 2 * replicas
         self._reports_at = self._main_at + 8
         self._times_at = self._reports_at + replicas * REPORTS * 8
-        self._task_at = self._times_at + replicas * STEP_TIMES
+        self._stamps_at = self._times_at + replicas * STEP_TIMES
+        self._task_at = self._stamps_at + replicas + 2
 
     @staticmethod
     def size(replicas: int, slots: int) -> int:
         """Words of a board."""
         each = _WORDS + 2 + REPORTS * 8 + STEP_TIMES + 3 * slots
-        return replicas * each + 8 + TASK_WORDS
+        return replicas * each + 8 + replicas + 2 + TASK_WORDS
 
     def sleeper(self, replica: ReplicaId | None) -> "memoryview[int]":
         """The word that says whether a worker, or None: main, sleeps."""
@@ -165,6 +170,16 @@ class Board:
     def excused(self, replica: ReplicaId) -> int:
         """Until when nothing will be heard of a worker; 0 where there was no delay."""
         return self._words[replica * _WORDS + _EXCUSED]
+
+    # ---------------------------------------------------------------------------------------------------------- stamps
+
+    def stamp(self, place: int, version: int) -> None:
+        """Say which version lies in a place from now on; :data:`WRITTEN`: it is being written."""
+        self._words[self._stamps_at + place] = version
+
+    def stamped(self, place: int) -> int:
+        """Which version lies in a place."""
+        return self._words[self._stamps_at + place]
 
     # --------------------------------------------------------------------------------------------------------- reports
 

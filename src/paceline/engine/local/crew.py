@@ -6,8 +6,10 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from paceline.comm import liveness
 from paceline.comm.alarm import Alarm
@@ -15,18 +17,30 @@ from paceline.comm.bell import Bell, Waiter
 from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Child, Nursery
 from paceline.comm.shipping import Parcel
+from paceline.core import errors
 from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.mesh import Mesh, Place
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.failure import worker_failed
 from paceline.engine.local.board import Board
+from paceline.engine.local.label import QUIET, label
 from paceline.engine.local.store import Store
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import Span
 
 Token: TypeAlias = tuple[str, int]
-"""What has happened: ("report", 0), ("message", 0), ("ended", replica), or whatever else was added to the waiter."""
+"""What has happened: ("report", 0), ("message", 0), ("ended", worker), or whatever else was added to the waiter."""
 
 ENTRY = "paceline.engine.local.worker:main"
+
+MEMBER = "paceline.engine.local.member:main"
+"""Of a worker of a replica that has several."""
+
+WELL = "exit code 0"
+"""How a worker ends that has nothing to say."""
+
+QUIETLY = f"exit code {QUIET}"
+"""How a worker ends because another one of its replica has."""
 
 GONE_TIMEOUT_S: Seconds = 10.0
 """How long a process that was killed is waited for."""
@@ -40,6 +54,8 @@ class Crew:
         store: the run's vectors.
         board: its words.
         parcel: the job.
+        mesh: where each worker is.
+        meeting: the folder in which the workers of each replica meet; None: each replica is one.
         trace: whether they record spans.
         timeout_s: how long a wait for some of them may take.
         entry: of their process, "package.module:function".
@@ -51,26 +67,31 @@ class Crew:
         store: Store,
         board: Board,
         parcel: Parcel,
+        mesh: Mesh,
+        meeting: str | None,
         *,
         trace: bool,
         timeout_s: Seconds,
         entry: str = ENTRY,
     ) -> None:
         self._nursery, self._entry, self._timeout_s = nursery, entry, timeout_s
+        self._mesh, self._meeting = mesh, meeting
         replicas = store.plan.replicas
         self._args = {"remembers": store.plan.remembers}
-        self._children: dict[ReplicaId, Child] = {}
-        self._ready: set[ReplicaId] = set()
+        self._children: dict[int, Child] = {}
+        self._ready: set[int] = set()
+        self._there: set[int] = set()
+        """The workers that have not been seen to end."""
         self._bells = [Bell() for _ in range(replicas)]
         self._alarms = [Alarm(bell, board.sleeper(r)) for r, bell in enumerate(self._bells)]
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
-        self._traces = [memfd_create(f"paceline:spans {r}") for r in range(replicas)] if trace else []
+        self._traces = [memfd_create(f"paceline:spans {r}") for r in range(mesh.workers)] if trace else []
         self._shared = (store.segment.fd, parcel.fd)
         self.insisted: Callable[[], bool] = lambda: False
         """Whether nothing is to be waited for."""
         self.living: set[ReplicaId] = set()
-        """Those that have not been seen to end."""
+        """The replicas of which nobody has been seen to end, unless well."""
         self.bell = Bell()
         self.alarm = Alarm(self.bell, board.sleeper(None))
         """Main's own: workers ring it."""
@@ -80,19 +101,36 @@ class Crew:
 
     def start(self, stop: Callable[[], bool]) -> None:
         """Fork them all, or as many as there are when ``stop`` says so."""
-        store_fd, job_fd = self._shared
-        for replica, bell in enumerate(self._bells):
+        for replica in range(self._mesh.replicas):
             if stop():
                 return
-            fds = [store_fd, job_fd, bell.fileno(), self.bell.fileno(), self._theirs.fileno()]
-            fds += self._traces[replica : replica + 1]
-            child = self._nursery.spawn(self._entry, {"replica": replica} | self._args, fds)
-            self._children[replica] = child
+            if self._meeting is None:
+                self._fork(replica, replica, self._entry, {"replica": replica}, self._traces[replica : replica + 1])
+            else:
+                self._start_team(replica, self._meeting)
             self.living.add(replica)
-            self.waiter.add(child.pidfd, ("ended", replica))
+
+    def _start_team(self, replica: ReplicaId, meeting: str) -> None:
+        """All workers of a replica, and the lines from the first one to each other one."""
+        leader, *followers = self._mesh.replica_ranks(replica)
+        args = {"store": str(Path(meeting) / f"replica {replica}"), "traced": bool(self._traces)}
+        with ExitStack() as lines:
+            pairs = [[lines.enter_context(end) for end in socket.socketpair()] for _ in followers]
+            ends = [[mine.fileno() for mine, _ in pairs], *([theirs.fileno()] for _, theirs in pairs)]
+            for worker, own in zip((leader, *followers), ends, strict=True):
+                fds = [*self._traces[worker : worker + 1], *own]
+                self._fork(worker, replica, MEMBER, {"place": self._mesh.place(worker)} | args, fds)
+
+    def _fork(self, worker: int, replica: ReplicaId, entry: str, args: Mapping[str, Any], more: Sequence[int]) -> None:
+        store_fd, job_fd = self._shared
+        fds = [store_fd, job_fd, self._bells[replica].fileno(), self.bell.fileno(), self._theirs.fileno(), *more]
+        child = self._nursery.spawn(entry, dict(args) | self._args, fds)
+        self._children[worker] = child
+        self._there.add(worker)
+        self.waiter.add(child.pidfd, ("ended", worker))
 
     def wait_ready(self, timeout_s: Seconds, each: Callable[[int], None], stop: Callable[[], bool]) -> None:
-        """Wait until all have built their model, or ``stop`` says so; then those that have not are killed.
+        """Wait until all workers have built their model, or ``stop`` says so; then those that have not are killed.
 
         Args:
             timeout_s: for all of them.
@@ -106,33 +144,40 @@ class Crew:
             WaitTimeoutError: names those that were not ready in time.
         """
         deadline = time.monotonic() + timeout_s
-        early: list[ReplicaId] = []
-        while len(self._ready) < len(self._bells) and not stop():
+        early: list[int] = []
+        while len(self._ready) < self._mesh.workers and not stop():
             left = deadline - time.monotonic()
             tokens = self.waiter.wait(max(0.0, left))
             if not tokens and left <= 0:
-                late = sorted(set(range(len(self._bells))) - self._ready)
+                absent = sorted(set(range(self._mesh.workers)) - self._ready)
+                late = absent if self._meeting is None else ", ".join(map(self._name, absent))
                 raise WaitTimeoutError(
                     f"main waited {timeout_s:g} s for replicas {late} to build their model; write a larger timeout_s="
                 )
             self.hear()
-            early += [replica for what, replica in tokens if what == "ended" and self._put_off(replica)]
+            early += [worker for what, worker in tokens if what == "ended" and self._put_off(worker)]
             each(len(self._ready))
-        for replica in early:
-            self.waiter.add(self._children[replica].pidfd, ("ended", replica))
-        for replica in self.living - self._ready:
-            self.signal(replica, signal.SIGKILL)
+        for worker in early:
+            self.waiter.add(self._children[worker].pidfd, ("ended", worker))
+        for worker in self._there - self._ready:
+            liveness.kill(self._children[worker].pidfd, signal.SIGKILL)
 
-    def _put_off(self, replica: ReplicaId) -> bool:
+    def _put_off(self, worker: int) -> bool:
         """Don't be told again, until training, that this one has ended; one that was not ready must not have."""
-        if replica not in self._ready:
-            raise WorkerError(f"replica {replica} ended while it started: {self.ended(replica)}")
-        self.waiter.remove(self._children[replica].pidfd)
+        if worker not in self._ready:
+            self.hear()
+            dead = self._first_to_die(self._mesh.place(worker).replica)
+            raise WorkerError(f"replica {self._name(dead)} ended while it started: {self._status(dead)}")
+        self.waiter.remove(self._children[worker].pidfd)
         return True
 
-    def pids(self) -> dict[ReplicaId, int]:
+    def _name(self, worker: int) -> str:
+        place = self._mesh.place(worker)
+        return str(place.replica) if self._meeting is None else label(place)
+
+    def pids(self) -> dict[Place, int]:
         """Process ids."""
-        return {replica: child.pid for replica, child in self._children.items()}
+        return {self._mesh.place(worker): child.pid for worker, child in self._children.items()}
 
     def ring(self, replica: ReplicaId) -> None:
         """Wake a worker, if it sleeps: there is something for it on the board."""
@@ -152,7 +197,7 @@ class Crew:
         if self.alarm.spin(lambda: all(map(done, whom))):
             return
         deadline = time.monotonic() + self._timeout_s
-        while late := [r for r in whom if not done(r) and liveness.alive(self._children[r].pidfd)]:
+        while late := [r for r in whom if not done(r) and liveness.alive(self._leader(r).pidfd)]:
             if self.insisted():  # a part can be made again once its worker can't write any more
                 for replica in late:
                     self.signal(replica, signal.SIGKILL)
@@ -166,12 +211,12 @@ class Crew:
     def _block(self, whom: Collection[ReplicaId], timeout_s: Seconds) -> None:
         """Sleep until main is rung, or one of these has ended."""
         poll = select.poll()
-        for fd in (self.bell.fileno(), *(self._children[r].pidfd for r in whom)):
+        for fd in (self.bell.fileno(), *(self._leader(r).pidfd for r in whom)):
             poll.register(fd, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
     def hear(self) -> None:
-        """Read all messages; raises WorkerError at the first failure."""
+        """Read all messages; raises what the first one says that tells of a failure."""
         while True:
             try:
                 message = json.loads(self._link.recv(1 << 18))
@@ -179,23 +224,68 @@ class Crew:
                 return
             if "ready" in message:
                 self._ready.add(message["ready"])
+            elif "said" in message:
+                raise getattr(errors, message["kind"], WorkerError)(message["said"])
             else:
                 raise WorkerError(worker_failed(message))
 
-    def ended(self, replica: ReplicaId) -> str:
-        """A worker has ended: wait for it no more, and say in words how it did.
+    def ended(self, worker: int) -> tuple[ReplicaId, str] | None:
+        """A worker has ended: wait for it no more, and say which replica is gone by that, and in words how.
+
+        Where it has not ended well, its replica ends with it.
+
+        Returns:
+            None: no replica, since others of it have still to end, or it has gone before.
 
         Raises:
-            WorkerError: it has left a message that says more.
+            PacelineError: it has left a message that says more.
         """
         self.hear()
+        if worker not in self._there:
+            return None
+        replica, how = self._mesh.place(worker).replica, self._status(worker)
+        if how != WELL:
+            how = self._end_team(replica)
+        else:
+            self._miss_no_more(worker)
+        if self._there & set(self._mesh.replica_ranks(replica)):
+            return None
         self.living.discard(replica)
-        self.waiter.remove(self._children[replica].pidfd)
-        return self._nursery.status(self._children[replica].pid) or "running"
+        return replica, how
+
+    def _end_team(self, replica: ReplicaId) -> str:
+        """End who is left of a replica, and wait until they write nothing any more; how the first one ended."""
+        first = self._first_to_die(replica)
+        how = self._status(first)
+        left = self._there & set(self._mesh.replica_ranks(replica))
+        for worker in left:
+            liveness.kill(self._children[worker].pidfd)
+        liveness.wait_gone([self._children[worker].pidfd for worker in left], GONE_TIMEOUT_S)
+        for worker in left:
+            self._miss_no_more(worker)
+        if self._meeting is None:
+            return how
+        place = self._mesh.place(first)
+        return f"{how} (stage {place.stage}, shard {place.shard})"
+
+    def _first_to_die(self, replica: ReplicaId) -> int:
+        """Of the workers of a replica that have ended, one that did not end because another one had."""
+        dead = [w for w in self._mesh.replica_ranks(replica) if not liveness.alive(self._children[w].pidfd)]
+        return next((worker for worker in dead if self._status(worker) not in (WELL, QUIETLY)), dead[0])
+
+    def _status(self, worker: int) -> str:
+        return self._nursery.status(self._children[worker].pid) or "running"
+
+    def _miss_no_more(self, worker: int) -> None:
+        self._there.discard(worker)
+        self.waiter.remove(self._children[worker].pidfd)
+
+    def _leader(self, replica: ReplicaId) -> Child:
+        return self._children[self._mesh.replica_ranks(replica).start]
 
     def signal(self, replica: ReplicaId, number: int) -> None:
-        """Send a worker a signal."""
-        liveness.kill(self._children[replica].pidfd, number)
+        """Send a replica's worker, or the first of them, a signal."""
+        liveness.kill(self._leader(replica).pidfd, number)
 
     def end(self) -> None:
         """Kill whoever still runs, all at once, and wait until they are gone."""

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
-from paceline.aggregation import text_of
+from paceline.aggregation import Synchronous, text_of
 from paceline.comm.kernel import considerate, prompt
 from paceline.comm.nursery import Nursery
 from paceline.core.delta import Change, Distance, InPlace
@@ -29,6 +29,10 @@ WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 
 HOSTING = ("torch", "torch._dynamo", "torch.distributed.tensor", "paceline.engine.distributed.hosted")
 """Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
+
+
+TEAMS = (*HOSTING[:-1], "paceline.engine.local.member", "paceline.engine.local.scorer")
+"""The same, and each replica goes on by itself."""
 
 
 class LocalEngine(Engine):
@@ -54,6 +58,8 @@ class LocalEngine(Engine):
             refuse_shards(job)
         if strategy.pipelined:
             refuse_stages(job)
+        if strategy.spread and not _in_step(job):
+            _refuse_teams(job)
         in_place = isinstance(strategy.aggregation.delta, InPlace)
         if in_place and job.on_nonfinite == "skip":
             raise InputError(
@@ -67,7 +73,7 @@ class LocalEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        if job.strategy.spread:
+        if job.strategy.spread and _in_step(job):
             with ExitStack() as closing:
                 return Hosting(job, self._nursery_with(HOSTING), watch, closing).outcome()
         nursery = self._nursery_for(job)
@@ -75,6 +81,8 @@ class LocalEngine(Engine):
             return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
     def _nursery_for(self, job: Job) -> Nursery:
+        if job.strategy.spread:
+            return self._nursery_with(TEAMS)
         own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
         return self._nursery_with(WITH_OPTIMIZERS if own else PRELOAD)
 
@@ -104,4 +112,20 @@ def _one_thread() -> Iterator[None]:
 
 def _manners(job: Job) -> AbstractContextManager[None]:
     """How main comes in between its workers: at once where there is a core for each, else when one of them stops."""
-    return considerate() if job.strategy.replicas > len(os.sched_getaffinity(0)) else prompt()
+    return considerate() if job.strategy.workers > len(os.sched_getaffinity(0)) else prompt()
+
+
+def _in_step(job: Job) -> bool:
+    """Whether all replicas make one update together, each worker of its part of A: then main has nothing to decide."""
+    policy = job.strategy.aggregation
+    return isinstance(policy, Synchronous) and not policy.backups
+
+
+def _refuse_teams(job: Job) -> None:
+    """Raise InputError where replicas of several workers can't go on by themselves."""
+    strategy = job.strategy
+    if strategy.device != "cpu":
+        raise InputError(
+            f"device={strategy.device}: A lies in the host's memory, and of a replica of several workers under "
+            f"aggregation={text_of(strategy.aggregation)} each is to read its part there; write device=cpu"
+        )

@@ -11,6 +11,7 @@ comes then; a second one ends all waiting.
 
 import math
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -21,8 +22,7 @@ from paceline.comm.kernel import memfd_create
 from paceline.comm.nursery import Nursery
 from paceline.comm.shipping import Parcel, ship
 from paceline.core.errors import WaitTimeoutError, WorkerError
-from paceline.core.mesh import Place
-from paceline.core.records import Departure, Record
+from paceline.core.records import Departure, Record, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.chronicle import Chronicle
@@ -30,15 +30,16 @@ from paceline.engine.coordinator import Coordinator
 from paceline.engine.figures import timeline, told
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.local.board import ARRIVED, REPORTS, Report
-from paceline.engine.local.crew import ENTRY, Crew, Token
+from paceline.engine.local.crew import ENTRY, WELL, Crew, Token
 from paceline.engine.local.desk import Desk
 from paceline.engine.local.script import Director, Script
 from paceline.engine.local.server import Server
-from paceline.engine.local.worker import lay_out
+from paceline.engine.local.worker import lay_out, sheet_of
 from paceline.engine.nonfinite import not_finite
 from paceline.engine.owner import Owner
 from paceline.engine.roster import Roster
 from paceline.engine.setup import Setup, first_state, threads
+from paceline.engine.team.leisure import PREPARATION_S
 from paceline.replica.state import write
 from paceline.trace.recorder import NullRecorder, Recorder, read_packed
 from paceline.trace.spans import SERVER, Span
@@ -85,6 +86,8 @@ class LocalRun:
             self._store,
             self._board,
             self._parcel,
+            job.strategy.mesh,
+            self._meeting(),
             trace=job.trace,
             timeout_s=job.timeout_s,
             entry=entry,
@@ -131,10 +134,10 @@ class LocalRun:
         patient = self._job.budget.until is None
         self._desk = Desk(self._job, self._nursery, self._parcel, self._server.state.layout, patient=patient)
         self._closing.callback(self._desk.close)
-        replicas = self._setup.replicas
+        workers, prepares = self._setup.job.strategy.workers, self._job.strategy.spread
         self._crew.wait_ready(
-            self._job.timeout_s,
-            lambda ready: self._watch(Progress("starting", ready / replicas)),
+            self._job.timeout_s + (PREPARATION_S if prepares else 0.0),
+            lambda ready: self._watch(Progress("starting", ready / workers)),
             lambda: ctrl_c.heard > 0,
         )
         self._crew.waiter.add(self._desk.fileno(), ("scored", 0))
@@ -142,7 +145,7 @@ class LocalRun:
 
     def _write_roster(self) -> None:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._desk.child.pid}}
-        roster = Roster(self._job.out, others, {Place(r): {"pid": pid} for r, pid in self._crew.pids().items()})
+        roster = Roster(self._job.out, others, {place: {"pid": pid} for place, pid in self._crew.pids().items()})
         self._closing.callback(roster.close)
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
@@ -224,9 +227,9 @@ class LocalRun:
             self._crew.bell.clear()
         for replica, report in self._director.cued(self._server.untaken, self._coordinator):
             self._take(replica, report)
-        for kind, replica in tokens:
+        for kind, worker in tokens:
             if kind == "ended":
-                self._lost(replica)
+                self._lost(worker)
         if "scored" in what:
             self._collect()
 
@@ -256,13 +259,16 @@ class LocalRun:
         arrival = Arrival(replica, version, report.attempt, report.samples, now, report.finite, loss, observed)
         self._coordinator.arrived(arrival)
 
-    def _lost(self, replica: ReplicaId) -> None:
+    def _lost(self, worker: int) -> None:
         """A worker has ended; if nobody told it to, its replica leaves."""
-        how = self._crew.ended(replica)
+        gone = self._crew.ended(worker)
+        if gone is None:
+            return
+        replica, how = gone
         self._server.lost(replica)
         if replica not in self._coordinator.present:
             return
-        if how == "exit code 0":
+        if how == WELL:
             self._coordinator.left(replica, "done")
         else:
             self._left.append(Departure(replica, how, self._now()))
@@ -321,13 +327,29 @@ class LocalRun:
 
     def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
         notes: dict[str, str | int | float] = {"threads": threads(self._job)}
-        size = self._server.state.layout.parameter_bytes
-        board, replicas = self._board, range(self._setup.replicas)
-        workers = [told(Place(r), board.figures(r), board.step_times(r), size, seconds) for r in replicas]
-        account = self._chronicle.account(seconds, workers, self._left, notes, interrupted=interrupted)
+        account = self._chronicle.account(seconds, self._figures(seconds), self._left, notes, interrupted=interrupted)
         model = write(self._module, self._server.state)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)
         return Outcome(model.state_dict(), model, history, account, self._spans())
+
+    def _figures(self, seconds: Seconds) -> list[WorkerFigures]:
+        """Of all workers; those of the first one of each replica are on the board."""
+        mesh, board, sheet = self._job.strategy.mesh, self._board, sheet_of(self._setup, self._store)
+        size, found = self._server.state.layout.parameter_bytes, list[WorkerFigures]()
+        for worker in range(mesh.workers):
+            place = mesh.place(worker)
+            leads = worker == mesh.replica_ranks(place.replica).start
+            seen = board.figures(place.replica) if leads else sheet.figures(worker)
+            times = board.step_times(place.replica) if leads else sheet.step_times(worker)
+            held = sheet.held_bytes(worker) if self._job.strategy.spread else size
+            found.append(told(place, seen, times, held, seconds))
+        return found
+
+    def _meeting(self) -> str | None:
+        """The folder in which the workers of a replica meet; None where each replica is one."""
+        if not self._job.strategy.spread:
+            return None
+        return self._closing.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
 
     def _spans(self) -> list[Span]:
         if not self._job.trace:

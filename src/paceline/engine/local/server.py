@@ -8,7 +8,7 @@ from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
-from paceline.engine.local.board import END, GO, Board, Order, Report
+from paceline.engine.local.board import END, GO, WRITTEN, Board, Order, Report
 from paceline.engine.local.crew import Crew
 from paceline.engine.local.places import Places
 from paceline.engine.local.rounds import Rounds
@@ -147,10 +147,12 @@ class Server:
         names = [(a.replica, self._held.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._store.delta(replica, slot), weight) for replica, slot, weight in names]
         here, there, rounds = self._places.present, self._places.free(), self._rounds
+        self._board.stamp(there, WRITTEN)
         if rounds is not None and rounds.worth(len(deltas)) and len(waiting := self._waiting()) > 1:
             rounds.apply(deltas, names, action.rate, (here, there), waiting)
         else:
             owner.apply(deltas, action.rate, alone=action.alone, out=self._store.version(there))
+        self._board.stamp(there, self.version + 1)
         self._places.move_to(there)
         for replica, slot, _ in names:
             self._free[replica].append(slot)

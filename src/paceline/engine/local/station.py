@@ -48,6 +48,11 @@ class LocalStation:
                 self._mine.sleep(self._news, self._mine.bell.wait, math.inf)
         return False
 
+    @property
+    def order(self) -> Order:
+        """What this replica was told last."""
+        return self._order
+
     def opens(self) -> bool:
         return self._made == 0
 

@@ -18,6 +18,7 @@ from paceline.engine.base import Job
 from paceline.engine.failure import failure
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.local.board import Board
+from paceline.engine.local.sheet import Sheet
 from paceline.engine.local.station import LocalStation
 from paceline.engine.local.store import Plan, Store
 from paceline.engine.roster import remove_roster
@@ -73,5 +74,17 @@ def _carry(
 def lay_out(setup: Setup, layout: Layout, remembers: int, fd: int | None = None) -> tuple[Store, Board]:
     """The shared memory of a run, in any of its processes: new, or what lies behind ``fd``."""
     replicas, slots = setup.replicas, setup.slots
-    store = Store(Plan(layout, replicas, slots, remembers, Board.size(replicas, slots)), fd)
+    words = Board.size(replicas, slots) + Sheet.size(_listed(setup))
+    store = Store(Plan(layout, replicas, slots, remembers, words), fd)
     return store, Board(store.words, replicas)
+
+
+def sheet_of(setup: Setup, store: Store) -> Sheet:
+    """The figures of workers that are not the first ones of their replicas, in the shared memory of a run."""
+    return Sheet(store.words[8 * Board.size(setup.replicas, setup.slots) :])
+
+
+def _listed(setup: Setup) -> int:
+    """How many workers the sheet has room for: none where the board has a place for each."""
+    strategy = setup.job.strategy
+    return strategy.workers if strategy.spread else 0

@@ -42,14 +42,15 @@ class Durations:
         setup: of the run.
         times: as asked for.
         measured_s: what one micro-step really takes, where compute is ``measured``.
+        factor: what a replica takes, of the time of one process.
     """
 
-    def __init__(self, setup: Setup, times: Times, measured_s: Seconds | None) -> None:
+    def __init__(self, setup: Setup, times: Times, measured_s: Seconds | None, factor: float = 1.0) -> None:
         self._seed, self._times, self._delay = setup.job.program.seed, times, setup.job.delay
         self._replicas = setup.replicas
         self._apply, self._gradient = times.apply_stream(self._seed), times.gradient_stream(self._seed)
         self._streams: dict[ReplicaId, _Streams] = {}
-        self.measured_s = measured_s
+        self.measured_s, self._factor = measured_s, factor
 
     def draw(self, replica: ReplicaId, micro_steps: int) -> Drawn:
         """The durations of a replica's next attempt."""
@@ -58,7 +59,8 @@ class Durations:
             streams = self._streams[replica] = self._open(replica)
         compute = delay = 0.0
         for _ in range(micro_steps):
-            compute += next(streams.compute) if streams.compute is not None else self.measured_s or 0.0
+            alone = next(streams.compute) if streams.compute is not None else self.measured_s or 0.0
+            compute += self._factor * alone
             delay += next(streams.delay) if streams.delay is not None else 0.0
         return Drawn(next(streams.transfer), compute, delay, next(streams.transfer))
 

@@ -9,6 +9,7 @@ from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.setup import refuse_absent_gpu
 from paceline.engine.virtual.run import VirtualRun
+from paceline.strategy import Strategy
 
 
 class VirtualEngine(Engine):
@@ -26,6 +27,7 @@ class VirtualEngine(Engine):
             )
         if strategy.device != "cpu":
             raise InputError(f"engine=virtual computes on the CPU, not on device={strategy.device}; write device=cpu")
+        _refuse_streams(strategy)
         if job.budget.unit == "seconds" and _timeless(job.times or Times()):
             raise InputError(
                 f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
@@ -40,6 +42,17 @@ class VirtualEngine(Engine):
                 return VirtualRun(job, watch).outcome()
         finally:
             torch.set_num_threads(threads)
+
+
+def _refuse_streams(strategy: Strategy) -> None:
+    """What does not compute as one process does."""
+    if strategy.pipelined and not strategy.order.flushes:
+        raise InputError(
+            f"schedule={strategy.schedule} moves weights within a stream of micro-batches, but engine=virtual computes "
+            "each Δ as one process does, by one version; write engine=local, or schedule=1f1b"
+        )
+    if strategy.pipelined:
+        strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
 
 
 def _timeless(times: Times) -> bool:

@@ -27,10 +27,11 @@ from paceline.engine.owner import Owner
 from paceline.engine.scoring import Scorer
 from paceline.engine.setup import Setup, first_state
 from paceline.engine.virtual.attempts import Attempt, Computer, Streams, ordered_batches
-from paceline.engine.virtual.durations import Durations, lane, measure, span
+from paceline.engine.virtual.durations import Drawn, Durations, lane, measure, span
 from paceline.engine.virtual.lane import Lane
 from paceline.engine.virtual.loops import Loops
 from paceline.engine.virtual.stacked import Stacked, stackable
+from paceline.engine.virtual.teamwork import teamwork
 from paceline.replica.base import Replica
 from paceline.replica.state import State, write
 from paceline.trace.spans import SERVER, Span
@@ -52,6 +53,7 @@ class VirtualRun:
         self._streams = Streams(setup.batches)
         self._loops = Loops(job.loop, setup.replicas, self._streams.of) if job.loop else None
         self._computer = self._make_computer()
+        self._teamwork = teamwork(job, measured=job.times is not None and job.times.compute == "measured")
         self._durations = self._make_durations()
         self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
         self._chronicle = Chronicle(setup, self._coordinator, state.digest())
@@ -146,10 +148,22 @@ class VirtualRun:
         drawn = self._durations.draw(replica, attempt.micro_steps)
         attempt.arrives_s = self._now + drawn.total
         if self._job.trace:
-            self._spans += lane(replica, attempt.clock, mine.arrived_s, self._now, drawn)
+            self._spans += self._drawn_lanes(attempt, mine.arrived_s, drawn)
         mine.begin(attempt, drawn.busy, self._now + drawn.pull, self._end)
         self._computer.begin(attempt)
         self._events.push(attempt.arrives_s, attempt)
+
+    def _drawn_lanes(self, attempt: Attempt, waited_from: Seconds | None, drawn: Drawn) -> list[Span]:
+        """Of a replica, and of its workers where it is a pipeline."""
+        spans = lane(attempt.replica, attempt.clock, waited_from, self._now, drawn)
+        if not self._teamwork.actions:
+            return spans
+        alone, began = drawn.compute / attempt.micro_steps, self._now + drawn.pull
+        passes = (
+            self._teamwork.lanes(attempt.replica, attempt.clock, began + i * alone, alone / self._teamwork.factor)
+            for i in range(attempt.micro_steps)
+        )
+        return [*(s for s in spans if s.action != "compute"), *(s for each in passes for s in each)]
 
     def _walk(self, attempt: Attempt, loops: Loops) -> bool:
         """Let the user's loop make this attempt's micro-steps; False where it ended before the last of them."""
@@ -233,6 +247,8 @@ class VirtualRun:
             for r, mine in enumerate(self._lanes)
         ]
         notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
+        if self._job.strategy.spread:
+            notes["time_of_one_process"] = self._teamwork.factor
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
         account = self._chronicle.account(self._now, workers, (), notes, interrupted=interrupted)
@@ -267,4 +283,4 @@ class VirtualRun:
         measured_s = None
         if times.compute == "measured":
             measured_s = measure(self._setup, self._job.program.build(), self._owner.state)
-        return Durations(self._setup, times, measured_s)
+        return Durations(self._setup, times, measured_s, self._teamwork.factor)

@@ -7,7 +7,8 @@ together from those of the micro-batches (Chan et al. 1979)::
     N = Σ n_i                   mean = Σ n_i·mean_i / N
     variance = M / (N - 1)      M = Σ (n_i - 1)·variance_i + Σ n_i·(mean_i - mean)²
 
-as in torchgpipe's DeferredBatchNorm (Kim et al. 2020, arXiv 2004.09910), which however takes M / N.
+as in torchgpipe's DeferredBatchNorm (Kim et al. 2020, arXiv 2004.09910), which however takes M / N. In the same way is
+put together what several have been given who take turns at a stage.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.replica.pipeline.copies import Copies
 from paceline.replica.pipeline.substitutes import Substitutes
 
 _USERS: dict[type[nn.Module], str] = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "forward")
@@ -43,9 +45,48 @@ class _Sums:
         self.mean += away * (count / total)
         self.count = total
 
+    def first_moments(self) -> Tensor:
+        """What can be added up before the mean is known."""
+        return torch.cat([self.mean.new_tensor([self.count]), self.mean * self.count])
+
+    def about(self, moments: Tensor) -> Tensor:
+        """M of what this has been given, about the mean of all."""
+        return self.squares + (self.mean - moments[1:] / moments[0]).square() * self.count
+
+    def take(self, moments: Tensor, squares: Tensor) -> None:
+        """Be those of all."""
+        self.count, self.mean, self.squares = float(moments[0]), moments[1:] / moments[0], squares
+
     def commit(self) -> None:
         self.running_mean.lerp_(self.mean.to(self.running_mean), self.momentum)
         self.running_var.lerp_((self.squares / (self.count - 1)).to(self.running_var), self.momentum)
+
+
+def _put_together(own: Sequence[_Sums], copies: Copies) -> None:
+    """Let the sums be those of all copies; one that had nothing to do has none."""
+    what = "statistics of other micro-batches"
+    length = torch.tensor([sum(1 + len(sums.mean) for sums in own) if copies.first else 0])
+    copies.add_up(length, what)
+    moments = _padded([sums.first_moments() for sums in own], int(length))
+    if not len(moments):
+        return
+    copies.add_up(moments, what)
+    each = torch.split(moments, [1 + len(sums.mean) for sums in own]) if own else ()
+    layers = list(zip(own, each, strict=True))
+    squares = _padded([sums.about(moment) for sums, moment in layers], int(length))
+    copies.add_up(squares, what)
+    start = 0
+    for sums, moment in layers:
+        sums.take(moment, squares[start : start + len(sums.mean)])
+        start += len(sums.mean)
+
+
+def _padded(vectors: Sequence[Tensor], length: int) -> Tensor:
+    """One after the other, and zeros."""
+    if not vectors:
+        return torch.zeros(length, dtype=torch.float64)
+    found = torch.cat(list(vectors))
+    return torch.cat([found, found.new_zeros(length - len(found))])
 
 
 class Deferred:
@@ -53,10 +94,11 @@ class Deferred:
 
     Args:
         counters: their ``num_batches_tracked``, which count mini-batches.
+        copies: who take turns at the part; None: nobody else does.
     """
 
-    def __init__(self, counters: Sequence[Tensor]) -> None:
-        self._counters = counters
+    def __init__(self, counters: Sequence[Tensor], copies: Copies | None = None) -> None:
+        self._counters, self._copies = counters, copies
         self._sums: dict[tuple[int, int], _Sums] = {}
         self._times: Counter[int] = Counter()
         self._noting = False
@@ -75,10 +117,12 @@ class Deferred:
             counter.copy_(before)
 
     def commit(self) -> None:
-        """The mini-batch has ended: move the running statistics."""
-        if not self._sums:
-            return
+        """The mini-batch has ended: move the running statistics; of one who had nothing to do they stay."""
         with torch.no_grad():
+            if self._copies is not None:
+                _put_together(list(self._sums.values()), self._copies)
+            if not self._sums:
+                return
             for sums in self._sums.values():
                 sums.commit()
             for counter in self._counters:

@@ -14,8 +14,8 @@ from paceline.replica.pipeline.messages import Message
 from paceline.replica.pipeline.micro_batches import Shapes
 from paceline.replica.pipeline.wire import Arrival, Wire
 
-Edge: TypeAlias = tuple[str, int, Shapes]
-"""(crossing, consumer, shapes of the micro-batch's input): what a header is known by."""
+Edge: TypeAlias = tuple[str, int, tuple[int, int], Shapes]
+"""(crossing, consumer, between whom, shapes of the micro-batch's input): what a header is known by."""
 
 
 class Received(NamedTuple):
@@ -160,7 +160,7 @@ class Mail:
             self._arrivals[message.rank] = self._wire.expect(header.shape, header.dtype, message.sender, message.what)
 
     def _edge(self, message: Message) -> Edge:
-        return message.name, message.consumer, self._shapes[message.micro_batch]
+        return message.name, message.consumer, message.between, self._shapes[message.micro_batch]
 
 
 def _changed(message: Message, known: Header, header: Header) -> InputError:

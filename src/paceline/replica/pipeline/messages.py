@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from paceline.core.columns import Columns
 from paceline.replica.pipeline.base import Crossing, Cut
 from paceline.schedule.base import LETTERS, Action, Schedule
 from paceline.schedule.simulate import StageTimes, by_end, timeline
@@ -47,6 +48,11 @@ class Message:
     """A worker."""
     receiver: int
     """A worker, maybe the same one: then nothing is sent."""
+
+    @property
+    def between(self) -> tuple[int, int]:
+        """Which workers share the value: its maker, and who needs it."""
+        return (self.receiver, self.sender) if self.gradient else (self.sender, self.receiver)
 
     @property
     def what(self) -> str:
@@ -90,24 +96,44 @@ class Itinerary:
 
 @dataclass(frozen=True)
 class Plan:
-    """What all workers of a pipeline know: how the model is cut, and in which order they work."""
+    """What all workers of a pipeline know: how the model is cut, and in which order they work.
+
+    Its workers are its columns: where several take turns at a stage, each does its own micro-batches.
+    """
 
     schedule: Schedule
-    workers: int
+    stages: int
+    """p."""
     micro_batches: int
     crossings: tuple[Crossing, ...]
     tied: Mapping[str, tuple[int, ...]]
     """Parameter -> parts that hold it, where several do."""
+    copies: tuple[int, ...] = ()
+    """How many columns take turns at each stage; empty: one at each."""
 
     @classmethod
-    def of(cls, cut: Cut, schedule: Schedule, workers: int, micro_batches: int) -> "Plan":
+    def of(cls, cut: Cut, schedule: Schedule, stages: int, micro_batches: int, copies: tuple[int, ...] = ()) -> "Plan":
         """That of a model which has been cut."""
         crossings = tuple(crossing for part in cut.parts for crossing in part.sent)
-        return cls(schedule, workers, micro_batches, crossings, cut.tied)
+        return cls(schedule, stages, micro_batches, crossings, cut.tied, copies)
 
-    def worker_of(self, part: int) -> int:
-        """Who holds a part."""
-        return self.schedule.worker_of(part, self.workers)
+    @property
+    def columns(self) -> Columns:
+        """The workers."""
+        return Columns(self.copies or (1,) * self.stages)
+
+    @property
+    def workers(self) -> int:
+        """How many there are."""
+        return len(self.columns)
+
+    def stage_of(self, part: int) -> int:
+        """Where a part is."""
+        return self.schedule.worker_of(part, self.stages)
+
+    def worker_of(self, part: int, micro_batch: int = 0) -> int:
+        """Who does a micro-batch in a part."""
+        return self.columns.of(self.stage_of(part), micro_batch)
 
     def itinerary(self, worker: int, micro_batches: int) -> Itinerary:
         """One worker's, for a mini-batch that is cut into as many, at most ``self.micro_batches``."""
@@ -134,18 +160,20 @@ class Plan:
 
         Of so many micro-batches as are planned only the first are there.
         """
-        times = StageTimes.equal(self.schedule.parts(self.workers))
+        columns = self.columns
+        times = StageTimes.balanced(self.schedule, self.stages, columns)
         rank = 0
-        for each in by_end(timeline(self.schedule, times, self.workers, planned), self.workers):
+        for each in by_end(timeline(self.schedule, times, self.stages, planned, columns), self.workers):
             if each.action.micro_batch < micro_batches:
                 gives = tuple(self._gives(each.action, rank))
                 rank += len(gives)
                 yield each.worker, each.action, gives
 
     def _gives(self, action: Action, rank: int) -> Iterator[Message]:
-        here, i = self.worker_of(action.stage), action.micro_batch
+        i = action.micro_batch
+        here = self.worker_of(action.stage, i)
         for place, (crossing, consumer, back) in enumerate(self._handed_on(action), rank):
-            there = self.worker_of(crossing.source if back else consumer)
+            there = self.worker_of(crossing.source if back else consumer, i)
             yield Message(place, crossing.name, crossing.source, consumer, i, back, here, there)
 
     def _handed_on(self, action: Action) -> Iterator[tuple[Crossing, int, bool]]:

@@ -53,7 +53,12 @@ class Limit:
 
 
 def partition(
-    row: Row, parts: int, *, candidates: Sequence[int] | None = None, limit: Limit | None = None
+    row: Row,
+    parts: int,
+    *,
+    candidates: Sequence[int] | None = None,
+    limit: Limit | None = None,
+    turns: Sequence[int] = (),
 ) -> Boundaries:
     """The best boundaries for the given costs.
 
@@ -67,6 +72,7 @@ def partition(
         parts: p, at least 1.
         candidates: which units may begin parts 1, 2, ...; by default all.
         limit: of memory.
+        turns: how many take turns at each part, which then counts as so many times faster; empty: one at each.
 
     Raises:
         InputError: the parts are more than the places to cut allow, or the limit can't be met.
@@ -75,10 +81,12 @@ def partition(
     (3, 5)
     >>> partition(Row([1, 1, 1, 1], values=[Item(8, uses=(2, 3), made=1)]), 2, candidates=[1, 2])
     (2,)
+    >>> partition(Row([1, 1, 1, 1]), 2, turns=(3, 1))
+    (3,)
     """
     starts = [0, *sorted(set(range(1, len(row.seconds)) if candidates is None else candidates))]
     _enough(parts, len(starts), len(row.seconds))
-    costs = _Costs(row, starts, limit)
+    costs = _Costs(row, starts, limit, turns or (1,) * parts)
     slowest = costs.slowest(parts)
     if slowest is None:
         assert limit is not None, "time alone forbids nothing"
@@ -125,17 +133,18 @@ def named(cuts: Sequence[str], parts: int, modules: Mapping[str, int], nodes: Ma
 class _Costs:
     """What runs of units cost, between places where they may be cut."""
 
-    def __init__(self, row: Row, starts: Sequence[int], limit: Limit | None) -> None:
+    def __init__(self, row: Row, starts: Sequence[int], limit: Limit | None, turns: Sequence[int]) -> None:
         self._count, self._limit = len(starts), limit
         runs = [math.fsum(row.seconds[a:b]) for a, b in pairwise([*starts, len(row.seconds)])]
         self._longest = max(runs)
+        self._turns = np.array(turns, dtype=np.float64)[:, None]
         self._time = np.array([0.0, *accumulate(runs)])
         self._values, self._held, self._saved = (condense(each, starts) for each in (row.values, row.held, row.saved))
 
     def slowest(self, parts: int) -> Seconds | None:
         """The least time that the slowest of so many parts can have; None where none has memory enough."""
         # Parts filled until they reach the mean are slower than it by less than a run; only memory may ask for slower.
-        for bound in (self._time[-1] / parts + self._longest, math.inf):
+        for bound in (self._time[-1] / float(self._turns.sum()) + self._longest, math.inf):
             found = search(self._count, parts, self._ends(bound))
             if found is not None:
                 return found[0]
@@ -160,12 +169,12 @@ class _Costs:
         rolling = Rolling(values, self._count)
         needs = self._needs()
         for b in range(1, self._count + 1):
-            taken = self._time[b] - self._time[:b]
-            low = int(np.searchsorted(-taken, -bound))
-            added = rolling.upto(b)[low:]
+            taken = (self._time[b] - self._time[:b]) / self._turns
+            low = int((taken.min(axis=0) > bound).sum())
+            added = np.where(taken[:, low:] > bound, np.inf, rolling.upto(b)[low:])
             if self._limit is not None:
                 added = np.where(next(needs)[:, low:] > self._limit.nbytes, np.inf, added)
-            yield Ends(low, added, taken[low:])
+            yield Ends(low, added, taken[:, low:])
 
     def _needs(self) -> Iterator[Vector]:
         """For b = 1, 2, ...: the memory of parts (0, b), ..., (b - 1, b), a row for each part's number."""

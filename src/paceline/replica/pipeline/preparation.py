@@ -58,7 +58,7 @@ def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Bat
     costs: list[Costs] = []
     with program.autocast(str(device)):
         refuse_loss(program, module, batch, count)
-        captured = capture(module, first)
+        captured = capture(module, first, operators=strategy.tensor_parallel)
         units = group(captured)
 
         def chosen() -> Boundaries:
@@ -87,12 +87,13 @@ def boundaries(program: Program, strategy: Strategy, module: nn.Module, units: U
     parts = order.parts(workers)
     if strategy.cuts:
         return named(strategy.cuts, parts, units.modules(), units.nodes())
-    limit = None
+    limit, columns = None, strategy.mesh.columns
+    turns = [columns.copies[order.worker_of(part, workers)] for part in range(parts)]
     if strategy.stage_memory_bytes is not None:
         owners = [order.worker_of(part, workers) for part in range(parts)]
-        flying = [in_flight(order, owner, workers, strategy.micro_batch_count) for owner in owners]
+        flying = [in_flight(order, owner, workers, strategy.micro_batch_count, columns) for owner in owners]
         limit = Limit(strategy.stage_memory_bytes // order.chunks, flying, copies(program, module))
-    return partition(costs.row, parts, candidates=units.candidates, limit=limit)
+    return partition(costs.row, parts, candidates=units.candidates, limit=limit, turns=turns)
 
 
 def copies(program: Program, module: nn.Module) -> int:

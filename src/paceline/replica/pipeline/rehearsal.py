@@ -35,7 +35,8 @@ def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[in
     def run(given: Tree) -> Tree:
         return cut.captured.rebuild(chained(cut, cut.captured.flat(given)))
 
-    check(module, run, named, inputs, what=f"cut into {len(cut.parts)} parts", samples=samples)
+    what, training = f"cut into {len(cut.parts)} parts", cut.captured.training
+    check(module, run, named, inputs, what=what, samples=samples, training=training)
 
 
 def chained(cut: Cut, leaves: Sequence[Tensor]) -> list[Any]:

@@ -14,6 +14,7 @@ from paceline.replica.autograd import NO_RECORDER, step_seed
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
+from paceline.replica.pipeline.copies import Copies, add_up, of_first
 from paceline.replica.pipeline.forward import Job
 from paceline.replica.pipeline.mail import Mail
 from paceline.replica.pipeline.messages import Itinerary, Plan
@@ -23,6 +24,7 @@ from paceline.replica.pipeline.ties import Ties
 from paceline.replica.pipeline.wire import Wire
 from paceline.replica.pipeline.workplace import Seat, Workplace
 from paceline.replica.state import Layout, State
+from paceline.replica.tensor.shared import SharedTerms
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -49,6 +51,8 @@ class Pipelined(Replica):
             between, but never all of a part at once. The same random numbers are drawn again; running buffers move
             once. Where a backward follows at once upon its forward, "boundaries" makes nothing again.
         batchnorm: whether running statistics move with each micro-batch, or once, by those of the whole mini-batch.
+        shared: where operators are divided: the gradients of which each shard has a term.
+        copies: who take turns at this worker's stage; None: nobody else does.
     """
 
     def __init__(
@@ -65,13 +69,18 @@ class Pipelined(Replica):
         micro_steps: int = 1,
         recompute: Recompute = "none",
         batchnorm: Batchnorm = "micro-batch",
+        shared: SharedTerms | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self._program, self._plan, self._seat = program, plan, seat
         self._recorder, self._micro_steps = recorder, micro_steps
-        self._place = Workplace(program, plan, captured, parts, seat, layout, recompute=recompute, batchnorm=batchnorm)
+        self._place = Workplace(
+            program, plan, captured, parts, seat, layout, recompute=recompute, batchnorm=batchnorm, copies=copies
+        )
         self._tensors, self._stages = self._place.tensors, self._place.stages
         self._mail, self._ties = Mail(wire), Ties(plan, seat.worker, wire)
         self._performer = Performer(self._stages, self._mail, recorder)
+        self._shared, self._copies = shared, copies
         self._itineraries: dict[int, Itinerary] = {}
         self._losses, self._samples = 0.0, 0
 
@@ -99,6 +108,10 @@ class Pipelined(Replica):
     def finish(self, out: State) -> Measured:
         gradients = self._tensors.take_gradients()
         with torch.no_grad():
+            if self._copies is not None and self._samples:
+                self._add_up_copies(self._copies, gradients)
+            if self._shared is not None and self._samples:
+                self._shared.add_up(gradients)
             if self._ties and self._samples:
                 self._add_up_tied(gradients)
             if self._micro_steps > 1 and self._samples:
@@ -106,6 +119,8 @@ class Pipelined(Replica):
             if gradients:  # a stage may have nothing to train
                 torch._foreach_copy_(out.views.parameters, gradients)
             self._tensors.write_buffers(out)
+            if self._copies is not None and self._samples and out.buffers:
+                of_first(out.buffers, self._copies, "running buffers")
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
@@ -118,13 +133,25 @@ class Pipelined(Replica):
         losses: list[tuple[int, Tensor]] = []
         for task, following in zip_longest(way.tasks, way.tasks[1:]):
             job = jobs[task.action.micro_batch]
-            loss = self._performer.do(task, following, job, step)
-            if loss is not None:
-                losses.append((job.micro_batch.samples, loss))
+            found = self._performer.do(task, following, job, step)
+            if found is not None:
+                losses.append((job.micro_batch.samples, found))
         began = time.monotonic_ns()
         self._mail.settle()
+        loss = self._mean(losses, sum(job.micro_batch.samples for job in jobs))
         self._recorder.record("wait", step, began, time.monotonic_ns())
-        return _mean(losses) if self._place.takes_target else math.nan
+        return loss
+
+    def _mean(self, losses: Sequence[tuple[int, Tensor]], samples: int) -> float:
+        """Over all samples, where the loss is known."""
+        if not self._place.takes_target:
+            return math.nan
+        total = sum(count * float(loss) for count, loss in losses)
+        if self._copies is not None:
+            term = torch.tensor([total], dtype=torch.float64)
+            self._copies.add_up(term, "the loss of other micro-batches")
+            total = float(term)
+        return total / samples
 
     def _jobs(self, batch: Batch, clock: Clock) -> list[Job]:
         seed = step_seed(self._program.seed, self._seat.replica, clock)
@@ -136,13 +163,13 @@ class Pipelined(Replica):
             self._itineraries[count] = self._plan.itinerary(self._seat.worker, count)
         return self._itineraries[count]
 
+    def _add_up_copies(self, copies: Copies, gradients: Sequence[Tensor]) -> None:
+        began = time.monotonic_ns()
+        add_up(gradients, copies, "gradients of other micro-batches")
+        self._recorder.record("all_reduce", 0, began, time.monotonic_ns())
+
     def _add_up_tied(self, gradients: Sequence[Tensor]) -> None:
         entries = [entry for block in self._tensors.layout.parameters for entry in block.entries]
         began = time.monotonic_ns()
         self._ties.add_up({entry.name: gradient for entry, gradient in zip(entries, gradients, strict=True)})
         self._recorder.record("all_reduce", 0, began, time.monotonic_ns())
-
-
-def _mean(losses: Sequence[tuple[int, Tensor]]) -> float:
-    """Over all samples."""
-    return sum(samples * float(loss) for samples, loss in losses) / sum(samples for samples, _ in losses)

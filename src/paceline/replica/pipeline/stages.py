@@ -9,6 +9,7 @@ from paceline.program import Program
 from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.batchnorm import Deferred
+from paceline.replica.pipeline.copies import Copies
 from paceline.replica.pipeline.forward import Means
 from paceline.replica.pipeline.pieces import Body, Pieces, Whole
 from paceline.replica.pipeline.split_backward import Splitter
@@ -34,6 +35,7 @@ class Workshop:
         batchnorm: whose statistics running ones are made of.
         splits: whether gradients of weights are put off.
         holdings: is told what is kept.
+        copies: who take turns at the worker's stage; None: nobody else does.
     """
 
     def __init__(
@@ -48,11 +50,12 @@ class Workshop:
         batchnorm: Batchnorm,
         splits: bool,
         holdings: Holdings,
+        copies: Copies | None = None,
     ) -> None:
         self._program, self._captured, self._last, self._device = program, captured, last, device
         self._recompute, self._batchnorm, self._splits = recompute, batchnorm, splits
         self._running = {entry.name for block in layout.buffers for entry in block.entries}
-        self._holdings = holdings
+        self._holdings, self._copies = holdings, copies
 
     def stage(self, part: Part) -> Stage:
         """One part, at work; its module is changed in place."""
@@ -79,7 +82,8 @@ class Workshop:
     def _deferred(self, body: Body, buffers: dict[str, Tensor]) -> Deferred | None:
         if self._batchnorm != "mini-batch":
             return None
-        deferred = Deferred([buffer for name, buffer in buffers.items() if name.endswith("num_batches_tracked")])
+        counters = [buffer for name, buffer in buffers.items() if name.endswith("num_batches_tracked")]
+        deferred = Deferred(counters, self._copies)
         return deferred if _substitute(body, deferred.substitutes) else None
 
 

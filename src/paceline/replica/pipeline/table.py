@@ -12,14 +12,15 @@ from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.units import Units
 
 _GAP = "  "
-_TITLES = ("stage", "from", "to", "time", "parameters", "sends", "tied")
-_RIGHT = ("stage", "time", "parameters")
+_TITLES = ("stage", "columns", "from", "to", "time", "parameters", "sends", "tied")
+_RIGHT = ("stage", "columns", "time", "parameters")
 
 
-def table(cut: Cut, units: Units, costs: Costs) -> str:
+def table(cut: Cut, units: Units, costs: Costs, turns: Sequence[int] = ()) -> str:
     """One line a part: what it runs, its share of the time, its parameters, what it sends where, and what is tied.
 
-    Names of modules, and of nodes in parentheses, can be written as ``cuts``::
+    Where several columns take turns at parts, ``turns`` says how many at each; the slowest part is that which keeps
+    each of its columns busy longest. Names of modules, and of nodes in parentheses, can be written as ``cuts``::
 
         2 stages; slowest: 12.1 ms, forward and backward of one micro-batch; bytes sent: of one micro-batch, forward
 
@@ -28,9 +29,13 @@ def table(cut: Cut, units: Units, costs: Costs) -> str:
             1  ...
     """
     seconds = [_seconds(part, units, costs) for part in cut.parts]
+    turns = turns or [1] * len(seconds)
     lines = [_cells(part, cut, units, costs, seconds) for part in cut.parts]
+    if max(turns) > 1:
+        lines = [(line[0], str(count), *line[2:]) for line, count in zip(lines, turns, strict=True)]
     many = f"{len(lines)} stage{'s' if len(lines) > 1 else ''}"
-    slowest = f"{max(seconds) * 1e3:.3g} ms, forward and backward of one micro-batch"
+    longest = max(each / count for each, count in zip(seconds, turns, strict=True))
+    slowest = f"{longest * 1e3:.3g} ms, forward and backward of one micro-batch"
     head = f"{many}; slowest: {slowest}; bytes sent: of one micro-batch, forward"
     shown = [i for i in range(len(_TITLES)) if any(line[i] for line in lines)]
     rows = [[row[i] for i in shown] for row in (_TITLES, *lines)]
@@ -60,6 +65,7 @@ def _cells(part: Part, cut: Cut, units: Units, costs: Costs, seconds: Sequence[f
     )
     return (
         str(part.number),
+        "",
         *_ends(part, units),
         share,
         f"{sum(p.numel() for p in part.module.parameters()):,}",

@@ -4,6 +4,9 @@ Each sends its own to each other and adds all up in the same order, so all get t
 
     worker 0    g0 ----> 2          g0 + g2
     worker 2    g2 ----> 0          g0 + g2
+
+Where several columns take turns at a stage, all of them have its gradient already; so each of another stage hears it
+from one of them.
 """
 
 from collections.abc import Mapping
@@ -24,9 +27,9 @@ class Ties:
     """
 
     def __init__(self, plan: Plan, worker: int, wire: Wire) -> None:
-        holders = {name: sorted({plan.worker_of(part) for part in parts}) for name, parts in plan.tied.items()}
-        self._holders = {n: who for n, who in sorted(holders.items()) if worker in who and len(who) > 1}
-        self._worker, self._wire = worker, wire
+        self._columns, self._mine, self._wire = plan.columns, plan.columns.column(worker), wire
+        holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
+        self._holders = {n: who for n, who in sorted(holders.items()) if self._mine.stage in who and len(who) > 1}
 
     def __bool__(self) -> bool:
         return bool(self._holders)
@@ -37,20 +40,36 @@ class Ties:
         Args:
             gradients: this worker's, by the parameter's full name.
         """
-        others = [(name, other) for name, who in self._holders.items() for other in who if other != self._worker]
+        mine = self._mine.stage
+        others = [(name, other) for name, who in self._holders.items() for other in who if other != mine]
         coming = {
-            (name, other): self._wire.expect(gradients[name].shape, gradients[name].dtype, other, _what(name))
+            (name, other): self._wire.expect(
+                gradients[name].shape, gradients[name].dtype, self._source(other), _what(name)
+            )
             for name, other in others
         }
         own = {name: gradients[name].clone() for name in self._holders}
         for name, other in others:
-            self._wire.send(own[name], other, _what(name))
+            for hearer in self._hearers(other):
+                self._wire.send(own[name], hearer, _what(name))
         for name, who in self._holders.items():
-            first, *rest = (own[name] if each == self._worker else coming[name, each].take() for each in who)
+            first, *rest = (own[name] if each == mine else coming[name, each].take() for each in who)
             gradients[name].copy_(first)
             for each in rest:
                 gradients[name].add_(each)
         self._wire.settle()
+
+    def _source(self, stage: int) -> int:
+        """From whom of another stage this worker hears."""
+        return self._columns.number(self._columns.turn(self._mine, stage))
+
+    def _hearers(self, stage: int) -> list[int]:
+        """Who of another stage hear from this worker."""
+        return [
+            number
+            for number in self._columns.same(stage)
+            if self._columns.turn(self._columns.column(number), self._mine.stage) == self._mine
+        ]
 
 
 def _what(name: str) -> str:

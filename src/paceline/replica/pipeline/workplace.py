@@ -11,6 +11,7 @@ from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch
 from paceline.replica.capture import Captured
 from paceline.replica.pipeline.base import Part
+from paceline.replica.pipeline.copies import Copies
 from paceline.replica.pipeline.messages import Plan
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.stages import Batchnorm, Recompute, Workshop, make_stages
@@ -40,6 +41,7 @@ class Workplace:
         layout: of the tensors of this worker's parts.
         recompute: what is made again during backward.
         batchnorm: whose statistics running ones are made of.
+        copies: who take turns at this worker's stage; None: nobody else does.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class Workplace:
         *,
         recompute: Recompute,
         batchnorm: Batchnorm = "micro-batch",
+        copies: Copies | None = None,
     ) -> None:
         for part in parts:
             part.module.to(seat.device).train()
         self.tensors = Autograd(program, together(parts), layout, seat.replica, seat.device)
         self.holdings = Holdings()
-        last = plan.schedule.parts(plan.workers) - 1
+        last = plan.schedule.parts(plan.stages) - 1
         workshop = Workshop(
             program,
             captured,
@@ -69,6 +72,7 @@ class Workplace:
             batchnorm=batchnorm,
             splits=plan.schedule.splits_backward,
             holdings=self.holdings,
+            copies=copies,
         )
         self.stages = make_stages(workshop, parts)
         self.takes_target = last in self.stages

@@ -1,6 +1,6 @@
 """The operators of a captured graph, as rules look at them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter, getitem
@@ -35,13 +35,14 @@ class Operators:
         return [value for node in output.all_input_nodes for value in self.values.get(node, ())]
 
 
-def operators(captured: Captured, shards: int, leaves: Sequence[Tensor] = ()) -> Operators:
+def operators(captured: Captured, shards: int, leaves: Sequence[Any] = (), flowing: Collection[Node] = ()) -> Operators:
     """Look at a graph of operators, for so many shards.
 
     Args:
         captured: the graph.
         shards: k.
         leaves: of the input that is planned for; empty: the one that was captured with.
+        flowing: inputs that have a gradient, which has to be whole on every shard.
 
     Raises:
         InputError: an operator's sizes are not known before it runs.
@@ -49,7 +50,7 @@ def operators(captured: Captured, shards: int, leaves: Sequence[Tensor] = ()) ->
     graph, values = captured.module, dict[Node, tuple[Value, ...]]()
     sizes = _sizes(graph.graph, leaves)
     for node in graph.graph.nodes:
-        given = _gives(graph, node, values, sizes)
+        given = _gives(graph, node, values, sizes, flowing)
         if given:
             values[node] = given
     divisible = cuts(graph.graph, values)
@@ -69,11 +70,13 @@ def _taken(values: Mapping[Node, tuple[Value, ...]], source: Node, user: Node) -
     yield from given
 
 
-def _sizes(graph: Graph, leaves: Sequence[Tensor]) -> dict[Any, int]:
+def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[Any, int]:
     """Of an input: what the symbols of the graph's sizes stand for."""
     found: dict[Any, int] = {}
     places = [node for node in graph.nodes if node.op == "placeholder"]
     for node, leaf in zip(places, leaves, strict=False):
+        if not isinstance(leaf, Tensor):
+            continue
         for size, length in zip(node.meta["val"].shape, leaf.shape, strict=False):
             if not isinstance(size, int) and size.node.expr.is_Symbol:
                 found[size.node.expr] = length
@@ -81,7 +84,11 @@ def _sizes(graph: Graph, leaves: Sequence[Tensor]) -> dict[Any, int]:
 
 
 def _gives(
-    graph: GraphModule, node: Node, values: Mapping[Node, tuple[Value, ...]], sizes: Mapping[Any, int]
+    graph: GraphModule,
+    node: Node,
+    values: Mapping[Node, tuple[Value, ...]],
+    sizes: Mapping[Any, int],
+    flowing: Collection[Node],
 ) -> tuple[Value, ...]:
     if node.op == "get_attr":
         held: Any = attrgetter(str(node.target))(graph)
@@ -91,15 +98,23 @@ def _gives(
     made = node.meta.get("val")
     found = [made] if isinstance(made, Tensor) else made if isinstance(made, (list, tuple)) else []
     tensors = [each for each in found if isinstance(each, Tensor)]
-    return tuple(_value(node, index, each, values, sizes) for index, each in enumerate(tensors))
+    flows = node in flowing
+    return tuple(_value(node, index, each, values, sizes, flows=flows) for index, each in enumerate(tensors))
 
 
 def _value(
-    node: Node, index: int, made: Tensor, values: Mapping[Node, tuple[Value, ...]], sizes: Mapping[Any, int]
+    node: Node,
+    index: int,
+    made: Tensor,
+    values: Mapping[Node, tuple[Value, ...]],
+    sizes: Mapping[Any, int],
+    *,
+    flows: bool,
 ) -> Value:
     linked = node.op != "placeholder" and node.target not in _UNLINKED
     sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
-    differentiable = linked and made.dtype.is_floating_point and any(value.differentiable for value in sources)
+    differentiable = flows or (linked and any(value.differentiable for value in sources))
+    differentiable = differentiable and made.dtype.is_floating_point
     shape = tuple(_size(node, size) for size in made.shape)
     elements = prod(_actual(size, sizes) for size in made.shape) if sizes else None
     return Value(node, shape, made.dtype, differentiable, index=index, elements=elements)

@@ -37,8 +37,9 @@ def extent(call: Call) -> Extent:
 
 
 def inputs(node: Node) -> list[Node]:
-    """Of the graph that a node is in, the model's."""
-    return [each for each in node.graph.nodes if each.op == "placeholder"]
+    """Of the graph that a node is in, the tensors of the model's; a part of a model may be given sizes, too."""
+    places = (each for each in node.graph.nodes if each.op == "placeholder")
+    return [place for place in places if isinstance(place.meta["val"], torch.Tensor)]
 
 
 def draws(call: Call) -> bool:

@@ -18,6 +18,7 @@ from paceline.replica.tensor.search import Choice, Step, searched
 from paceline.shard_rules import ShardRules
 
 NO_RULES = ShardRules()
+NOTHING: Mapping[str, Layout] = {}
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,13 @@ class Plan:
     cost: Cost
 
 
-def plan(operators: Operators, shards: int, rules: ShardRules = NO_RULES, times: Times = counted) -> Plan:
+def plan(
+    operators: Operators,
+    shards: int,
+    rules: ShardRules = NO_RULES,
+    times: Times = counted,
+    fixed: Mapping[str, Layout] = NOTHING,
+) -> Plan:
     """The cheapest.
 
     Args:
@@ -40,12 +47,13 @@ def plan(operators: Operators, shards: int, rules: ShardRules = NO_RULES, times:
         shards: k.
         rules: what it has to keep to.
         times: how long operators take, of branches that are to be given to shards; the same on all of them.
+        fixed: parameters that lie in some way already.
 
     Raises:
         InputError: it can't keep to them.
     """
     override = Override(rules, operators.captured.owners, tuple(operators.calls.values()))
-    open_ = choices(operators, override, placed(operators, shards, times, override.asks_for_branch))
+    open_ = choices(operators, override, placed(operators, shards, times, override.asks_for_branch), fixed)
     override.check()
     best = searched(operators, open_, shards, _common(open_)) or searched(operators, open_, shards, {})
     if best is None:
@@ -54,14 +62,18 @@ def plan(operators: Operators, shards: int, rules: ShardRules = NO_RULES, times:
     return Plan(operators, shards, steps, parameters(steps), best.cost._replace(sent=best.cost.sent / shards))
 
 
-def choices(operators: Operators, override: Override, regions: Sequence[Placed]) -> list[Choice]:
+def choices(
+    operators: Operators, override: Override, regions: Sequence[Placed], fixed: Mapping[str, Layout] = NOTHING
+) -> list[Choice]:
     """The ways of each operator, whatever becomes of the others."""
-    return list(_Choices(operators, override, regions).all())
+    return list(_Choices(operators, override, regions, fixed).all())
 
 
 class _Choices:
-    def __init__(self, operators: Operators, override: Override, regions: Sequence[Placed]) -> None:
-        self._operators, self._override, self._regions = operators, override, regions
+    def __init__(
+        self, operators: Operators, override: Override, regions: Sequence[Placed], fixed: Mapping[str, Layout]
+    ) -> None:
+        self._operators, self._override, self._regions, self._fixed = operators, override, regions, fixed
         self._offers: dict[Key, frozenset[Layout]] = {}
 
     def all(self) -> Iterator[Choice]:
@@ -76,7 +88,7 @@ class _Choices:
         ends = [i for i, region in enumerate(self._regions) if region.region.join is call.node]
         alone = [on_one_shard(call, self._regions[i]) for i in inside]
         ways = [*self._ways(call), *(way for i in ends for way in joined(call, self._regions[i]))]
-        allowed = self._override.allowed(call, [*ways, *alone])
+        allowed = self._override.allowed(call, [way for way in (*ways, *alone) if self._keeps(call, way)])
         return Choice(
             call,
             [way for way in allowed if way not in alone],
@@ -84,6 +96,11 @@ class _Choices:
             next(iter(inside), None),
             next(iter(ends), None),
         )
+
+    def _keeps(self, call: Call, way: Way) -> bool:
+        """Whether it takes parameters as they lie already."""
+        taken = zip(call.takes, way.takes, strict=True)
+        return all(self._fixed.get(str(value.parameter), layout) == layout for value, layout in taken)
 
     def _ways(self, call: Call) -> Iterator[Way]:
         yield from undivided(call)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 from torch.fx import Node
@@ -15,17 +15,17 @@ from paceline.replica.capture import Captured, capture
 from paceline.replica.refusal import WAYS_OUT
 from paceline.replica.tensor import possible, rules
 from paceline.replica.tensor.base import Call
+from paceline.replica.tensor.branches import Times
 from paceline.replica.tensor.calls import operators
 from paceline.replica.tensor.forgotten import refuse_saved_hooks
 from paceline.replica.tensor.layouts import Owned, Split
 from paceline.replica.tensor.out_of_place import write_out_of_place
 from paceline.replica.tensor.plan import NO_RULES, Plan, plan
 from paceline.replica.tensor.rehearsal import check_shard
-from paceline.replica.tensor.rewrite import Shard, put, rewritten
+from paceline.replica.tensor.rewrite import Shard, keep_unused, rewritten
 from paceline.replica.tensor.shards import Shards
 from paceline.replica.tensor.times import measured
 from paceline.replica.tensor.with_loss import WithLoss
-from paceline.replica.undisturbed import tensors_of
 from paceline.shard_rules import ShardRules
 
 __all__ = ["Prepared", "planned", "prepared", "rules"]
@@ -71,19 +71,24 @@ def planned(
     captured = capture(together, given, operators=True, of_inputs=False)
     write_out_of_place(captured.module)
     leaves = captured.flat((batch.input, batch.target))
-
-    def times(calls: Sequence[Call]) -> Mapping[Node, float]:
-        took = measured(captured.module, leaves, calls)
-        agreed = says(json.dumps([took[call.node] for call in calls]), "how long operators take")
-        return dict(zip((call.node for call in calls), json.loads(agreed[0]), strict=True))
-
-    made = plan(operators(captured, count, leaves), count, rules, times)
+    made = plan(operators(captured, count, leaves), count, rules, agreed_times(captured, leaves, says))
     if not _divides(made):
         raise InputError(
             f"shards={count}: nothing of {type(module).__name__} can be divided into {count}; write fewer shards, or "
             f"{WAYS_OUT}"
         )
     return captured, made
+
+
+def agreed_times(captured: Captured, leaves: Sequence[Any], says: Says) -> Times:
+    """How long operators of a graph take, as the first of those who plan it has measured it."""
+
+    def times(calls: Sequence[Call]) -> Mapping[Node, float]:
+        took = measured(captured.module, leaves, calls)
+        agreed = says(json.dumps([took[call.node] for call in calls]), "how long operators take")
+        return dict(zip((call.node for call in calls), json.loads(agreed[0]), strict=True))
+
+    return times
 
 
 def _divides(plan: Plan) -> bool:
@@ -117,25 +122,17 @@ def prepared(
     device = next(module.parameters()).device
     with program.autocast(str(device)):
         captured, made = planned(program, module, batch, shards.count, rules, says)
-        _agree(made, says)
+        agree(made, says)
         shard = rewritten(made, shards)
-        _add_unused(shard.module, module)
+        keep_unused(shard, module)
         check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
     return Prepared(captured, made, shard)
 
 
-def _agree(made: Plan, says: Says) -> None:
-    """All shards must have planned the same."""
+def agree(made: Plan, says: Says) -> None:
+    """All who plan must have planned the same; raises PacelineError."""
     mine = repr([(step.call.node.name, step.way.takes, step.way.gives) for step in made.steps])
     if any(other != mine for other in says(mine, "how the model is divided")):
         raise PacelineError(
             "the shards have planned different divisions of the model; model() must make the same one everywhere"
         )
-
-
-def _add_unused(shard: nn.Module, module: nn.Module) -> None:
-    """The tensors of a model that its graph does not use are A's as well."""
-    used = tensors_of(shard)
-    for name, tensor in tensors_of(module).items():
-        if name not in used:
-            put(shard, name, tensor)

@@ -1,14 +1,13 @@
 """Whether the shards together are the model: each compares all of it, tensor by tensor, by name."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from paceline.program import Tree
-from paceline.replica.capture import Captured
 from paceline.replica.selfcheck import check
 from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
 from paceline.replica.tensor.parted import gathered
@@ -25,7 +24,27 @@ HALF = 2.0**-3
 and so much must not be asked for that a wrong cut would pass."""
 
 
-def check_shard(shard: Shard, captured: Captured, module: nn.Module, inputs: Tree, shards: Shards) -> None:
+class Formed(Protocol):
+    """What knows the leaves of a model's inputs and outputs, as :class:`~paceline.replica.capture.Captured` does."""
+
+    def flat(self, inputs: Tree) -> Sequence[Any]:
+        """Those of an input."""
+
+    def rebuild(self, leaves: Sequence[Any]) -> Tree:
+        """The output of these."""
+
+
+def check_shard(
+    shard: Shard,
+    captured: Formed,
+    module: nn.Module,
+    inputs: Tree,
+    shards: Shards,
+    *,
+    samples: Sequence[int] = (2, 3),
+    of_inputs: Collection[int] = (),
+    training: bool = True,
+) -> None:
     """Compare with the model: outputs, gradients and buffers. All shards call it together, and all come to one end.
 
     Args:
@@ -34,13 +53,18 @@ def check_shard(shard: Shard, captured: Captured, module: nn.Module, inputs: Tre
         module: the model.
         inputs: a batch, as the model is called with it.
         shards: who run it together.
+        samples: sizes of the batches that are looked at; none: the batch as it is.
+        of_inputs: of which leaves of the input gradients are looked at; they are whole on every shard.
+        training: the mode of the model in which ``captured`` was captured.
 
     Raises:
         InputError: names the first thing that differs.
     """
     stage = _Stage(shard, captured, module, shards)
     what = f"division into {shards.count} shards"
-    check(module, stage.run, stage.named, inputs, what=what, ulps=_ulps(module), of_inputs=False)
+    ulps = _ulps(module)
+    own: dict[str, Any] = {"samples": samples, "ulps": ulps, "of_inputs": of_inputs, "training": training}
+    check(module, stage.run, stage.named, inputs, what=what, **own)
 
 
 def _ulps(module: nn.Module) -> float:
@@ -55,7 +79,7 @@ def _ulps(module: nn.Module) -> float:
 class _Stage:
     """The shards' tensors as whole ones, from which each takes its part."""
 
-    def __init__(self, shard: Shard, captured: Captured, module: nn.Module, shards: Shards) -> None:
+    def __init__(self, shard: Shard, captured: Formed, module: nn.Module, shards: Shards) -> None:
         self._shard, self._captured, self._shards = shard, captured, shards
         self._model = tensors_of(module)
         self._parameters = {

@@ -19,6 +19,7 @@ from paceline.replica.tensor.plan import Plan
 from paceline.replica.tensor.prices import conversion
 from paceline.replica.tensor.search import Step
 from paceline.replica.tensor.shards import Shards
+from paceline.replica.undisturbed import tensors_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,13 @@ def rewritten(plan: Plan, shards: Shards) -> Shard:
         shards: whose graph it is.
     """
     return _Rewriting(plan, shards).shard()
+
+
+def keep_unused(shard: Shard, module: nn.Module) -> None:
+    """Let a shard have the tensors of a model that its graph does not use: they are A's as well."""
+    for name, tensor in tensors_of(module).items():
+        if name not in shard.parameters:
+            put(shard.module, name, tensor)
 
 
 class _Rewriting:

@@ -19,6 +19,7 @@ from paceline.replica.state import Layout, State
 from paceline.replica.tensor.layouts import SHARED
 from paceline.replica.tensor.preparation import Prepared
 from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.shared import SharedTerms
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -56,8 +57,8 @@ class TensorParallel(Replica):
         self._loose = loose
         self._module = prepared.shard.module
         self._tensors = Autograd(program, self._module, layout, replica, device)
-        names = layout.parameter_names
-        self._shared = [i for i, name in enumerate(names) if prepared.shard.parameters.get(name) == SHARED]
+        shared = [name for name, how in prepared.shard.parameters.items() if how == SHARED]
+        self._shared = SharedTerms(shards, layout, shared)
         self._losses, self._samples = 0.0, 0
         self._seen: set[tuple[torch.Size, ...]] = set()
         self.peak_saved_bytes = 0
@@ -117,7 +118,8 @@ class TensorParallel(Replica):
     def finish(self, out: State) -> Measured:
         gradients = self._tensors.take_gradients()
         with torch.no_grad():
-            self._sum_shared(gradients)
+            if self._samples:
+                self._shared.add_up(gradients)
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))
             if self._loose is not None:
@@ -130,12 +132,3 @@ class TensorParallel(Replica):
         loss = self._losses / self._samples
         vectors = out.parameters if self._loose is None else gradients
         return Measured(loss, self._samples, finite(vectors, loss))
-
-    def _sum_shared(self, gradients: list[Tensor]) -> None:
-        """Of parameters that every shard has and uses for its part of the samples."""
-        if not self._shared or not self._samples:
-            return
-        terms = [gradients[i] for i in self._shared]
-        total = self._shards.all_reduce(torch.cat([term.reshape(-1) for term in terms]), "gradients that all share")
-        for index, found in zip(self._shared, torch.split(total, [term.numel() for term in terms]), strict=True):
-            gradients[index] = found.view_as(gradients[index])

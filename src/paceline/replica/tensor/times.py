@@ -17,7 +17,7 @@ REPEATS = 3
 """Of which the quickest counts: whatever else the machine does only makes it slower."""
 
 
-def measured(module: GraphModule, leaves: Sequence[Tensor], calls: Sequence[Call]) -> Mapping[Node, float]:
+def measured(module: GraphModule, leaves: Sequence[Any], calls: Sequence[Call]) -> Mapping[Node, float]:
     """Seconds of each of some operators. The model and the input are left as they were.
 
     Args:
@@ -27,7 +27,8 @@ def measured(module: GraphModule, leaves: Sequence[Tensor], calls: Sequence[Call
     """
     asked = {call.node: call for call in calls}
     found = dict.fromkeys(asked, float("inf"))
-    with rewound(module, {str(i): leaf for i, leaf in enumerate(leaves)}), torch.no_grad():
+    tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    with rewound(module, tensors), torch.no_grad():
         for _ in range(REPEATS):
             clock = _Clock(module, asked)
             clock.run(*leaves)

@@ -16,8 +16,8 @@ from typing import Any
 
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.notices import Notices
-from paceline.engine.distributed.peers import Peers
+from paceline.engine.team.notices import Notices
+from paceline.engine.team.peers import Peers
 
 SLICE = timedelta(milliseconds=50)
 """How long a wait lasts between two looks; a collective that is over sooner costs none."""

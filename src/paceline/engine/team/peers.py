@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from paceline.comm import liveness
 from paceline.core.types import Nanoseconds
-from paceline.engine.distributed.group import Group
-from paceline.engine.distributed.world import World, host_name
+from paceline.engine.team.group import Group
+from paceline.engine.team.world import World, host_name
 
 PINGS = 8
 """How often another host's clock is asked for; the quickest answer counts."""

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.exchange import Traffic
-from paceline.engine.distributed.group import opened
-from paceline.engine.distributed.lookout import Lookout
-from paceline.engine.distributed.notices import Notices
-from paceline.engine.distributed.peers import Peers
-from paceline.engine.distributed.world import World
 from paceline.engine.failure import failure, worker_failed
+from paceline.engine.team.group import opened
+from paceline.engine.team.lookout import Lookout
+from paceline.engine.team.notices import Notices
+from paceline.engine.team.peers import Peers
+from paceline.engine.team.traffic import Traffic
+from paceline.engine.team.world import World
 
 LINGER_S: Seconds = 5.0
 """How long rank 0, where it keeps the job's store, stays for the others to read why the run ended."""

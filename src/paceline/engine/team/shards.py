@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.engine.distributed.exchange import Traffic, ring_bytes
+from paceline.engine.team.traffic import Traffic, ring_bytes
 from paceline.replica.tensor.shards import Shards
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 

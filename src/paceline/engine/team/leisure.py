@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator
 
 from paceline.core.types import Seconds
-from paceline.engine.distributed.team import Team
+from paceline.engine.team.team import Team
 
 PREPARATION_S: Seconds = 1800.0
 """How long that may take before it counts as a hang; a rank that dies meanwhile is missed at once."""

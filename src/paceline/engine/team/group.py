@@ -2,7 +2,7 @@
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from paceline.core.errors import WaitTimeoutError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.world import OURS, World
+from paceline.engine.team.world import OURS, World
 
 _names = 0
 """How many have been given; every rank gives the same ones."""
@@ -30,8 +30,37 @@ class Group:
         backend: what moves the bytes.
     """
 
-    def __init__(self, handle: Any, store: Store, backend: str) -> None:
-        self.handle, self.store, self.backend = handle, store, backend
+    def __init__(self, handle: Any, store: Store, backend: str, bound: timedelta) -> None:
+        self.handle, self.store, self.backend, self._bound = handle, store, backend, bound
+        self._circles: list[Any] = []
+        self._for_ever = False
+
+    def circle(self, circles: Sequence[Sequence[int]]) -> "Group | None":
+        """A group of some ranks, in which this one is; all ranks of this group make all circles together.
+
+        Args:
+            circles: the ranks of each, every rank in one of them.
+
+        Returns:
+            None: this rank's has nobody else in it.
+        """
+        rank, found = dist.get_rank(self.handle), None
+        for ranks in circles:
+            if len(ranks) == dist.get_world_size(self.handle):
+                return self
+            if len(ranks) < 2:
+                continue
+            handle = dist.new_group(list(ranks), backend=_in_torch(self.backend), timeout=self._bound)
+            if rank in ranks:
+                self._circles.append(handle)
+                found = Group(handle, self.store, self.backend, self._bound)
+        if found is not None and self._for_ever:
+            found.wait_for_ever()
+        return found
+
+    def handles(self) -> list[Any]:
+        """Of all groups that were made of it, itself last."""
+        return [*self._circles, self.handle]
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
@@ -41,6 +70,7 @@ class Group:
 
     def wait_for_ever(self) -> None:
         """Let somebody else bound the waits from now on: a rank may be slow because it was asked to be."""
+        self._for_ever = True
         if self.backend != "shm":  # there each wait says how long it may last
             dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
         if self.backend == "hierarchical":
@@ -69,13 +99,16 @@ def opened(world: World, backend: str, timeout_s: Seconds) -> Iterator[Group | N
     else:
         _initialise(world, backend, bound)
         handle = dist.group.WORLD
+    group = Group(handle, _named(dist.distributed_c10d._get_default_store()), backend, bound)
     try:
-        yield Group(handle, _named(dist.distributed_c10d._get_default_store()), backend)
+        yield group
     except BaseException:
-        _break_off(handle)
+        for each in group.handles():
+            _break_off(each)
         raise
     finally:
-        dist.destroy_process_group(handle)
+        for each in group.handles():
+            dist.destroy_process_group(each)
 
 
 def _initialise(world: World, backend: str, bound: timedelta) -> None:

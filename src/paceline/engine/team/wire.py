@@ -7,8 +7,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.engine.distributed.aside import Aside
-from paceline.engine.distributed.exchange import Traffic
+from paceline.engine.team.aside import Aside
+from paceline.engine.team.routes import Routes
+from paceline.engine.team.traffic import Traffic
 from paceline.replica.pipeline.wire import Arrival, Wire
 
 IN_SLICES = ("nccl", "shm")
@@ -21,33 +22,35 @@ class GroupWire(Wire):
 
     Args:
         traffic: of the run; counts what is sent.
-        ranks: of the workers of this replica, in the run's group, which has all ranks.
+        routes: to the workers of this replica, in the run's group, which has all ranks.
     """
 
-    def __init__(self, traffic: Traffic, ranks: Sequence[int]) -> None:
-        self._traffic, self._group, self._ranks = traffic, traffic.group.handle, ranks
+    def __init__(self, traffic: Traffic, routes: Routes) -> None:
+        self._traffic, self._group, self._routes = traffic, traffic.group.handle, routes
         self._aside = None if traffic.group.backend in IN_SLICES else Aside()
         self._tells = traffic.group.backend == "shm"
         self._sent: deque[_Sent] = deque()
 
     def send(self, tensor: Tensor, to: int, what: str) -> None:
-        while self._sent and self._sent[0].work.is_completed():
+        while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
         if tensor.numel():
             moved = self._traffic.there(tensor)
-            work = self._group.send([_real(moved)], self._ranks[to], 0)  # dist.isend, but for its checks
-            self._sent.append(_Sent(work, moved, what))
-            self._traffic.sent_bytes += tensor.nbytes
+            ranks = self._routes.to(to)
+            works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend, but for its checks
+            self._sent.append(_Sent(works, moved, what))
+            self._traffic.sent_bytes += tensor.nbytes * len(ranks)
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
         buffer = self._traffic.empty(shape, dtype)
-        work = self._group.recv([_real(buffer)], self._ranks[source], 0) if buffer.numel() else None
+        work = self._group.recv([_real(buffer)], self._routes.source(source), 0) if buffer.numel() else None
         return _Message(self, work, buffer, what)
 
     def settle(self, but: int = 0) -> None:
         while len(self._sent) > but:
             oldest = self._sent.popleft()
-            self.wait(oldest.work, oldest.what)
+            for work in oldest.works:
+                self.wait(work, oldest.what)
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for a message."""
@@ -64,7 +67,8 @@ def _real(tensor: Tensor) -> Tensor:
 class _Sent(NamedTuple):
     """On its way; the tensor must stay as it is until it has gone."""
 
-    work: Any
+    works: list[Any]
+    """To each who takes it."""
     tensor: Tensor
     what: str
 

@@ -1,0 +1,32 @@
+"""6. Stale: replicas of two shards that do not wait for each other, but for who is three steps behind."""
+
+import functools
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+
+import paceline
+
+images, labels = map(torch.tensor, load_digits(return_X_y=True))
+images = images.float() / 16
+
+
+def model() -> nn.Module:
+    hidden = [layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(64, 10))
+
+
+program = paceline.Program(
+    model=model,
+    loss=nn.functional.cross_entropy,
+    optimizer=functools.partial(torch.optim.Adam, lr=0.003),
+    train=(images[:1500], labels[:1500]),
+    test=(images[1500:], labels[1500:]),
+    global_batch_size=64,
+)
+
+run = paceline.train(
+    program, "replicas=2 shards=2 aggregation=stale-synchronous:bound=3", steps=100, evaluate_every=100
+)
+print(f"test loss {run.summary['test_loss']:.4f}, accuracy {run.summary['test_accuracy']:.1%}")

@@ -1,0 +1,42 @@
+"""``paceline predict``: the output of a program's model for a file of inputs."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from paceline.cli.options import Json, ProgramName
+from paceline.cli.session import print_json, session, write_target
+
+
+def predict(
+    program: ProgramName,
+    *,
+    source: Annotated[
+        Path, Option("--input", help="What the model is called with, saved by torch.save: tensors alone.")
+    ],
+    out: Annotated[Path, Option(help="File for the output, to be read by torch.load.")],
+    strategy: Annotated[str, Option(help='One replica: "shards=2", "stages=2", "stages=2 shards=2"')] = "replicas=1",
+    run: Annotated[Path | None, Option(help="Folder of a saved run, whose parameters are taken; else A_0.")] = None,
+    data: Annotated[Path | None, Option(help="Folder of the data set's standard files.")] = None,
+    json: Json = False,
+) -> None:
+    """Write what PROGRAM's model gives, in evaluation mode, computed by the workers of one replica."""
+    with session(json_output=json):
+        import torch
+
+        from paceline.datasets import load_program
+        from paceline.predict import predict, read_inputs
+        from paceline.program import leaves, map_tree
+
+        target = write_target("--out", out)
+        given = load_program(program, data=data, seed=None, batch_size=None)
+        made = predict(given, read_inputs(source), strategy, state=run)
+        plain = map_tree(lambda leaf: leaf.clone(), made)
+        torch.save(plain, target)
+    shapes = [list(leaf.shape) for leaf in leaves(plain)]
+    if json:
+        print_json({"strategy": strategy, "out": str(target), "shapes": shapes})
+    else:
+        typer.echo(f"{target}: {', '.join(map(str, shapes))}")

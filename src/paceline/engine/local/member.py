@@ -1,0 +1,235 @@
+"""A worker process of a replica that has several: a stage, a shard, or both.
+
+::
+
+    main --- orders, bell ---> leader (stage 0, shard 0): the loop, the batches, the reports
+                                  |  words, batches
+                                  +---> follower (stage 0, shard 1), follower (stage 1, shard 0), ...
+
+Of each replica the workers have a process group of their own. Where one of them has ended, the others do so without a
+word: main has seen it.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm import liveness
+from paceline.comm.alarm import Alarm
+from paceline.comm.bell import Bell
+from paceline.comm.kernel import keep_freed_memory
+from paceline.comm.shipping import Parcel, unpack
+from paceline.core.delta import Distance
+from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.mesh import Place
+from paceline.engine.base import Job
+from paceline.engine.failure import LONGEST_TRACEBACK, failure, worker_failed
+from paceline.engine.gauge import Gauge, Gauged
+from paceline.engine.local.label import QUIET, label
+from paceline.engine.local.part import OwnPart
+from paceline.engine.local.sheet import Sheet
+from paceline.engine.local.station import LocalStation
+from paceline.engine.local.teamwork import Follower, Led
+from paceline.engine.local.words import End, Line, Parted, say_all
+from paceline.engine.local.worker import lay_out, sheet_of
+from paceline.engine.roster import remove_roster
+from paceline.engine.setup import Setup, settle
+from paceline.engine.team.here import Here
+from paceline.engine.team.meeting import BACKEND, meet
+from paceline.engine.team.own_steps import PartSteps
+from paceline.engine.team.pipeline import Pipeline
+from paceline.engine.team.sharding import Sharding
+from paceline.engine.team.staged import pipelined
+from paceline.engine.team.team import Team, assembled
+from paceline.engine.team.windows import answered_for
+from paceline.engine.team.world import World
+from paceline.engine.worker import StationWorker
+from paceline.replica.base import Replica, micro_steps
+from paceline.replica.state import Layout
+from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
+
+
+def main(args: dict[str, Any], fds: Sequence[int]) -> None:
+    """The process's entry.
+
+    Args:
+        args: ``place``, of this worker; ``store``, the path of a file by which its replica meets;
+            ``remembers``, of the run's memory; ``traced``, whether there is a file for spans.
+        fds: what it shares with the coordinator, then lines: the leader's to each follower, a follower's to its leader.
+    """
+    keep_freed_memory()
+    store_fd, job_fd, mine, coordinator, link_fd, *rest = fds
+    trace = rest.pop(0) if args["traced"] else None
+    with socket.socket(fileno=link_fd) as link:
+        try:
+            job: Job = unpack(Parcel(job_fd))
+            if job.out is not None:
+                liveness.when_orphaned(functools.partial(remove_roster, job.out))
+            place = Place(*args["place"])
+            recorder = Recorder(*place, trace) if trace is not None else NullRecorder()
+            _Member(job, place, args, store_fd, rest, recorder).live(Bell(mine), Bell(coordinator), link)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # main has gone, or wants no more
+                link.send(_said(args["place"], error))
+            raise SystemExit(1) from error
+
+
+def _said(place: Sequence[int], error: BaseException) -> bytes:
+    """The message that tells main of an error, and at least of which replica it is."""
+    if not isinstance(error, PacelineError):
+        return failure(label(Place(*place)), error)
+    text = str(error)
+    if isinstance(error, (WaitTimeoutError, WorkerError)) and not text.startswith("replica "):
+        text = f"replica {place[0]}: {text}"
+    if len(text) > LONGEST_TRACEBACK:
+        text = f"{text[:1000]}\n...\n{text[-LONGEST_TRACEBACK:]}"
+    return json.dumps({"kind": type(error).__name__, "said": text}).encode()
+
+
+class _Member:
+    """One worker.
+
+    Args:
+        job: of the run.
+        place: which worker.
+        args: of the process.
+        store_fd: of the run's memory.
+        lines: to the others of its replica.
+        recorder: of its spans.
+    """
+
+    def __init__(
+        self, job: Job, place: Place, args: dict[str, Any], store_fd: int, lines: Sequence[int], recorder: AnyRecorder
+    ) -> None:
+        self._job, self._place, self._recorder = job, place, recorder
+        self._worker = job.strategy.mesh.rank(place)
+        self._setup, self._mesh = Setup.of(job), job.strategy.mesh
+        ranks = self._mesh.replica_ranks(place.replica)
+        self._rank, self._size = self._worker - ranks.start, len(ranks)
+        self._leads = self._rank == 0
+        self._module = settle(job, place.replica)
+        self._layout = Layout.of(self._module, job.running_buffers)
+        self._store, self._board = lay_out(self._setup, self._layout, args["remembers"], store_fd)
+        others = [rank for rank in ranks if rank != self._worker] if self._leads else [ranks.start]
+        who = [f"replica {label(self._mesh.place(rank))}" for rank in others]
+        self._lines = [Line(fd, whom, job.timeout_s) for fd, whom in zip(lines, who, strict=True)] if lines else []
+        self._path: str = args["store"]
+
+    def live(self, mine: Bell, coordinator: Bell, link: socket.socket) -> None:
+        """From meeting the others to the end."""
+        if self._size > 1:
+            meet(self._rank, self._size, self._path, self._job.timeout_s)
+        world = World(self._rank, self._size, self._job.strategy.workers, one_host=True)
+        try:
+            with assembled(world, BACKEND, "cpu", self._job.timeout_s, watched=True) as team, self._named(team):
+                part = self._part(team)
+                work = self._led(team, part, mine, coordinator) if self._leads else self._following(team, part)
+                link.send(json.dumps({"ready": self._worker, "pid": os.getpid()}).encode())
+                work()
+        finally:
+            if self._size > 1:
+                dist.destroy_process_group()
+
+    @contextlib.contextmanager
+    def _named(self, team: Team) -> Iterator[None]:
+        """Say who has failed; say nothing where another one of the replica has ended."""
+        try:
+            yield
+        except Parted as parted:
+            raise SystemExit(QUIET) from parted
+        except Exception as error:
+            if team.peers.gone() is not None:
+                raise SystemExit(QUIET) from error
+            if isinstance(error, WorkerError) and _first_to_fail(team):
+                raise WorkerError(f"replica {label(self._place)}: {error}") from error
+            if isinstance(error, PacelineError):
+                raise
+            raise WorkerError(worker_failed(json.loads(failure(label(self._place), error)))) from error
+
+    # ----------------------------------------------------------------------------------------------- what it works with
+
+    def _part(self, team: Team) -> OwnPart:
+        """Its part of the replica; all workers of that make theirs together."""
+        here = Here(self._setup, team, BACKEND, self._module, self._store.reading(0), self._place.replica)
+        held = Pipeline(here) if self._job.strategy.pipelined else Sharding(here)
+        self._bytes = held.layout.parameter_bytes
+        sheet_of(self._setup, self._store).hold(self._worker, self._bytes)
+        steps = 1 if self._setup.owns_steps else micro_steps(self._setup.delta)
+        if isinstance(held, Pipeline):
+            inner: Replica = pipelined(held, steps, self._recorder)
+        else:
+            inner = held.worker(steps, self._recorder)
+        if not self._setup.owns_steps:
+            return OwnPart(self._store, self._board, self._place, held, inner, _nothing)
+        own = self._walking(team, held, inner)
+        return OwnPart(self._store, self._board, self._place, held, own, own.forget)
+
+    def _walking(self, team: Team, held: Pipeline | Sharding, inner: Replica) -> PartSteps:
+        def summed(mine: float) -> float:
+            return float(sum(team.gather(mine, "the norm of a gradient")))
+
+        return PartSteps(
+            self._job.program,
+            inner,
+            held.whole,
+            held.layout,
+            answered_for(held.stages, held.mesh, held.place),
+            summed,
+            self._setup.policy.adopt,
+            distance=isinstance(self._setup.delta, Distance),
+        )
+
+    def _led(self, team: Team, part: OwnPart, mine: Bell, coordinator: Bell) -> Callable[[], None]:
+        setup, replica, board = self._setup, self._place.replica, self._board
+        alarms = Alarm(mine, board.sleeper(replica)), Alarm(coordinator, board.sleeper(None))
+        station = LocalStation(self._store, board, replica, *alarms)
+        gauge = Gauge(board, replica, self._recorder, 2 * self._bytes, setup.per_step)
+        told = len(self._mesh.stage_workers) > 1
+        led = Led(part, self._lines, team.traffic, station, told=told)
+        worker = StationWorker(setup, replica, Gauged(led, gauge, station, self._bytes), station, gauge)
+
+        def work() -> None:
+            worker.run(self._job.loop)
+            say_all(self._lines, End())
+            seen = board.figures(replica)
+            board.measure(replica, seen._replace(payload_bytes=seen.payload_bytes + _sent(team)))
+
+        return work
+
+    def _following(self, team: Team, part: OwnPart) -> Callable[[], None]:
+        assert team.traffic is not None, "a follower has a leader"
+        sheet: Sheet = sheet_of(self._setup, self._store)
+        gauge = Gauge(sheet, self._worker, self._recorder, 0, self._setup.per_step)
+        last = self._rank == self._size - 1 and len(self._mesh.stage_workers) > 1
+        follower = Follower(part, self._lines[0], team.traffic, gauge, tells=last)
+
+        def work() -> None:
+            try:
+                follower.run()
+            finally:
+                gauge.close()
+            seen = sheet.figures(self._worker)
+            sheet.measure(self._worker, seen._replace(payload_bytes=2 * self._bytes * follower.step + _sent(team)))
+
+        return work
+
+
+def _first_to_fail(team: Team) -> bool:
+    """Whether no other worker of the replica has said why it ends."""
+    return team.notices is None or team.notices.verdict() is None
+
+
+def _nothing() -> None:
+    """A gradient begins anew with each A."""
+
+
+def _sent(team: Team) -> int:
+    return team.traffic.sent_bytes if team.traffic is not None else 0

@@ -1,0 +1,112 @@
+"""How long a replica of several workers takes for its Δ, beside one process that computes the same.
+
+::
+
+    one process   |------------- 1 -------------|
+    stage 0       |F0 F1 ....  B0 .. B1|                  its schedule, simulated: factor = end of the last action
+    stage 1          |F0 B0 F1 B1|
+
+What a replica of several workers computes is what one process does; so in virtual time one process computes it, and
+only the clock knows of the others. Nothing is counted for what they send each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from paceline.core.columns import Columns
+from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.base import Job
+from paceline.engine.setup import first_batch
+from paceline.engine.virtual.durations import span
+from paceline.replica.pipeline.preparation import prepared
+from paceline.replica.tensor.preparation import planned
+from paceline.replica.tensor.work import work
+from paceline.schedule.simulate import StageTimes, Timed, timeline
+from paceline.strategy import Strategy
+from paceline.trace.spans import Action, Span
+
+
+@dataclass(frozen=True)
+class Teamwork:
+    """Of the workers of one replica."""
+
+    factor: float = 1.0
+    """Of the time of one process."""
+    actions: tuple[Timed, ...] = ()
+    """Of a pipeline's workers, in billionths of the time of one process."""
+    copies: tuple[int, ...] = ()
+    """How many of them take turns at each stage."""
+
+    def lanes(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
+        """The spans of a pipeline's workers.
+
+        Args:
+            replica: whose.
+            step: of its clock.
+            at: when it begins to compute.
+            alone: what one process would take.
+        """
+        for each in self.actions:
+            kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
+            start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
+            made = span(replica, kind, step, start, end)
+            where = Columns(self.copies).column(each.worker)
+            yield Span(replica, *where, kind, step, each.action.micro_batch, made.start_ns, made.end_ns, 0)
+
+
+def teamwork(job: Job, *, measured: bool) -> Teamwork:
+    """That of a job's replicas.
+
+    Args:
+        job: whose strategy says how a replica is divided.
+        measured: whether stages take what their parts of the model take here; else all take the same, and the run is
+            reproducible.
+
+    Raises:
+        InputError: the model can't be cut or divided so.
+    """
+    strategy = job.strategy
+    if strategy.pipelined:
+        times = _stages(job) if measured else _equal(strategy)
+        stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
+        actions = tuple(timeline(strategy.order, times, stages, count, columns))
+        return Teamwork(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies)
+    if strategy.tensor_parallel:
+        return Teamwork(_busiest(job))
+    return Teamwork()
+
+
+def _equal(strategy: Strategy) -> StageTimes:
+    """A part at which n take turns is n times as large as one of one: so all are as busy."""
+    parts = range(strategy.order.parts(strategy.stage_count))
+    sizes = [strategy.copies[strategy.order.worker_of(part, strategy.stage_count)] for part in parts]
+    return _times(strategy, [size / sum(sizes) for size in sizes])
+
+
+def _stages(job: Job) -> StageTimes:
+    """Of one micro-batch, as shares of the time of one process for all of them."""
+    made = prepared(job.program, job.strategy, job.program.build(), first_batch(job), lambda choose: choose())
+    assert made.costs is not None, "they were measured here"
+    starts = [0, *made.boundaries, len(made.costs.row.seconds)]
+    parts = [sum(made.costs.row.seconds[a:b]) for a, b in pairwise(starts)]
+    return _times(job.strategy, [part / sum(parts) for part in parts])
+
+
+def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:
+    """Of parts that take these shares of the whole; a third of each is forward. k shards take a k-th of it."""
+    shards = [strategy.mesh.shards(stage) for stage in range(strategy.stage_count)]
+    owners = [strategy.order.worker_of(part, strategy.stage_count) for part in range(len(shares))]
+    count = strategy.micro_batch_count
+    each = [share / count / shards[owner] for share, owner in zip(shares, owners, strict=True)]
+    third = tuple(seconds / 3 for seconds in each)
+    return StageTimes(third, third, third)
+
+
+def _busiest(job: Job) -> float:
+    """The share of all operations that the busiest shard does."""
+    strategy = job.strategy
+    count = max(strategy.stage_workers)
+    _, plan = planned(job.program, job.program.build(), first_batch(job), count, strategy.shard_rules)
+    total = sum(work(step.call) for step in plan.steps)
+    return plan.cost.work / total if total else 1.0

@@ -1,0 +1,1 @@
+"""The forward pass alone, by the workers of one replica."""

@@ -1,0 +1,1 @@
+"""Replicas that are pipelines of stages whose operators are divided."""

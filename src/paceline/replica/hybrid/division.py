@@ -1,0 +1,146 @@
+"""The parts of a pipeline, each divided among the shards of its stage.
+
+A part is planned and rewritten as a whole model is. What comes in from other parts, and what goes out to them, is whole
+on every shard, and so are its gradients; so a shard talks to one shard of each other stage and needs no more of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Node
+
+from paceline.core.errors import InputError
+from paceline.program import Program
+from paceline.replica.capture import Captured
+from paceline.replica.hybrid.rehearsal import check_part
+from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.refusal import WAYS_OUT
+from paceline.replica.tensor.calls import operators
+from paceline.replica.tensor.layouts import Layout as Lies
+from paceline.replica.tensor.layouts import Owned, Split
+from paceline.replica.tensor.out_of_place import write_out_of_place
+from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.tensor.preparation import Says, agree, agreed_times
+from paceline.replica.tensor.rewrite import keep_unused, rewritten
+from paceline.replica.tensor.shards import Shards
+from paceline.replica.undisturbed import rewound
+from paceline.shard_rules import ShardRules
+
+
+@dataclass(frozen=True)
+class Division:
+    """Of all parts of a model."""
+
+    parts: tuple[Part, ...]
+    """Those that are this shard's are rewritten; the others are as they were cut."""
+    lies: tuple[Mapping[str, Lies], ...]
+    """Of each part: how its tensors lie among its shards."""
+
+
+def divided(
+    program: Program,
+    cut: Cut,
+    module: nn.Module,
+    leaves: Sequence[Tensor],
+    counts: Sequence[int],
+    own: Mapping[int, Shards],
+    says: Says,
+    rules: ShardRules,
+) -> Division:
+    """Divide them; all workers of all replicas call it together, and come to the same plans.
+
+    Args:
+        program: says precision.
+        cut: of the model.
+        module: the model, with the values of A_0.
+        leaves: of its input, for a micro-batch.
+        counts: of shards, by part.
+        own: the parts that this worker has, and with whom it shares each.
+        says: asks all of them.
+        rules: of the strategy.
+
+    Raises:
+        InputError: nothing of a part can be divided so, or a part's shards together are not the part.
+    """
+    with program.autocast(str(next(module.parameters()).device)):
+        given = _given(cut, module, leaves)
+        return _Dividing(cut, given, counts, own, says, rules).all()
+
+
+def _given(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
+    """What each part is given: leaves of the input, and what earlier parts have made of them."""
+    values: dict[str, Any] = {}
+    found: list[list[Any]] = []
+    with rewound(module), torch.no_grad():
+        for part in cut.parts:
+            found.append([*(leaves[i] for i in part.inputs), *(values[crossing.name] for crossing in part.received)])
+            made = part.module(*(each.clone() if isinstance(each, Tensor) else each for each in found[-1]))
+            values |= {crossing.name: value for crossing, value in zip(part.sent, made, strict=False)}
+    return found
+
+
+class _Dividing:
+    def __init__(
+        self,
+        cut: Cut,
+        given: Sequence[Sequence[Any]],
+        counts: Sequence[int],
+        own: Mapping[int, Shards],
+        says: Says,
+        rules: ShardRules,
+    ) -> None:
+        self._cut, self._given, self._counts, self._own = cut, given, counts, own
+        self._says, self._rules = says, rules
+        self._fixed: dict[str, Lies] = {}
+
+    def all(self) -> Division:
+        made = [self._part(part) for part in self._cut.parts]
+        return Division(tuple(part for part, _ in made), tuple(lies for _, lies in made))
+
+    def _part(self, part: Part) -> tuple[Part, Mapping[str, Lies]]:
+        count = self._counts[part.number]
+        tied = [name for name, numbers in self._cut.tied.items() if part.number in numbers]
+        self._refuse_ties(tied)
+        if count == 1:
+            return part, {}
+        write_out_of_place(part.module)
+        plan_of = self._planned(part, count)
+        agree(plan_of, self._says)
+        self._fixed |= {name: plan_of.parameters[name] for name in tied if name in plan_of.parameters}
+        if not any(isinstance(layout, (Split, Owned)) for layout in plan_of.parameters.values()):
+            raise InputError(
+                f"shards={count}: nothing of stage {part.number} can be divided into {count}; write fewer stages or "
+                f"shards, cuts= elsewhere, or {WAYS_OUT}"
+            )
+        shards = self._own.get(part.number)
+        if shards is None:
+            return part, plan_of.parameters
+        shard = rewritten(plan_of, shards)
+        keep_unused(shard, part.module)
+        check_part(shard, part, self._given[part.number], shards)
+        return replace(part, module=shard.module), plan_of.parameters
+
+    def _planned(self, part: Part, count: int) -> Plan:
+        captured: Captured = replace(self._cut.captured, module=part.module)
+        given = self._given[part.number]
+        found = operators(captured, count, given, flowing=_flowing(part))
+        return plan(found, count, self._rules, agreed_times(captured, given, self._says), self._fixed)
+
+    def _refuse_ties(self, tied: Sequence[str]) -> None:
+        """A weight that stages share lies in the same way on all of them."""
+        for name in tied:
+            counts = sorted({self._counts[number] for number in self._cut.tied[name]})
+            if len(counts) > 1:
+                raise InputError(
+                    f"{name} is shared by stages of {counts[0]} and of {counts[-1]} shards; write the same number of "
+                    "shards for them"
+                )
+
+
+def _flowing(part: Part) -> set[Node]:
+    """The places of a part's graph through which gradients go back to other parts."""
+    places = part.module.graph.find_nodes(op="placeholder")
+    return set(places[len(part.inputs) :])
