@@ -4,15 +4,16 @@ A part is planned and rewritten as a whole model is. What comes in from other pa
 on every shard, and so are its gradients; so a shard talks to one shard of each other stage and needs no more of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, unknown
 from paceline.program import Program
 from paceline.replica.capture import Captured
 from paceline.replica.hybrid.rehearsal import check_part
@@ -97,6 +98,7 @@ class _Dividing:
         self._fixed: dict[str, Lies] = {}
 
     def all(self) -> Division:
+        self._refuse_unmatched()
         made = [self._part(part) for part in self._cut.parts]
         return Division(tuple(part for part, _ in made), tuple(lies for _, lies in made))
 
@@ -127,7 +129,15 @@ class _Dividing:
         captured: Captured = replace(self._cut.captured, module=part.module)
         given = self._given[part.number]
         found = operators(captured, count, given, flowing=_flowing(part))
-        return plan(found, count, self._rules, agreed_times(captured, given, self._says), self._fixed)
+        rules = ShardRules({pattern: way for pattern, way in self._rules.items() if _matches(pattern, _modules(part))})
+        return plan(found, count, rules, agreed_times(captured, given, self._says), self._fixed)
+
+    def _refuse_unmatched(self) -> None:
+        """Raise InputError for a pattern that fits no module of any part."""
+        known = {module for part in self._cut.parts for module in _modules(part)}
+        for pattern in self._rules:
+            if not _matches(pattern, known):
+                raise unknown("module in shard_rules", pattern, known)
 
     def _refuse_ties(self, tied: Sequence[str]) -> None:
         """A weight that stages share lies in the same way on all of them."""
@@ -138,6 +148,15 @@ class _Dividing:
                     f"{name} is shared by stages of {counts[0]} and of {counts[-1]} shards; write the same number of "
                     "shards for them"
                 )
+
+
+def _modules(part: Part) -> set[str]:
+    """Those that hold parameters."""
+    return {name.rpartition(".")[0] for name, _ in part.module.named_parameters()}
+
+
+def _matches(pattern: str, modules: Collection[str]) -> bool:
+    return any(fnmatchcase(module, pattern) for module in modules)
 
 
 def _flowing(part: Part) -> set[Node]:
