@@ -29,9 +29,9 @@ from paceline.engine.local.engine import LocalEngine
 
 HERE = Path(__file__).parent
 ROUNDS, STEPS = 5, 40
-CLOSE = 1e-3
+CLOSE = 1e-2
 """How far a parameter may be from that of one process after a round, of its largest element: all add up the same
-float32 products, in another order."""
+float32 products, in another order, and the biases of keys, whose gradient is 0, are nothing but that."""
 
 ALONE = Mesh(1, 1, 1)
 
