@@ -8,7 +8,7 @@ import torch
 from paceline import InputError, Run, train
 from paceline.engine.virtual.engine import VirtualEngine
 from tests import zoo
-from tests.engine.tensor_cases import Case
+from tests.engine.tensor_cases import Case, branches
 
 TIMES = "compute=0.012"
 """Of one process, for a Δ."""
@@ -86,3 +86,15 @@ def test_the_swimlane_shows_the_stages() -> None:
 def test_streams_are_refused(schedule: str) -> None:
     with pytest.raises(InputError, match=f"schedule={schedule} moves weights within a stream.*engine=local"):
         run(f"stages=2 schedule={schedule} micro_batches=1")
+
+
+def test_branches_are_balanced_without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured differs from run to run, and virtual time does not."""
+
+    def measured(*_: Any) -> Any:
+        raise AssertionError("somebody measures")
+
+    monkeypatch.setattr("paceline.replica.tensor.preparation.measured", measured)
+    assert 0.5 <= run("shards=2 shard_rules=b*:branch", branches).summary["notes"]["time_of_one_process"] < 1
+    with pytest.raises(AssertionError, match="somebody measures"):
+        run("shards=2 shard_rules=b*:branch", branches, times="compute=measured")

@@ -4,6 +4,7 @@ import json
 import traceback
 from typing import Any
 
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import ReplicaId
 
 SCORER = -1
@@ -33,3 +34,10 @@ def worker_failed(message: dict[str, Any]) -> str:
     """
     who = "the scorer" if message["failed"] == SCORER else f"replica {message['failed']}"
     return f"{who} failed: {message['what']}\n\n{message['traceback']}"
+
+
+def kind_and_text(who: ReplicaId | str, error: BaseException) -> tuple[str, str]:
+    """The class of an error that is ours, by name, and its text; anything else is a worker's failure."""
+    if isinstance(error, PacelineError):
+        return type(error).__name__, str(error)
+    return WorkerError.__name__, worker_failed(json.loads(failure(who, error)))

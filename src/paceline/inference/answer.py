@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.aggregation import Synchronous
-from paceline.core.errors import InputError
 from paceline.engine.team.circles import Circles
 from paceline.engine.team.leisure import excused
 from paceline.engine.team.routes import Routes
@@ -31,11 +30,7 @@ from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.preparation import boundaries
 from paceline.replica.pipeline.rehearsal import check_cut
 from paceline.replica.pipeline.units import group
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.layouts import Owned, Split
-from paceline.replica.tensor.out_of_place import write_out_of_place
-from paceline.replica.tensor.plan import plan
-from paceline.replica.tensor.preparation import agree, agreed_times
+from paceline.replica.tensor.preparation import agree, agreed_times, planned_graph
 from paceline.replica.tensor.rehearsal import check_shard
 from paceline.replica.tensor.rewrite import rewritten
 
@@ -59,16 +54,10 @@ def _by_shards(question: Question, team: Team) -> Answer:
     shards = GroupShards(traffic, team.world.rank)
     with excused(team):
         captured = capture(module, inputs, operators=True, training=False)
-        write_out_of_place(captured.module)
         leaves = captured.flat(inputs)
-        found = operators(captured, shards.count, leaves)
-        made = plan(found, shards.count, strategy.shard_rules, agreed_times(captured, leaves, team.gather))
+        times = agreed_times(captured, leaves, team.gather)
+        made = planned_graph(captured, leaves, shards.count, strategy.shard_rules, times, type(module).__name__)
         agree(made, team.gather)
-        if not any(isinstance(how, (Split, Owned)) for how in made.parameters.values()):
-            raise InputError(
-                f"shards={shards.count}: nothing of {type(module).__name__} can be divided into {shards.count}; write "
-                "fewer shards"
-            )
         shard = rewritten(made, shards)
         check_shard(shard, captured, module, inputs, shards, training=False)
     with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import pickle
 import socket
 from collections.abc import Sequence
@@ -13,8 +12,7 @@ import torch.distributed as dist
 
 from paceline.comm.kernel import keep_freed_memory
 from paceline.comm.shipping import Parcel, ship, unpack
-from paceline.core.errors import PacelineError
-from paceline.engine.failure import failure, worker_failed
+from paceline.engine.failure import kind_and_text
 from paceline.engine.team.meeting import BACKEND, meet
 from paceline.engine.team.team import assembled
 from paceline.engine.team.world import World
@@ -40,7 +38,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             socket.send_fds(link, [pickle.dumps(("done",))], [parcel.fd])
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
-                link.send(pickle.dumps(("failed", *_said(args["rank"], error))))
+                link.send(pickle.dumps(("failed", *kind_and_text(args["rank"], error))))
             raise SystemExit(1) from error
         finally:
             if dist.is_initialized():
@@ -54,10 +52,3 @@ def answered(question: Question, backend: str) -> Answer:
             return answer(question, team)
     finally:
         gc.collect()  # a group that is let go of in the middle of another backward pass hangs (torch 2.13, Gloo)
-
-
-def _said(rank: int, error: BaseException) -> tuple[str, str]:
-    """The kind of an error that is ours, and its text."""
-    if isinstance(error, PacelineError):
-        return type(error).__name__, str(error)
-    return "WorkerError", worker_failed(json.loads(failure(rank, error)))

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import pickle
 import socket
 from collections.abc import Sequence
@@ -13,10 +12,9 @@ import torch.distributed as dist
 from paceline.comm import liveness
 from paceline.comm.kernel import keep_freed_memory
 from paceline.comm.shipping import Parcel, ship, unpack
-from paceline.core.errors import PacelineError
 from paceline.engine.base import Job, Outcome, Progress
 from paceline.engine.distributed.engine import DistributedEngine
-from paceline.engine.failure import failure, worker_failed
+from paceline.engine.failure import kind_and_text
 from paceline.engine.roster import remove_roster
 from paceline.engine.team.meeting import BACKEND, meet
 
@@ -39,7 +37,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             _tell(link, args["rank"], _carried(job, args["rank"], link))
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
-                link.send(pickle.dumps(("failed", *_said(args["rank"], error))))
+                link.send(pickle.dumps(("failed", *kind_and_text(args["rank"], error))))
             raise SystemExit(1) from error
 
 
@@ -60,10 +58,3 @@ def _tell(link: socket.socket, rank: int, outcome: Outcome) -> None:
         return
     parcel = ship((dict(outcome.state), list(outcome.history), outcome.account, list(outcome.spans)))
     socket.send_fds(link, [pickle.dumps(("done",))], [parcel.fd])
-
-
-def _said(rank: int, error: BaseException) -> tuple[str, str]:
-    """The kind of an error that is ours, and its text."""
-    if isinstance(error, PacelineError):
-        return type(error).__name__, str(error)
-    return "WorkerError", worker_failed(json.loads(failure(rank, error)))

@@ -11,7 +11,7 @@ only the clock knows of the others. Nothing is counted for what they send each o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from paceline.core.columns import Columns
@@ -47,12 +47,13 @@ class Teamwork:
             at: when it begins to compute.
             alone: what one process would take.
         """
+        columns = Columns(self.copies)
         for each in self.actions:
             kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
             start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
+            stage, shard = columns.column(each.worker)
             made = span(replica, kind, step, start, end)
-            where = Columns(self.copies).column(each.worker)
-            yield Span(replica, *where, kind, step, each.action.micro_batch, made.start_ns, made.end_ns, 0)
+            yield replace(made, stage=stage, shard=shard, micro_batch=each.action.micro_batch)
 
 
 def teamwork(job: Job, *, measured: bool) -> Teamwork:
@@ -73,7 +74,7 @@ def teamwork(job: Job, *, measured: bool) -> Teamwork:
         actions = tuple(timeline(strategy.order, times, stages, count, columns))
         return Teamwork(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies)
     if strategy.tensor_parallel:
-        return Teamwork(_busiest(job))
+        return Teamwork(_busiest(job, counts=not measured))
     return Teamwork()
 
 
@@ -103,10 +104,11 @@ def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:
     return StageTimes(third, third, third)
 
 
-def _busiest(job: Job) -> float:
+def _busiest(job: Job, *, counts: bool) -> float:
     """The share of all operations that the busiest shard does."""
     strategy = job.strategy
     count = max(strategy.stage_workers)
-    _, plan = planned(job.program, job.program.build(), first_batch(job), count, strategy.shard_rules)
+    batch, rules = first_batch(job), strategy.shard_rules
+    _, plan = planned(job.program, job.program.build(), batch, count, rules, counts=counts)
     total = sum(work(step.call) for step in plan.steps)
     return plan.cost.work / total if total else 1.0

@@ -210,6 +210,13 @@ def divided(call: Call, offers: Offers) -> Iterator[Way]:
         yield from rule.ways(call, offers)
 
 
+def forms(names: Iterable[str]) -> Iterator[Any]:
+    """Of torch's operators of these names, as far as this torch has them, all forms that write into nothing."""
+    for packet in (getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)):
+        found = (getattr(packet, overload) for overload in packet.overloads())
+        yield from (form for form in found if not form._schema.is_mutable)
+
+
 def register(rule: Rule) -> None:
     """Have it asked about its operators."""
     for target in rule.targets:

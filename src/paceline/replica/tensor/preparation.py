@@ -15,7 +15,7 @@ from paceline.replica.capture import Captured, capture
 from paceline.replica.refusal import WAYS_OUT
 from paceline.replica.tensor import possible, rules
 from paceline.replica.tensor.base import Call
-from paceline.replica.tensor.branches import Times
+from paceline.replica.tensor.branches import Times, counted
 from paceline.replica.tensor.calls import operators
 from paceline.replica.tensor.forgotten import refuse_saved_hooks
 from paceline.replica.tensor.layouts import Owned, Split
@@ -58,10 +58,13 @@ def planned(
     count: int,
     rules: ShardRules = NO_RULES,
     says: Says = to_itself,
+    *,
+    counts: bool = False,
 ) -> tuple[Captured, Plan]:
     """How a model is divided among so many shards, keeping to a strategy's rules.
 
-    What shards have measured differs; they go by the first one's.
+    What shards have measured differs; they go by the first one's. Where ``counts``, nobody measures: branches are
+    balanced by multiplications, the same each time.
 
     Raises:
         InputError: it can't be captured, or nothing of it can be divided, or not as the rules say.
@@ -69,15 +72,34 @@ def planned(
     together, given = WithLoss(program, module), (batch.input, batch.target)
     refuse_saved_hooks(together, given, type(module).__name__)
     captured = capture(together, given, operators=True, of_inputs=False)
+    leaves = captured.flat(given)
+    times = counted if counts else agreed_times(captured, leaves, says)
+    return captured, planned_graph(captured, leaves, count, rules, times, type(module).__name__)
+
+
+def planned_graph(
+    captured: Captured, leaves: Sequence[Any], count: int, rules: ShardRules, times: Times, name: str
+) -> Plan:
+    """How a captured model is divided; its operators that write in place are replaced where that is the same.
+
+    Args:
+        captured: the model's graph of operators.
+        leaves: of the input that is planned for.
+        count: of shards.
+        rules: of the strategy, which the plan keeps to.
+        times: how long operators take.
+        name: the model's.
+
+    Raises:
+        InputError: nothing of it can be divided, or not as the rules say.
+    """
     write_out_of_place(captured.module)
-    leaves = captured.flat((batch.input, batch.target))
-    made = plan(operators(captured, count, leaves), count, rules, agreed_times(captured, leaves, says))
+    made = plan(operators(captured, count, leaves), count, rules, times)
     if not _divides(made):
         raise InputError(
-            f"shards={count}: nothing of {type(module).__name__} can be divided into {count}; write fewer shards, or "
-            f"{WAYS_OUT}"
+            f"shards={count}: nothing of {name} can be divided into {count}; write fewer shards, or {WAYS_OUT}"
         )
-    return captured, made
+    return made
 
 
 def agreed_times(captured: Captured, leaves: Sequence[Any], says: Says) -> Times:

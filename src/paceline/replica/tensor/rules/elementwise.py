@@ -5,7 +5,7 @@ from typing import ClassVar, final
 
 import torch
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, offered, register
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, forms, offered, register
 from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
 
 aten = torch.ops.aten
@@ -45,13 +45,7 @@ class Elementwise(Rule):
     """y = f(x, ...) element by element: S_p is whatever part the tensors are divided into."""
 
     repeats = True
-    targets: ClassVar = tuple(
-        overload
-        for name in _NAMES
-        if hasattr(aten, name)
-        for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
-        if not overload._schema.is_mutable
-    )
+    targets: ClassVar = tuple(forms(_NAMES))
     converts = False
 
     def ways(self, call: Call, offers: Offers) -> Iterator[Way]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, offered, register
+from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, forms, offered, register
 from paceline.replica.tensor.halo import Halo
 from paceline.replica.tensor.layouts import PARTIAL, Split
 from paceline.replica.tensor.rules.space import kept, way
@@ -33,13 +33,7 @@ class Pooling(Rule):
     back. Of a mean over all rows each shard has a term.
     """
 
-    targets: ClassVar = tuple(
-        overload
-        for name in _NAMES
-        if hasattr(aten, name)
-        for overload in (getattr(getattr(aten, name), each) for each in getattr(aten, name).overloads())
-        if not overload._schema.is_mutable
-    )
+    targets: ClassVar = tuple(forms(_NAMES))
     converts = False
 
     def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
