@@ -4,6 +4,9 @@ BIN := .venv/bin
 STAMP := .venv/installed
 DEMO := runs/demo
 
+# The tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: test check demo venv
 

@@ -48,7 +48,7 @@ STRATEGY = "stages=2 cuts=3 shards=2 micro_batches=4 shard_rules=1.b*:branch"
 
 print(paceline.show_mesh(STRATEGY), end="\n\n")
 run = paceline.train(program, STRATEGY, steps=60, evaluate_every=60, trace=True)
-step = pipeline_step(run.spans, run.strategy)
+step = pipeline_step(run.spans, run.strategy, run.summary)
 assert step is not None, "it was recorded"
 print(step.text(width=90))
 print(f"test loss {run.summary['test_loss']:.4f}, accuracy {run.summary['test_accuracy']:.1%}")

@@ -1,3 +1,56 @@
-"""Scripts that tests start as processes are no modules of tests."""
+"""What all tests share: scripts that they start as processes are no modules of tests, one thread, and a fork server."""
+
+import functools
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Before torch is imported, and for all processes that tests start: two threads for products this small mostly wait for
+# each other, and where others want the core they spin meanwhile, which made tests take four times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from hypothesis import settings
+
+from paceline.comm.nursery import Nursery
+from paceline.engine.local.engine import HOSTING, TEAMS, WITH_OPTIMIZERS, LocalEngine
+from paceline.engine.team.crew import PRELOAD
+from tests import ranks
 
 collect_ignore_glob = ["*_script.py"]
+
+settings.register_profile("paceline", deadline=None)  # no test depends on speed
+settings.load_profile("paceline")
+
+PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *HOSTING, *TEAMS, *PRELOAD)), "tests.preloaded")
+"""For runs of all kinds."""
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """For tests of what leaves their number as it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[LocalEngine]:
+    """Shared by tests that leave it running: a run costs a tenth of a second, what its workers import some six."""
+    with LocalEngine() as carrier:
+        carrier._nursery_with(PRELOADED)
+        yield carrier
+
+
+@pytest.fixture(scope="session")
+def fork_server(engine: LocalEngine) -> Nursery:
+    """The engine's."""
+    return engine._nursery_with(PRELOADED)
+
+
+@pytest.fixture(scope="session")
+def play(fork_server: Nursery) -> ranks.Play:
+    """Starts ranks."""
+    return functools.partial(ranks.play, fork_server)

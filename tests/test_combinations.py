@@ -9,16 +9,16 @@ import pytest
 from paceline.engine.local.engine import LocalEngine
 from tests.combinations import END, START, WORKERS, Cell, cells, table, tried
 from tests.engine.distributed_cases import ended, torchrun
+from tests.ranks import Play
 
 README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.timeout(600)
-def test_the_table_is_what_ran(tmp_path: Path) -> None:
+def test_the_table_is_what_ran(engine: LocalEngine, play: Play, tmp_path: Path) -> None:
     found = {cell: tried(cell, "virtual") for cell in cells("virtual")}
-    with LocalEngine() as engine:
-        found |= {cell: tried(cell, engine) for cell in cells("local")}
-    found |= _under_torchrun(tmp_path)
+    found |= {cell: tried(cell, engine) for cell in cells("local")}
+    found |= _on_ranks(play, tmp_path)
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
@@ -29,14 +29,17 @@ def test_the_table_is_what_ran(tmp_path: Path) -> None:
     assert text == f"{before}{START}{made}{END}{after}"
 
 
-def _under_torchrun(folder: Path) -> dict[Cell, str]:
+def _on_ranks(play: Play, folder: Path) -> dict[Cell, str]:
+    """The largest of them under torchrun itself."""
     found: dict[Cell, str] = {}
+    script = Path(__file__).with_name("combinations_script.py")
     for ranks in sorted(set(WORKERS.values())):
-        process = torchrun(
-            Path(__file__).with_name("combinations_script.py"), "distributed", ranks=ranks, folder=folder
-        )
-        said = ended(process, within_s=200.0)
-        assert process.returncode == 0, said
+        if ranks < max(WORKERS.values()):
+            play(script, "distributed", size=ranks, folder=folder)
+        else:
+            process = torchrun(script, "distributed", ranks=ranks, folder=folder)
+            said = ended(process, within_s=200.0)
+            assert process.returncode == 0, said
         told = json.loads((folder / f"{ranks}.json").read_text(encoding="utf-8"))
         found |= {Cell(policy, form, engine): why for policy, form, engine, why in told}
     return found

@@ -43,6 +43,18 @@ def test_each_trains_and_the_synchronous_ones_alike(program: Path, first: str, t
     assert program.stem not in LIKE_ONE_PROCESS or said == first
 
 
+@pytest.mark.timeout(240)
+def test_branches_are_side_by_side(tmp_path: Path) -> None:
+    said = printed(EXAMPLES / "inception_branches.py", tmp_path)
+    lanes = re.findall(r"^stage (\d) \|(.*)\|$", said, re.M)
+    assert [int(stage) for stage, _ in lanes] == [*range(9), *range(9)]
+    begins = [lane.index("F0") for _, lane in lanes[:9]]
+    assert (
+        begins[0] < begins[1] == begins[2] == begins[4] == begins[6] < begins[3] == begins[5] == begins[7] < begins[8]
+    )
+    assert "measured / ideal: 1.00" in said
+
+
 def test_each_is_short_and_a_few_lines_from_the_one_before() -> None:
     texts = [program.read_text(encoding="utf-8").splitlines() for program in PROGRAMS]
     assert [int(program.stem[0]) for program in PROGRAMS] == list(range(1, len(PROGRAMS) + 1))

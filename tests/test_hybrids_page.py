@@ -9,6 +9,7 @@ import torch
 
 from paceline import InputError, Program, Strategy, show_mesh
 from paceline.aggregation.registry import registered
+from paceline.schedule import Dependencies, draw, parse
 from paceline.train import check
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
@@ -54,6 +55,14 @@ def test_the_drawings_are_what_is_printed() -> None:
     assert page == PAGE
 
 
+def test_the_drawing_of_branches_is_what_is_simulated() -> None:
+    [(schedule, m, needs, drawing)] = re.findall(
+        r"^```text (\S+) micro_batches=(\d+) needs=(\S+)\n(.*?)\n```$", PAGE, re.M | re.S
+    )
+    parts = drawing.count("\n")
+    assert drawing == draw(parse(schedule), parts, int(m), None, Dependencies.parse(parts, needs.replace(",", " ")))
+
+
 @pytest.mark.parametrize(("mesh", "engine", "said"), CELLS)
 def test_each_cell_names_the_policies_that_are_taken(
     mesh: str, engine: str, said: str, monkeypatch: pytest.MonkeyPatch
@@ -74,7 +83,7 @@ def test_the_table_is_about_every_policy() -> None:
 
 
 def test_options_that_it_names_are_those_of_a_strategy() -> None:
-    named = set(re.findall(r"`(\w+)=[^`]*`", PAGE)) - {"engine", "clip_norm", "hosts"}
+    named = set(re.findall(r"`(\w+)=[^`]*`", PAGE)) - {"engine", "clip_norm", "hosts", "times"}
     assert {"stages", "shards", "aggregation", "device"} <= named <= set(Strategy.__dataclass_fields__)
 
 

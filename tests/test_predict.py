@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline import InputError, Program, predict
+from paceline import InputError, Program, predict, predictor
 from paceline.comm.nursery import Nursery
 from paceline.core.errors import WorkerError
 from paceline.datasets import load_program
-from paceline.inference.crew import PRELOAD, asked
+from paceline.engine.team.crew import Crew
+from paceline.inference.predictors import Work
 from paceline.inference.question import Question, together
 from paceline.program import call, leaves
 from paceline.strategy import Strategy
@@ -32,13 +33,6 @@ ROUNDING = 1e-12
 """Sums over what is divided are added up in another order."""
 
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery.start((*PRELOAD, "tests.zoo", "transformers.models.gpt2.modeling_gpt2"))
-    yield made
-    made.close()
 
 
 def program(job: Callable[[], zoo.Job]) -> Program:
@@ -95,12 +89,14 @@ CASES = [
 
 @pytest.mark.parametrize(("job", "strategy", "samples"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_the_output_is_that_of_one_process(
-    nursery: Nursery, job: Callable[[], zoo.Job], strategy: str, samples: int
+    fork_server: Nursery, job: Callable[[], zoo.Job], strategy: str, samples: int
 ) -> None:
     given, state, inputs, split = program(job), moved(job), rows(job().inputs, samples), Strategy.parse(strategy)
-    found = asked(Question(given, split, state, inputs, 60.0), nursery, threads=1)
     count = split.micro_batch_count if split.pipelined else 1
-    compare(together(found, samples, count), itself(given, state, inputs))
+    with Crew(Work(Question(given, split, state, 60.0)), split.workers, 1, fork_server) as crew:
+        for few in (samples, max(1, samples - 1)):  # the second time by what was made for the first
+            some = rows(inputs, few)
+            compare(together(crew.ask(some), few, count), itself(given, state, some))
 
 
 def batchnorm() -> nn.Module:
@@ -128,6 +124,31 @@ def test_a_run_a_folder_and_a_state_say_what_is_asked(tmp_path: Path) -> None:
     assert leaks.files() == before
 
 
+def test_another_form_of_input_is_captured_anew(fork_server: Nursery) -> None:
+    """And the first form is answered by what was made for it."""
+    given, inputs = small(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()), small().train[0]  # type: ignore[index]
+    with Crew(Work(Question(given, Strategy(shards=2), None, 60.0)), 2, 1, fork_server) as crew:
+        for some in (inputs[:4], inputs.view(2, 6, 6), inputs[:3]):
+            expected = itself(given, given.build().state_dict(), some)
+            compare(together(crew.ask(some), len(some), 1), expected)
+
+
+def test_a_predictor_answers_again_and_again_inside_its_block() -> None:
+    given = small()
+    inputs, state = given.train[0], given.build().state_dict()  # type: ignore[index]
+    with predictor(given) as ask:
+        for some in (inputs, inputs[:1], inputs[2:5]):
+            compare(ask(some), itself(given, state, some))
+        with pytest.raises(InputError, match="has no tensor of samples; give a batch"):
+            ask(torch.tensor(1.0))
+        compare(ask(inputs), itself(given, state, inputs))
+    with pytest.raises(InputError, match="answers inside its block; write with"):
+        ask(inputs)
+    with pytest.raises(InputError, match="replicas=2 are copies of one model"):
+        predictor(given, "replicas=2")
+
+
+@pytest.mark.usefixtures("two_threads")
 def test_this_process_is_left_as_it_was() -> None:
     torch.manual_seed(5)
     expected, threads = torch.rand(3), torch.get_num_threads()
@@ -177,13 +198,13 @@ class Dies(nn.Module):
     ],
 )
 def test_what_fails_in_a_worker_reaches_the_caller_and_leaves_nobody(
-    nursery: Nursery, how: str, kind: type[Exception], said: str
+    fork_server: Nursery, how: str, kind: type[Exception], said: str
 ) -> None:
     before = leaks.files()
-    question = Question(small(functools.partial(Dies, how)), Strategy(shards=2), None, torch.ones(3, 6), 20.0)
-    with pytest.raises(kind, match=said):
-        asked(question, nursery, threads=1)
-    assert not nursery._children
+    question = Question(small(functools.partial(Dies, how)), Strategy(shards=2), None, 20.0)
+    with pytest.raises(kind, match=said), Crew(Work(question), 2, 1, fork_server) as crew:
+        crew.ask(torch.ones(3, 6))
+    assert not fork_server._children
     assert leaks.files() == before
 
 

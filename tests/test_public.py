@@ -43,6 +43,7 @@ PUBLIC = [
     "launch",
     "load",
     "predict",
+    "predictor",
     "register",
     "scaled_learning_rate",
     "show_mesh",

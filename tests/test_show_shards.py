@@ -12,6 +12,11 @@ from torch import nn
 from paceline import InputError, Program, Strategy, show_shards, train
 from paceline.engine.base import Budget, Job
 from paceline.engine.setup import first_batch
+from paceline.replica.hybrid import division
+from paceline.replica.hybrid.table import StagedSharding
+from paceline.replica.pipeline.feeding import Fed, fed
+from paceline.replica.pipeline.preparation import cut_as_named, first_rows
+from paceline.replica.tensor.plan import Plan
 from paceline.replica.tensor.preparation import planned
 from paceline.replica.tensor.rewrite import rewritten
 from paceline.replica.tensor.shards import Shards
@@ -117,6 +122,85 @@ def test_a_run_keeps_to_its_rules_and_holds_what_the_table_says() -> None:
     assert run.summary["parameter_bytes"] == [4 * held for held in shown.parameters_by_shard]
 
 
+STAGES = "stages=2 cuts=2 shards=2 micro_batches=4 shard_rules=3:whole"
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("mlp", STAGES), ("cnn", "stages=2 cuts=1 shards=2 micro_batches=4")])
+def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, strategy: str) -> None:
+    """A batch is four micro-batches; what is summed at its end is summed once."""
+    made, asked = program(MODELS[name]), Strategy.parse(strategy)
+    shown = shards_of(made, strategy)
+    module, batch = made.build(), first_batch(Job(made, asked, Budget("steps", 1, 1)))
+    cut = cut_as_named(made, asked, module, batch)
+    leaves = cut.captured.flat(first_rows(asked, batch))
+    plans = division.planned(made, cut, module, leaves, [2, 2], asked.shard_rules)
+    runs = fed(cut, leaves)
+    for stage, plan, run in zip(shown.stages, plans, runs, strict=True):
+        assert stage.sharding is not None
+        assert plan is not None
+        held, calls = together(2, functools.partial(forward_and_backward, plan, run))
+        assert tuple(held) == stage.sharding.parameters_by_shard
+        summed = [row for row in stage.sharding.rows if row.operator.endswith(" gradients")]
+        assert 4 * calls.total() == stage.sharding.collectives - sum(row.collectives for row in summed)
+        assert stage.parameters == sum(row.parameters for row in stage.sharding.rows) == stage.sharding.parameters
+    assert sum(stage.parameters for stage in shown.stages) == sum(p.numel() for p in made.build().parameters())
+
+
+def forward_and_backward(plan: Plan, run: Fed, shards: Shards) -> int:
+    """Of a part, once: how many elements of parameters a shard holds."""
+    shard = own(rewritten(plan, shards))
+    given = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in run.given]
+    made = [each for each in shard.module(*given) if each.requires_grad]
+    torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+    return sum(parameter.numel() for parameter in shard.module.parameters())
+
+
+def shards_of(made: Program, strategy: str) -> StagedSharding:
+    shown = divided(made, strategy)
+    assert isinstance(shown, StagedSharding)
+    return shown
+
+
+def test_a_stage_of_one_worker_is_said_to_be_whole() -> None:
+    shown = shards_of(program(), STAGES.replace("shards=2", "shards=[2,1]"))
+    assert [stage.sharding is None for stage in shown.stages] == [False, True]
+    assert str(shown).startswith("stage 0: 2 shards; bytes: what a shard sends for one batch")
+    assert str(shown).endswith("\n\nstage 1: whole, with 554 parameters")
+    read = json.loads(json.dumps(shown.to_json()))["stages"]
+    assert [(each["stage"], each["shards"]) for each in read] == [(0, 2), (1, 1)]
+
+
+def test_who_take_turns_at_a_stage_send_less_each() -> None:
+    alone, turns = (
+        shards_of(program(), f"stages={stages} cuts=2 micro_batches=4 shards=2").stages[0].sharding
+        for stages in ("2", "[2,1]")
+    )
+    assert alone is not None
+    assert turns is not None
+    assert alone.sent_bytes == 2 * turns.sent_bytes > 0
+
+
+def test_branches_of_a_stage_are_balanced_without_a_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(*_: object) -> None:
+        raise AssertionError("somebody measures")
+
+    monkeypatch.setattr("paceline.replica.tensor.preparation.measured", measured)
+    given = program(lambda: nn.Sequential(nn.Linear(8, 8), Fork(), nn.Linear(12, 2)))
+    shown = shards_of(given, "stages=2 cuts=2 shards=[2,1] shard_rules=1.b*:branch")
+    assert shown.stages[0].sharding is not None
+    ways = {row.cut for row in shown.stages[0].sharding.rows if row.module.startswith("1.b")}
+    assert ways == {"branch on shard 0", "branch on shard 1"}
+
+
+class Fork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.b1, self.b2 = nn.Linear(8, 6), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.b1(x), self.b2(x)], 1)
+
+
 def test_what_stays_whole_says_why() -> None:
     assert whys(divided(program(Unruled), "shards=2"))["bend", "bilinear"] == "no rule for bilinear"
     assert whys(divided(program(encoder), "shards=3"))["2.self_attn", "scaled_dot_product_attention"] == (
@@ -150,6 +234,7 @@ def test_json_has_the_same_rows_in_plain_types() -> None:
     assert read["parameters_by_shard"] == list(shown.parameters_by_shard)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_this_process_is_left_as_it_was() -> None:
     made = program()
     torch.manual_seed(5)
@@ -165,7 +250,8 @@ def test_this_process_is_left_as_it_was() -> None:
     [
         ("replicas=1", "shards=1 leaves the operators whole, so nothing is divided; write shards=2"),
         ("shard_rules=0:row", "shard_rules=0:row say how operators are divided, but shards=1 leaves them whole"),
-        ("stages=2 shards=2", "stages=2 × shards=2"),
+        ("stages=2 cuts=2 shards=100", "shards=100: nothing of stage 0 can be divided into 100"),
+        ("stages=2 cuts=2 shards=[2,1] shard_rules=nowhere:row", "unknown module in shard_rules 'nowhere'"),
         ("shards=2 aggregation=hogwild", "aggregation=hogwild"),
         ("shards=2 shard_rules=nowhere:row", "unknown module in shard_rules 'nowhere'"),
         ("shards=100", "nothing of Sequential can be divided into 100"),

@@ -51,6 +51,7 @@ def test_interleaved_parts_are_all_shown() -> None:
     assert len(rows(show_stages(program(), "stages=2 schedule=interleaved"))) == 4
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_this_process_is_left_as_it_was() -> None:
     made = program()
     torch.manual_seed(5)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from job import Job
-from together import gathered, largest
+from kit.together import gathered, largest
 from torch import Tensor
 
 STEPS = 5

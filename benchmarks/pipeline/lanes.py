@@ -2,9 +2,9 @@
 
 from job import Job
 from kit.crew import Member
+from kit.together import tell
 from models import MICRO_BATCHES
 from ours import times, trained
-from together import tell
 
 import paceline.comm
 
@@ -18,6 +18,6 @@ def swimlane(member: Member, size: str, name: str, backend: str) -> None:
 
     paceline.comm.register()
     run = trained(f"schedule={name}", Job(size, MICRO_BATCHES, backend), STEPS, times(STEPS), trace=True)
-    step = pipeline_step(run.spans, run.strategy, run.summary["peak_saved_bytes"])
+    step = pipeline_step(run.spans, run.strategy, run.summary)
     assert step is not None, "a pipeline has made whole steps"
     tell(member, step.svg())

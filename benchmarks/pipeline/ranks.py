@@ -9,11 +9,11 @@ from alone import cores
 from ideal import simple_s
 from kit.crew import Member
 from kit.machine import machine
+from kit.together import tell
 from kit.work import Measured
 from models import MICRO_BATCHES
 from rounds import Cell, Found, Pace, Rounds
 from sides import ONE, THEIRS, THEIRS_ON_GLOO
-from together import tell
 
 import paceline.comm
 from paceline import schedule

@@ -11,7 +11,6 @@ Processors that others use too change their pace within seconds; turns are short
 """
 
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -22,11 +21,12 @@ from checks import STEPS, differences, moved
 from ideal import ideal_s
 from job import Job
 from kit.crew import Member
+from kit.together import gathered, largest, tell
+from kit.turns import timed
 from kit.work import Begun
 from models import MICRO_BATCHES
 from ours import Step, times, trained
 from sides import ONE, OURS, One, Side, others
-from together import gathered, largest, tell
 
 from paceline import schedule
 
@@ -115,7 +115,7 @@ class Rounds:
 
     def _turn(self, name: str, step: Step, counts: bool) -> Callable[[], None]:
         def turn() -> None:
-            taken = [_timed(step) for _ in range(self._steps + 1)]
+            taken = [timed(step) for _ in range(self._steps + 1)]
             seconds = largest(statistics.median(taken[1:]))
             if counts:
                 self._times[name].append(seconds)
@@ -142,11 +142,5 @@ def _steps(job: Job, turn_s: float) -> int:
     """Of a turn that count: as many as go into its time."""
     one = One(job)
     one.step()
-    step_s = largest(_timed(one.step)) / min(dist.get_world_size(), cores())
+    step_s = largest(timed(one.step)) / min(dist.get_world_size(), cores())
     return max(1, min(MOST, int(turn_s / step_s)))
-
-
-def _timed(step: Step) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from job import Job
 from kit.crew import Member
 from kit.machine import machine
+from kit.together import tell
 from kit.work import Begun, Measured
 from ours import times, trained
-from together import tell
 
 import paceline.comm
 

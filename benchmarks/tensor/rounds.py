@@ -10,18 +10,19 @@ A side's time is the median of its turn on the slowest rank.
 """
 
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch.distributed as dist
 from kit.crew import Member
+from kit.together import largest
+from kit.turns import timed
 from kit.work import Begun
 from models import ROWS, Row
 from ours import Step, trained
 from sides import ONE, OURS, THEIRS, One, Side, theirs
-from torch import Tensor, float64, tensor
+from torch import Tensor
 
 CHECKED = 5
 """Steps after which parameters are compared."""
@@ -121,8 +122,8 @@ class Rounds:
             turns += [(self._forwards, name, each) for name, each in forwards.items()]
             for table, name, each in turns if number % 2 == 0 else reversed(turns):
                 dist.barrier()
-                taken = [_timed(each) for _ in range(self._count + 1)]
-                seconds = _largest(statistics.median(taken[1:]))
+                taken = [timed(each) for _ in range(self._count + 1)]
+                seconds = largest(statistics.median(taken[1:]))
                 if number:
                     table[name].append(seconds)
 
@@ -130,19 +131,7 @@ class Rounds:
 def _fitting(row: Row, turn_s: float) -> int:
     one = One(row)
     one.step()
-    return max(1, min(MOST, int(turn_s / _largest(_timed(one.step)))))
-
-
-def _timed(step: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    step()
-    return time.perf_counter() - began
-
-
-def _largest(seconds: float) -> float:
-    word = tensor([seconds], dtype=float64)
-    dist.all_reduce(word, dist.ReduceOp.MAX)
-    return word.item()
+    return max(1, min(MOST, int(turn_s / largest(timed(one.step)))))
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

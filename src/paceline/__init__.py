@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
     from paceline.optim.rates import scaled_learning_rate, warmup
-    from paceline.predict import predict
+    from paceline.predict import predict, predictor
     from paceline.program import Program
     from paceline.replica.cut_mark import cut
     from paceline.run import Run, load
@@ -86,6 +86,7 @@ __all__ = [
     "launch",
     "load",
     "predict",
+    "predictor",
     "register",
     "scaled_learning_rate",
     "show_mesh",
@@ -121,7 +122,7 @@ _NAMES = {
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),
     "optim.rates": ("scaled_learning_rate", "warmup"),
-    "predict": ("predict",),
+    "predict": ("predict", "predictor"),
     "program": ("Program",),
     "replica.cut_mark": ("cut",),
     "run": ("Run", "load"),

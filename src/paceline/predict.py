@@ -1,25 +1,18 @@
 """predict: what a model gives for an input, computed by the workers of one replica."""
 
-import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from paceline.comm.nursery import Nursery
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
-from paceline.engine.distributed.run import own_settings
 from paceline.engine.setup import refuse_torchrun
-from paceline.engine.team.team import assembled
-from paceline.engine.team.world import World, backend_for
-from paceline.inference.answer import answer
-from paceline.inference.crew import PRELOAD, asked
-from paceline.inference.question import Question, together
-from paceline.program import Program, Tree, call, leaves
-from paceline.replica.forms import batch_size
+from paceline.engine.team.world import World
+from paceline.inference.predictors import Here, Locally, Predictor, UnderTorchrun, refuse_inputs
+from paceline.inference.question import Question
+from paceline.program import Program, Tree
 from paceline.run import Run, load
 from paceline.storage import State, reading
 from paceline.strategy import Strategy
@@ -41,7 +34,7 @@ def predict(
     Shards also make a single sample quicker; stages work on several micro-batches at a time. What comes out is what
     ``model.eval()(inputs)`` gives in one process, up to the order in which floating-point numbers are added. The model
     is captured, cut and divided anew in each call, and checked against itself, by every worker: give many samples at
-    once rather than few at a time.
+    once, or keep the workers with :func:`predictor`.
 
     Args:
         program: whose model it is; its data, loss and optimizer are not used.
@@ -69,15 +62,53 @@ def predict(
     >>> predict(program, torch.ones(3, 8)).shape
     torch.Size([3, 4])
     """
+    made = predictor(program, strategy, engine=engine, state=state, timeout_s=timeout_s)
+    refuse_inputs(inputs)  # before anything is started
+    with made as ask:
+        return ask(inputs)
+
+
+def predictor(
+    program: Program,
+    strategy: Strategy | str = "replicas=1",
+    *,
+    engine: str = "local",
+    state: Run | State | str | Path | None = None,
+    timeout_s: Seconds = 60.0,
+) -> Predictor:
+    """What answers as :func:`predict` does, as often as it is called inside a ``with`` block.
+
+    Its workers stay until the end of the block. The model is captured, cut and divided for the first inputs, and anew
+    for inputs of another form; another number of samples is none.
+
+    Args:
+        program: as for :func:`predict`.
+        strategy: of one replica.
+        engine: ``local`` or ``distributed``.
+        state: parameters and buffers; None: A_0.
+        timeout_s: bound on every wait of one worker for another.
+
+    Raises:
+        InputError: what can't be done as written.
+
+    >>> import functools
+    >>> program = Program(
+    ...     model=lambda: torch.nn.Linear(8, 4), loss=torch.nn.functional.mse_loss,
+    ...     optimizer=functools.partial(torch.optim.SGD, lr=0.1), train=(torch.zeros(64, 8), torch.zeros(64, 4)))
+    >>> with predictor(program) as ask:
+    ...     ask(torch.ones(3, 8)).shape, ask(torch.ones(1, 8)).shape
+    (torch.Size([3, 4]), torch.Size([1, 4]))
+    """
     strategy = Strategy.coerce(strategy)
-    _refuse(strategy, inputs)
-    question = Question(program, strategy, _state(state), inputs, timeout_s)
+    _refuse(strategy)
+    question = Question(program, strategy, _state(state), timeout_s)
     kind, _, backend = engine.partition(":")
     if kind == "local":
         refuse_torchrun("local")
-        return _alone(question) if strategy.workers == 1 else _locally(question)
+        return Here(question) if strategy.workers == 1 else Locally(question)
     if kind == "distributed":
-        return _under_torchrun(question, backend or None)
+        _refuse_size(strategy)
+        return Here(question) if strategy.workers == 1 else UnderTorchrun(question, backend or None)
     raise unknown("engine for predict", engine, ENGINES)
 
 
@@ -96,17 +127,22 @@ def read_inputs(path: str | Path) -> Tree:
             raise ValueError(f"it holds no tensors that torch.save has written ({type(error).__name__})") from error
 
 
-def _refuse(strategy: Strategy, inputs: Tree) -> None:
+def _refuse(strategy: Strategy) -> None:
     if strategy.replicas > 1:
         raise InputError(
             f"replicas={strategy.replicas} are copies of one model, of which one answers; write replicas=1"
         )
     if strategy.device != "cpu":
         raise InputError(f"device={strategy.device}: predict is for CPUs as yet; write device=cpu")
-    if not any(leaf.dim() for leaf in leaves(inputs)):
-        raise InputError(f"inputs={inputs!r} has no tensor of samples; give a batch as the model is called with it")
-    if not batch_size(inputs):
-        raise InputError("inputs has no sample; give at least one")
+
+
+def _refuse_size(strategy: Strategy) -> None:
+    world = World.found()
+    if world.size != strategy.workers:
+        raise InputError(
+            f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun started "
+            f"{world.size}; start {strategy.workers}"
+        )
 
 
 def _state(state: Run | State | str | Path | None) -> State | None:
@@ -115,46 +151,3 @@ def _state(state: Run | State | str | Path | None) -> State | None:
     if state is None or isinstance(state, Mapping):
         return state
     return load(state).state
-
-
-def _alone(question: Question) -> Tree:
-    with own_settings(), torch.no_grad(), question.program.autocast("cpu"):
-        if question.strategy.threads is not None:
-            torch.set_num_threads(question.strategy.threads)
-        return call(question.model(), question.inputs)
-
-
-def _threads(strategy: Strategy, here: int) -> int:
-    return strategy.threads or max(1, len(os.sched_getaffinity(0)) // here)
-
-
-def _locally(question: Question) -> Tree:
-    strategy = question.strategy
-    nursery = Nursery.start(PRELOAD)
-    try:
-        found = asked(question, nursery, _threads(strategy, strategy.workers))
-    finally:
-        nursery.close()
-    return together(found, batch_size(question.inputs), _pieces(strategy))
-
-
-def _under_torchrun(question: Question, backend: str | None) -> Tree:
-    world, strategy = World.found(), question.strategy
-    if world.size != strategy.workers:
-        raise InputError(
-            f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun started "
-            f"{world.size}; start {strategy.workers}"
-        )
-    if strategy.workers == 1:
-        return _alone(question)
-    with own_settings():
-        torch.set_num_threads(_threads(strategy, world.local_size))
-        carrier = backend_for("cpu", backend, world)
-        with assembled(world, carrier, "cpu", question.timeout_s, watched=True) as team:
-            mine = answer(question, team)
-            found = [replace(mine, pieces=pieces) for pieces in team.gather(mine.pieces, "the output")]
-    return together(found, batch_size(question.inputs), _pieces(strategy))
-
-
-def _pieces(strategy: Strategy) -> int:
-    return strategy.micro_batch_count if strategy.pipelined else 1

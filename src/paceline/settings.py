@@ -130,8 +130,10 @@ def _refuse_mesh(strategy: Strategy, engine: Engine) -> None:
             f"stages={strategy.stages} micro_batches={strategy.micro_batch_count}: engine={engine.name} carries no "
             f"pipelines; write engine='{PIPELINES[0]}' or '{PIPELINES[1]}'"
         )
+    ranks = strategy.spread and engine.name == "local"  # where such replicas make one update together
     for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
-        if getattr(strategy, name) not in (only, False) and engine.name != "distributed":
+        carried = engine.name == "distributed" or (ranks and name == "shard_optimizer")
+        if getattr(strategy, name) not in (only, False) and not carried:
             raise InputError(
                 f"{name}={getattr(strategy, name)} is for engine=distributed alone, not for engine={engine.name}; "
                 "leave it out, or write engine='distributed'"

@@ -1,10 +1,16 @@
 """show_shards: how the operators of a model are divided, what that sends, and what stays whole and why."""
 
+from torch import nn
+
 from paceline.core.errors import InputError
 from paceline.engine.base import Budget, Job
 from paceline.engine.distributed.run import own_settings
 from paceline.engine.setup import first_batch, settle
 from paceline.program import Program
+from paceline.replica.base import Batch
+from paceline.replica.hybrid import division
+from paceline.replica.hybrid.table import Stage, StagedSharding
+from paceline.replica.pipeline.preparation import first_rows, prepared
 from paceline.replica.tensor.preparation import planned
 from paceline.replica.tensor.table import Sharding, sharding
 from paceline.strategy import Strategy
@@ -14,7 +20,9 @@ from paceline.train import check
 def show_shards(program: Program, strategy: Strategy | str) -> str:
     """The table of a model's operators: how each is cut, the collectives and bytes of one batch, what stays whole.
 
-    The model is captured and planned as for a run, in this process; nothing is trained and nothing is sent.
+    The model is captured and planned as for a run, in this process; nothing is trained and nothing is sent. Of a
+    pipeline each stage has a table of its own: where ``cuts=`` do not say where stages begin, that is measured, and
+    another call may choose other places.
 
     Args:
         program: whose model it is.
@@ -39,25 +47,51 @@ def show_shards(program: Program, strategy: Strategy | str) -> str:
     divided: 100 % of 1,096 parameters, ... % of the work
     a step: 1 collective, 512 B sent by each shard
     parameters by shard: 552, 544
+
+    Each stage of a pipeline is divided by itself; what goes from stage to stage is not in these tables:
+
+    >>> print(show_shards(program, "stages=2 cuts=2 shards=[2,1] micro_batches=4"))
+    stage 0: 2 shards; bytes: what a shard sends for one batch, forward and backward
+    <BLANKLINE>
+    module  operator  cut            parameters  forward       sends
+    0       linear    column                576
+    1       relu      split → whole              all-gather  2.05 kB
+    <BLANKLINE>
+    divided: 100 % of 576 parameters, 100 % of the work
+    a step: 4 collectives, 2.05 kB sent by each shard
+    parameters by shard: 288, 288
+    <BLANKLINE>
+    stage 1: whole, with 520 parameters
     """
     return str(divided(program, strategy))
 
 
-def divided(program: Program, strategy: Strategy | str) -> Sharding:
+def divided(program: Program, strategy: Strategy | str) -> Sharding | StagedSharding:
     """The same as a value, with its rows."""
     strategy = Strategy.coerce(strategy)
     check(program, strategy, steps=1)
-    count = strategy.shards
-    if strategy.tensor_parallel and strategy.pipelined:
-        raise InputError(
-            f"stages={strategy.stage_count} × shards={count}: each stage is divided by itself, after the model is cut, "
-            "and this table is of a whole model; write stages=1, or --show-stages for where it is cut"
-        )
-    if not strategy.tensor_parallel or isinstance(count, tuple):
-        raise InputError(f"shards={count} leaves the operators whole, so nothing is divided; write shards=2")
+    if not strategy.tensor_parallel:
+        raise InputError(f"shards={strategy.shards} leaves the operators whole, so nothing is divided; write shards=2")
     job = Job(program, strategy, Budget("steps", 1, 1))
     with own_settings():
-        module, batch = settle(job, 0), first_batch(job)
+        settle(job, 0)
+        module, batch = job.program.build(), first_batch(job)
+        if strategy.pipelined:
+            return _staged(program, strategy, module, batch)
         with program.autocast(strategy.device):
-            _, plan = planned(program, module, batch, count, strategy.shard_rules)
+            _, plan = planned(program, module, batch, max(strategy.stage_workers), strategy.shard_rules)
         return sharding(plan, strategy.shard_rules)
+
+
+def _staged(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> StagedSharding:
+    """Of each part, for the micro-batches of a batch that a shard is given, each taken to be as large as the first."""
+    cut, rules = prepared(program, strategy, module, batch, lambda choose: choose()).cut, strategy.shard_rules
+    stages = [strategy.order.worker_of(part.number, strategy.stage_count) for part in cut.parts]
+    leaves = cut.captured.flat(first_rows(strategy, batch))
+    plans = division.planned(program, cut, module, leaves, [strategy.mesh.shards(stage) for stage in stages], rules)
+    found: list[Stage] = []
+    for part, stage, plan in zip(cut.parts, stages, plans, strict=True):
+        passes = -(-strategy.micro_batch_count // strategy.copies[stage])
+        parameters = sum(each.numel() for each in part.module.parameters())
+        found.append(Stage(stage, part.number, parameters, None if plan is None else sharding(plan, rules, passes)))
+    return StagedSharding(found)

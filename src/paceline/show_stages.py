@@ -42,7 +42,8 @@ def show_stages(program: Program, strategy: Strategy | str) -> str:
         raise InputError(f"stages={strategy.stage_count} leaves the model whole, so there is no cut; write stages=2")
     job = Job(program, strategy, Budget("steps", 1, 1))
     with own_settings():
-        made = prepared(program, strategy, settle(job, 0), first_batch(job), lambda choose: choose())
+        settle(job, 0)
+        made = prepared(program, strategy, program.build(), first_batch(job), lambda choose: choose())
     assert made.costs is not None, "they were measured here"
     turns = [strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in made.cut.parts]
     return table(made.cut, made.units, made.costs, turns)

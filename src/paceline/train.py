@@ -92,7 +92,8 @@ def train(
         evaluate_every: distance of two evaluation points, in the budget's unit (seconds where there is only ``until``);
             by default 20 points over the budget.
         delay: slows some replicas: ``"fraction=0.5 normal:mean=0,std=0.25"``, in seconds per gradient.
-        times: of the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``.
+        times: of the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``; ``"measured"``: what
+            the pieces of a step take on this host.
         trace: record spans.
         progress: show it live; by default where standard error is a terminal.
         out: folder to save the run in; must not exist.
@@ -128,7 +129,13 @@ def train(
         state=dict(outcome.state),
         model=outcome.model,
         history=list(outcome.history),
-        summary=summarize(outcome.account, outcome.history, host=carrier.name != "virtual"),
+        summary=summarize(
+            outcome.account,
+            outcome.history,
+            host=carrier.name != "virtual",
+            spans=outcome.spans,
+            shards=job.strategy.tensor_parallel,
+        ),
         spans=list(outcome.spans),
         left=list(outcome.account.left),
     )

@@ -51,6 +51,13 @@ def test_measured_computing_has_no_stream() -> None:
     assert Times.parse("compute=measured").compute_stream(0, 0) is None
 
 
+def test_all_of_it_is_measured_in_a_word() -> None:
+    times = Times.parse("measured")
+    assert str(times) == "compute=measured transfer=measured apply=measured gradient=0"
+    assert Times.parse(str(times)) == times
+    assert [each.all_measured for each in (times, Times(), Times.parse("compute=measured"))] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -59,7 +66,9 @@ def test_measured_computing_has_no_stream() -> None:
         ("comput=1", "unknown time 'comput'; did you mean 'compute'"),
         ("compute=-1", "compute=-1: value=-1, but it must be 0 or more"),
         ("apply=1 apply=2", "apply is given twice, 1 and 2"),
-        ("transfer=measured", r"only compute can be measured; write transfer=0.001"),
+        ("transfer=measured", r"transfer and apply are measured together with compute; write times='measured'"),
+        ("compute=measured apply=measured", r"transfer and apply are measured together with compute"),
+        ("gradient=measured", r"it is measured with apply; write times='measured'"),
         ("compute=mesured", "compute=mesured: unknown distribution"),
         ("gradient=normal:mean=1", "gradient=normal:mean=1: normal needs std"),
     ],

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm import kernel, liveness, segments
+from paceline.comm import kernel, liveness
 from paceline.comm.nursery import Nursery
 from paceline.comm.segments import Arena, Segment
 from paceline.core.errors import PacelineError
@@ -62,11 +62,26 @@ def test_reserving_more_than_there_is_names_the_bytes_wanted(monkeypatch: pytest
     segment.close()
 
 
-@pytest.mark.parametrize(("text", "expected"), [("max\n", float("inf")), ("1048576\n", 1048576.0)])
-def test_a_containers_limit_counts(text: str, expected: float, tmp_path: Path) -> None:
-    file = tmp_path / "memory.max"
-    file.write_text(text)
-    assert segments._number(file) == expected
+def test_what_lies_on_disk_has_room_and_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    segment = Segment.on_disk(1 << 20)
+    assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20
+    assert not any(tmp_path.iterdir())
+    twin = Segment.attach(os.dup(segment.fd), 1 << 20)
+    segment.tensor(64, (4,), torch.int32).fill_(5)
+    assert twin.tensor(64, (4,), torch.int32).tolist() == [5] * 4
+    segment.close()
+    twin.close()
+
+
+def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(fd: int, offset: int, size_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(PacelineError, match=r"1,048,576 bytes .*No space left.*TMPDIR"):
+        Segment.on_disk(1 << 20)
 
 
 def test_a_tensor_outlives_its_segment() -> None:

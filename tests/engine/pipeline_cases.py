@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam
 
 from paceline import Program, Run, train
 from paceline.core.order import Order
+from paceline.engine.base import Engine
 from paceline.replica.pipeline.micro_batches import sizes
 from tests import zoo
 from tests.oracle import Plain
@@ -43,7 +44,7 @@ class Case:
         data = (inputs, targets)
         return Program(model=functools.partial(quiet, model), loss=loss, train=data, **usual | self.fields)
 
-    def run(self, stages: int, engine: str, more: str = "", **settings: Any) -> Run:
+    def run(self, stages: int, engine: str | Engine, more: str = "", **settings: Any) -> Run:
         strategy = f"stages={stages} {self.strategy} {more}"
         return train(self.program, strategy, engine=engine, steps=STEPS, progress=False, **settings)
 

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline import Program, Strategy, train
 from paceline.core.order import Order
+from paceline.engine.base import Engine
 from paceline.replica.pipeline.micro_batches import sizes
 from tests import zoo
 from tests.engine.pipeline_cases import ADAM, Case
@@ -43,7 +44,7 @@ CUTS: dict[str, dict[int, tuple[str, ...]]] = {
 """Where stages begin, so that it is known whose weights are how old. Under 2BW all are of one age."""
 
 
-def trained(case: str, stages: int, engine: str, steps: int = STEPS) -> Any:
+def trained(case: str, stages: int, engine: str | Engine, steps: int = STEPS) -> Any:
     """What a run leaves: the model, and what it counted."""
     strategy = replace(
         Strategy.parse(f"stages={stages} {CASES[case].strategy}"), cuts=CUTS.get(case, {}).get(stages, ())

@@ -14,7 +14,7 @@ from paceline.optim.lamb import Lamb
 from paceline.train import check
 from tests import oracle
 from tests.engine import programs
-from tests.engine.distributed_cases import ACCUMULATED, STEPS, SYNCHRONISED, ended, kept, program, told, torchrun
+from tests.engine.distributed_cases import ACCUMULATED, STEPS, SYNCHRONISED, kept, program, told
 from tests.engine.distributed_sharded_cases import (
     CASES,
     EXACT,
@@ -25,27 +25,26 @@ from tests.engine.distributed_sharded_cases import (
     wide,
 )
 from tests.engine.test_distributed_parity import BOUNDS, COUNTS, ROUNDING, assert_equal, assert_same, expected_of
+from tests.ranks import Play
 
 Started = tuple[int, Path]
 
 
-def start(ranks: int, engine: str, folder: Path) -> Started:
-    process = torchrun(Path(__file__).with_name("distributed_sharded_script.py"), engine, ranks=ranks, folder=folder)
-    said = ended(process, within_s=200)
-    assert process.returncode == 0, said
+def start(play: Play, ranks: int, engine: str, folder: Path) -> Started:
+    play(Path(__file__).with_name("distributed_sharded_script.py"), engine, size=ranks, folder=folder)
     return ranks, folder
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Started:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
     """How many ranks were started on Gloo, and where they left what they found."""
-    return start(request.param, "distributed:gloo", tmp_path_factory.mktemp("ranks"))
+    return start(play, request.param, "distributed:gloo", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def on_shm(tmp_path_factory: pytest.TempPathFactory) -> Started:
+def on_shm(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
     """Three ranks on shared memory."""
-    return start(3, "distributed:shm", tmp_path_factory.mktemp("ranks"))
+    return start(play, 3, "distributed:shm", tmp_path_factory.mktemp("ranks"))
 
 
 def found(started: Started, name: str) -> dict[str, Any]:

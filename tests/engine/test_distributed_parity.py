@@ -22,6 +22,7 @@ from tests.engine.distributed_cases import (
     told,
     torchrun,
 )
+from tests.ranks import Play
 
 ROUNDING = 1e-12
 """Both sides add the same products in another order: some hundred rounding errors of 2e-16 each, over 13 steps."""
@@ -43,10 +44,13 @@ COUNTS = ("updates", "gradients", "applied", "discarded", "nonfinite", "steps", 
 
 
 @pytest.fixture(scope="module", params=[2, 3, 4])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """How many ranks were started, and where they left what they found."""
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> tuple[int, Path]:
+    """How many ranks were started, two of them by torchrun, and where they left what they found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("distributed_parity_script.py")
+    if request.param > 2:
+        play(script, size=request.param, folder=folder)
+        return request.param, folder
     process = torchrun(script, ranks=request.param, folder=folder)
     said = ended(process)
     assert process.returncode == 0, said

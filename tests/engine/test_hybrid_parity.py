@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,11 @@ from torch import Tensor
 import paceline
 from paceline.core.errors import WorkerError
 from paceline.engine.local.engine import LocalEngine
-from tests.engine.distributed_cases import ended, kept, torchrun
+from tests.engine.distributed_cases import kept
 from tests.engine.hybrid_cases import CASES, NORMALISED
 from tests.engine.local import leaks
 from tests.engine.pipeline_cases import ADAM
+from tests.ranks import Play
 
 pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
 
@@ -34,20 +35,12 @@ RANKS = 8
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where eight ranks under torchrun left what they found."""
+def started(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
+    """Where eight ranks left what they found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("hybrid_parity_script.py")
-    process = torchrun(script, "distributed:gloo", MESH, ranks=RANKS, folder=folder)
-    said = ended(process, within_s=240.0)
-    assert process.returncode == 0, said
+    play(script, "distributed:gloo", MESH, size=RANKS, folder=folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine() as made:
-        yield made
 
 
 def compare(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bound: float) -> None:

@@ -25,14 +25,6 @@ AT = 4
 """The step in which it happens."""
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    """Its fork server runs already."""
-    with LocalEngine() as made:
-        paceline.train(program(), f"stages={STAGES}", engine=made, steps=1, progress=False)
-        yield made
-
-
 def deep() -> nn.Module:
     layers = [layer for _ in range(4) for layer in (nn.Linear(6, 6), nn.Tanh())]
     return nn.Sequential(*layers, nn.Linear(6, 3)).double()

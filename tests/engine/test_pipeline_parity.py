@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.distributed_cases import ended, kept, torchrun
+from paceline.engine.local.engine import LocalEngine
+from tests.engine.distributed_cases import kept
 from tests.engine.pipeline_cases import ADAM, CASES, one_process
+from tests.ranks import Play
 
 pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
 
@@ -19,13 +21,11 @@ NORMALISED = 1e-9
 
 
 @pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    process = torchrun(Path(__file__).with_name("pipeline_parity_script.py"), engine, ranks=ranks, folder=folder)
-    said = ended(process, within_s=240.0)
-    assert process.returncode == 0, said
+    play(Path(__file__).with_name("pipeline_parity_script.py"), engine, size=ranks, folder=folder)
     return ranks, folder
 
 
@@ -50,8 +50,8 @@ def compare(found: dict[str, Any], expected: dict[str, torch.Tensor], bound: flo
 
 
 @pytest.mark.parametrize(("name", "stages"), [("mlp", 1), ("mlp", 3), ("gpt2", 2)])
-def test_the_local_engine_starts_the_stages_itself(stages: int, name: str) -> None:
+def test_the_local_engine_starts_the_stages_itself(engine: LocalEngine, stages: int, name: str) -> None:
     case = CASES[name]
-    run = case.run(stages, "local", more=f"micro_batches={2 * stages}")
+    run = case.run(stages, engine, more=f"micro_batches={2 * stages}")
     compare(run.model.state_dict(), one_process(case.program, micro_batches=2 * stages), NORMALISED)
     assert len(run.summary["utilisation"]) == stages

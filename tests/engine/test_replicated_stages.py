@@ -4,7 +4,7 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import paceline
 from paceline.core.errors import InputError, WorkerError
 from paceline.engine.local.engine import LocalEngine
 from tests import zoo
-from tests.engine.distributed_cases import ended, kept, torchrun
+from tests.engine.distributed_cases import kept
 from tests.engine.hybrid_cases import Case
 from tests.engine.local import leaks
 from tests.engine.pipeline_cases import ADAM, MOMENTUM
 from tests.engine.replicated_cases import BATCH, CASES, OTHERS, one_process, trained
 from tests.engine.test_hybrid_parity import assert_moved, compare
+from tests.ranks import Play
 
 pytest.importorskip("transformers", reason="models of transformers are looked at where it is installed")
 
@@ -36,20 +37,12 @@ DIVIDED = "stages=[2,1] shards=[1,2]"
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where four ranks under torchrun left what they found."""
+def started(tmp_path_factory: pytest.TempPathFactory, play: Play) -> Path:
+    """Where four ranks left what they found."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     script = Path(__file__).with_name("replicated_parity_script.py")
-    process = torchrun(script, "distributed:gloo", *MESHES, DIVIDED, ranks=4, folder=folder)
-    said = ended(process, within_s=240.0)
-    assert process.returncode == 0, said
+    play(script, "distributed:gloo", *MESHES, DIVIDED, size=4, folder=folder)
     return folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine() as made:
-        yield made
 
 
 @functools.cache

@@ -19,7 +19,7 @@ def would(optimizer: Any = MOMENTUM, backend: str = "shm", ranks: int = LEAST_RA
     module = nn.Linear(size, size, bias=False)
     data = (torch.zeros(1, size), torch.zeros(1, size))
     program = Program(lambda: module, nn.functional.mse_loss, optimizer, data)
-    return pays(program, Layout.of(module).new(), backend, ranks)
+    return pays(program, Layout.of(module), backend, ranks)
 
 
 @pytest.mark.parametrize(

@@ -17,21 +17,20 @@ from paceline.engine.local.engine import LocalEngine
 from paceline.schedule import parse
 from tests import zoo
 from tests.engine import programs
-from tests.engine.distributed_cases import ended, kept, torchrun
+from tests.engine.distributed_cases import kept
 from tests.engine.pipeline_cases import ADAM, Case
 from tests.engine.streamed_cases import CASES, STEPS, expected, trained
 from tests.engine.test_pipeline_failures import deep
 from tests.engine.test_pipeline_parity import NORMALISED, ROUNDING, compare
+from tests.ranks import Play
 
 
 @pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    process = torchrun(Path(__file__).with_name("streamed_script.py"), engine, ranks=ranks, folder=folder)
-    said = ended(process, within_s=240.0)
-    assert process.returncode == 0, said
+    play(Path(__file__).with_name("streamed_script.py"), engine, size=ranks, folder=folder)
     return ranks, folder
 
 
@@ -61,15 +60,9 @@ def assert_told(told: dict[str, Any], stages: int, *, two: bool) -> None:
 # --------------------------------------------------------------------------------------------------- the local engine
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine() as made:
-        yield made
-
-
 @pytest.mark.parametrize("name", ["mlp", "masked"])
-def test_the_local_engine_starts_the_stages_itself(name: str) -> None:
-    found, told, _ = trained(name, 3, "local")
+def test_the_local_engine_starts_the_stages_itself(engine: LocalEngine, name: str) -> None:
+    found, told, _ = trained(name, 3, engine)
     compare(found, expected(name, 3), ROUNDING)
     assert_told(told, 3, two="2bw" in CASES[name].strategy)
 

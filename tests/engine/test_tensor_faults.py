@@ -23,14 +23,6 @@ AT = 4
 """The step in which it happens."""
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    """Its fork server runs already."""
-    with LocalEngine() as made:
-        paceline.train(programs.program(), f"shards={SHARDS}", engine=made, steps=1, progress=False)
-        yield made
-
-
 def loop(worker: Any, rank: int, do: Callable[[], None]) -> None:
     for made, batch in enumerate(worker.batches(), start=1):
         if made == AT and os.environ["RANK"] == str(rank):

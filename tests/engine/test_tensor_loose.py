@@ -1,7 +1,6 @@
 """Gradients of large tensors are stepped on where a backward pass has left them: as exact as from a slot."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,12 +44,6 @@ def looking(loose: bool, worker: Any) -> None:
         raise ValueError(f"gradients lie in {found}")
     for batch in worker.batches():
         worker.step(batch)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine() as made:
-        yield made
 
 
 @pytest.mark.timeout(120)

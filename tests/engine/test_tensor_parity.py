@@ -3,7 +3,7 @@
 import functools
 import gc
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import paceline
 from paceline.engine.local.engine import LocalEngine
 from tests import zoo
-from tests.engine.distributed_cases import ended, kept, torchrun
+from tests.engine.distributed_cases import kept
 from tests.engine.tensor_cases import ADAM, CASES, MOMENTUM, Case
+from tests.ranks import Play
 
 ROUNDING = 1e-12
 """Both sides add the same products, but a sum over what is divided in another order."""
@@ -31,20 +32,12 @@ once for each shard and once for all of them, forward and backward, in each of t
 
 
 @pytest.fixture(scope="module", params=[(2, "distributed:gloo"), (3, "distributed:shm")])
-def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found."""
     ranks, engine = request.param
     folder: Path = tmp_path_factory.mktemp("ranks")
-    process = torchrun(Path(__file__).with_name("tensor_parity_script.py"), engine, ranks=ranks, folder=folder)
-    said = ended(process, within_s=200.0)
-    assert process.returncode == 0, said
+    play(Path(__file__).with_name("tensor_parity_script.py"), engine, size=ranks, folder=folder)
     return ranks, folder
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[LocalEngine]:
-    with LocalEngine() as made:
-        yield made
 
 
 @pytest.mark.timeout(300)

@@ -1,14 +1,19 @@
 """Replicas of several workers in virtual time: they compute as one process does, and take what their schedule takes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
 
-from paceline import InputError, Run, train
+from paceline import InputError, Program, Run, train
 from paceline.engine.virtual.engine import VirtualEngine
+from paceline.metrics.pipeline_step import pipeline_step
 from tests import zoo
 from tests.engine.tensor_cases import Case, branches
+from tests.replica.pipeline.cut_models import CUTS, NEEDS, Branches
 
 TIMES = "compute=0.012"
 """Of one process, for a Δ."""
@@ -55,6 +60,28 @@ def test_who_take_turns_at_a_stage() -> None:
     found = run("stages=[2,1] micro_batches=4", trace=True)
     assert found.history[-1].time_s == pytest.approx(6 * 0.012 * 18 / 36, rel=1e-6)
     assert {(s.stage, s.shard) for s in found.spans if s.action == "forward"} == {(0, 0), (0, 1), (1, 0)}
+
+
+def test_branches_take_as_long_as_the_longest_of_them() -> None:
+    """Seven stages of which four are on the longest way: (m + d - 1)/(m·p), and the ideal beside it says so too."""
+    images = torch.randn(32, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    program = Program(
+        lambda: Branches().double(), cross_entropy, partial(SGD, lr=0.1), (images, torch.arange(32) % 5), batch_size=8
+    )
+    strategy = f"stages=7 micro_batches=4 cuts={','.join(CUTS)}"
+    found, alone = (
+        train(program, each, engine=VirtualEngine(), steps=3, times=TIMES, trace=True, progress=False)
+        for each in (strategy, "replicas=1")
+    )
+    assert found.history[-1].time_s == pytest.approx(3 * 0.012 * 7 / 28, rel=1e-6)
+    assert found.summary["notes"]["parts_need"] == NEEDS
+    assert all(torch.equal(found.state[name], value) for name, value in alone.state.items())
+    step = pipeline_step(found.spans, found.strategy, found.summary)
+    assert step is not None
+    assert step.pace.ratio == pytest.approx(1, rel=1e-5)  # each time of 143 µs is rounded to whole nanoseconds
+    chain = pipeline_step(found.spans, found.strategy)
+    assert chain is not None
+    assert chain.pace.ideal_s == pytest.approx(step.pace.ideal_s * 10 / 7, rel=1e-5)
 
 
 def test_shards_alone_take_what_the_busiest_does() -> None:

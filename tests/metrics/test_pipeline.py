@@ -21,6 +21,11 @@ def span(action: Action, start: int, end: int, stage: int = 0, micro_batch: int 
     return Span(0, stage, 0, action, step, micro_batch, start, end, 0)
 
 
+def paced(spans: list[Span], schedule: str, p: int, m: int) -> Pace:
+    order = parse(schedule)
+    return pace(spans, ideal(spans, order, p, m), flushes=order.flushes)
+
+
 def shifted(spans: list[Span], by_ns: int, step: int) -> list[Span]:
     return [replace(s, start_ns=s.start_ns + by_ns, end_ns=s.end_ns + by_ns, step=step) for s in spans]
 
@@ -83,7 +88,7 @@ def test_an_update_belongs_to_the_step_it_ends_whatever_its_own_number() -> None
         span("apply", 335, 340, step=2),
     ]
     assert windows(spans) == {1: (0, 30), 2: (100, 140), 3: (200, 230), 4: (300, 340)}
-    assert pace(spans, parse("1f1b"), 1, 1) == Pace(35 / S, 30 / S)
+    assert paced(spans, "1f1b", 1, 1) == Pace(35 / S, 30 / S)
 
 
 def test_waiting_before_a_step_is_no_time_of_it() -> None:
@@ -106,7 +111,7 @@ def test_other_replicas_owners_and_scoring_are_not_the_pipelines() -> None:
         span("delay", 30, 60),
     ]
     assert worker_figures(ours + others) == {(0, 0): WorkerFigures(1.0, 0.0, 0.0)}
-    assert pace(ours + others, parse("1f1b"), 1, 1) == Pace(30 / S, 30 / S)
+    assert paced(ours + others, "1f1b", 1, 1) == Pace(30 / S, 30 / S)
     assert worker_figures([*ours, *others], replica=1) == {(0, 0): WorkerFigures(1.0, 0.0, 0.0)}
 
 
@@ -143,7 +148,7 @@ def test_what_goes_as_simulated_is_ideal(text: str, data: st.DataObject) -> None
     schedule, p, m = data.draw(cases(text, workers=5, micro_batches=12))
     times = StageTimes.equal(schedule.parts(p), forward=7 / S, backward_input=5 / S, backward_weight=3 / S)
     spans = simulate(schedule, times, p, m)
-    assert pace(spans, parse(text), p, m).ratio == 1
+    assert paced(spans, text, p, m).ratio == 1
     assert [s.duration_ns for s in ideal(spans, parse(text), p, m)] == [s.duration_ns for s in spans]
 
 
@@ -166,18 +171,18 @@ def test_a_step_is_its_median_and_the_gaps_are_left_out() -> None:
         return shifted(one, start, number)
 
     spans = step(1, 0, 3) + step(2, 1000, 900) + step(3, 5000, 5)
-    assert pace(spans, parse("1f1b"), 1, 1) == Pace(35 / S, 30 / S)
-    assert pace(spans, parse("1f1b"), 1, 1).ratio == pytest.approx(35 / 30, rel=1e-12)
+    assert paced(spans, "1f1b", 1, 1) == Pace(35 / S, 30 / S)
+    assert paced(spans, "1f1b", 1, 1).ratio == pytest.approx(35 / 30, rel=1e-12)
 
 
 def test_a_stream_is_measured_as_a_whole() -> None:
     """Three mini-batches of two: (2 · 3 + 1) · 3 units for 3 steps, of which 6 · 3 are busy."""
     whole = simulate(parse("pipedream"), StageTimes.equal(2), 2, 6)
     spans = [replace(s, step=1 + s.micro_batch // 2, micro_batch=s.micro_batch % 2) for s in whole]
-    assert pace(spans, parse("pipedream"), 2, 2) == Pace(7.0, 7.0)
+    assert paced(spans, "pipedream", 2, 2) == Pace(7.0, 7.0)
     assert {f.utilisation for f in worker_figures(spans).values()} == {18 / 21}
     late = [replace(s, end_ns=s.end_ns + 21 * 10**9) if s.end_ns == 21 * 10**9 else s for s in spans]
-    assert pace(late, parse("pipedream"), 2, 2).step_s == 14.0
+    assert paced(late, "pipedream", 2, 2).step_s == 14.0
 
 
 @pytest.mark.parametrize(

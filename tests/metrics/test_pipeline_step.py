@@ -101,7 +101,9 @@ def shown(span: Span) -> tuple[int, str, int, int, int]:
 
 def test_figures_of_each_stage_and_their_means() -> None:
     spans = recorded("gpipe", 2, 3, slower=(1.0,))
-    found = pipeline_step(spans, Strategy(stages=2, schedule="gpipe", micro_batches=3), [49_152, None])
+    found = pipeline_step(
+        spans, Strategy(stages=2, schedule="gpipe", micro_batches=3), {"peak_saved_bytes": [49_152, None]}
+    )
     assert found is not None
     assert found.table() == [
         ("stage", "utilisation", "bubble", "exposed communication", "peak activations"),
@@ -122,7 +124,9 @@ def test_where_no_memory_was_counted_there_is_no_column_for_it() -> None:
 
 
 def test_text_and_picture_say_the_same() -> None:
-    found = pipeline_step(recorded("1f1b", 2, 4), Strategy(stages=2, micro_batches=4), [1000, 2000])
+    found = pipeline_step(
+        recorded("1f1b", 2, 4), Strategy(stages=2, micro_batches=4), {"peak_saved_bytes": [1000, 2000]}
+    )
     assert found is not None
     for drawn in (found.text(80), found.svg()):
         for words in (found.measured.title, found.ideal.title, found.sentence(), "exposed communication", "2 kB"):

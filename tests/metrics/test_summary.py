@@ -9,14 +9,21 @@ import pytest
 from paceline.core.records import Account, Departure, Record, WorkerFigures
 from paceline.metrics.summary import json_safe, summarize
 from paceline.schedule import StageTimes, parse, simulate
-from paceline.trace.spans import Span
+from paceline.trace.spans import Action, Span
 
 COUNTS = ["steps", "updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds"]
 RATES = ["samples_per_s", "updates_per_s", "gradients_per_s"]
 STALENESS = ["staleness_mean", "staleness_max", "staleness"]
-BYTES = ["payload_bytes_per_step", "payload_formula_bytes_per_step", "peak_memory_bytes", "parameter_bytes"]
+BYTES = [
+    "payload_bytes_per_step",
+    "payload_formula_bytes_per_step",
+    "peak_memory_bytes",
+    "parameter_bytes",
+    "optimizer_bytes",
+]
 SCORES = ["train_loss", "test_loss", "test_accuracy"]
 MEANS = ["train_loss_mean", "test_loss_mean", "test_accuracy_mean"]
+WAYS: tuple[Action, Action] = ("forward", "backward")
 END = ["interrupted", "start_digest", "notes"]
 
 
@@ -133,11 +140,43 @@ def test_replicas_of_a_pipeline_count_alike() -> None:
     assert (found["pipeline_utilisation"], found["bubble"]) == (pytest.approx(2 / 3), pytest.approx(1 / 6))
 
 
+def test_who_take_turns_at_a_stage_count_each_as_a_worker() -> None:
+    """::
+
+    stage 0.0 |FFFFBBBB        |  8 of 16
+    stage 0.1 |  FFFF    BBBBAA|  8 of 16, and an update of 2
+    stage 0.2 |                |  0 of 16: there were but two micro-batches
+    stage 1   |    FB    FB    |  4 of 16
+    """
+
+    def span(stage: int, copy: int, action: Action, i: int, start: int, end: int) -> Span:
+        return Span(0, stage, copy, action, 1, i, start, end, 0)
+
+    spans = [
+        span(0, 0, "forward", 0, 0, 4),
+        span(0, 0, "backward", 0, 4, 8),
+        span(0, 1, "forward", 1, 2, 6),
+        span(0, 1, "backward", 1, 10, 14),
+        span(0, 1, "apply", 0, 14, 16),
+        *(
+            span(1, 0, action, i, 4 + 6 * i + back, 5 + 6 * i + back)
+            for i in (0, 1)
+            for back, action in enumerate(WAYS)
+        ),
+    ]
+    places = ((0, 0), (0, 1), (0, 2), (1, 0))
+    one = replace(worker(0, 3, 4.0, 0.4, 8_000), peak_saved_bytes=7)
+    workers = tuple(replace(one, stage=stage, shard=copy) for stage, copy in places)
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans)
+    assert found["pipeline_utilisation"] == pytest.approx((8 + 8 + 0 + 4) / 64)
+    assert found["bubble"] == pytest.approx((8 + 6 + 16 + 12) / 64)
+
+
 def test_shards_have_only_their_memory() -> None:
     """Each computes all the time, though one waits for the other's part of a sum."""
     spans = [Span(0, 0, shard, "forward", 1, 0, 0, 10, 0) for shard in (0, 1)]
     workers = tuple(replace(worker(0, 3, 4.0, 0.4, 8_000), shard=s, peak_saved_bytes=7) for s in (0, 1))
-    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans)
+    found = summarize(replace(ACCOUNT, workers=workers), HISTORY, host=True, spans=spans, shards=True)
     assert found["peak_saved_bytes"] == [7, 7]
     assert not {"pipeline_utilisation", "bubble"} & found.keys()
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.schedule import Action, Schedule, StageTimes, check, in_flight, simulate
+from paceline.schedule import Action, Dependencies, Schedule, StageTimes, check, in_flight, simulate
 from paceline.schedule.walk import makes, needs
 from tests.schedule.schedule_values import Scripted, Split, Streaming
 
@@ -82,5 +82,5 @@ def test_activations_are_held_until_both_halves_are_done() -> None:
 )
 def test_needs_of_three_parts(action: str, needed: list[tuple[str, int, int]], made: list[str]) -> None:
     found = Action.parse(action)
-    assert list(needs(found, parts=3)) == needed
+    assert list(needs(found, Dependencies.chain(3))) == needed
     assert list(makes(found)) == [(what, found.stage, found.micro_batch) for what in made]

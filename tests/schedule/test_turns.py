@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.columns import Column, Columns
 from paceline.core.mesh import Mesh, Place
-from paceline.schedule import Action, Schedule, StageTimes, in_flight, names, parse, simulate, timeline
+from paceline.schedule import Action, Dependencies, Schedule, StageTimes, in_flight, names, parse, simulate, timeline
 from paceline.schedule.walk import walk
 from tests.schedule.schedule_values import TEXTS
 
@@ -76,7 +76,7 @@ def test_each_does_its_own_once_and_nobody_waits_for_ever(
         own = range(column.copy, kept, columns.copies[column.stage])
         due = [Action(column.stage, kind, i) for i in own for kind in ("forward", "backward")]
         assert sorted(map(str, order)) == sorted(map(str, due))
-    done = list(walk([iter(order) for order in each], len(columns.copies)))
+    done = list(walk([iter(order) for order in each], Dependencies.chain(len(columns.copies))))
     assert len(done) == 2 * kept * len(columns.copies)
 
 

@@ -63,7 +63,7 @@ class Shared:
     times: Annotated[
         str | None,
         Option(
-            help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0"',
+            help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0", or measured',
             rich_help_panel=_PACE,
         ),
     ] = None

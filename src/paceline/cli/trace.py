@@ -58,11 +58,10 @@ def trace(
 def _beside(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | None":
     """A step of a pipeline; None where there is none, or a stretch of the whole run is asked for."""
     from paceline.metrics.pipeline_step import pipeline_step
-    from paceline.metrics.summary import SAVED
 
     if whole and step is not None:
         raise InputError(f"--step {step} is one step, --start and --end are a stretch of the run; write one of them")
-    found = None if whole else pipeline_step(run.spans, run.strategy, run.summary.get(SAVED), step=step)
+    found = None if whole else pipeline_step(run.spans, run.strategy, run.summary, step=step)
     if step is not None and found is None:
         raise InputError(
             f"--step {step} shows a step of a pipeline, but {run.strategy} has no stages, or no whole step was "

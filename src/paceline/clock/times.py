@@ -39,6 +39,12 @@ class Times:
         apply: of one update of A.
         gradient: of each gradient that goes into an update.
 
+    Written as ``measured`` alone, compute, transfer and apply are all measured, piece by piece, with as many processes
+    at work as there will be workers: what comes out is what a step will take on this host.
+
+    Raises:
+        InputError: transfer or apply is measured, but not all three are.
+
     >>> times = Times.parse("transfer=exponential:mean=0.001")
     >>> str(times)
     'compute=0.01 transfer=exponential:mean=0.001 apply=0 gradient=0'
@@ -47,9 +53,20 @@ class Times:
     """
 
     compute: Distribution | Measured = _STEP
-    transfer: Distribution = _NOTHING
-    apply: Distribution = _NOTHING
+    transfer: Distribution | Measured = _NOTHING
+    apply: Distribution | Measured = _NOTHING
     gradient: Distribution = _NOTHING
+
+    def __post_init__(self) -> None:
+        if "measured" in (self.transfer, self.apply) and not self.all_measured:
+            raise InputError(
+                f"times={str(self)!r}: transfer and apply are measured together with compute; write times='measured'"
+            )
+
+    @property
+    def all_measured(self) -> bool:
+        """Whether a step is put together of measured pieces."""
+        return self.compute == self.transfer == self.apply == "measured"
 
     @classmethod
     def parse(cls, text: str) -> "Times":
@@ -57,8 +74,10 @@ class Times:
 
         Raises:
             InputError: an unknown name (with the nearest known one), a negative or unreadable value, or ``measured``
-                for anything but compute.
+                where that can't be.
         """
+        if text.strip() == "measured":
+            return cls("measured", "measured", "measured")
         given = pairs(text.split(), "times", repr(_EXAMPLE))
         for key in given:
             if key not in (known := [each.name for each in fields(cls)]):
@@ -75,11 +94,13 @@ class Times:
         return self.compute.stream(_rng(seed, _COMPUTE, replica))
 
     def transfer_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds]:
-        """How long the messages to and from a replica take."""
+        """How long the messages to and from a replica take, where that is not measured."""
+        assert not isinstance(self.transfer, str), "it is measured"
         return self.transfer.stream(_rng(seed, _TRANSFER, replica))
 
     def apply_stream(self, seed: int) -> Iterator[Seconds]:
-        """How long the server takes for each update, whatever it is made of."""
+        """How long the server takes for each update, whatever it is made of, where that is not measured."""
+        assert not isinstance(self.apply, str), "it is measured"
         return self.apply.stream(_rng(seed, _APPLY))
 
     def gradient_stream(self, seed: int) -> Iterator[Seconds]:
@@ -98,6 +119,6 @@ def _value(key: str, value: str) -> Distribution | Measured:
             return parse(value)
         except InputError as error:
             raise InputError(f"{key}={value}: {error}") from error
-    if key != "compute":
-        raise InputError(f"{key}=measured, but only compute can be measured; write {key}=0.001, say.")
+    if key == "gradient":
+        raise InputError("gradient=measured, but it is measured with apply; write times='measured'")
     return "measured"

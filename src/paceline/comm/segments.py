@@ -1,21 +1,22 @@
 """Anonymous shared memory, and where the named tensors in it lie.
 
 A segment has no name in any file system: it is a file descriptor that is passed on, and its memory goes with the last
-process that holds or maps it, however that process ends. So there is nothing to unlink and nothing to leak.
+process that holds or maps it, however that process ends. So there is nothing to unlink and nothing to leak. The same
+holds for one on disk, whose pages the system may write out and take back whenever memory is short.
 """
 
 import mmap
 import os
+import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
-import psutil
 import torch
 from torch import Tensor
 
+from paceline.comm.free import available_bytes
 from paceline.comm.kernel import memfd_create
 from paceline.core.errors import PacelineError
 
@@ -77,6 +78,24 @@ class Segment:
             segment.close()
             raise
         return segment
+
+    @classmethod
+    def on_disk(cls, size_bytes: int) -> "Segment":
+        """New memory that is a file without a name, in ``TMPDIR`` or /var/tmp; there is room for all of it.
+
+        Raises:
+            PacelineError: there is not.
+        """
+        folder = os.environ.get("TMPDIR") or next(filter(os.path.isdir, ("/var/tmp", tempfile.gettempdir())))
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                return cls(os.dup(file.fileno()), size_bytes)
+        except OSError as error:
+            raise PacelineError(
+                f"a file of {size_bytes:,} bytes can't be had in {folder} ({error.strerror}), for a model that is too "
+                "large for the memory that is free; set TMPDIR to a folder with more room, or free some memory"
+            ) from error
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> "Segment":
@@ -182,29 +201,6 @@ class Arena:
     def tensors(self, segment: Segment) -> dict[str, Tensor]:
         """All views, by name."""
         return {name: self.tensor(segment, name) for name in self.slots}
-
-
-def available_bytes() -> int:
-    """How much memory may still be filled here: what is free, swap included, under the limit of a container."""
-    free = psutil.virtual_memory().available + psutil.swap_memory().free
-    return int(min(free, _container_limit()))
-
-
-def _container_limit() -> float:
-    # cgroup v2. In a container its own group is mounted as the root, on a host it is the path in /proc/self/cgroup.
-    try:
-        path = Path("/proc/self/cgroup").read_text().partition("0::/")[2].strip()
-    except OSError:
-        return float("inf")
-    root = Path("/sys/fs/cgroup")
-    return min(_number(folder / "memory.max") for folder in (root, root / path))
-
-
-def _number(file: Path) -> float:
-    try:
-        return float(file.read_text())
-    except (OSError, ValueError):  # no such file, or "max"
-        return float("inf")
 
 
 def _no_memory(size_bytes: int, reason: str) -> PacelineError:

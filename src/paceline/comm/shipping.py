@@ -25,6 +25,7 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from paceline.comm.segments import Segment, aligned
+from paceline.comm.spill import Spill
 from paceline.core.errors import InputError
 
 SHARED_FROM_BYTES = 64 * 1024
@@ -51,8 +52,12 @@ class Parcel:
         os.close(self.fd)
 
 
-def ship(obj: object) -> Parcel:
+def ship(obj: object, spill: Spill | None = None) -> Parcel:
     """Put an object graph into shared memory, each distinct tensor storage and large array in it once.
+
+    Args:
+        obj: what is sent.
+        spill: where it may lie on disk, if there is no memory to spare.
 
     Raises:
         InputError: where a part of it can't be pickled.
@@ -61,9 +66,9 @@ def ship(obj: object) -> Parcel:
     parts = parts_of(obj)
     sizes = [len(part) for part in parts]
     offsets = _offsets(sizes)
-    segment = Segment.create("parcel", offsets[-1])
+    new = Segment.create if spill is None else spill.segment
+    segment = new("parcel", offsets[-1], reserved_bytes=offsets[-1])
     try:
-        segment.reserve(0, offsets[-1])
         with segment.buffer as target:
             _write(target, 0, memoryview(b"".join(n.to_bytes(_INT, "little") for n in (len(sizes), *sizes))))
             for offset, part in zip(offsets, parts, strict=False):
@@ -93,16 +98,21 @@ def parts_of(obj: object) -> list[memoryview]:
     return [stream.getbuffer(), *pickler.buffers]
 
 
-def unpack(parcel: Parcel) -> Any:
+def unpack(parcel: Parcel, *, at_once: bool = True) -> Any:
     """Rebuild the object graph; its large arrays are views of the parcel, copied page by page when written to.
 
     Read-only numpy arrays come back read-only. What two tensors shared, they share again.
+
+    Args:
+        parcel: from :func:`ship`.
+        at_once: map all of its pages now, rather than each when it is looked at.
     """
     # ACCESS_COPY: a receiver may normalise its data set in place, and no other one must see that.
     pages = mmap.mmap(parcel.fd, parcel.size_bytes, access=mmap.ACCESS_COPY)
     # All pages are there; mapped one by one as samples are drawn, they would cost a page fault each in every process.
-    with contextlib.suppress(OSError):  # before Linux 5.14
-        pages.madvise(_MADV_POPULATE_READ)
+    if at_once:
+        with contextlib.suppress(OSError):  # before Linux 5.14
+            pages.madvise(_MADV_POPULATE_READ)
     view = memoryview(pages)
     count = _number(view, 0)
     sizes = [_number(view, _INT * (i + 1)) for i in range(count)]

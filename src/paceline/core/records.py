@@ -80,6 +80,8 @@ class WorkerFigures:
     parameter_bytes: int | None
     peak_saved_bytes: int | None = None
     """Of a pipeline's stages, and of shards: the most that was kept for backward at one time."""
+    optimizer_bytes: int | None = None
+    """Of what this worker's own optimizer remembers at the end; None: it has one and does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from paceline.comm.segments import available_bytes
+from paceline.comm.free import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
 from paceline.core.types import Seconds

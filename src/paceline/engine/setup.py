@@ -149,11 +149,10 @@ def threads(job: Job, here: int | None = None) -> int:
     return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // (here or job.strategy.workers))
 
 
-def settle(job: Job, replica: ReplicaId, here: int | None = None) -> nn.Module:
-    """Make this process a replica's: its threads, its seed, its model."""
+def settle(job: Job, replica: ReplicaId, here: int | None = None) -> None:
+    """Make this process a replica's: its threads, its seed."""
     torch.set_num_threads(threads(job, here))
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
-    return job.program.build()
 
 
 def refuse_torchrun(name: str) -> None:

@@ -11,9 +11,9 @@ def refuse_shards(job: Job) -> None:
     """Raise InputError where operators can't be divided under this job's strategy."""
     strategy = job.strategy
     _refuse_policy(strategy)
-    for name in ("compression", "shard_optimizer", "shard_parameters"):
+    for name in ("compression", "shard_parameters"):
         value = getattr(strategy, name)
-        if value not in (None, False, "none"):
+        if value not in (False, "none"):
             raise InputError(
                 f"{name}={value} is about what whole replicas send each other, but shards={strategy.shards} of one "
                 f"replica send parts of tensors; leave {name} out"

@@ -75,9 +75,9 @@ def _refuse_policy(strategy: Strategy) -> None:
 
 
 def _refuse_options(strategy: Strategy) -> None:
-    for name in ("compression", "shard_optimizer", "shard_parameters"):
+    for name in ("compression", "shard_parameters"):
         value = getattr(strategy, name)
-        if value not in (None, False, "none"):
+        if value not in (False, "none"):
             raise InputError(
                 f"{name}={value} is about what whole replicas send each other, but stages={strategy.stage_count} of "
                 f"one replica send activations alone; leave {name} out"

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from paceline.comm.spill import Spill
 from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
+from paceline.replica.built import built
+from paceline.replica.state import digest
 
 
 @dataclass(frozen=True)
@@ -37,25 +40,48 @@ def trial(program: Program, batch: Batch) -> Trial:
     """
     with torch.random.fork_rng(devices=[]):
         module = _made(program)
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
-        parameters = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+        buffers = _seen(module.named_buffers())
+        parameters = _seen((name, p) for name, p in module.named_parameters() if p.requires_grad)
         output, loss = _forward(program, module, batch)
         _check_loss(loss)
-        _attempt("loss.backward() failed", loss.backward)
-        if all(p.grad is None for p in module.parameters()):
-            raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
+        _backward(module, loss)
         metrics = _metrics(program, output, batch.target)
         written = _changed(module.named_parameters(), parameters)
         learning_rate = _optimizer(program, module)
     return Trial(metrics, _changed(module.named_buffers(), buffers), written, learning_rate)
 
 
-def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, Tensor]) -> tuple[str, ...]:
-    return tuple(name for name, tensor in tensors if name in before and not torch.equal(tensor, before[name]))
+def _backward(module: nn.Module, loss: Tensor) -> None:
+    """Go through it; no gradient is kept."""
+    reached = False
+
+    def let_go(parameter: Tensor) -> None:
+        nonlocal reached
+        reached |= parameter.grad is not None  # a Function may give none
+        parameter.grad = None
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(let_go) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        _attempt("loss.backward() failed", loss.backward)
+    finally:  # the module may be the user's own
+        for hook in hooks:
+            hook.remove()
+    if not reached:
+        raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
+
+
+def _seen(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What tells later whether they have been written."""
+    return {name: digest([tensor]) for name, tensor in tensors}
+
+
+def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, tensor in tensors if name in before and digest([tensor]) != before[name])
 
 
 def _made(program: Program) -> nn.Module:
-    module: nn.Module = _attempt("model() failed", program.build).train()
+    module: nn.Module = _attempt("model() failed", lambda: built(program, Spill())).train()
     lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
     if lazy:
         raise InputError(

@@ -7,9 +7,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.spill import Spill
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.program import Program, Tree
+from paceline.replica.built import built
 from paceline.replica.outline import Rebuild
 from paceline.replica.pipeline.micro_batches import sizes
 from paceline.storage import State
@@ -21,18 +23,21 @@ Pieces: TypeAlias = Mapping[int, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Question:
-    """The same for all workers."""
+    """What is asked of all workers, but for the inputs."""
 
     program: Program
     strategy: Strategy
     state: State | None
     """Parameters and buffers by full name; None: A_0."""
-    inputs: Tree
     timeout_s: Seconds
 
-    def model(self) -> nn.Module:
-        """With the state that is asked for, in evaluation mode."""
-        module = self.program.build()
+    def model(self, spill: Spill | None = None) -> nn.Module:
+        """With the state that is asked for, in evaluation mode.
+
+        Args:
+            spill: where it may lie; None: in ordinary memory.
+        """
+        module = self.program.build() if spill is None else built(self.program, spill)
         if self.state is not None:
             try:
                 module.load_state_dict(dict(self.state))

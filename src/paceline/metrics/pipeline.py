@@ -17,7 +17,7 @@ from paceline.core.columns import Columns
 from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.metrics.utilisation import Interval, covered_ns
-from paceline.schedule import Schedule, StageTimes, simulate
+from paceline.schedule import Dependencies, Schedule, StageTimes, simulate
 from paceline.trace.spans import PASSES, Action, Span
 
 COMPUTE: frozenset[Action] = PASSES
@@ -56,6 +56,10 @@ class WorkerFigures:
     """The part of the steps in which it neither computes nor updates."""
     exposed_communication_s: Seconds
     """A step's time in sends, receives and waits that no compute covers."""
+
+
+IDLE = WorkerFigures(0.0, 1.0, 0.0)
+"""A worker that had nothing to do: there were fewer micro-batches than take turns at its stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +156,7 @@ def ideal(
     micro_batches: int,
     replica: int = 0,
     columns: Columns | None = None,
+    dependencies: Dependencies | None = None,
 ) -> list[Span]:
     """What the schedule would make of the measured compute if nothing else took time.
 
@@ -162,37 +167,35 @@ def ideal(
         micro_batches: m.
         replica: whose.
         columns: that take turns at the stages; None: one at each.
+        dependencies: of the model's parts; None: each needs the one before it.
 
     Returns:
         The spans of one step; where weights don't wait for its end, of as many as were measured.
     """
-    steps = 1 if schedule.flushes else len(_windows(_pipelines(spans, replica)))
+    steps = 1 if schedule.flushes else len(windows(spans, replica))
     times = stage_times(spans, schedule, workers, replica)
-    return simulate(schedule.resolved(micro_batches), times, workers, micro_batches * steps, columns)
+    return simulate(schedule.resolved(micro_batches), times, workers, micro_batches * steps, columns, dependencies)
 
 
-def pace(
-    spans: Sequence[Span],
-    schedule: Schedule,
-    workers: int,
-    micro_batches: int,
-    replica: int = 0,
-    columns: Columns | None = None,
-) -> Pace:
+def pace(spans: Sequence[Span], best: Sequence[Span], *, flushes: bool = True, replica: int = 0) -> Pace:
     """The time of a step, measured and :func:`ideal`.
 
-    Measured is the median step; where steps overlap, the whole time over their number. Arguments are those of
-    :func:`ideal`.
+    Measured is the median step; where steps overlap, the whole time over their number.
+
+    Args:
+        spans: of one run, in any order.
+        best: its ideal.
+        flushes: whether the schedule lets weights wait for the end of a step, and ``best`` is of one.
+        replica: whose.
 
     >>> from paceline.schedule import parse
     >>> spans = [Span(0, 0, 0, "forward", 1, 0, 0, 10, 0), Span(0, 0, 0, "backward", 1, 0, 15, 35, 0)]
-    >>> pace(spans, parse("gpipe"), workers=1, micro_batches=1)
+    >>> pace(spans, ideal(spans, parse("gpipe"), workers=1, micro_batches=1))
     Pace(step_s=3.5e-08, ideal_s=3e-08)
     """
     lengths = windows(spans, replica).values()
-    best = ideal(spans, schedule, workers, micro_batches, replica, columns)
     lasted = max(span.end_ns for span in best)
-    if schedule.flushes:
+    if flushes:
         return Pace(median(end - start for start, end in lengths) / 1e9, lasted / 1e9)
     return Pace(covered_ns(lengths) / len(lengths) / 1e9, lasted / len(lengths) / 1e9)
 

@@ -1,6 +1,6 @@
 """One step of a pipeline beside what its schedule allows, and the figures of the whole run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median_low
 from typing import Any
@@ -9,8 +9,10 @@ from paceline.core.errors import InputError
 from paceline.core.mesh import Place
 from paceline.core.types import Nanoseconds
 from paceline.metrics.pipeline import Pace, WorkerFigures, ideal, pace, windows, worker_figures
+from paceline.metrics.summary import NEEDS, SAVED
 from paceline.metrics.utilisation import Interval
 from paceline.replica.amounts import amount
+from paceline.schedule import Dependencies
 from paceline.strategy import Strategy
 from paceline.trace.lanes import duration
 from paceline.trace.panel_picture import panels_svg
@@ -18,6 +20,7 @@ from paceline.trace.panels import Panel, panels_text
 from paceline.trace.spans import Span
 
 _TITLES = ("stage", "utilisation", "bubble", "exposed communication", "peak activations")
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class PipelineStep:
 def pipeline_step(
     spans: Sequence[Span],
     strategy: Strategy | str,
-    saved_bytes: Sequence[int | None] | None = None,
+    summary: Mapping[str, Any] = NOTHING,
     *,
     step: int | None = None,
     replica: int = 0,
@@ -120,7 +123,8 @@ def pipeline_step(
     Args:
         spans: of one run, in any order.
         strategy: that it followed.
-        saved_bytes: by worker, the most that was kept for backward; None: it was not counted.
+        summary: of the run. It says the most that each worker kept for backward, and which parts of the model need
+            which; without it each needs the one before it.
         step: which one; by default the first of median length.
         replica: whose.
 
@@ -132,8 +136,10 @@ def pipeline_step(
     found = windows(spans, replica)
     order, workers, m = strategy.order, strategy.stage_count, strategy.micro_batch_count
     columns = strategy.mesh.columns if strategy.replicated else None
+    needs = (summary.get("notes") or {}).get(NEEDS)
+    dependencies = None if needs is None else Dependencies.parse(order.parts(workers), needs)
     try:
-        best = ideal(spans, order, workers, m, replica, columns)
+        best = ideal(spans, order, workers, m, replica, columns, dependencies)
     except InputError:  # a run that was interrupted early
         return None
     chosen = _typical(found) if step is None else step
@@ -152,8 +158,8 @@ def pipeline_step(
             _stepped(best, m),
             windows(_stepped(best, m))[position],
         ),
-        pace(spans, order, workers, m, replica, columns),
-        tuple(_rows(spans, strategy, saved_bytes, replica)),
+        pace(spans, best, flushes=order.flushes, replica=replica),
+        tuple(_rows(spans, strategy, summary.get(SAVED), replica)),
     )
 
 

@@ -1,13 +1,15 @@
 """``run.summary``: one flat dict of figures, units in the names, ready for JSON."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from paceline.core.records import Account, Record, WorkerFigures
 from paceline.metrics.averages import interval_mean, weighted_mean
-from paceline.metrics.pipeline import worker_figures
+from paceline.metrics.pipeline import IDLE, worker_figures
+from paceline.metrics.pipeline import WorkerFigures as Figures
 from paceline.trace.spans import Span
 
 Row = Mapping[str, Any]
@@ -15,8 +17,13 @@ Row = Mapping[str, Any]
 SAVED = "peak_saved_bytes"
 """Of a pipeline's workers, by rank: the most that each kept for backward at one time."""
 
+NEEDS = "parts_need"
+"""Among the notes of a pipeline: which parts of the model need which."""
 
-def summarize(account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = ()) -> dict[str, Any]:
+
+def summarize(
+    account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = (), shards: bool = False
+) -> dict[str, Any]:
     """The figures of one run, in a fixed order.
 
     ``steps`` are those of the replica that made most; rates are per second of training time; ``utilisation`` is
@@ -25,9 +32,14 @@ def summarize(account: Account, history: Sequence[Record], *, host: bool, spans:
     ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the interval of the
     history, by the trapezoid rule. What was not measured, or is not finite, is None. Nothing is rounded.
 
+    ``optimizer_bytes`` is what each worker's own optimizer remembers at the end: 0 where the server of A has the only
+    one, of which ``notes`` tell, and None where a worker has one and does not say.
+
     Where replicas are pipelines or shards, ``peak_saved_bytes`` is the most that each worker kept for backward at one
     time. Of pipelines with spans, ``pipeline_utilisation`` is their coloured area / total area, compute / time of the
-    steps over all workers, and ``bubble`` the share of that time in which workers neither compute nor update.
+    steps over all workers, those who take turns at a stage too, and ``bubble`` the share of that time in which workers
+    neither compute nor update. Where operators are divided, these two are left out: shards wait for each other within
+    what is recorded as compute.
 
     Args:
         account: what happened.
@@ -35,13 +47,15 @@ def summarize(account: Account, history: Sequence[Record], *, host: bool, spans:
         host: whether time and memory are those of a real machine; without it ``step_time_s``, payload, memory and
             parameter bytes are left out.
         spans: what was recorded.
+        shards: whether operators of some stage are divided.
     """
     rows = [record.row() for record in history]
     figures = _counts(account) | _rates(account) | _workers(account, host=host) | _staleness(account)
     if host:
         figures |= _bytes(account.workers)
     if any(w.peak_saved_bytes is not None for w in account.workers):
-        figures |= _pipelines(account.workers, spans)
+        figures |= _areas(account.workers, () if shards else spans)
+        figures[SAVED] = [w.peak_saved_bytes for w in account.workers]
     figures |= _scores(rows)
     figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}
@@ -108,18 +122,21 @@ def _bytes(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
         "payload_formula_bytes_per_step": _total(workers, lambda w: w.parameter_bytes, 2),
         "peak_memory_bytes": [w.peak_memory_bytes for w in workers],
         "parameter_bytes": [w.parameter_bytes for w in workers],
+        "optimizer_bytes": [w.optimizer_bytes for w in workers],
     }
 
 
-def _pipelines(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str, Any]:
-    saved: dict[str, Any] = {SAVED: [w.peak_saved_bytes for w in workers]}
-    each = [found for r in sorted({w.replica for w in workers}) for found in worker_figures(spans, r).values()]
-    if not each or any(w.shard for w in workers):
-        return saved
+def _areas(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str, Any]:
+    """Of pipelines: one that recorded nothing is left out, a worker of another that recorded nothing was idle."""
+    each: list[Figures] = []
+    for replica, count in Counter(w.replica for w in workers).items():
+        found = worker_figures(spans, replica).values()
+        each += [*found, *[IDLE] * (count - len(found) if found else 0)]
+    if not each:
+        return {}
     return {
         "pipeline_utilisation": fmean(found.utilisation for found in each),
         "bubble": fmean(found.bubble for found in each),
-        **saved,
     }
 
 

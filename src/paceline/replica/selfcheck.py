@@ -1,17 +1,20 @@
 """Whether a captured, cut or rewritten model is the model: forward, backward and buffers, by name."""
 
-import functools
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from paceline.comm.spill import Spill
 from paceline.core.errors import InputError
 from paceline.program import Tree, call, map_tree
+from paceline.replica.apart import apart, gradients_apart, largest
 from paceline.replica.forms import batch_size, resized
 from paceline.replica.outline import named_leaves, taken_apart
 from paceline.replica.refusal import WAYS_OUT
@@ -92,14 +95,14 @@ class _How:
 
 def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How) -> Exception | None:
     """Raises where the two differ; returns what the model itself raises, if it does."""
-    itself, what = functools.partial(call, module), how.what
+    itself, what, spill = partial(call, module), how.what, Spill()
     try:
-        expected = _observed(module, itself, lambda: tensors_of(module), inputs, how)
+        expected = _observed(module, itself, lambda: tensors_of(module), inputs, how, lambda _, g: spill.kept(g))
     except Exception as error:
         return error
     name, samples = type(module).__name__, f"{batch_size(inputs)} samples"
     try:
-        found = _observed(module, run, named, inputs, how)
+        found = _observed(module, run, named, inputs, how, _Compared(expected.gradients, how.ulps))
     except InputError:
         raise
     except Exception as error:
@@ -116,18 +119,35 @@ def _compare(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How)
     return None
 
 
+Seen = TypeVar("Seen")
+"""What is left of a gradient once it has been looked at: all of them at once may be more than there is memory for."""
+
+
 @dataclass(frozen=True)
-class _Observed:
+class _Observed(Generic[Seen]):
     """What one run gave, under the names that a message has for it."""
 
     outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+    gradients: Mapping[str, Seen]
     buffers: Mapping[str, Tensor]
     functions: tuple[str, ...]
     """The model's own autograd Functions that its backward goes through."""
 
 
-def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How) -> _Observed:
+class _Compared:
+    """Says of each gradient, in words, how far it is apart from the one that is expected."""
+
+    def __init__(self, expected: Mapping[str, Tensor], ulps: float) -> None:
+        self._expected, self._ulps = expected, ulps
+        self._largest = max(map(largest, expected.values()), default=0.0)
+
+    def __call__(self, name: str, found: Tensor) -> str:
+        return gradients_apart(self._expected.get(name), found, self._ulps, self._largest)
+
+
+def _observed(
+    module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How, look: Callable[[str, Tensor], Seen]
+) -> _Observed[Seen]:
     tensors = named()
     buffers = [name for name, _ in module.named_buffers()]
     torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
@@ -140,7 +160,7 @@ def _observed(module: nn.Module, run: Run, named: Named, inputs: Tree, how: _How
         after, own = named(), dict(module.named_buffers())
         return _Observed(
             {f"output {index}": t.detach().clone() for index, t in enumerate(found)},
-            _gradients(found, wanted),
+            _gradients(found, wanted, look),
             {f"buffer {name!r}": after.get(name, own[name]).detach().clone() for name in buffers},
             tuple(_own_functions(found)),
         )
@@ -158,61 +178,57 @@ def _fed(tensor: Tensor, differentiable: bool, name: str, wanted: dict[str, Tens
     return leaf.clone()
 
 
-def _gradients(outputs: list[Tensor], wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _gradients(
+    outputs: list[Tensor], wanted: Mapping[str, Tensor], look: Callable[[str, Tensor], Seen]
+) -> dict[str, Seen]:
+    """What is seen in each gradient as soon as it is there; then it is let go of."""
     outputs = [t for t in outputs if t.requires_grad]
     if not outputs or not wanted:
         return {}
+    found: dict[str, Seen] = {}
+
+    def seen(name: str, leaf: Tensor) -> None:
+        if leaf.grad is not None:  # a Function may give none
+            found[name], leaf.grad = look(name, leaf.grad.to_dense()), None
+
     generator = torch.Generator().manual_seed(_SEED)
     projection = [torch.randn(t.shape, generator=generator, dtype=t.dtype).to(t.device) for t in outputs]
-    found = torch.autograd.grad(outputs, list(wanted.values()), projection, allow_unused=True)
-    return {name: g.to_dense() for name, g in zip(wanted, found, strict=True) if g is not None}
+    with _told_of_gradients(wanted, seen):
+        torch.autograd.backward(outputs, projection, inputs=list(wanted.values()))
+    return {name: found[name] for name in wanted if name in found}
 
 
-def _difference(expected: _Observed, found: _Observed, ulps: float) -> str:
+@contextmanager
+def _told_of_gradients(leaves: Mapping[str, Tensor], tell: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """While it is entered, ``tell`` is called with each leaf whose gradient is complete; those of before come back."""
+    before = {name: leaf.grad for name, leaf in leaves.items()}
+    hooks = [leaf.register_post_accumulate_grad_hook(partial(tell, name)) for name, leaf in leaves.items()]  # type: ignore[no-untyped-call]
+    try:
+        for leaf in leaves.values():
+            leaf.grad = None
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for name, leaf in leaves.items():
+            leaf.grad = before[name]
+
+
+def _difference(expected: _Observed[Tensor], found: _Observed[str], ulps: float) -> str:
     """In words, the first thing that differs; empty where nothing does."""
     if len(expected.outputs) != len(found.outputs):
         return f"there are {len(found.outputs)} output tensors where the model has {len(expected.outputs)}"
-    largest = max((_largest(g) for g in expected.gradients.values()), default=0.0)
     for name, value in expected.outputs.items():
-        if text := _apart(value, found.outputs[name], ulps, 0.0):
+        if text := apart(value, found.outputs[name], ulps, 0.0):
             return f"{name} {text}"
     for name in {**expected.gradients, **found.gradients}:
-        known = expected.gradients.get(name), found.gradients.get(name)
-        if text := _gradients_apart(*known, ulps, largest):
+        missing = "" if name in found.gradients else gradients_apart(expected.gradients[name], None, ulps, 0.0)
+        if text := found.gradients.get(name, missing):
             return f"the gradient of {name} {text}"
     for name, value in expected.buffers.items():
-        if text := _apart(value, found.buffers[name], ulps, 0.0):
+        if text := apart(value, found.buffers[name], ulps, 0.0):
             return f"{name} {text}"
     return ""
-
-
-def _gradients_apart(expected: Tensor | None, found: Tensor | None, ulps: float, largest: float) -> str:
-    if expected is None or found is None:
-        there = expected if found is None else found
-        if there is None or not there.count_nonzero():
-            return ""
-        return f"is {'missing' if found is None else 'there'}, where the model has {'one' if found is None else 'none'}"
-    return _apart(expected, found, ulps, largest if found.count_nonzero() else 0.0)
-
-
-def _apart(expected: Tensor, found: Tensor, ulps: float, scale: float) -> str:
-    """In words, how far two tensors are apart; empty where it is within ``ulps`` of the largest element or of scale."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return f"is {tuple(found.shape)} of {found.dtype} instead of {tuple(expected.shape)} of {expected.dtype}"
-    if torch.equal(expected, found):
-        return ""
-    if not (expected.is_floating_point() or expected.is_complex()):
-        return f"differs in {int((expected != found).sum())} of its {expected.numel()} elements"
-    allowed = ulps * torch.finfo(expected.dtype).eps * max(_largest(expected), scale)
-    if torch.isclose(expected, found, rtol=0.0, atol=allowed, equal_nan=True).all():
-        return ""
-    gap = float((expected - found).abs().max())
-    return f"differs by up to {gap:.3g}, its largest element being {_largest(expected):.3g}"
-
-
-def _largest(tensor: Tensor) -> float:
-    """The largest finite magnitude."""
-    return float(tensor.abs().nan_to_num(0.0, 0.0, 0.0).max()) if tensor.numel() else 0.0
 
 
 def _own_functions(outputs: list[Tensor]) -> Iterator[str]:

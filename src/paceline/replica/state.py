@@ -155,10 +155,7 @@ class State:
 
     def digest(self) -> str:
         """SHA-256 over all bytes."""
-        sha = hashlib.sha256()
-        for vector in self.vectors:
-            sha.update(vector.contiguous().view(torch.uint8).numpy().tobytes())
-        return sha.hexdigest()
+        return digest(self.vectors)
 
 
 @dataclass(frozen=True)
@@ -185,6 +182,20 @@ def write(module: nn.Module, state: State) -> nn.Module:
         for name, view in state.named():
             here[name].copy_(view)
     return module
+
+
+def digest_of(module: nn.Module, layout: Layout) -> str:
+    """That of the state that :func:`read` would make, without making it."""
+    here = dict(module.named_parameters()) | dict(module.named_buffers())
+    return digest(here[e.name] for block in (*layout.parameters, *layout.buffers) for e in block.entries)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """SHA-256 over all bytes of tensors on the CPU, one after the other."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return sha.hexdigest()
 
 
 def _blocks(tensors: Iterable[tuple[str, Tensor]]) -> tuple[Block, ...]:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.errors import PacelineError
+from paceline.program import leaves
 from paceline.replica.kernels import Kernel, hooked, rule_of
 from paceline.replica.state import Layout, State
 
@@ -46,6 +47,12 @@ class Stepper:
         """What the optimizer remembers, for each vector of the state; where a kernel makes its steps."""
         self.steps = 0
         """How many have been made."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of what the optimizer remembers."""
+        by_torch = leaves(list(self._optimizer.state.values()))
+        return sum(tensor.nbytes for tensor in [*by_torch, *(m for each in self.memory for m in each)])
 
     @property
     def takes_any(self) -> bool:
@@ -152,6 +159,31 @@ def _optimizer(make: Make, state: State, gradient: State) -> tuple[Optimizer, Ta
     return optimizer, targets
 
 
+def stand_ins(layout: Layout) -> dict[str, nn.Parameter]:
+    """Parameters of a layout's names and shapes without values, to see what an optimizer makes of them."""
+    entries = [(entry, block.dtype) for block in layout.parameters for entry in block.entries]
+    return {e.name: nn.Parameter(torch.zeros((), dtype=dtype).expand(e.shape)) for e, dtype in entries}
+
+
+def elementwise(make: Make, whole: Layout) -> bool:
+    """Whether an optimizer treats each element of A alone, and all alike."""
+    optimizer = make(list(stand_ins(whole).values()))
+    groups = optimizer.param_groups
+    alike = len(groups) == 1 and len(groups[0]["params"]) == len(whole.parameter_names)
+    return alike and type(optimizer) in ELEMENTWISE and not optimizer.state
+
+
+def of_vectors(make: Make, whole: Layout) -> Make:
+    """The optimizer of vectors that lie anywhere in A, where it is :func:`elementwise`: its only group is that of A."""
+
+    def made(vectors: list[nn.Parameter]) -> Optimizer:
+        optimizer = make(list(stand_ins(whole).values()))
+        optimizer.param_groups[0]["params"] = list(vectors)
+        return optimizer
+
+    return made
+
+
 def of_part(make: Make, whole: Layout, part: Layout) -> Make:
     """The optimizer of a part of A: its groups are those that it makes of all parameters, in their order and shapes.
 
@@ -160,13 +192,12 @@ def of_part(make: Make, whole: Layout, part: Layout) -> Make:
 
     def made(parameters: list[nn.Parameter]) -> Optimizer:
         own = dict(zip(part.parameter_names, parameters, strict=True))
-        entries = [(entry, block.dtype) for block in whole.parameters for entry in block.entries]
-        absent = {e.name: nn.Parameter(torch.zeros((), dtype=d).expand(e.shape)) for e, d in entries}
-        optimizer = make([own[e.name] if e.name in own else absent[e.name] for e, _ in entries])
+        absent = stand_ins(whole)
+        optimizer = make([own.get(name, parameter) for name, parameter in absent.items()])
         stands_for = {id(parameter): parameter for parameter in parameters}
-        if any(e.name in own and own[e.name].shape != e.shape for e, _ in entries):
+        if any(parameter.shape != absent[name].shape for name, parameter in own.items()):
             # Memory is made for what there is of a tensor, groups by its whole shape.
-            optimizer.param_groups = make([absent[e.name] for e, _ in entries]).param_groups
+            optimizer.param_groups = make(list(absent.values())).param_groups
             stands_for = {id(absent[name]): parameter for name, parameter in own.items()}
         for group in optimizer.param_groups:
             group["params"] = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]

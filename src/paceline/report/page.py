@@ -6,7 +6,6 @@ from pathlib import Path
 
 from paceline.core.errors import InputError
 from paceline.metrics.pipeline_step import PipelineStep, pipeline_step
-from paceline.metrics.summary import SAVED
 from paceline.report import bars
 from paceline.report.curves import curve
 from paceline.report.sources import Group, Section, Source, sections
@@ -112,7 +111,7 @@ def _swimlanes(section: Section) -> Iterator[str]:
     if not recorded:
         return
     yield "<h3>Swimlanes</h3>"
-    steps = {group.strategy: pipeline_step(r.spans, r.strategy, r.summary.get(SAVED)) for group, r in recorded}
+    steps = {group.strategy: pipeline_step(r.spans, r.strategy, r.summary) for group, r in recorded}
     yield from _pipelines([(group, step) for group, _ in recorded if (step := steps[group.strategy])])
     yield from _stretches([(group, run.spans) for group, run in recorded if not steps[group.strategy]])
 

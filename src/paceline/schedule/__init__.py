@@ -8,6 +8,7 @@ import pkgutil
 
 from paceline.schedule.base import Action, Kind, Schedule
 from paceline.schedule.check import check, in_flight
+from paceline.schedule.dependencies import Dependencies, Need
 from paceline.schedule.draw import draw
 from paceline.schedule.names import canonical, names, parse
 from paceline.schedule.simulate import StageTimes, Timed, simulate, timeline
@@ -17,7 +18,9 @@ for _file in pkgutil.iter_modules(__path__):
 
 __all__ = [
     "Action",
+    "Dependencies",
     "Kind",
+    "Need",
     "Schedule",
     "StageTimes",
     "Timed",

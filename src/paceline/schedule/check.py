@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from paceline.core.columns import Column, Columns
 from paceline.schedule.base import Action, Kind, Schedule
+from paceline.schedule.dependencies import Dependencies
 from paceline.schedule.walk import DeadlockError, walk
 
 _CHANGES: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
@@ -55,7 +56,7 @@ def _miscounted(order: Sequence[Action], expected: Iterable[Action], flushes: bo
 
 def _stuck(orders: Iterable[Sequence[Action]], parts: int) -> str | None:
     try:
-        for _ in walk([iter(order) for order in orders], parts):
+        for _ in walk([iter(order) for order in orders], Dependencies.chain(parts)):
             pass
     except DeadlockError as error:
         return str(error)

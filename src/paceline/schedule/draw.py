@@ -4,12 +4,19 @@ from collections.abc import Iterable
 
 from paceline.core.columns import Columns
 from paceline.schedule.base import Schedule
+from paceline.schedule.dependencies import Dependencies
 from paceline.schedule.simulate import StageTimes, Timed, timeline
 
 _UNIT = 10**9
 
 
-def draw(schedule: Schedule, workers: int, micro_batches: int, columns: Columns | None = None) -> str:
+def draw(
+    schedule: Schedule,
+    workers: int,
+    micro_batches: int,
+    columns: Columns | None = None,
+    dependencies: Dependencies | None = None,
+) -> str:
     """The table, each forward one unit, each half of a backward one.
 
     ``---`` goes on with what was begun, ``.`` is idle, ``U`` at the end of a backward is the update that follows.
@@ -19,6 +26,7 @@ def draw(schedule: Schedule, workers: int, micro_batches: int, columns: Columns 
         workers: p.
         micro_batches: m, or the length of the stream.
         columns: that take turns at the stages; one of n then takes n times as long as one of one. None: one at each.
+        dependencies: which parts need which; None: each needs the one before it.
 
     >>> from paceline.schedule import parse
     >>> print(draw(parse("gpipe"), 2, 2))
@@ -32,7 +40,7 @@ def draw(schedule: Schedule, workers: int, micro_batches: int, columns: Columns 
     36 of 54 cells are busy: 67 %
     """
     times = StageTimes.balanced(schedule, workers, columns)
-    found = list(timeline(schedule, times, workers, micro_batches, columns))
+    found = list(timeline(schedule, times, workers, micro_batches, columns, dependencies))
     width = max(len(str(timed.action)) for timed in found)
     units = max(timed.end_ns for timed in found) // _UNIT
     names = [str(w) for w in range(workers)] if columns is None else [f"{s}.{c}" for s, c in columns]

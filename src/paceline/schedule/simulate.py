@@ -8,6 +8,7 @@ from paceline.core.columns import Columns
 from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.schedule.base import Action, Kind, Schedule
+from paceline.schedule.dependencies import Dependencies
 from paceline.schedule.walk import Value, makes, needs, walk
 from paceline.trace import spans
 from paceline.trace.spans import Span
@@ -94,7 +95,12 @@ class Timed:
 
 
 def timeline(
-    schedule: Schedule, times: StageTimes, workers: int, micro_batches: int, columns: Columns | None = None
+    schedule: Schedule,
+    times: StageTimes,
+    workers: int,
+    micro_batches: int,
+    columns: Columns | None = None,
+    dependencies: Dependencies | None = None,
 ) -> Iterator[Timed]:
     """Each action begins when its worker is free and what it needs is there; in an order in which they could be done.
 
@@ -106,22 +112,27 @@ def timeline(
         workers: p.
         micro_batches: m.
         columns: that take turns at the stages, and are then the workers of what is told; None: one at each.
+        dependencies: which parts need which; None: each needs the one before it.
 
     Raises:
-        InputError: times for another number of parts, or what the schedule refuses.
+        InputError: times or dependencies of another number of parts, or what the schedule refuses.
     """
     schedule.refuse(workers, micro_batches)
     parts = schedule.parts(workers)
-    if times.parts != parts:
-        raise InputError(f"times of {times.parts} parts, but stages={workers} makes {parts}; write {parts} of each.")
+    needed = dependencies or Dependencies.chain(parts)
+    for what, count in (("times", times.parts), ("dependencies", needed.parts)):
+        if count != parts:
+            raise InputError(f"{what} of {count} parts, but stages={workers} makes {parts}; write {parts} of each.")
     orders = _orders(schedule, workers, micro_batches, columns)
-    free, there = [0] * len(orders), dict[Value, tuple[int, Nanoseconds]]()
+    free, there = [0] * len(orders), dict[tuple[Value, int], tuple[int, Nanoseconds]]()
     delay = _ns(times.transfer)
-    for worker, action in walk(orders, parts):
-        arrivals = [there.pop(value) for value in needs(action, parts) if value[1] != action.stage]
+    for worker, action in walk(orders, needed):
+        part = action.stage
+        arrivals = [there.pop((value, part)) for value in needs(action, needed) if value[1] != part]
         start = max([free[worker], *(end + delay * (maker != worker) for maker, end in arrivals)])
         free[worker] = start + _ns(times.of(action))
-        there.update((value, (worker, free[worker])) for value in makes(action) if _is_handed_on(value, parts))
+        for value in makes(action):
+            there.update(((value, other), (worker, free[worker])) for other in _handed_on(value, needed))
         yield Timed(worker, action, start, free[worker])
 
 
@@ -132,10 +143,12 @@ def _orders(schedule: Schedule, workers: int, micro_batches: int, columns: Colum
     return [schedule.column(column, columns, micro_batches) for column in columns]
 
 
-def _is_handed_on(value: Value, parts: int) -> bool:
-    """Whether the neighbouring part needs it, once; what only its maker needs is there when that is free."""
+def _handed_on(value: Value, dependencies: Dependencies) -> tuple[int, ...]:
+    """The parts that need it, each once; what only its maker needs is there when that is free."""
     what, part, _ = value
-    return part + 1 < parts if what == "activations" else what == "gradient" and part > 0
+    if what == "activations":
+        return dependencies.consumers(part)
+    return dependencies.returned(part) if what == "gradient" else ()
 
 
 def by_end(run: Iterator[Timed], workers: int) -> Iterator[Timed]:
@@ -153,7 +166,12 @@ def _end(timed: Timed) -> tuple[Nanoseconds, int]:
 
 
 def simulate(
-    schedule: Schedule, times: StageTimes, workers: int, micro_batches: int, columns: Columns | None = None
+    schedule: Schedule,
+    times: StageTimes,
+    workers: int,
+    micro_batches: int,
+    columns: Columns | None = None,
+    dependencies: Dependencies | None = None,
 ) -> list[Span]:
     """The spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
 
@@ -163,6 +181,7 @@ def simulate(
         workers: p.
         micro_batches: m; where weights don't wait for the end of a mini-batch, of the whole stream.
         columns: that take turns at the stages, ``shard`` then says which of a stage; None: one at each.
+        dependencies: which parts need which; None: each needs the one before it.
 
     Returns:
         By their start; nothing is recorded where a worker waits.
@@ -177,8 +196,15 @@ def simulate(
     >>> slow = StageTimes((2.0, 1.0), (2.0, 1.0), (2.0, 1.0))
     >>> [max(span.end_ns for span in simulate(parse("1f1b"), slow, 2, 8, Columns(n))) / 1e9 for n in ((1, 1), (2, 1))]
     [49.0, 30.0]
+
+    Two branches that need nothing of each other, between a trunk and what joins them:
+
+    >>> fork = Dependencies.parse(4, "0-1 0-2 1-3 2-3")
+    >>> [max(span.end_ns for span in simulate(parse("gpipe"), StageTimes.equal(4), 4, 8, None, d)) / 1e9
+    ...  for d in (None, fork)]
+    [33.0, 30.0]
     """
-    run = timeline(schedule, times, workers, micro_batches, columns)
+    run = timeline(schedule, times, workers, micro_batches, columns, dependencies)
     found = sorted(run, key=lambda t: (t.start_ns, t.end_ns, t.worker))
     places = columns or Columns((1,) * workers)
     return [

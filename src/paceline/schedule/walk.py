@@ -6,6 +6,7 @@ from typing import Literal, TypeAlias
 
 from paceline.core.errors import InputError
 from paceline.schedule.base import Action
+from paceline.schedule.dependencies import Dependencies
 
 Value: TypeAlias = tuple[Literal["activations", "gradient", "weights' gradient"], int, int]
 """What is made, by which part, of which micro-batch."""
@@ -36,21 +37,21 @@ class DeadlockError(InputError):
     """Every worker that is not done waits for another."""
 
 
-def needs(action: Action, parts: int) -> tuple[Value, ...]:
+def needs(action: Action, dependencies: Dependencies) -> tuple[Value, ...]:
     """What must be there before an action can begin.
 
-    >>> needs(Action(1, "forward", 3), parts=4)
+    >>> needs(Action(1, "forward", 3), Dependencies.chain(4))
     (('activations', 0, 3),)
-    >>> needs(Action(1, "backward", 3), parts=4)
+    >>> needs(Action(1, "backward", 3), Dependencies.chain(4))
     (('activations', 1, 3), ('gradient', 2, 3))
     """
     part, i = action.stage, action.micro_batch
     match action.kind:
         case "forward":
-            return (("activations", part - 1, i),) if part else ()
+            return tuple(("activations", source, i) for source in dependencies.sources(part))
         case "backward" | "backward_input":
             own: Value = ("activations", part, i)
-            return (own, ("gradient", part + 1, i)) if part + 1 < parts else (own,)
+            return (own, *(("gradient", consumer, i) for consumer in dependencies.returning(part)))
         case "backward_weight":
             return (("gradient", part, i),)
         case "update":
@@ -77,7 +78,7 @@ def makes(action: Action) -> tuple[Value, ...]:
             return ()
 
 
-def walk(orders: Sequence[Iterator[Action]], parts: int) -> Iterator[tuple[int, Action]]:
+def walk(orders: Sequence[Iterator[Action]], dependencies: Dependencies) -> Iterator[tuple[int, Action]]:
     """(worker, action) of all workers, each worker's in its own order and none before what it needs.
 
     However long the orders are, no more is taken of them, and kept, than what is given out.
@@ -90,19 +91,19 @@ def walk(orders: Sequence[Iterator[Action]], parts: int) -> Iterator[tuple[int, 
     while any(heads):
         moved = False
         for worker, order in enumerate(orders):
-            while (head := heads[worker]) and all(value in made for value in needs(head, parts)):
+            while (head := heads[worker]) and all(value in made for value in needs(head, dependencies)):
                 yield worker, head
                 for value in makes(head):
                     made.add(value)
                 heads[worker], moved = next(order, None), True
         if not moved:
-            raise _deadlock(heads, made, parts)
+            raise _deadlock(heads, made, dependencies)
 
 
-def _deadlock(heads: Sequence[Action | None], made: Made, parts: int) -> DeadlockError:
+def _deadlock(heads: Sequence[Action | None], made: Made, dependencies: Dependencies) -> DeadlockError:
     waits = []
     for worker, head in enumerate(heads):
         if head is not None:
-            what, part, i = next(value for value in needs(head, parts) if value not in made)
+            what, part, i = next(value for value in needs(head, dependencies) if value not in made)
             waits.append(f"worker {worker} with {head} for the {what} of micro-batch {i} from part {part}")
     return DeadlockError(f"nobody can go on: {'; '.join(waits)} wait; write an order in which one of them comes first.")

@@ -1,4 +1,4 @@
-"""One fork server for the whole folder: a run costs a tenth of a second, starting Python and torch costs two."""
+"""A run on the local engine, and what it may not leave."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,13 +8,6 @@ import pytest
 from paceline import Run, train
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.script import Script
-
-
-@pytest.fixture(scope="session")
-def engine() -> Iterator[LocalEngine]:
-    """Shared by tests that leave it running."""
-    with LocalEngine() as engine:
-        yield engine
 
 
 @pytest.fixture

@@ -213,6 +213,7 @@ def test_scoring(local: Local) -> None:
         local(program, "replicas=2", steps=3)
 
 
+@pytest.mark.usefixtures("two_threads")
 def test_what_cannot_be_sent_is_refused_and_leaves_nothing(local: Local) -> None:
     lock, threads, counts = threading.Lock(), torch.get_num_threads(), []
     for _ in range(4):

@@ -1,10 +1,12 @@
 """Budgets, history, summary and spans of real processes."""
 
+import functools
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from paceline import Run
@@ -107,10 +109,13 @@ def test_the_final_record_is_of_the_model_that_comes_back(local: Local) -> None:
 
 
 def test_what_a_host_can_measure(local: Local) -> None:
-    run = local(programs.program(), "replicas=3", steps=5)
+    adam = functools.partial(torch.optim.Adam, lr=0.01)
+    run = local(programs.program(optimizer=adam), "replicas=3", steps=5)
     parameters = 8 * sum(p.numel() for p in programs.mlp().parameters())
     summary = run.summary
     assert summary["parameter_bytes"] == [parameters] * 3
+    assert summary["optimizer_bytes"] == [0] * 3  # it lies once, with the server of A
+    assert summary["notes"]["server_optimizer_bytes"] == 2 * parameters
     assert summary["payload_bytes_per_step"] == summary["payload_formula_bytes_per_step"] == 2 * parameters * 3
     assert all(peak > 1_000_000 for peak in summary["peak_memory_bytes"])
     assert 0 < summary["step_time_s"] < summary["seconds"]

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import InputError, PacelineError, Run, WorkerError, compare, train
 from paceline.comm.nursery import Nursery
-from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.engine import HOSTING, PRELOAD, LocalEngine
 from paceline.engine.local.script import Script
 from tests.engine import programs
 from tests.engine.local import moments
@@ -90,6 +90,26 @@ def test_a_comparison_has_one_fork_server(monkeypatch: pytest.MonkeyPatch) -> No
     result = compare(programs.program(), strategies, engine="local", rounds=2, steps=4, progress=False)
     assert len(started) == 1
     assert len({run.summary["start_digest"] for runs in result.runs.values() for run in runs}) == 2  # one a round
+
+
+def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one has imported what either needs."""
+    started: list[set[str]] = []
+
+    class Recorded:
+        alive = True
+
+        def __init__(self, preload: tuple[str, ...]) -> None:
+            started.append(set(preload))
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(Nursery, "start", Recorded)
+    engine = LocalEngine()
+    for wanted in (PRELOAD, HOSTING, PRELOAD, HOSTING):
+        engine._nursery_with(wanted)
+    assert started == [set(PRELOAD), {*PRELOAD, *HOSTING}]
 
 
 def test_an_engine_by_name_is_closed_after_the_run() -> None:

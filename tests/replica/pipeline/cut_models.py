@@ -19,6 +19,10 @@ from tests.zoo import ZOO, Job
 aten = torch.ops.aten
 cut = torch.ops.paceline.cut  # that cut_mark defines
 
+CUTS = ("b2.0", "b2.2", "b3.0", "b3.2", "b4", "cat")
+NEEDS = "0-1 0-3 0-5 0-6 1-2 2-6 3-4 4-6 5-6"
+"""The trunk and the first branch, the two parts of the second and of the third, the fourth, and what joins them."""
+
 
 def by_hand(tensors: dict[str, Tensor], build: Callable[[Graph], Any], inputs: int = 1) -> Captured:
     """The graph that ``build`` makes, with no model behind it."""
@@ -62,3 +66,21 @@ def from_zoo(name: str) -> tuple[Job, nn.Module, Units]:
     job = ZOO[name]()
     model = job.model()
     return job, model, group(capture(model, job.inputs))
+
+
+class Branches(nn.Module):
+    """A trunk, four branches, two of them of two layers, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Conv2d(1, 4, 3, padding=1)
+        self.b1 = nn.Conv2d(4, 3, 1)
+        self.b2 = nn.Sequential(nn.Conv2d(4, 3, 1), nn.Tanh(), nn.Conv2d(3, 4, 3, padding=1))
+        self.b3 = nn.Sequential(nn.Conv2d(4, 2, 1), nn.Tanh(), nn.Conv2d(2, 3, 5, padding=2))
+        self.b4 = nn.Conv2d(4, 2, 1)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        joined = torch.cat([self.b1(x), self.b2(x), self.b3(x), self.b4(x)], 1)
+        return self.head(joined.mean((2, 3)))  # type: ignore[no-any-return]

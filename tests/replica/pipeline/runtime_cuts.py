@@ -57,15 +57,19 @@ def by_hand(module: nn.Module, borders: Sequence[str]) -> Cut:
 
 
 def evenly(units: Units, parts: int) -> Callable[[], Cut]:
-    """Makes parts of equally many units, each time with tensors of their own, as in a process of its own."""
+    """Makes parts of equally many units, as :func:`own` does."""
     count = len(units.groups)
-    made = cut(units, [count * k // parts for k in range(1, parts)])
+    return own(cut(units, [count * k // parts for k in range(1, parts)]))
 
-    def own() -> Cut:
+
+def own(made: Cut) -> Callable[[], Cut]:
+    """Makes its parts, each time with tensors of their own, as in a process of its own."""
+
+    def copied() -> Cut:
         modules = copy.deepcopy([part.module for part in made.parts])
         return replace(made, parts=tuple(replace(p, module=m) for p, m in zip(made.parts, modules, strict=True)))
 
-    return own
+    return copied
 
 
 def _crossing(node: fx.Node, where: dict[fx.Node, int]) -> Crossing:

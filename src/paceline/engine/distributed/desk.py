@@ -8,11 +8,13 @@ from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 
+from paceline.comm.spill import Spill
 from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.distributed.update import Update
 from paceline.engine.scoring import Moment, Scorer, room
 from paceline.engine.team.team import Team
+from paceline.replica.built import built
 from paceline.replica.state import State
 
 
@@ -63,4 +65,4 @@ class Desk:
 
     @cached_property
     def _scorer(self) -> Scorer:
-        return Scorer(self._job.program, self._job.program.build())
+        return Scorer(self._job.program, built(self._job.program, Spill()))

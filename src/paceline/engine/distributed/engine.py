@@ -10,6 +10,7 @@ from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.distributed.dividing import refuse_dividing
 from paceline.engine.distributed.run import DistributedRun, own_settings
+from paceline.engine.optimizer_pieces import refuse_pieces
 from paceline.engine.setup import Setup, refuse_absent_gpu
 from paceline.engine.shards import refuse_shards
 from paceline.engine.stages import refuse_stages
@@ -65,13 +66,9 @@ def _refuse_mixtures(job: Job) -> None:
     strategy = job.strategy
     if strategy.shard_parameters:
         refuse_dividing(job)
-    if strategy.shard_optimizer and strategy.compression != "none":
+    refuse_pieces(job)
+    if strategy.compression != "none" and strategy.device != "cpu":
         raise InputError(
-            f"shard_optimizer=True sends each rank its part of Δ, and compression={strategy.compression} all of it; "
-            "leave one of them out"
-        )
-    if (strategy.shard_optimizer or strategy.compression != "none") and strategy.device != "cpu":
-        raise InputError(
-            f"shard_optimizer= and compression= are carried between CPUs, not on device={strategy.device}; leave them "
-            "out"
+            f"compression={strategy.compression} is carried between CPUs, not on device={strategy.device}; leave it "
+            "out, or write device=cpu"
         )

@@ -53,6 +53,10 @@ class FullySharded(Update):
     def meeting(self) -> list[Tensor]:
         return self._freight.tails
 
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._stepper.nbytes
+
     def apply(self, factor: float, rate: float) -> None:
         self._divided.take_gradients(self._gradient)
         gradients = self._gradient.parameters

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from paceline.comm import liveness
 from paceline.comm.kernel import keep_freed_memory
 from paceline.comm.shipping import Parcel, ship, unpack
+from paceline.comm.spill import Spill
 from paceline.engine.base import Job, Outcome, Progress
 from paceline.engine.distributed.engine import DistributedEngine
 from paceline.engine.failure import kind_and_text
@@ -56,5 +57,5 @@ def _carried(job: Job, rank: int, link: socket.socket) -> Outcome:
 def _tell(link: socket.socket, rank: int, outcome: Outcome) -> None:
     if rank:
         return
-    parcel = ship((dict(outcome.state), list(outcome.history), outcome.account, list(outcome.spans)))
+    parcel = ship((dict(outcome.state), list(outcome.history), outcome.account, list(outcome.spans)), Spill())
     socket.send_fds(link, [pickle.dumps(("done",))], [parcel.fd])

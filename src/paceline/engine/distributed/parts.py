@@ -1,27 +1,40 @@
 """How one vector of A, and of Δ, is divided among the ranks."""
 
 from abc import ABC, abstractmethod
-from itertools import accumulate, pairwise
+from collections.abc import Collection, Iterator
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
+from paceline.core.pieces import Equal, at_borders
 from paceline.engine.team.traffic import Traffic
 from paceline.replica.state import Block, Entry
-
-Cut = tuple[int, ...]
-"""Where the parts of a vector begin, and where the last one ends."""
 
 
 class Piece(NamedTuple):
     """What a rank steps on."""
 
     block: Block
+    start: int
+    """Where in the vector it begins."""
     here: Tensor
     """Of A."""
     delta: Tensor
     """Σ Δ."""
+
+    def of(self, block: Block, names: Collection[str]) -> Iterator[Tensor]:
+        """What of Σ Δ here belongs to these parameters.
+
+        Args:
+            block: says what lies in the whole vector.
+            names: of some of its parameters.
+        """
+        for entry in block.entries:
+            start, stop = max(0, entry.start - self.start), min(len(self.delta), entry.stop - self.start)
+            if start < stop and entry.name in names:
+                yield self.delta[start:stop]
 
 
 class Part(ABC):
@@ -65,14 +78,14 @@ class Even(Part):
     """
 
     def __init__(self, block: Block, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
-        each = block.elements // ranks
+        each, _ = Equal.of(block.elements, ranks)
         body = each * ranks
         self._a, self._delta = a[:body].view(ranks, each), delta[:body].view(ranks, each)
         self._sum = torch.zeros_like(self._a[rank])
         left = _flat(block.dtype, body, block.elements)
         super().__init__(
-            Piece(_flat(block.dtype, rank * each, (rank + 1) * each), self._a[rank], self._sum),
-            Piece(left, a[body:], delta[body:]) if left.elements else None,
+            Piece(_flat(block.dtype, rank * each, (rank + 1) * each), rank * each, self._a[rank], self._sum),
+            Piece(left, body, a[body:], delta[body:]) if left.elements else None,
         )
 
     def begin_sum(self, traffic: Traffic) -> Any:
@@ -99,13 +112,13 @@ class AtBorders(Part):
     """
 
     def __init__(self, block: Block, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
-        self._cut = cut = at_borders(block, ranks)
+        cut = at_borders([entry.stop - entry.start for entry in block.entries], ranks)
         self._a, self._delta = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
         longest = max(map(len, self._a))
         self._rows = torch.zeros(ranks, longest, dtype=block.dtype)
         self._row = torch.zeros(longest, dtype=block.dtype)
         here = self._a[rank]
-        super().__init__(Piece(_inside(block, cut[rank], cut[rank + 1]), here, self._row[: len(here)]))
+        super().__init__(Piece(_inside(block, cut[rank], cut[rank + 1]), cut[rank], here, self._row[: len(here)]))
 
     def begin_sum(self, traffic: Traffic) -> Any:
         for row, part in zip(self._rows, self._delta, strict=True):
@@ -119,20 +132,6 @@ class AtBorders(Part):
     def take(self) -> None:
         for row, part in zip(self._rows, self._a, strict=True):
             part.copy_(row[: len(part)])
-
-
-def at_borders(block: Block, ranks: int) -> Cut:
-    """Whole parameters: each begins a part once those before it hold their share.
-
-    >>> sizes = [4, 1, 1, 6]
-    >>> entries = [Entry(str(n), torch.Size([n]), stop - n, stop) for n, stop in zip(sizes, accumulate(sizes))]
-    >>> at_borders(Block(torch.float32, tuple(entries)), 3)
-    (0, 4, 6, 12)
-    """
-    borders = [0, *(entry.stop for entry in block.entries)]
-    wanted = (block.elements * rank / ranks for rank in range(1, ranks))
-    inner = [min(borders, key=lambda border: abs(border - w)) for w in wanted]
-    return (0, *accumulate(inner, max), block.elements)
 
 
 def _flat(dtype: torch.dtype, start: int, stop: int) -> Block:

@@ -1,6 +1,7 @@
 """One run, as each of its ranks lives it: meet, train, score, tell."""
 
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -10,8 +11,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from paceline.comm.kernel import memfd_create
+from paceline.comm.spill import Spill
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.mesh import Place
 from paceline.core.records import Record
@@ -33,12 +36,14 @@ from paceline.engine.figures import Notes, timeline, told
 from paceline.engine.gauge import Gauge, Gauged
 from paceline.engine.interrupt import Interruptible
 from paceline.engine.roster import Roster
-from paceline.engine.setup import Setup, first_state, settle, threads
+from paceline.engine.setup import Setup, settle, threads
 from paceline.engine.team.here import Here
+from paceline.engine.team.origin import once_per_host
 from paceline.engine.team.team import Team
 from paceline.engine.worker import StationWorker
+from paceline.replica.built import built
 from paceline.replica.single import Single
-from paceline.replica.state import write
+from paceline.replica.state import Layout, digest_of, write
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
@@ -61,12 +66,12 @@ class DistributedRun:
         self._job, self._team, self._backend, self._watch, self._closing = job, team, backend, watch, closing
         self._setup = setup = Setup.of(job)
         mesh = job.strategy.mesh
-        module = settle(job, mesh.place(team.world.rank).replica, team.world.local_size)
-        _, state = first_state(job.program, job.running_buffers)
-        digest, self._layout = state.digest(), state.layout
-        self._agree(digest)
-        here = Here(setup, team, backend, module, state)
-        self._share = share = _share(here)
+        settle(job, mesh.place(team.world.rank).replica, team.world.local_size)
+        with self._model() as module:
+            self._layout = Layout.of(module, job.running_buffers)
+            digest = digest_of(module, self._layout)
+            self._agree(digest)
+            self._share = share = _share(Here(setup, team, backend, module, self._layout))
         self._stopwatch = Stopwatch(team.peers.ahead_ns)
         self._desk = Desk(job, team, self._layout.nbytes)
         reads = share.reads if isinstance(share, StreamedShare) else None
@@ -97,6 +102,13 @@ class DistributedRun:
             return self._result(records)
 
     # -------------------------------------------------------------------------------------------------------- the start
+
+    def _model(self) -> contextlib.AbstractContextManager[nn.Module]:
+        """With the values of A_0: this rank's own where it is to train all of it."""
+        program = self._job.program
+        if self._job.strategy.spread:
+            return once_per_host(functools.partial(built, program), self._team)
+        return contextlib.nullcontext(program.build())
 
     def _agree(self, digest: str) -> None:
         """All ranks must be about to do the same."""
@@ -184,7 +196,8 @@ class DistributedRun:
         traffic = self._team.traffic
         seen = self._notes.seen._replace(payload_bytes=traffic.sent_bytes if traffic else 0)
         figures = told(self._share.place, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
-        mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes)
+        remembered = self._share.update.optimizer_bytes
+        mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes, optimizer_bytes=remembered)
         said = self._team.gather((mine, records, self._spans()), "the others' scores and figures")
         history = [record for _, theirs, _ in said for record in theirs]
         history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
@@ -193,7 +206,7 @@ class DistributedRun:
         )
         state = self._share.update.whole(wanted=True)
         assert state is not None, "it is wanted here"
-        model = write(self._job.program.build(), state)
+        model = write(built(self._job.program, Spill()), state)
         spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
         return Outcome(model.state_dict(), model, history, account, spans)
 

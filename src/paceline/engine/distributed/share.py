@@ -12,15 +12,17 @@ from paceline.engine.distributed.divided import Divided, only_buffers
 from paceline.engine.distributed.exchange import Exchange, Meets
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.fully_sharded import FullySharded, Partial
+from paceline.engine.distributed.held import all_of
 from paceline.engine.distributed.overlap import Overlap, overlapped
 from paceline.engine.distributed.sharded import Sharded, pays
 from paceline.engine.distributed.update import Compressed, Together, Update
 from paceline.engine.owner import Owner
+from paceline.engine.team.circles import Circle
 from paceline.engine.team.here import Here
 from paceline.engine.team.traffic import ring_bytes
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Replica
-from paceline.replica.state import State
+from paceline.replica.state import State, read
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -85,16 +87,17 @@ class WholeShare(Share):
 
     def __init__(self, here: Here) -> None:
         setup, team = here.setup, here.team
-        job, self._module, self._layout = here.setup.job, here.module, here.state.layout  # A_0 itself is let go of
+        job, self._module, self._layout = here.setup.job, here.module, here.layout
+        whole = read(here.module, here.layout.new())
         divided = None
         if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
-            divided = Divided(here.module, here.state.layout, team.world.size, team.traffic)
-        state = here.state if divided is None else only_buffers(here.state)
+            divided = Divided(here.module, here.layout, team.world.size, team.traffic)
+        state = whole if divided is None else only_buffers(whole)
         freight = Freight(state.layout, team.world.size)
         update = _update(here, divided, freight, state)
         meeting = _meeting(here, divided)
-        whole = isinstance(update, Together) and meeting is None and job.on_nonfinite != "skip"
-        overlap = overlapped(job, team, here.backend, freight) if whole else None
+        at_once = isinstance(update, Together) and meeting is None and job.on_nonfinite != "skip"
+        overlap = overlapped(job, team, here.backend, freight) if at_once else None
         place = Place(team.world.rank)
         super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided)
         self._setup, self._team = setup, team
@@ -136,7 +139,7 @@ def _update(here: Here, divided: Divided | None, freight: Freight, state: State)
     if traffic is not None and divided is not None:
         return FullySharded(job.program, divided, freight, state, traffic)
     if traffic is not None and _divides(here):
-        return Sharded(job.program, freight, state, team.world.rank, team.world.size, traffic)
+        return Sharded(job.program, freight, all_of(state), Circle(traffic, team.world.rank), traffic)
     owner = Owner(job.program, here.setup.policy, state)
     if traffic is None or job.strategy.compression == "none":
         return Together(freight, owner)
@@ -149,7 +152,7 @@ def _divides(here: Here) -> bool:
     if job.strategy.shard_optimizer is not None:
         return job.strategy.shard_optimizer
     apart = job.strategy.compression == "none" and job.strategy.device == "cpu"
-    return apart and pays(job.program, here.state, here.backend, here.team.world.size)
+    return apart and pays(job.program, here.layout, here.backend, here.team.world.size)
 
 
 def _meeting(here: Here, divided: Divided | None) -> Meeting | None:

@@ -5,10 +5,12 @@ from typing import final
 
 from paceline.engine.distributed.exchange import Meets
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.held import Held
+from paceline.engine.distributed.sharded import Sharded
 from paceline.engine.distributed.share import Share
-from paceline.engine.distributed.stages import Staged, StagedExchange
+from paceline.engine.distributed.stepping import stepping
+from paceline.engine.team.gathering import ByParts
 from paceline.engine.team.here import Here
-from paceline.engine.team.parts import ByParts
 from paceline.engine.team.pipeline import Pipeline
 from paceline.engine.team.staged import pipelined
 from paceline.replica.base import Replica, micro_steps
@@ -20,15 +22,12 @@ class StagedShare(Share):
     """One rank's."""
 
     def __init__(self, here: Here) -> None:
-        self._pipeline = Pipeline(here)
-        pipeline, traffic = self._pipeline, here.team.traffic
-        state = pipeline.state
-        mesh, rank, peers = pipeline.mesh, pipeline.rank, pipeline.circles.peers
-        freight = Freight(state.layout, ranks=mesh.replicas)
-        self._exchange = StagedExchange(freight, pipeline.counted(), mesh, rank, traffic, peers)
-        program, whole = here.setup.job.program, pipeline.whole
-        gather = ByParts(state, whole, pipeline.stages, rank, traffic)
-        update = Staged(program, freight, state, whole, self._exchange, gather)
+        self._pipeline = pipeline = Pipeline(here)
+        state, divides = pipeline.state, bool(here.setup.job.strategy.shard_optimizer)
+        gather = ByParts(state, pipeline.whole, pipeline.stages, pipeline.rank, here.team.traffic)
+        held = Held(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
+        freight = Freight(state.layout, ranks=pipeline.mesh.replicas)
+        update, self._exchange = stepping(here, held, freight, pipeline.circles.peers)
         super().__init__(pipeline.place, state, freight, update)
 
     @property
@@ -49,4 +48,10 @@ class StagedShare(Share):
 
     def rules(self) -> Mapping[str, str | int | float]:
         count = self._pipeline.setup.job.strategy.micro_batch_count
-        return {"micro_batches": count, "parts": len(self._pipeline.cut.parts)}
+        needs = self._pipeline.needs
+        return {
+            "micro_batches": count,
+            "parts": needs.parts,
+            "parts_need": str(needs),
+            "shard_optimizer": isinstance(self.update, Sharded),
+        }

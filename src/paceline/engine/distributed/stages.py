@@ -6,11 +6,12 @@
                             +-- rows, Σ Δ² -+         by one scale, on one decision
     rank 1   Δ of stage 1 --+               +--> a step on the part of stage 1
 
-Of Δ itself nothing is sent within a replica. Of several, those who have the same part of A first sum up their Δs.
+Of Δ itself nothing is sent within a replica. Of several, those who have the same part of A first sum up their Δs; or,
+where the optimizer's state is divided among them, do so as they step (:mod:`~paceline.engine.distributed.sharded`).
 """
 
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ from paceline.core.types import Clock
 from paceline.engine.distributed import rows
 from paceline.engine.distributed.exchange import of_step
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.held import Held
 from paceline.engine.distributed.rows import Row
 from paceline.engine.distributed.update import Update, take_buffers
 from paceline.engine.team.traffic import Traffic
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
 from paceline.replica.loose import Loose
-from paceline.replica.state import Layout, State
+from paceline.replica.state import State
 from paceline.replica.stepper import Stepper, of_part
 
 
@@ -36,24 +38,30 @@ class StagedExchange:
 
     Args:
         freight: what this rank brings, with a row for each replica.
+        vectors: what of it is summed here.
         mine: the names of the parameters that count in the norm here; a tied one counts once, and none do where
             nobody asks for the norm.
         mesh: of all ranks.
         rank: whose.
         traffic: by which all meet; None: nobody else is there.
-        peers: by which those meet who have the same part of A; None: there is one replica.
+        peers: by which those meet who have the same part of A; None: nobody else has.
+        brings: whether this rank does; of several in a replica who have the same Δ one does.
     """
 
     def __init__(
         self,
         freight: Freight,
+        vectors: list[Tensor],
         mine: Sequence[str],
         mesh: Mesh,
         rank: int,
         traffic: Traffic | None,
         peers: Traffic | None,
+        *,
+        brings: bool = True,
     ) -> None:
         self._freight, self._mesh, self._rank, self._traffic, self._peers = freight, mesh, rank, traffic, peers
+        self._vectors, self._brings = vectors, brings
         self._replica = mesh.place(rank).replica
         parameters = dict(zip(freight.state.layout.parameter_names, freight.state.views.parameters, strict=True))
         whole = len(parameters) == len(mine)
@@ -66,9 +74,12 @@ class StagedExchange:
     def meet(self, row: Row, step: Clock) -> list[Row]:
         """One row of each replica; the freight then holds the sum of what was brought of its part."""
         self._freight.table.zero_()
-        self._freight.count(self._replica)
+        if self._brings:
+            self._freight.count(self._replica)
+        else:
+            self._freight.empty()
         if self._peers is not None:
-            self._peers.all_reduce(self._freight.vectors, of_step(step))
+            self._peers.all_reduce(self._vectors, of_step(step))
         self._table.zero_()
         self._place.copy_(torch.tensor([*rows.numbers(row), square_norm(self._counted)], dtype=torch.float64))
         if self._traffic is not None:
@@ -105,10 +116,8 @@ class Staged(Update):
     Args:
         program: gives optimizer, scheduler and clipping.
         freight: what this rank brings.
-        state: its part of A.
-        whole: the layout of A.
+        held: its part of A.
         exchange: knows the norm of the whole Δ.
-        gather: makes A of all ranks' parts.
         by_tensor: whether the gradients may stay outside the freight, tensor by tensor; see :attr:`loose`.
     """
 
@@ -116,19 +125,17 @@ class Staged(Update):
         self,
         program: Program,
         freight: Freight,
-        state: State,
-        whole: Layout,
+        held: Held,
         exchange: StagedExchange,
-        gather: "Gather",
         *,
         by_tensor: bool = False,
     ) -> None:
-        self._freight, self._state, self._exchange, self._gather = freight, state, exchange, gather
+        self._freight, self._held, self._exchange = freight, held, exchange
         self._clip_norm = program.clip_norm
         self._stepper: Stepper | None = None
-        if state.parameters:
-            make = of_part(program.optimizer, whole, state.layout)
-            self._stepper = Stepper(make, program.scheduler, state, freight.state)
+        if held.state.parameters:
+            make = of_part(program.optimizer, held.whole, held.state.layout)
+            self._stepper = Stepper(make, program.scheduler, held.state, freight.state)
         takes_any = self._stepper is not None and self._stepper.takes_any
         self.loose = Loose() if by_tensor and takes_any and program.clip_norm is None else None
         """Where the gradients are to be; None: in the freight."""
@@ -136,6 +143,10 @@ class Staged(Update):
     @property
     def meeting(self) -> list[Tensor]:
         return []
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return 0 if self._stepper is None else self._stepper.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
         if self._clip_norm is not None:
@@ -148,14 +159,7 @@ class Staged(Update):
         elif self._stepper is not None:
             torch._foreach_mul_(gradients, factor)
             self._stepper.step(gradients, rate)
-        take_buffers(self._state, self._freight.state)
+        take_buffers(self._held.state, self._freight.state)
 
     def whole(self, *, wanted: bool) -> State | None:
-        return self._gather(wanted=wanted)
-
-
-class Gather(Protocol):
-    """How A is made of the parts of all ranks."""
-
-    def __call__(self, *, wanted: bool) -> State | None:
-        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
+        return self._held.gather(wanted=wanted)

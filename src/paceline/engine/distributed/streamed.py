@@ -29,8 +29,8 @@ from paceline.engine.distributed.rows import Row
 from paceline.engine.distributed.share import Share
 from paceline.engine.distributed.stages import merged
 from paceline.engine.distributed.update import Update
+from paceline.engine.team.gathering import ByParts
 from paceline.engine.team.here import Here
-from paceline.engine.team.parts import ByParts
 from paceline.engine.team.pipeline import Pipeline
 from paceline.engine.team.traffic import Traffic, ring_bytes
 from paceline.replica.base import Replica
@@ -99,15 +99,22 @@ class Moved(Update):
     Args:
         pipeline: says who has which part.
         now: this rank's part of A as it is.
+        remembered: how many bytes the optimizer remembers of it.
         traffic: by which the parts are gathered; None: this one is all.
     """
 
-    def __init__(self, pipeline: Pipeline, now: Callable[[], State], traffic: Traffic | None) -> None:
-        self._pipeline, self._now, self._traffic = pipeline, now, traffic
+    def __init__(
+        self, pipeline: Pipeline, now: Callable[[], State], remembered: Callable[[], int], traffic: Traffic | None
+    ) -> None:
+        self._pipeline, self._now, self._remembered, self._traffic = pipeline, now, remembered, traffic
 
     @property
     def meeting(self) -> list[Tensor]:
         return []
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._remembered()
 
     def apply(self, factor: float, rate: float) -> None:
         """It was made when the gradient was there."""
@@ -131,7 +138,7 @@ class StreamedShare(Share):
         self._pipeline = Pipeline(here)
         self._refuse_ties()
         self._replica: Streamed | None = None
-        update = Moved(self._pipeline, self._now, here.team.traffic)
+        update = Moved(self._pipeline, self._now, lambda: self._made.optimizer_bytes, here.team.traffic)
         super().__init__(self._pipeline.place, self._pipeline.state, Freight(NOTHING, ranks=1), update)
         strategy = here.setup.job.strategy
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count

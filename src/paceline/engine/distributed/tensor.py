@@ -5,10 +5,13 @@ from typing import final
 
 from paceline.engine.distributed.exchange import Meets
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.held import Held
+from paceline.engine.distributed.sharded import Sharded
 from paceline.engine.distributed.share import Share
-from paceline.engine.distributed.stages import Staged, StagedExchange
+from paceline.engine.distributed.stages import Staged
+from paceline.engine.distributed.stepping import stepping
+from paceline.engine.team.gathering import ByParts
 from paceline.engine.team.here import Here
-from paceline.engine.team.parts import ByParts
 from paceline.engine.team.sharding import Sharding
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.loose import worthwhile
@@ -24,14 +27,13 @@ class TensorShare(Share):
         self._sharding = sharding = Sharding(here)
         program, mesh, rank, traffic = here.setup.job.program, sharding.mesh, sharding.rank, here.team.traffic
         state, place = sharding.state, sharding.place
-        freight = Freight(state.layout, ranks=mesh.replicas)
         names = state.layout.parameter_names if program.clip_norm is not None else ()
         counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
-        self._exchange = StagedExchange(freight, counted, mesh, rank, traffic, sharding.circles.peers)
         gather = ByParts(state, sharding.whole, sharding.stages, rank, traffic)
+        held, freight = Held(state, sharding.whole, counted, gather), Freight(state.layout, ranks=mesh.replicas)
         by_tensor = mesh.replicas == 1 and here.setup.device(rank) == "cpu" and worthwhile(state.layout)
-        update = Staged(program, freight, state, sharding.whole, self._exchange, gather, by_tensor=by_tensor)
-        self._loose = update.loose
+        update, self._exchange = stepping(here, held, freight, sharding.circles.peers, by_tensor=by_tensor)
+        self._loose = update.loose if isinstance(update, Staged) else None
         super().__init__(place, state, freight, update)
 
     @property
@@ -52,4 +54,8 @@ class TensorShare(Share):
 
     def rules(self) -> Mapping[str, str | int | float]:
         sharding = self._sharding
-        return {"shards": sharding.shards.count, "planned_bytes_per_step": sharding.prepared.plan.cost.sent}
+        return {
+            "shards": sharding.shards.count,
+            "planned_bytes_per_step": sharding.prepared.plan.cost.sent,
+            "shard_optimizer": isinstance(self.update, Sharded),
+        }

@@ -21,6 +21,11 @@ class Update(ABC):
     def meeting(self) -> list[Tensor]:
         """What is all-reduced whenever ranks meet; with all ranks' rows."""
 
+    @property
+    @abstractmethod
+    def optimizer_bytes(self) -> int:
+        """Of what the optimizer remembers here."""
+
     @abstractmethod
     def apply(self, factor: float, rate: float) -> None:
         """One update of A by ``factor`` · Σ Δ.
@@ -48,6 +53,10 @@ class Together(Update):
     def meeting(self) -> list[Tensor]:
         return self._freight.vectors
 
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._owner.stepper.nbytes
+
     def apply(self, factor: float, rate: float) -> None:
         self._owner.apply([(self._freight.state, factor)], rate, alone=True)
 
@@ -73,6 +82,10 @@ class Compressed(Update):
     @property
     def meeting(self) -> list[Tensor]:
         return self._freight.tails
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self._whole.optimizer_bytes
 
     def apply(self, factor: float, rate: float) -> None:
         traffic = self._traffic

@@ -16,6 +16,7 @@ from paceline.engine.local.crew import ENTRY
 from paceline.engine.local.hosting import Hosting
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
+from paceline.engine.optimizer_pieces import refuse_pieces
 from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
 from paceline.engine.shards import refuse_shards
 from paceline.engine.stages import refuse_stages
@@ -27,7 +28,13 @@ WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 """Where replicas have optimizers of their own: at the first, torch 2.13 imports this, which takes over a second."""
 
 
-HOSTING = ("torch", "torch._dynamo", "torch.distributed.tensor", "paceline.engine.distributed.hosted")
+HOSTING = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.export._trace",  # what torch.export imports at its first call: 0.4 s in torch 2.13
+    "paceline.engine.distributed.hosted",
+)
 """Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
 
 
@@ -58,6 +65,7 @@ class LocalEngine(Engine):
             refuse_shards(job)
         if strategy.pipelined:
             refuse_stages(job)
+        refuse_pieces(job)
         if strategy.spread and not _in_step(job):
             _refuse_teams(job)
         in_place = isinstance(strategy.aggregation.delta, InPlace)
@@ -87,10 +95,14 @@ class LocalEngine(Engine):
         return self._nursery_with(WITH_OPTIMIZERS if own else PRELOAD)
 
     def _nursery_with(self, wanted: tuple[str, ...]) -> Nursery:
-        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed."""
+        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed.
+
+        A new one also imports what the one before had: runs of two kinds may take turns.
+        """
         if self._nursery is None or not self._nursery.alive or not set(wanted) <= set(self._preloaded):
             self.close()
-            self._nursery, self._preloaded = Nursery.start(wanted), wanted
+            self._preloaded = tuple(dict.fromkeys((*self._preloaded, *wanted)))
+            self._nursery = Nursery.start(self._preloaded)
         return self._nursery
 
     def close(self) -> None:

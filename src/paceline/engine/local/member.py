@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from paceline.comm import liveness
 from paceline.comm.alarm import Alarm
@@ -42,6 +43,7 @@ from paceline.engine.roster import remove_roster
 from paceline.engine.setup import Setup, settle
 from paceline.engine.team.here import Here
 from paceline.engine.team.meeting import BACKEND, meet
+from paceline.engine.team.origin import once_per_host
 from paceline.engine.team.own_steps import PartSteps
 from paceline.engine.team.pipeline import Pipeline
 from paceline.engine.team.sharding import Sharding
@@ -51,6 +53,7 @@ from paceline.engine.team.windows import answered_for
 from paceline.engine.team.world import World
 from paceline.engine.worker import StationWorker
 from paceline.replica.base import Replica, micro_steps
+from paceline.replica.built import built
 from paceline.replica.state import Layout
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
 
@@ -115,9 +118,8 @@ class _Member:
         ranks = self._mesh.replica_ranks(place.replica)
         self._rank, self._size = self._worker - ranks.start, len(ranks)
         self._leads = self._rank == 0
-        self._module = settle(job, place.replica)
-        self._layout = Layout.of(self._module, job.running_buffers)
-        self._store, self._board = lay_out(self._setup, self._layout, args["remembers"], store_fd)
+        settle(job, place.replica)
+        self._remembers, self._store_fd = args["remembers"], store_fd
         others = [rank for rank in ranks if rank != self._worker] if self._leads else [ranks.start]
         who = [f"replica {label(self._mesh.place(rank))}" for rank in others]
         self._lines = [Line(fd, whom, job.timeout_s) for fd, whom in zip(lines, who, strict=True)] if lines else []
@@ -130,7 +132,8 @@ class _Member:
         world = World(self._rank, self._size, self._job.strategy.workers, one_host=True)
         try:
             with assembled(world, BACKEND, "cpu", self._job.timeout_s, watched=True) as team, self._named(team):
-                part = self._part(team)
+                with once_per_host(functools.partial(built, self._job.program), team) as module:
+                    part = self._part(team, module)
                 work = self._led(team, part, mine, coordinator) if self._leads else self._following(team, part)
                 link.send(json.dumps({"ready": self._worker, "pid": os.getpid()}).encode())
                 work()
@@ -156,9 +159,11 @@ class _Member:
 
     # ----------------------------------------------------------------------------------------------- what it works with
 
-    def _part(self, team: Team) -> OwnPart:
+    def _part(self, team: Team, module: nn.Module) -> OwnPart:
         """Its part of the replica; all workers of that make theirs together."""
-        here = Here(self._setup, team, BACKEND, self._module, self._store.reading(0), self._place.replica)
+        layout = Layout.of(module, self._job.running_buffers)
+        self._store, self._board = lay_out(self._setup, layout, self._remembers, self._store_fd)
+        here = Here(self._setup, team, BACKEND, module, layout, self._place.replica)
         held = Pipeline(here) if self._job.strategy.pipelined else Sharding(here)
         self._bytes = held.layout.parameter_bytes
         sheet_of(self._setup, self._store).hold(self._worker, self._bytes)

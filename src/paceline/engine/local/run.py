@@ -326,7 +326,10 @@ class LocalRun:
             self._condition_met |= self._chronicle.record(record)
 
     def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
-        notes: dict[str, str | int | float] = {"threads": threads(self._job)}
+        notes: dict[str, str | int | float] = {
+            "threads": threads(self._job),
+            "server_optimizer_bytes": self._server.optimizer_bytes,
+        }
         account = self._chronicle.account(seconds, self._figures(seconds), self._left, notes, interrupted=interrupted)
         model = write(self._module, self._server.state)
         history = sorted(self._chronicle.history, key=lambda record: record.time_s)
@@ -336,13 +339,14 @@ class LocalRun:
         """Of all workers; those of the first one of each replica are on the board."""
         mesh, board, sheet = self._job.strategy.mesh, self._board, sheet_of(self._setup, self._store)
         size, found = self._server.state.layout.parameter_bytes, list[WorkerFigures]()
+        own_bytes = 0 if self._setup.slots and not self._setup.owns_steps else None  # who has an optimizer says nothing
         for worker in range(mesh.workers):
             place = mesh.place(worker)
             leads = worker == mesh.replica_ranks(place.replica).start
             seen = board.figures(place.replica) if leads else sheet.figures(worker)
             times = board.step_times(place.replica) if leads else sheet.step_times(worker)
             held = sheet.held_bytes(worker) if self._job.strategy.spread else size
-            found.append(told(place, seen, times, held, seconds))
+            found.append(replace(told(place, seen, times, held, seconds), optimizer_bytes=own_bytes))
         return found
 
     def _meeting(self) -> str | None:

@@ -68,6 +68,11 @@ class Server:
         """A."""
         return self._store.version(self._places.present)
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of what the optimizer that moves A remembers: once for all replicas."""
+        return 0 if self._owner is None else self._owner.stepper.nbytes
+
     # ------------------------------------------------------------------------------------------ what workers have told
 
     def news(self) -> bool:

@@ -57,7 +57,8 @@ def _carry(
     link: socket.socket,
     recorder: AnyRecorder,
 ) -> None:
-    setup, module = Setup.of(job), settle(job, replica)
+    settle(job, replica)
+    setup, module = Setup.of(job), job.program.build()
     layout = Layout.of(module, job.running_buffers)
     store, board = lay_out(setup, layout, remembers, store_fd)
     station = LocalStation(

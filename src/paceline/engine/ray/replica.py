@@ -72,7 +72,8 @@ class ReplicaActor:
 
 def _carry(job: Job, post: Post, server: Any, switch: Switch, sink: int) -> None:
     setup, replica = Setup.of(job), post.replica
-    module, notes = settle(job, replica), Notes()
+    settle(job, replica)
+    module, notes = job.program.build(), Notes()
     layout = Layout.of(module, job.running_buffers)
     station = RayStation(server.ask.remote, ray.get, post, layout, switch, notes, job.timeout_s)
     recorder: AnyRecorder = Recorder(replica, 0, 0, sink) if job.trace else NullRecorder()

@@ -8,7 +8,7 @@ from paceline.core.mesh import Mesh
 from paceline.core.types import ReplicaId
 from paceline.engine.setup import Setup
 from paceline.engine.team.team import Team
-from paceline.replica.state import State
+from paceline.replica.state import Layout
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Here:
     team: Team
     backend: str
     module: nn.Module
-    """Of this process, with the values of A_0."""
-    state: State
-    """A_0, whole."""
+    """With the values of A_0; of this process, though not all of it need lie in its memory."""
+    layout: Layout
+    """Of A."""
     replica: ReplicaId | None = None
     """The one that is all of the team; None: the team has all replicas."""
 

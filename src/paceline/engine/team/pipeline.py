@@ -18,11 +18,9 @@ from paceline.engine.team.wire import GroupWire
 from paceline.replica.base import Batch
 from paceline.replica.hybrid.division import Division, divided
 from paceline.replica.pipeline.base import Part
-from paceline.replica.pipeline.loss import rows
 from paceline.replica.pipeline.messages import Plan
-from paceline.replica.pipeline.micro_batches import sizes
 from paceline.replica.pipeline.partition import Boundaries
-from paceline.replica.pipeline.preparation import Agree, prepared
+from paceline.replica.pipeline.preparation import Agree, first_rows, needed, prepared
 from paceline.replica.pipeline.tensors import together
 from paceline.replica.pipeline.wire import Alone, Wire
 from paceline.replica.pipeline.workplace import Seat
@@ -60,9 +58,11 @@ class Pipeline:
         batch = first_batch(job)
         with excused(here.team):
             self.cut = prepared(job.program, job.strategy, here.module, batch, self._agreement()).cut
+            self.needs = needed(job.program, self.cut, here.module, batch)
+            """Which parts need which."""
             held = [list(tensors_of(part.module)) for part in self.cut.parts]
             self._division = self._divided(here.module, batch)
-        self.whole = here.state.layout
+        self.whole = here.layout
         """The layout of A."""
         self._refuse_running(held)
         self.stages = [self._stage(stage, held) for stage in range(len(self.mesh.stage_workers))]
@@ -89,9 +89,13 @@ class Pipeline:
         """The parameters of which each shard of this stage has a term of the gradient."""
         return [name for name, how in self.stages[self.place.stage].lies.items() if how == SHARED]
 
-    def counted(self) -> list[str]:
-        """The parameters that count here in the norm of Δ, if that is asked for: what several have counts once."""
-        if self.setup.job.program.clip_norm is None or self._column.copy:
+    def counted(self, *, of_each_copy: bool) -> list[str]:
+        """The parameters that count here in the norm of Δ, if that is asked for: what several have counts once.
+
+        Args:
+            of_each_copy: whether those who take turns at a stage each count them, as where each has a piece of Δ.
+        """
+        if self.setup.job.program.clip_norm is None or (self._column.copy and not of_each_copy):
             return []
         first = {name: min(self._stage_of(part) for part in parts) for name, parts in self.cut.tied.items()}
         stage, lies = self.place.stage, self.stages[self.place.stage].lies
@@ -125,9 +129,8 @@ class Pipeline:
         workers = [self.mesh.shards(self._stage_of(part.number)) for part in parts]
         if max(workers) == 1:
             return Division(parts, tuple({} for _ in parts))
-        first = rows(batch.input, batch.samples, slice(sizes(batch.samples, job.strategy.micro_batch_count)[0]))
         own = {} if self.shards is None else dict.fromkeys(self._numbers(self.place.stage), self.shards)
-        leaves, rules = self.cut.captured.flat(first), job.strategy.shard_rules
+        leaves, rules = self.cut.captured.flat(first_rows(job.strategy, batch)), job.strategy.shard_rules
         return divided(job.program, self.cut, module, leaves, workers, own, self.team.gather, rules)
 
     def _stage(self, stage: int, held: Sequence[Sequence[str]]) -> Divided:

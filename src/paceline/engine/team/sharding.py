@@ -38,7 +38,7 @@ class Sharding:
         self.circles = Circles.of(self.mesh, here.team.traffic)
         among = self.circles.shards
         self.shards: Alone | GroupShards = Alone() if among is None else GroupShards(among, self.place.shard)
-        self.whole = here.state.layout
+        self.whole = here.layout
         """The layout of A."""
         self.prepared = self._made(here)
         self.lies = self.prepared.shard.parameters

@@ -1,9 +1,11 @@
 """How long everything takes in virtual time."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
+from typing import final
 
 from torch import nn
 
@@ -35,7 +37,23 @@ class Drawn:
         return self.pull + self.compute + self.delay + self.push
 
 
-class Durations:
+class Durations(ABC):
+    """Of all attempts and updates of a run."""
+
+    measured_s: Seconds | None = None
+    """What computing one micro-step was measured to take, where it was."""
+
+    @abstractmethod
+    def draw(self, replica: ReplicaId, micro_steps: int) -> Drawn:
+        """The durations of a replica's next attempt."""
+
+    @abstractmethod
+    def update(self, gradients: int) -> Seconds:
+        """How long the server takes for an update of so many gradients."""
+
+
+@final
+class Asked(Durations):
     """Draws every duration of a run from seeded streams.
 
     Args:
@@ -53,7 +71,6 @@ class Durations:
         self.measured_s, self._factor = measured_s, factor
 
     def draw(self, replica: ReplicaId, micro_steps: int) -> Drawn:
-        """The durations of a replica's next attempt."""
         streams = self._streams.get(replica)
         if streams is None:
             streams = self._streams[replica] = self._open(replica)
@@ -65,7 +82,6 @@ class Durations:
         return Drawn(next(streams.transfer), compute, delay, next(streams.transfer))
 
     def update(self, gradients: int) -> Seconds:
-        """How long the server takes for an update of so many gradients."""
         return next(self._apply) + sum(next(self._gradient) for _ in range(gradients))
 
     def _open(self, replica: ReplicaId) -> "_Streams":

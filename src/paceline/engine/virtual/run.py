@@ -27,11 +27,13 @@ from paceline.engine.owner import Owner
 from paceline.engine.scoring import Scorer
 from paceline.engine.setup import Setup, first_state
 from paceline.engine.virtual.attempts import Attempt, Computer, Streams, ordered_batches
-from paceline.engine.virtual.durations import Drawn, Durations, lane, measure, span
+from paceline.engine.virtual.durations import Asked, Drawn, Durations, lane, measure, span
+from paceline.engine.virtual.foreseen import Foreseen
 from paceline.engine.virtual.lane import Lane
 from paceline.engine.virtual.loops import Loops
+from paceline.engine.virtual.pieces.forecast import forecast
 from paceline.engine.virtual.stacked import Stacked, stackable
-from paceline.engine.virtual.teamwork import teamwork
+from paceline.engine.virtual.teamwork import Teamwork, teamwork
 from paceline.replica.base import Replica
 from paceline.replica.state import State, write
 from paceline.trace.spans import SERVER, Span
@@ -53,8 +55,7 @@ class VirtualRun:
         self._streams = Streams(setup.batches)
         self._loops = Loops(job.loop, setup.replicas, self._streams.of) if job.loop else None
         self._computer = self._make_computer()
-        self._teamwork = teamwork(job, measured=job.times is not None and job.times.compute == "measured")
-        self._durations = self._make_durations()
+        self._teamwork, self._durations = self._make_durations()
         self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
         self._chronicle = Chronicle(setup, self._coordinator, state.digest())
         self._scorer = Scorer(job.program, job.program.build())
@@ -247,8 +248,10 @@ class VirtualRun:
             for r, mine in enumerate(self._lanes)
         ]
         notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
-        if self._job.strategy.spread:
+        if self._job.strategy.spread and not (self._job.times or Times()).all_measured:
             notes["time_of_one_process"] = self._teamwork.factor
+        if self._teamwork.needs is not None:
+            notes["parts_need"] = str(self._teamwork.needs)
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
         account = self._chronicle.account(self._now, workers, (), notes, interrupted=interrupted)
@@ -278,9 +281,12 @@ class VirtualRun:
             return Stacked(job.program, self._module, layout, order, make, batch_at, stop=stop)
         return Computer(make, batch_at, stop=stop)
 
-    def _make_durations(self) -> Durations:
-        times = self._job.times or Times()
-        measured_s = None
-        if times.compute == "measured":
-            measured_s = measure(self._setup, self._job.program.build(), self._owner.state)
-        return Durations(self._setup, times, measured_s, self._teamwork.factor)
+    def _make_durations(self) -> tuple[Teamwork, Durations]:
+        job, times = self._job, self._job.times or Times()
+        if times.all_measured:
+            seen = forecast(job)
+            return seen.teamwork, Foreseen(self._setup, seen)
+        measured = times.compute == "measured"
+        shared = teamwork(job, measured=measured)
+        measured_s = measure(self._setup, job.program.build(), self._owner.state) if measured else None
+        return shared, Asked(self._setup, times, measured_s, shared.factor)

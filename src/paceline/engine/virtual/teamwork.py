@@ -19,9 +19,10 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.setup import first_batch
 from paceline.engine.virtual.durations import span
-from paceline.replica.pipeline.preparation import prepared
+from paceline.replica.pipeline.preparation import cut_as_named, needed, prepared
 from paceline.replica.tensor.preparation import planned
 from paceline.replica.tensor.work import work
+from paceline.schedule import Dependencies
 from paceline.schedule.simulate import StageTimes, Timed, timeline
 from paceline.strategy import Strategy
 from paceline.trace.spans import Action, Span
@@ -37,6 +38,8 @@ class Teamwork:
     """Of a pipeline's workers, in billionths of the time of one process."""
     copies: tuple[int, ...] = ()
     """How many of them take turns at each stage."""
+    needs: Dependencies | None = None
+    """Which parts of the model need which; None: where it will be cut is not known, so each the one before it."""
 
     def lanes(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
         """The spans of a pipeline's workers.
@@ -69,10 +72,10 @@ def teamwork(job: Job, *, measured: bool) -> Teamwork:
     """
     strategy = job.strategy
     if strategy.pipelined:
-        times = _stages(job) if measured else _equal(strategy)
+        times, needs = _stages(job) if measured else (_equal(strategy), _needed(job))
         stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
-        actions = tuple(timeline(strategy.order, times, stages, count, columns))
-        return Teamwork(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies)
+        actions = tuple(timeline(strategy.order, times, stages, count, columns, needs))
+        return Teamwork(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies, needs)
     if strategy.tensor_parallel:
         return Teamwork(_busiest(job, counts=not measured))
     return Teamwork()
@@ -85,13 +88,22 @@ def _equal(strategy: Strategy) -> StageTimes:
     return _times(strategy, [size / sum(sizes) for size in sizes])
 
 
-def _stages(job: Job) -> StageTimes:
-    """Of one micro-batch, as shares of the time of one process for all of them."""
-    made = prepared(job.program, job.strategy, job.program.build(), first_batch(job), lambda choose: choose())
+def _needed(job: Job) -> Dependencies | None:
+    """Which parts need which, where the strategy says where they begin; else only a clock tells where it is best."""
+    if not job.strategy.cuts:
+        return None
+    module, batch = job.program.build(), first_batch(job)
+    return needed(job.program, cut_as_named(job.program, job.strategy, module, batch), module, batch)
+
+
+def _stages(job: Job) -> tuple[StageTimes, Dependencies]:
+    """Of one micro-batch, as shares of the time of one process for all of them; and which parts need which."""
+    module, batch = job.program.build(), first_batch(job)
+    made = prepared(job.program, job.strategy, module, batch, lambda choose: choose())
     assert made.costs is not None, "they were measured here"
     starts = [0, *made.boundaries, len(made.costs.row.seconds)]
     parts = [sum(made.costs.row.seconds[a:b]) for a, b in pairwise(starts)]
-    return _times(job.strategy, [part / sum(parts) for part in parts])
+    return _times(job.strategy, [part / sum(parts) for part in parts]), needed(job.program, made.cut, module, batch)
 
 
 def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:

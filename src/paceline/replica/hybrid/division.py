@@ -4,7 +4,7 @@ A part is planned and rewritten as a whole model is. What comes in from other pa
 on every shard, and so are its gradients; so a shard talks to one shard of each other stage and needs no more of them.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,13 +18,15 @@ from paceline.program import Program
 from paceline.replica.capture import Captured
 from paceline.replica.hybrid.rehearsal import check_part
 from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.pipeline.feeding import fed
 from paceline.replica.refusal import WAYS_OUT
+from paceline.replica.tensor.branches import Times, counted
 from paceline.replica.tensor.calls import operators
 from paceline.replica.tensor.layouts import Layout as Lies
 from paceline.replica.tensor.layouts import Owned, Split
 from paceline.replica.tensor.out_of_place import write_out_of_place
 from paceline.replica.tensor.plan import Plan, plan
-from paceline.replica.tensor.preparation import Says, agree, agreed_times
+from paceline.replica.tensor.preparation import Says, agree, agreed_times, to_itself
 from paceline.replica.tensor.rewrite import keep_unused, rewritten
 from paceline.replica.tensor.shards import Shards
 from paceline.replica.undisturbed import rewound
@@ -50,6 +52,8 @@ def divided(
     own: Mapping[int, Shards],
     says: Says,
     rules: ShardRules,
+    *,
+    checked: bool = True,
 ) -> Division:
     """Divide them; all workers of all replicas call it together, and come to the same plans.
 
@@ -62,25 +66,38 @@ def divided(
         own: the parts that this worker has, and with whom it shares each.
         says: asks all of them.
         rules: of the strategy.
+        checked: whether the shards of each part are compared with it.
 
     Raises:
         InputError: nothing of a part can be divided so, or a part's shards together are not the part.
     """
     with program.autocast(str(next(module.parameters()).device)):
         given = _given(cut, module, leaves)
-        return _Dividing(cut, given, counts, own, says, rules).all()
+        dividing = _Dividing(cut, given, counts, says, rules, lambda whole, leaves: agreed_times(whole, leaves, says))
+        return dividing.all(own, checked=checked)
+
+
+def planned(
+    program: Program,
+    cut: Cut,
+    module: nn.Module,
+    leaves: Sequence[Tensor],
+    counts: Sequence[int],
+    rules: ShardRules,
+) -> list[Plan | None]:
+    """How each part would be divided; of a part that stays whole None.
+
+    Nobody measures: branches are balanced by multiplications, the same each time. Args and raises: as :func:`divided`.
+    """
+    with program.autocast(str(next(module.parameters()).device)):
+        given = _given(cut, module, leaves)
+        return _Dividing(cut, given, counts, to_itself, rules, lambda *_: counted).plans()
 
 
 def _given(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
     """What each part is given: leaves of the input, and what earlier parts have made of them."""
-    values: dict[str, Any] = {}
-    found: list[list[Any]] = []
     with rewound(module), torch.no_grad():
-        for part in cut.parts:
-            found.append([*(leaves[i] for i in part.inputs), *(values[crossing.name] for crossing in part.received)])
-            made = part.module(*(each.clone() if isinstance(each, Tensor) else each for each in found[-1]))
-            values |= {crossing.name: value for crossing, value in zip(part.sent, made, strict=False)}
-    return found
+        return [each.given for each in fed(cut, leaves)]
 
 
 class _Dividing:
@@ -89,25 +106,41 @@ class _Dividing:
         cut: Cut,
         given: Sequence[Sequence[Any]],
         counts: Sequence[int],
-        own: Mapping[int, Shards],
         says: Says,
         rules: ShardRules,
+        times: Callable[[Captured, Sequence[Any]], Times],
     ) -> None:
-        self._cut, self._given, self._counts, self._own = cut, given, counts, own
-        self._says, self._rules = says, rules
+        self._cut, self._given, self._counts = cut, given, counts
+        self._says, self._rules, self._times = says, rules, times
         self._fixed: dict[str, Lies] = {}
 
-    def all(self) -> Division:
+    def all(self, own: Mapping[int, Shards], *, checked: bool) -> Division:
         self._refuse_unmatched()
-        made = [self._part(part) for part in self._cut.parts]
+        made = [self._divided(part, own.get(part.number), checked=checked) for part in self._cut.parts]
         return Division(tuple(part for part, _ in made), tuple(lies for _, lies in made))
 
-    def _part(self, part: Part) -> tuple[Part, Mapping[str, Lies]]:
+    def plans(self) -> list[Plan | None]:
+        self._refuse_unmatched()
+        return [self._plan(part) for part in self._cut.parts]
+
+    def _divided(self, part: Part, shards: Shards | None, *, checked: bool) -> tuple[Part, Mapping[str, Lies]]:
+        plan_of = self._plan(part)
+        if plan_of is None:
+            return part, {}
+        if shards is None:
+            return part, plan_of.parameters
+        shard = rewritten(plan_of, shards)
+        keep_unused(shard, part.module)
+        if checked:
+            check_part(shard, part, self._given[part.number], shards)
+        return replace(part, module=shard.module), plan_of.parameters
+
+    def _plan(self, part: Part) -> Plan | None:
         count = self._counts[part.number]
         tied = [name for name, numbers in self._cut.tied.items() if part.number in numbers]
         self._refuse_ties(tied)
         if count == 1:
-            return part, {}
+            return None
         write_out_of_place(part.module)
         plan_of = self._planned(part, count)
         agree(plan_of, self._says)
@@ -117,20 +150,14 @@ class _Dividing:
                 f"shards={count}: nothing of stage {part.number} can be divided into {count}; write fewer stages or "
                 f"shards, cuts= elsewhere, or {WAYS_OUT}"
             )
-        shards = self._own.get(part.number)
-        if shards is None:
-            return part, plan_of.parameters
-        shard = rewritten(plan_of, shards)
-        keep_unused(shard, part.module)
-        check_part(shard, part, self._given[part.number], shards)
-        return replace(part, module=shard.module), plan_of.parameters
+        return plan_of
 
     def _planned(self, part: Part, count: int) -> Plan:
         captured: Captured = replace(self._cut.captured, module=part.module)
         given = self._given[part.number]
         found = operators(captured, count, given, flowing=_flowing(part))
         rules = ShardRules({pattern: way for pattern, way in self._rules.items() if _matches(pattern, _modules(part))})
-        return plan(found, count, rules, agreed_times(captured, given, self._says), self._fixed)
+        return plan(found, count, rules, self._times(captured, given), self._fixed)
 
     def _refuse_unmatched(self) -> None:
         """Raise InputError for a pattern that fits no module of any part."""

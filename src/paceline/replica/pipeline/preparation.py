@@ -5,22 +5,24 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from paceline.program import Program
+from paceline.program import Program, Tree
 from paceline.replica.base import Batch
 from paceline.replica.capture import capture
 from paceline.replica.naming import home
 from paceline.replica.pipeline.base import Cut
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.feeding import dependencies
 from paceline.replica.pipeline.loss import refuse_loss, rows
 from paceline.replica.pipeline.micro_batches import sizes
 from paceline.replica.pipeline.partition import Boundaries, Limit, named, partition
 from paceline.replica.pipeline.rehearsal import check_cut
 from paceline.replica.pipeline.units import Units, group
+from paceline.replica.sequential import is_sequential
 from paceline.replica.state import Layout
 from paceline.replica.stepper import Stepper
 from paceline.replica.undisturbed import tensors_of
-from paceline.schedule import in_flight
+from paceline.schedule import Dependencies, in_flight
 from paceline.strategy import Strategy
 
 
@@ -52,17 +54,14 @@ def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Bat
     Raises:
         InputError: the model can't be captured or cut so, or micro-batches would change what the loss is.
     """
-    count = strategy.micro_batch_count
-    first = rows(batch.input, batch.samples, slice(sizes(batch.samples, count)[0]))
+    first = first_rows(strategy, batch)
     device = next(module.parameters()).device
     costs: list[Costs] = []
     with program.autocast(str(device)):
-        refuse_loss(program, module, batch, count)
-        captured = capture(module, first, operators=strategy.tensor_parallel)
-        units = group(captured)
+        units = _units(program, strategy, module, batch)
 
         def chosen() -> Boundaries:
-            costs.append(measure(units, captured.flat(first)))
+            costs.append(measure(units, units.captured.flat(first)))
             return boundaries(program, strategy, module, units, costs[0])
 
         where = agree(chosen)
@@ -70,6 +69,47 @@ def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Bat
         _keep_unused(made, module)
         check_cut(made, module, first)
     return Prepared(made, units, where, costs[0] if costs else None)
+
+
+def first_rows(strategy: Strategy, batch: Batch) -> Tree:
+    """The input of the first micro-batch of a batch."""
+    return rows(batch.input, batch.samples, slice(sizes(batch.samples, strategy.micro_batch_count)[0]))
+
+
+def cut_as_named(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> Cut:
+    """The parts of a model where a strategy says where to cut: nothing is measured, and no part has been run.
+
+    Args and raises: as :func:`prepared`.
+    """
+    with program.autocast(str(next(module.parameters()).device)):
+        units = _units(program, strategy, module, batch)
+        parts = strategy.order.parts(strategy.stage_count)
+        return cut(units, named(strategy.cuts, parts, units.modules(), units.nodes()))
+
+
+def needed(program: Program, made: Cut, module: nn.Module, batch: Batch) -> Dependencies:
+    """Which parts of a model need which, found with two samples of a batch."""
+    with program.autocast(str(next(module.parameters()).device)):
+        return dependencies(made, module, made.captured.flat(rows(batch.input, batch.samples, slice(2))))
+
+
+def _units(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> Units:
+    """Of the model, captured with a micro-batch."""
+    refuse_loss(program, module, batch, strategy.micro_batch_count)
+    return units_of(strategy, module, first_rows(strategy, batch))
+
+
+def units_of(strategy: Strategy, module: nn.Module, inputs: Tree, *, training: bool = True) -> Units:
+    """Of a model that is captured for a strategy.
+
+    The children of an nn.Sequential are looked into only where that is asked for: by shards, or by cuts within one.
+    """
+    operators = strategy.tensor_parallel
+    found = group(capture(module, inputs, operators=operators, training=training))
+    inside = dict(module.named_modules()).keys() - found.modules().keys()
+    if operators or not is_sequential(module) or inside.isdisjoint(strategy.cuts):
+        return found
+    return group(capture(module, inputs, operators=True, training=training))
 
 
 def _keep_unused(made: Cut, module: nn.Module) -> None:
@@ -98,7 +138,9 @@ def boundaries(program: Program, strategy: Strategy, module: nn.Module, units: U
 
 def copies(program: Program, module: nn.Module) -> int:
     """How many times a parameter is held: with its gradient, and with what the optimizer remembers of it."""
-    state = Layout.of(module).new()
+    layout = Layout.of(module)
+    smallest = min((e for block in layout.parameters for e in block.entries), key=lambda e: e.stop - e.start)
+    state = layout.part({smallest.name}).new()
     for vector in state.parameters:
         vector.zero_()
     return 2 + Stepper(program.optimizer, None, state, state.clone()).remembers

@@ -97,6 +97,11 @@ class Streamed(Replica):
         return self._place.holdings.peak_bytes
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Of what this worker's optimizer remembers."""
+        return 0 if self._versions is None else self._versions.optimizer_bytes
+
+    @property
     def begun(self) -> bool:
         """Whether it has A_0."""
         return self._versions is not None

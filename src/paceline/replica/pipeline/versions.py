@@ -55,6 +55,11 @@ class Versions:
         """The newest version."""
         return self._states[self.newest]
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Of what the optimizer remembers."""
+        return 0 if self._stepper is None else self._stepper.nbytes
+
     def use(self, version: Version) -> None:
         """Let the parameters be those of a version."""
         if version != self._used:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from paceline.comm.spill import Spill
 from paceline.program import Tree
 from paceline.replica.selfcheck import check
 from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
@@ -83,7 +84,7 @@ class _Stage:
         self._shard, self._captured, self._shards = shard, captured, shards
         self._model = tensors_of(module)
         self._parameters = {
-            name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            name: tensor.detach().requires_grad_(tensor.requires_grad)
             for name, tensor in self._model.items()
             if isinstance(tensor, nn.Parameter)
         }
@@ -134,15 +135,15 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        shards, found = ctx.shards, list[Tensor | None]()
+        shards, found, spill = ctx.shards, list[Tensor | None](), Spill()
         for layout, shape, gradient in zip(ctx.layouts, ctx.shapes, gradients, strict=True):
             if isinstance(layout, Split):
                 local = layout.local(shape, shards.rank)
                 part = gradient if gradient is not None else _zeros(local, gradients)
-                found.append(gathered(part, layout, shards, "a gradient"))
+                found.append(spill.kept(gathered(part, layout, shards, "a gradient")))
             elif isinstance(layout, Owned) or layout == SHARED:
                 term = gradient if gradient is not None else _zeros(shape, gradients)
-                found.append(shards.all_reduce(term.contiguous(), "a gradient"))
+                found.append(spill.kept(shards.all_reduce(term.contiguous(), "a gradient")))
             else:
                 found.append(gradient)
         return None, None, *found

@@ -12,7 +12,7 @@ A row without parameters that has an arrow is a conversion of what that operator
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import fsum
 from typing import Any
 
@@ -101,19 +101,20 @@ class Sharding:
         yield f"parameters by shard: {', '.join(f'{count:,}' for count in self.parameters_by_shard)}"
 
 
-def sharding(plan: Plan, rules: ShardRules) -> Sharding:
+def sharding(plan: Plan, rules: ShardRules, passes: int = 1) -> Sharding:
     """What a plan comes to.
 
     Args:
-        plan: of the model with its loss.
+        plan: of the model with its loss, or of a part of it.
         rules: of the strategy, which it was made by.
+        passes: how many there are in a batch, each of what was planned for: the micro-batches that a shard is given.
     """
     sizes = _sizes(plan)
     done = [(work(step.call), step.way.share < 1) for step in plan.steps]
     total = fsum(amount for amount, _ in done)
     return Sharding(
         plan.shards,
-        tuple(_Rows(plan, rules, sizes).rows()),
+        tuple(_Rows(plan, rules, sizes).rows(passes)),
         sum(sizes.values()),
         sum(size for name, size in sizes.items() if isinstance(plan.parameters.get(name), (Split, Owned))),
         fsum(amount for amount, divided in done if divided) / total if total else 0.0,
@@ -143,14 +144,18 @@ class _Rows:
         self._owners, self._calls = plan.operators.captured.owners, plan.operators.calls
         self._left = dict(sizes)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self, passes: int) -> Iterator[Row]:
+        for row in self._of_a_pass():
+            yield replace(row, collectives=row.collectives * passes, sent_bytes=row.sent_bytes * passes)
+        yield from self._summed()
+
+    def _of_a_pass(self) -> Iterator[Row]:
         for step in self._plan.steps:
             yield from self._conversions(step.converted)
             named = step.way.name not in ("", BRANCH)
             if possible.parameters(step.call) or named or step.call.target is ATTENTION:
                 yield self._operator(step)
         yield from self._conversions(self._at_the_end())
-        yield from self._summed()
 
     def _operator(self, step: Step) -> Row:
         call, way = step.call, step.way
@@ -204,7 +209,7 @@ class _Rows:
                 yield value, cheapest(value, frozenset(known), self._plan.shards), WHOLE
 
     def _summed(self) -> Iterator[Row]:
-        """Gradients of parameters that all shards have and each uses for its part of the work: summed together."""
+        """Gradients of parameters that all shards have and each uses for its part of the work: summed at the end."""
         layouts = self._plan.parameters
         values = {
             str(value.parameter): value

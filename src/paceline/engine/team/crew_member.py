@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import pickle
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.kernel import keep_freed_memory
-from paceline.comm.shipping import Parcel, ship, unpack
+from paceline.comm.letters import collect, post
+from paceline.comm.shipping import Parcel, unpack
 from paceline.engine.failure import kind_and_text
+from paceline.engine.team.crew import Work
 from paceline.engine.team.meeting import BACKEND, meet
 from paceline.engine.team.team import assembled
 from paceline.engine.team.world import World
-from paceline.inference.answer import answer
-from paceline.inference.question import Answer, Question
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
@@ -25,30 +24,35 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
 
     Args:
         args: ``rank``, ``size``, ``threads``, and ``store``, the path of a file by which ranks meet.
-        fds: the question, and a socket for the answer.
+        fds: the work, and a socket for questions and answers.
     """
     keep_freed_memory()
-    question_fd, link_fd = fds
+    work_fd, link_fd = fds
     with socket.socket(fileno=link_fd) as link:
         try:
-            question: Question = unpack(Parcel(question_fd))
+            work: Work = unpack(Parcel(work_fd))
             torch.set_num_threads(args["threads"])
-            meet(args["rank"], args["size"], args["store"], question.timeout_s)
-            parcel = ship(answered(question, BACKEND))
-            socket.send_fds(link, [pickle.dumps(("done",))], [parcel.fd])
+            meet(args["rank"], args["size"], args["store"], work.timeout_s)
+            _answer(work, link)
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
-                link.send(pickle.dumps(("failed", *kind_and_text(args["rank"], error))))
+                post(link, ("failed", *kind_and_text(args["rank"], error)))
             raise SystemExit(1) from error
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
 
 
-def answered(question: Question, backend: str) -> Answer:
-    """What this rank has of the output."""
+def _answer(work: Work, link: socket.socket) -> None:
+    """All that is asked, until nobody asks any more."""
     try:
-        with assembled(World.found(), backend, "cpu", question.timeout_s, watched=True) as team:
-            return answer(question, team)
+        with assembled(World.found(), BACKEND, "cpu", work.timeout_s, watched=True) as team:
+            answering = work.begin(team)
+            while True:
+                try:
+                    question = collect(link)
+                except (EOFError, ConnectionResetError):
+                    return
+                post(link, ("done", answering(question)))
     finally:
         gc.collect()  # a group that is let go of in the middle of another backward pass hangs (torch 2.13, Gloo)

@@ -1,0 +1,124 @@
+"""What one rank of a few times of its own work, while all others are as busy with theirs."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.types import Seconds
+from paceline.engine.setup import Setup, first_batch, first_state
+from paceline.engine.team.team import Team
+from paceline.engine.virtual.pieces.sending import meet
+from paceline.engine.virtual.pieces.silent import Call, Silent
+from paceline.replica.base import Batch, Replica
+from paceline.replica.state import State, read
+from paceline.replica.tensor.parts import part_of
+from paceline.replica.tensor.preparation import Prepared, planned
+from paceline.replica.tensor.rewrite import keep_unused, rewritten
+from paceline.replica.tensor.runtime import TensorParallel
+
+REPEATS, WARM = 15, 2
+"""Passes that count, and before them passes that don't."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a batch, piece by piece; seconds."""
+
+    pull: Seconds
+    """To have A."""
+    pieces: Sequence[Seconds]
+    """Of forward and backward: before, between and after the collectives."""
+    push: Seconds
+    """To write Δ."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one rank has measured of its own work."""
+
+    passes: Sequence[Pass] = ()
+    """Of a replica without stages."""
+    calls: Sequence[Call] = ()
+    """The collectives of a pass, in order."""
+    last_calls: Sequence[Call] = ()
+    """Those that follow when Δ is written."""
+    stages: Mapping[tuple[int, str], Sequence[Seconds]] = field(default_factory=dict)
+    """(part, kind of action) -> its mean over the micro-batches of each pass."""
+    stage_calls: Mapping[tuple[int, str], Sequence[Call]] = field(default_factory=dict)
+    """The collectives of such an action."""
+    sent_bytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Of a micro-batch, to each consumer, by the part that sends."""
+
+
+def plain(setup: Setup, team: Team) -> Found:
+    """A replica that is one worker."""
+    module, state = first_state(setup.job.program, setup.job.running_buffers)
+    replica = setup.replica(team.world.rank % setup.replicas, module, state.layout)
+    return Found(_passes(setup, team, replica, state))
+
+
+def sharded(setup: Setup, team: Team) -> Found:
+    """A replica whose operators are divided: one of its shards."""
+    job, count = setup.job, max(setup.job.strategy.stage_workers)
+    shard = Silent(team.world.rank % count, count)
+    module, whole = first_state(job.program, job.running_buffers)
+    batch, rules = first_batch(job), job.strategy.shard_rules
+    with job.program.autocast("cpu"):
+        captured, plan = planned(job.program, module, batch, count, rules, team.gather)
+        made = rewritten(plan, shard)
+        keep_unused(made, module)
+    layout = part_of(whole.layout, made.parameters, shard.rank)
+    state = read(made.module, layout.new())
+    replica = TensorParallel(job.program, Prepared(captured, plan, made), shard, 0, layout)
+    passes = _passes(setup, team, replica, state, shard)
+    calls, last = _calls(replica, state, batch, shard)
+    return Found(passes, calls, last)
+
+
+def timed(team: Team, work: Callable[[], None]) -> list[Seconds]:
+    """A piece of work that all begin together; the first times don't count."""
+    found = []
+    for _ in range(WARM + REPEATS):
+        meet(team)
+        began = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - began)
+    return found[WARM:]
+
+
+def _passes(setup: Setup, team: Team, replica: Replica, state: State, shard: Silent | None = None) -> Sequence[Pass]:
+    batches, out, found = setup.batches(team.world.rank % setup.replicas), state.layout.new(), list[Pass]()
+    mine = state.clone()
+    for clock in range(WARM + REPEATS):
+        meet(team)
+        began = time.perf_counter()
+        if shard is not None:  # it has its part of A for itself
+            mine.copy_(state)
+        replica.adopt(mine)
+        adopted = time.perf_counter()
+        pieces = _advanced(replica, next(batches), clock, shard)
+        finished = time.perf_counter()
+        replica.finish(out)
+        if shard is not None:
+            mine.copy_(out)
+        found.append(Pass(adopted - began, pieces, time.perf_counter() - finished))
+    return found[WARM:]
+
+
+def _advanced(replica: Replica, batch: Batch, clock: int, shard: Silent | None) -> Sequence[Seconds]:
+    began = time.perf_counter()
+    if shard is not None:
+        shard.begin()
+    replica.advance(batch, clock)
+    return [time.perf_counter() - began] if shard is None else shard.between()
+
+
+def _calls(replica: Replica, state: State, batch: Batch, shard: Silent) -> tuple[Sequence[Call], Sequence[Call]]:
+    """The collectives of a pass, and those of writing Δ."""
+    replica.adopt(state)
+    shard.begin()
+    replica.advance(batch, 0)
+    calls = shard.calls
+    shard.begin()
+    replica.finish(state.layout.new())
+    return calls, shard.calls

@@ -1,0 +1,150 @@
+"""What a step will take, from what its pieces take.
+
+::
+
+    stages   the schedule, simulated with what each action of each part takes, and messages between them
+    shards   Σ over the pieces between collectives: the slowest shard's; and the collectives, of that size
+    plain    what forward and backward take, drawn anew for each step
+    then     pull and push, copies and a word to main and back; an update, as often as one is made
+
+Each is measured on as many processes as there will be workers, or cores, all at work at the same time: they share
+memory and caches then, too.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.comm.nursery import Nursery
+from paceline.core.types import Seconds
+from paceline.engine.base import Job
+from paceline.engine.owner import Owner
+from paceline.engine.setup import Setup, first_state, threads
+from paceline.engine.team.crew import PRELOAD, Crew
+from paceline.engine.virtual.pieces.computing import Pass
+from paceline.engine.virtual.pieces.sending import Message
+from paceline.engine.virtual.pieces.silent import Call
+from paceline.engine.virtual.pieces.work import WORD, Heard, Work
+from paceline.engine.virtual.teamwork import Teamwork
+from paceline.schedule.simulate import StageTimes, timeline
+
+_REPEATS = 9
+_WORDS = 51
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one job, on this host."""
+
+    compute_s: Sequence[Seconds]
+    """Of one Δ's forward and backward passes, by the workers of a replica: as often as it was measured."""
+    pull_s: Seconds
+    push_s: Seconds
+    teamwork: Teamwork = field(default_factory=Teamwork)
+
+
+def forecast(job: Job) -> Forecast:
+    """Measure the pieces of a job's step, in processes of their own, which are gone when it returns.
+
+    Raises:
+        InputError: the model can't be cut or divided as the strategy says.
+        WorkerError: a process failed.
+    """
+    heard, word_s = _heard(job)
+    strategy, passes = job.strategy, [each for one in heard for each in one.found.passes]
+    pull, push = (statistics.median(each) for each in ([p.pull for p in passes], [p.push for p in passes]))
+    push += sum(_slowest(heard, call) for call in heard[0].found.last_calls)
+    ends = pull + word_s / 2, push + word_s / 2
+    if strategy.pipelined:
+        return _staged(job, heard, *ends)
+    if strategy.tensor_parallel:
+        return Forecast(_sharded(heard, max(strategy.stage_workers)), *ends)
+    return Forecast([sum(each.pieces) for each in passes], *ends)
+
+
+def update_s(job: Job, gradients: int) -> Seconds:
+    """Of one update of so many gradients: the median of 9 in this process, while the others wait."""
+    setup, (_, state) = Setup.of(job), first_state(job.program, job.running_buffers)
+    owner, found, places = Owner(job.program, setup.policy, state.clone()), list[Seconds](), (state, state.clone())
+    deltas = [(state.clone(), 1 / gradients) for _ in range(gradients)]
+    for number in range(_REPEATS):
+        began = time.perf_counter()
+        owner.apply(deltas, alone=gradients == 1, out=places[number % 2])  # the old A is still being read
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
+
+
+def _heard(job: Job) -> tuple[Sequence[Heard], Seconds]:
+    """What each rank of the crew has measured, and what a word to all and their answers take."""
+    workers, cores = job.strategy.workers, len(os.sched_getaffinity(0))
+    size = 1 if workers == 1 else max(2, min(workers, cores))
+    nursery = Nursery.start((*PRELOAD, "paceline.engine.virtual.pieces.work"))
+    try:
+        with Crew(Work(replace(job, loop=None)), size, threads(job, size), nursery) as crew:
+            heard, taken = crew.ask(None), []
+            for _ in range(_WORDS):
+                began = time.perf_counter()
+                crew.ask(WORD)
+                taken.append(time.perf_counter() - began)
+            return heard, statistics.median(taken)
+    finally:
+        nursery.close()
+
+
+def _slowest(heard: Sequence[Heard], call: Call) -> Seconds:
+    return max(each.collectives[call] for each in heard)
+
+
+def _sharded(heard: Sequence[Heard], count: int) -> Sequence[Seconds]:
+    """All shards meet at each collective: what comes before it takes what the slowest of them takes."""
+    sent = sum(_slowest(heard, call) for call in heard[0].found.calls)
+    together: list[list[Pass]] = [list(each.found.passes) for each in heard[:count]]
+    return [
+        sent + sum(max(pieces) for pieces in zip(*(each.pieces for each in passes), strict=True))
+        for passes in zip(*together, strict=True)
+    ]
+
+
+def _staged(job: Job, heard: Sequence[Heard], pull_s: Seconds, push_s: Seconds) -> Forecast:
+    strategy = job.strategy
+    stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
+    actions = list(timeline(strategy.order, _stage_times(job, heard), stages, count, columns))
+    end = max(each.end_ns for each in actions)
+    share = [replace(a, start_ns=_of(a.start_ns, end), end_ns=_of(a.end_ns, end)) for a in actions]
+    return Forecast([end * 1e-9], pull_s, push_s, Teamwork(1.0, tuple(share), columns.copies))
+
+
+def _of(ns: int, whole: int) -> int:
+    """In billionths of the whole."""
+    return round(ns * 10**9 / whole)
+
+
+def _stage_times(job: Job, heard: Sequence[Heard]) -> StageTimes:
+    """Of each part: what its actions compute, their collectives, and what sending and taking keeps it busy for."""
+    strategy = job.strategy
+    parts = range(strategy.order.parts(strategy.stage_count))
+    sent = {part: [_message(heard, size) for size in heard[0].found.sent_bytes.get(part, ())] for part in parts}
+
+    def of(part: int, kind: str) -> Seconds:
+        found = [each for each in heard if (part, kind) in each.found.stages]
+        if not found:
+            return 0.0
+        computed = max(statistics.median(each.found.stages[part, kind]) for each in found)
+        return computed + sum(_slowest(heard, call) for call in found[0].found.stage_calls.get((part, kind), ()))
+
+    def mailed(part: int, *, back: bool) -> Seconds:
+        """A value goes from a part to the next, and its gradient back."""
+        gives, takes = (sent.get(part - 1, []), sent[part]) if back else (sent[part], sent.get(part - 1, []))
+        return sum(each.send for each in gives) + sum(each.take for each in takes)
+
+    forward = tuple(of(part, "forward") + mailed(part, back=False) for part in parts)
+    whole = tuple(of(part, "backward") + of(part, "backward_input") + mailed(part, back=True) for part in parts)
+    weight = tuple(of(part, "backward_weight") for part in parts)
+    ways = [each.way for messages in sent.values() for each in messages]
+    return StageTimes(forward, whole, weight, statistics.fmean(ways) if ways else 0.0)
+
+
+def _message(heard: Sequence[Heard], nbytes: int) -> Message:
+    return heard[0].messages[nbytes]

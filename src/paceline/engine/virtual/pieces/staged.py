@@ -1,0 +1,189 @@
+"""What the actions of a pipeline's workers take, on ranks each of which does what one of them would."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.types import Seconds
+from paceline.engine.setup import Setup, first_batch
+from paceline.engine.team.team import Team
+from paceline.engine.virtual.pieces.computing import REPEATS, WARM, Found, Pass
+from paceline.engine.virtual.pieces.sending import meet
+from paceline.engine.virtual.pieces.silent import Call, Silent
+from paceline.replica.hybrid.division import divided
+from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.pipeline.forward import Job
+from paceline.replica.pipeline.mail import Received
+from paceline.replica.pipeline.messages import Message, Plan, Task
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
+from paceline.replica.pipeline.preparation import prepared
+from paceline.replica.pipeline.tensors import together
+from paceline.replica.pipeline.workplace import Seat, Workplace
+from paceline.replica.state import Layout, read
+from paceline.replica.tensor.layouts import Layout as Lies
+from paceline.replica.tensor.parts import part_of
+from paceline.replica.undisturbed import rewound, tensors_of
+
+SMALL = 1e-4
+"""Gradients that come back, of the values that went: nobody steps by them."""
+
+Key: TypeAlias = tuple[int, str]
+"""(part, kind of action)."""
+
+
+def staged(setup: Setup, team: Team) -> Found:
+    """Of all workers of a replica, each on one of the ranks, and as many at a time as there are ranks."""
+    workers, size = setup.job.strategy.mesh.per_replica, team.world.size
+    turns = -(-workers // size)
+    found = [_Actor(setup, team, (turn * size + team.world.rank) % workers).found() for turn in range(turns)]
+    return Found(
+        [each for one in found for each in one.passes],
+        stages={key: times for one in found for key, times in one.stages.items()},
+        stage_calls={key: calls for one in found for key, calls in one.stage_calls.items()},
+        sent_bytes=found[0].sent_bytes,
+    )
+
+
+class _Actor:
+    """One worker, on its own: what others would send it is there already."""
+
+    def __init__(self, setup: Setup, team: Team, worker: int) -> None:
+        self._setup, self._team, self._job = setup, team, setup.job
+        strategy, mesh = self._job.strategy, self._job.strategy.mesh
+        self._stage, column = mesh.place(worker).stage, mesh.column(mesh.place(worker))
+        self._silent = Silent(mesh.shard(mesh.place(worker)), mesh.shards(self._stage))
+        self._batch, self._module = first_batch(self._job), self._job.program.build()
+        says = team.gather
+        cut = prepared(
+            self._job.program, strategy, self._module, self._batch, lambda choose: says(choose(), "the cut")[0]
+        ).cut
+        self._given = _Given(cut, self._module, self._micro_batches(cut))
+        whole = Layout.of(self._module, self._job.running_buffers)
+        parts, lies = self._parts(cut)
+        layout = part_of(whole.part(tensors_of(together(parts)).keys()), lies, self._silent.rank)
+        plan = Plan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
+        number = mesh.columns.number(column)
+        means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
+        self._place = Workplace(self._job.program, plan, cut.captured, parts, Seat(0, number), layout, **means)
+        self._state = read(together(parts), layout.new())
+        self._jobs = [
+            Job(each, each.samples / self._batch.samples, self._job.program.seed)
+            for each in self._place.micro_batches(self._batch)
+        ]
+        self._tasks = plan.itinerary(number, len(self._jobs)).tasks
+
+    def found(self) -> Found:
+        """Of the passes that count."""
+        times, passes, calls = defaultdict[Key, list[Seconds]](list), list[Pass](), dict[Key, Sequence[Call]]()
+        mine, out = self._state.clone(), self._state.layout.new()
+        for number in range(WARM + REPEATS):
+            meet(self._team)
+            began = time.perf_counter()
+            self._place.tensors.bind(mine.copy_(self._state))
+            pull = time.perf_counter() - began
+            taken = self._pass(calls)
+            began = time.perf_counter()
+            torch._foreach_copy_(out.views.parameters, self._place.tensors.take_gradients())
+            mine.copy_(out)  # where all parts of a Δ meet
+            if number >= WARM:
+                passes.append(Pass(pull, (), time.perf_counter() - began))
+                for key, each in taken.items():
+                    times[key].append(statistics.fmean(each))
+        return Found(passes, stages=times, stage_calls=calls, sent_bytes=self._given.sent_bytes)
+
+    def _pass(self, calls: dict[Key, Sequence[Call]]) -> Mapping[Key, list[Seconds]]:
+        taken = defaultdict[Key, list[Seconds]](list)
+        for task, following in zip_longest(self._tasks, self._tasks[1:]):
+            self._silent.begin()
+            self._do(task, following)
+            key = task.action.stage, task.action.kind
+            taken[key].append(sum(self._silent.between()))
+            calls[key] = self._silent.calls
+        for stage in self._place.stages.values():
+            stage.end()
+        return taken
+
+    def _do(self, task: Task, following: Task | None) -> None:
+        part, index = task.action.stage, task.action.micro_batch
+        stage, job = self._place.stages[part], self._jobs[index]
+        if task.action.kind == "forward":
+            turns = following is not None and (part, index) == (following.action.stage, following.action.micro_batch)
+            stage.forward(job, self._given.of(part, index), turns=turns)
+        elif task.action.kind == "backward_weight":
+            stage.backward_weight(job)
+        else:
+            if stage.forgot(job):
+                stage.recompute(job)
+            split = task.action.kind == "backward_input"
+            gradients = {name: self._given.gradients[name, index] for name in stage.awaited(job)}
+            stage.backward(job, gradients, task.gives, _let_go, split=split)
+
+    def _micro_batches(self, cut: Cut) -> list[MicroBatch]:
+        return micro_batches(self._batch, self._job.strategy.micro_batch_count, cut.captured.flat)
+
+    def _parts(self, cut: Cut) -> tuple[list[Part], Mapping[str, Lies]]:
+        """Those of this worker, rewritten as its shard where there are several, and how their tensors lie."""
+        strategy, count = self._job.strategy, self._job.strategy.stage_count
+        owners = [strategy.order.worker_of(part.number, count) for part in cut.parts]
+        mine = [number for number, stage in enumerate(owners) if stage == self._stage]
+        if not strategy.tensor_parallel:
+            return [cut.parts[number] for number in mine], {}
+        counts = [strategy.mesh.shards(stage) for stage in owners]
+        own = {number: self._silent for number in mine if counts[number] > 1}
+        leaves, program, rules = self._micro_batches(cut)[0].inputs, self._job.program, strategy.shard_rules
+        made = divided(program, cut, self._module, leaves, counts, own, self._team.gather, rules, checked=False)
+        return [made.parts[n] for n in mine], {name: how for n in mine for name, how in made.lies[n].items()}
+
+
+class _Given:
+    """What goes from part to part, of each micro-batch, as the whole model makes it."""
+
+    def __init__(self, cut: Cut, module: nn.Module, given: Sequence[MicroBatch]) -> None:
+        self._parts = cut.parts
+        self._made: dict[tuple[str, int], Received] = {}
+        with rewound(module):
+            for each in given:
+                for part in cut.parts:
+                    self._run(part, each)
+        self.gradients = {
+            key: made.value * SMALL
+            for key, made in self._made.items()
+            if isinstance(made.value, Tensor) and made.differentiable
+        }
+        """Something of the shape of each, which comes back."""
+
+    @property
+    def sent_bytes(self) -> Mapping[int, Sequence[int]]:
+        """Of the first micro-batch, by the part that sends."""
+        first = {name: made.value for (name, index), made in self._made.items() if not index}
+        sizes = {name: value.nbytes for name, value in first.items() if isinstance(value, Tensor)}
+        return {part.number: [sizes[c.name] for c in part.sent if c.name in sizes] for part in self._parts}
+
+    def of(self, part: int, index: int) -> list[Received]:
+        """What a part receives of a micro-batch."""
+        return [self._made[crossing.name, index] for crossing in self._parts[part].received]
+
+    def _run(self, part: Part, given: MicroBatch) -> None:
+        received = (made.value for made in self.of(part.number, given.index))
+        made = part.module(*(given.inputs[leaf] for leaf in part.inputs), *map(_fresh, received))
+        for crossing, value in zip(part.sent, made, strict=False):
+            tensor = isinstance(value, Tensor)
+            kept = Received(value.detach(), value.requires_grad) if tensor else Received(value, False)
+            self._made[crossing.name, given.index] = kept
+
+
+def _fresh(value: Any) -> Any:
+    """A value whose gradient somebody may ask for."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.clone().requires_grad_()
+    return value
+
+
+def _let_go(message: Message, gradient: Tensor) -> None:
+    """Nobody waits for it."""

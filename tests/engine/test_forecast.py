@@ -1,0 +1,112 @@
+"""What a step will take, put together of measured pieces."""
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+
+from paceline import Strategy, train
+from paceline.core.types import Seconds
+from paceline.engine.base import Budget, Job
+from paceline.engine.setup import Setup
+from paceline.engine.virtual.engine import VirtualEngine
+from paceline.engine.virtual.foreseen import Foreseen
+from paceline.engine.virtual.pieces import forecast
+from paceline.engine.virtual.pieces.computing import Found, Pass
+from paceline.engine.virtual.pieces.forecast import Forecast
+from paceline.engine.virtual.pieces.sending import Message
+from paceline.engine.virtual.pieces.silent import Call, Silent
+from paceline.engine.virtual.pieces.work import Heard
+from tests import zoo
+from tests.engine.tensor_cases import Case
+
+REDUCE = Call("all_reduce", 8, torch.float32)
+
+STAGE = {(part, kind): [seconds] for part in (0, 1) for kind, seconds in (("forward", 1.0), ("backward", 2.0))}
+
+
+def job(strategy: str) -> Job:
+    return Job(Case(zoo.tied).program, Strategy.parse(strategy), Budget("steps", 2, 2, None))
+
+
+def of(monkeypatch: pytest.MonkeyPatch, strategy: str, heard: Sequence[Heard], word_s: Seconds = 0.0) -> Forecast:
+    """The forecast where the processes have said this."""
+    monkeypatch.setattr(forecast, "_heard", lambda job: (heard, word_s))
+    return forecast.forecast(job(strategy))
+
+
+def heard(
+    found: Found, collectives: Mapping[Call, Seconds] | None = None, messages: Mapping[int, Message] | None = None
+) -> Heard:
+    return Heard(found, collectives or {}, messages or {})
+
+
+def test_a_silent_shard_gives_what_has_the_right_shape_and_says_what_it_was_asked() -> None:
+    shard = Silent(1, 3)
+    shard.begin()
+    assert shard.all_reduce(torch.ones(2, 3), "").shape == (2, 3)
+    assert [each.shape for each in shard.all_gather(torch.ones(2), [(3,), (2,), (2,)], "")] == [(3,), (2,), (2,)]
+    assert shard.reduce_scatter([torch.ones(4), torch.ones(3), torch.ones(3)], "").shape == (3,)
+    assert shard.broadcast(torch.ones(5), 0, "").shape == shard.reduce(torch.ones(5), 0, "").shape == (5,)
+    kinds = [("all_reduce", 6), ("all_gather", 3), ("reduce_scatter", 4), ("broadcast", 5), ("reduce", 5)]
+    assert [(call.kind, call.elements) for call in shard.calls] == kinds
+    assert len(shard.between()) == len(kinds) + 1
+    for call in shard.calls:  # the same again, of the size that matters
+        call.make(again := Silent(0, 3))
+        assert again.calls == [call]
+
+
+def test_stages_take_what_their_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(m + p - 1) forward and backward passes, and a word to main and back."""
+    passes = [Pass(0.25, (), 0.5)]
+    seen = of(monkeypatch, "stages=2 micro_batches=4", [heard(Found(passes, stages=STAGE))], word_s=0.5)
+    assert seen.compute_s == pytest.approx([5 * 3.0])
+    assert (seen.pull_s, seen.push_s) == pytest.approx((0.5, 0.75))
+    assert max(action.end_ns for action in seen.teamwork.actions) == 10**9
+
+
+def test_messages_keep_both_ends_busy_and_take_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one micro-batch: a value there and its gradient back, one after the other."""
+    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, sent_bytes={0: [64], 1: []})
+    said = [heard(found, messages={64: Message(send=0.1, take=0.2, way=0.4)})]
+    seen = of(monkeypatch, "stages=2 micro_batches=1", said)
+    assert seen.compute_s == pytest.approx([2 * 3.0 + 2 * 0.7])
+
+
+def test_collectives_of_a_stage_count_as_often_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = {(part, kind): [REDUCE, REDUCE] for part, kind in STAGE}
+    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, stage_calls=calls)
+    said = [heard(found, {REDUCE: 0.1}), heard(found, {REDUCE: 0.25})]
+    seen = of(monkeypatch, "stages=2 micro_batches=1 shards=2", said)
+    assert seen.compute_s == pytest.approx([2 * (3.0 + 4 * 0.25)])
+
+
+def test_shards_wait_for_the_slowest_before_each_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [
+        Found([Pass(0.0, (1.0, 5.0), 0.0)], [REDUCE], [REDUCE]),
+        Found([Pass(0.0, (3.0, 2.0), 0.0)], [REDUCE], [REDUCE]),
+    ]
+    seen = of(monkeypatch, "shards=2", [heard(each, {REDUCE: 0.5}) for each in found])
+    assert seen.compute_s == pytest.approx([3.0 + 5.0 + 0.5])
+    assert seen.push_s == pytest.approx(0.5)
+
+
+def test_replicas_draw_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each its own, the same from the same seed; an update takes what it takes for so many."""
+    seen = of(monkeypatch, "replicas=2", [heard(Found([Pass(0.0, (float(n),), 0.0) for n in (1, 2, 3)]))])
+    draws = [[Foreseen(Setup.of(job("replicas=2")), seen).draw(r, 2).compute for _ in range(2)] for r in (0, 1)]
+    made = Foreseen(Setup.of(job("replicas=2")), seen)
+    assert [made.draw(0, 2).compute for _ in range(20)] != [made.draw(1, 2).compute for _ in range(20)]
+    assert draws[0][0] == draws[0][1]
+    assert {made.draw(0, 1).compute for _ in range(60)} == {1.0, 2.0, 3.0}
+    assert 0 < made.update(2) == made.update(2)
+
+
+@pytest.mark.parametrize("strategy", ["shards=2", "stages=2 shards=2 micro_batches=2"])
+def test_it_is_measured_and_computes_what_one_process_does(strategy: str) -> None:
+    words = {"engine": VirtualEngine(), "steps": 2, "progress": False}
+    program = Case(zoo.tied).program
+    found, expected = train(program, strategy, times="measured", **words), train(program, "replicas=1", **words)
+    assert all(torch.equal(found.state[name], value) for name, value in expected.state.items())
+    computed = found.summary["notes"]["compute_measured_s"]
+    assert 0 < 2 * computed < found.summary["seconds"]
