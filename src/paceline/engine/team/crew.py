@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from paceline.comm.bell import Waiter
-from paceline.comm.letters import collect, post
+from paceline.comm.letters import Inbox, Outbox
 from paceline.comm.nursery import Child, Nursery
 from paceline.comm.shipping import ship
 from paceline.core import errors
@@ -72,6 +72,7 @@ class Crew:
         self._ended: dict[int, str] = {}
         self._deadline = 0.0
         self._links: list[socket.socket] = []
+        self._outbox, self._inboxes = Outbox(), list[Inbox]()
         self._children: list[Child] = []
         with ExitStack() as closing:
             folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
@@ -92,8 +93,8 @@ class Crew:
             PacelineError: what the first of them has raised, or that one has ended; the crew is then of no use.
         """
         self._found, self._deadline = {}, time.monotonic() + LONGEST_S
-        for rank in range(self._size):
-            self._post(rank, question)
+        if not all(self._outbox.post(question, self._links)):  # one has gone; what it said before is heard
+            self._deadline = time.monotonic() + WORD_S
         while len(self._found) < self._size and time.monotonic() < self._deadline:
             tokens = self._waiter.wait(max(0.0, self._deadline - time.monotonic()))
             for what, rank in sorted(tokens, key=lambda token: token[0] == "ended"):
@@ -112,6 +113,7 @@ class Crew:
             for rank in range(self._size):
                 mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._links.append(mine)
+                self._inboxes.append(Inbox(mine))
                 with theirs:
                     args = {"rank": rank, "size": self._size, "threads": threads, "store": store}
                     self._children.append(self._nursery.spawn(ENTRY, args, [parcel.fd, theirs.fileno()]))
@@ -120,15 +122,9 @@ class Crew:
         finally:
             parcel.close()
 
-    def _post(self, rank: int, question: object) -> None:
-        try:
-            post(self._links[rank], question)
-        except OSError:  # it has gone; what it said before is heard
-            self._deadline = min(self._deadline, time.monotonic() + WORD_S)
-
     def _hear(self, rank: int) -> None:
         try:
-            word = collect(self._links[rank])
+            word = self._inboxes[rank].collect()
         except (EOFError, ConnectionResetError):
             self._waiter.remove(self._links[rank].fileno())
             return
@@ -149,6 +145,9 @@ class Crew:
         """End who still runs, and let go of everything."""
         for child in self._children:
             self._nursery.forget(child)
+        self._outbox.close()
+        for inbox in self._inboxes:
+            inbox.close()
         for link in self._links:
             link.close()
         self._waiter.close()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.kernel import keep_freed_memory
-from paceline.comm.letters import collect, post
+from paceline.comm.letters import Inbox, Outbox
 from paceline.comm.shipping import Parcel, unpack
+from paceline.core.errors import PacelineError
 from paceline.engine.failure import kind_and_text
 from paceline.engine.team.crew import Work
 from paceline.engine.team.meeting import BACKEND, meet
@@ -35,8 +36,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             meet(args["rank"], args["size"], args["store"], work.timeout_s)
             _answer(work, link)
         except BaseException as error:
-            with contextlib.suppress(OSError):  # main has gone, or wants no more
-                post(link, ("failed", *kind_and_text(args["rank"], error)))
+            with contextlib.suppress(PacelineError):  # there is no memory left to say it
+                Outbox().post(("failed", *kind_and_text(args["rank"], error)), [link])
             raise SystemExit(1) from error
         finally:
             if dist.is_initialized():
@@ -48,11 +49,12 @@ def _answer(work: Work, link: socket.socket) -> None:
     try:
         with assembled(World.found(), BACKEND, "cpu", work.timeout_s, watched=True) as team:
             answering = work.begin(team)
+            inbox, outbox = Inbox(link), Outbox()
             while True:
                 try:
-                    question = collect(link)
+                    question = inbox.collect()
                 except (EOFError, ConnectionResetError):
                     return
-                post(link, ("done", answering(question)))
+                outbox.post(("done", answering(question)), [link])
     finally:
         gc.collect()  # a group that is let go of in the middle of another backward pass hangs (torch 2.13, Gloo)
