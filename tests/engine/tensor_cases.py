@@ -126,11 +126,15 @@ def largest_part(case: Case, shards: int) -> int:
     program, rules = case.program, ShardRules(case.rules)
     inputs, targets = program.train
     _, plan = planned(program, module := program.build(), Batch(inputs[:4], targets[:4], 4), shards, rules)
-    owned = [p.nbytes for name, p in module.named_parameters() if isinstance(plan.parameters.get(name), Owned)]
+    if "branch" in rules.values():
+        each = [p.nbytes for p in module.parameters()]
+        return sum(each) - min(each)
 
     def held(shard: int) -> Iterator[int]:
         for name, parameter in module.named_parameters():
             how = plan.parameters.get(name)
-            yield (how.take(parameter, shard) if isinstance(how, Split) else parameter).nbytes
+            part = how.take(parameter, shard) if isinstance(how, Split) else parameter
+            if not isinstance(how, Owned) or how.shard == shard:
+                yield part.nbytes
 
-    return max(sum(held(shard)) for shard in range(shards)) - min(owned, default=0)
+    return max(sum(held(shard)) for shard in range(shards))
