@@ -5,6 +5,7 @@ itself does start it (``distributed_cases.torchrun``).
 """
 
 import contextlib
+import faulthandler
 import os
 import runpy
 import sys
@@ -72,6 +73,7 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     with _said(Path(sys.argv[1]), args["rank"]).open("w") as said:
         os.dup2(said.fileno(), sys.stdout.fileno())
         os.dup2(said.fileno(), sys.stderr.fileno())
+        faulthandler.dump_traceback_later(0.8 * WITHIN_S)  # who hangs says where
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

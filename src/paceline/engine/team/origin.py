@@ -39,7 +39,8 @@ def once_per_host(make: Make, team: Team) -> Iterator[nn.Module]:
     with contextlib.ExitStack() as closing, excused(team):
         where, own = _offered(make, closing) if first == peers.me else (None, None)
         where = team.gather(where, "the making of A_0")[first.rank]
-        yield own or _found(where) or make(Spill())
+        found = _found(where) if own is None else own
+        yield make(Spill()) if found is None else found
         team.gather(None, "the others' copy of A_0")
 
 
