@@ -1,6 +1,7 @@
 """What a step will take, put together of measured pieces."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from paceline.engine.virtual.pieces.forecast import Forecast
 from paceline.engine.virtual.pieces.sending import Message
 from paceline.engine.virtual.pieces.silent import Call, Silent
 from paceline.engine.virtual.pieces.work import Heard
+from paceline.schedule import Dependencies
 from tests import zoo
 from tests.engine.tensor_cases import Case
 
@@ -67,10 +69,23 @@ def test_stages_take_what_their_schedule_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_messages_keep_both_ends_busy_and_take_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one micro-batch: a value there and its gradient back, one after the other."""
-    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, sent_bytes={0: [64], 1: []})
+    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, sent_bytes={(0, 1): [64]})
     said = [heard(found, messages={64: Message(send=0.1, take=0.2, way=0.4)})]
     seen = of(monkeypatch, "stages=2 micro_batches=1", said)
     assert seen.compute_s == pytest.approx([2 * 3.0 + 2 * 0.7])
+
+
+def test_branches_wait_for_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the example of the simulator has it: 30 with a fork, where a chain takes 33; parts that send take longer."""
+    stages = {(part, kind): STAGE[0, kind] for part in range(4) for kind in ("forward", "backward")}
+    fork = Dependencies.parse(4, "0-1 0-2 1-3 2-3")
+    of_fork = Found([Pass(0.0, (), 0.0)], stages=stages, needs=fork)
+    seen = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(of_fork)])
+    assert seen.compute_s == pytest.approx([30.0])
+    assert seen.teamwork.needs == fork
+    sending = replace(of_fork, sent_bytes={(0, 2): [64]})
+    slower = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(sending, messages={64: Message(1.0)})])
+    assert slower.compute_s[0] > 30.0
 
 
 def test_collectives_of_a_stage_count_as_often_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

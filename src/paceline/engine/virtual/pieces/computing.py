@@ -15,6 +15,7 @@ from paceline.replica.tensor.parts import part_of
 from paceline.replica.tensor.preparation import Prepared, planned
 from paceline.replica.tensor.rewrite import keep_unused, rewritten
 from paceline.replica.tensor.runtime import TensorParallel
+from paceline.schedule import Dependencies
 
 REPEATS, WARM = 15, 2
 """Passes that count, and before them passes that don't."""
@@ -46,8 +47,10 @@ class Found:
     """(part, kind of action) -> its mean over the micro-batches of each pass."""
     stage_calls: Mapping[tuple[int, str], Sequence[Call]] = field(default_factory=dict)
     """The collectives of such an action."""
-    sent_bytes: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    """Of a micro-batch, to each consumer, by the part that sends."""
+    sent_bytes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    """Of a micro-batch, by the part that sends and the one that needs it."""
+    needs: Dependencies | None = None
+    """Of the parts; None: there are none."""
 
 
 def plain(setup: Setup, team: Team) -> Found:

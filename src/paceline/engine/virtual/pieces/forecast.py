@@ -24,10 +24,10 @@ from paceline.engine.owner import Owner
 from paceline.engine.setup import Setup, first_state, threads
 from paceline.engine.team.crew import PRELOAD, Crew
 from paceline.engine.virtual.pieces.computing import Pass
-from paceline.engine.virtual.pieces.sending import Message
 from paceline.engine.virtual.pieces.silent import Call
 from paceline.engine.virtual.pieces.work import WORD, Heard, Work
 from paceline.engine.virtual.teamwork import Teamwork
+from paceline.schedule import Dependencies
 from paceline.schedule.simulate import StageTimes, timeline
 
 _REPEATS = 9
@@ -110,10 +110,11 @@ def _sharded(heard: Sequence[Heard], count: int) -> Sequence[Seconds]:
 def _staged(job: Job, heard: Sequence[Heard], pull_s: Seconds, push_s: Seconds) -> Forecast:
     strategy = job.strategy
     stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
-    actions = list(timeline(strategy.order, _stage_times(job, heard), stages, count, columns))
+    needs = heard[0].found.needs or Dependencies.chain(strategy.order.parts(stages))
+    actions = list(timeline(strategy.order, _stage_times(job, heard, needs), stages, count, columns, needs))
     end = max(each.end_ns for each in actions)
     share = [replace(a, start_ns=_of(a.start_ns, end), end_ns=_of(a.end_ns, end)) for a in actions]
-    return Forecast([end * 1e-9], pull_s, push_s, Teamwork(1.0, tuple(share), columns.copies))
+    return Forecast([end * 1e-9], pull_s, push_s, Teamwork(1.0, tuple(share), columns.copies, needs))
 
 
 def _of(ns: int, whole: int) -> int:
@@ -121,11 +122,12 @@ def _of(ns: int, whole: int) -> int:
     return round(ns * 10**9 / whole)
 
 
-def _stage_times(job: Job, heard: Sequence[Heard]) -> StageTimes:
+def _stage_times(job: Job, heard: Sequence[Heard], needs: Dependencies) -> StageTimes:
     """Of each part: what its actions compute, their collectives, and what sending and taking keeps it busy for."""
     strategy = job.strategy
     parts = range(strategy.order.parts(strategy.stage_count))
-    sent = {part: [_message(heard, size) for size in heard[0].found.sent_bytes.get(part, ())] for part in parts}
+    first = heard[0]
+    sent = {ends: [first.messages[size] for size in sizes] for ends, sizes in first.found.sent_bytes.items()}
 
     def of(part: int, kind: str) -> Seconds:
         found = [each for each in heard if (part, kind) in each.found.stages]
@@ -135,16 +137,15 @@ def _stage_times(job: Job, heard: Sequence[Heard]) -> StageTimes:
         return computed + sum(_slowest(heard, call) for call in found[0].found.stage_calls.get((part, kind), ()))
 
     def mailed(part: int, *, back: bool) -> Seconds:
-        """A value goes from a part to the next, and its gradient back."""
-        gives, takes = (sent.get(part - 1, []), sent[part]) if back else (sent[part], sent.get(part - 1, []))
-        return sum(each.send for each in gives) + sum(each.take for each in takes)
+        """Values go from a part to those that need them, and gradients back."""
+        onward = [(part, other) for other in (needs.returning(part) if back else needs.consumers(part))]
+        before = [(other, part) for other in (needs.returned(part) if back else needs.sources(part))]
+        gives, takes = (before, onward) if back else (onward, before)
+        sends = sum(each.send for ends in gives for each in sent.get(ends, ()))
+        return sends + sum(each.take for ends in takes for each in sent.get(ends, ()))
 
     forward = tuple(of(part, "forward") + mailed(part, back=False) for part in parts)
     whole = tuple(of(part, "backward") + of(part, "backward_input") + mailed(part, back=True) for part in parts)
     weight = tuple(of(part, "backward_weight") for part in parts)
     ways = [each.way for messages in sent.values() for each in messages]
     return StageTimes(forward, whole, weight, statistics.fmean(ways) if ways else 0.0)
-
-
-def _message(heard: Sequence[Heard], nbytes: int) -> Message:
-    return heard[0].messages[nbytes]

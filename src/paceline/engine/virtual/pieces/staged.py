@@ -22,7 +22,7 @@ from paceline.replica.pipeline.forward import Job
 from paceline.replica.pipeline.mail import Received
 from paceline.replica.pipeline.messages import Message, Plan, Task
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.preparation import prepared
+from paceline.replica.pipeline.preparation import needed, prepared
 from paceline.replica.pipeline.tensors import together
 from paceline.replica.pipeline.workplace import Seat, Workplace
 from paceline.replica.state import Layout, read
@@ -47,6 +47,7 @@ def staged(setup: Setup, team: Team) -> Found:
         stages={key: times for one in found for key, times in one.stages.items()},
         stage_calls={key: calls for one in found for key, calls in one.stage_calls.items()},
         sent_bytes=found[0].sent_bytes,
+        needs=found[0].needs,
     )
 
 
@@ -63,6 +64,7 @@ class _Actor:
         cut = prepared(
             self._job.program, strategy, self._module, self._batch, lambda choose: says(choose(), "the cut")[0]
         ).cut
+        self._needs = needed(self._job.program, cut, self._module, self._batch)
         self._given = _Given(cut, self._module, self._micro_batches(cut))
         whole = Layout.of(self._module, self._job.running_buffers)
         parts, lies = self._parts(cut)
@@ -95,7 +97,8 @@ class _Actor:
                 passes.append(Pass(pull, (), time.perf_counter() - began))
                 for key, each in taken.items():
                     times[key].append(statistics.fmean(each))
-        return Found(passes, stages=times, stage_calls=calls, sent_bytes=self._given.sent_bytes)
+        sent = self._given.sent_bytes
+        return Found(passes, stages=times, stage_calls=calls, sent_bytes=sent, needs=self._needs)
 
     def _pass(self, calls: dict[Key, Sequence[Call]]) -> Mapping[Key, list[Seconds]]:
         taken = defaultdict[Key, list[Seconds]](list)
@@ -159,11 +162,16 @@ class _Given:
         """Something of the shape of each, which comes back."""
 
     @property
-    def sent_bytes(self) -> Mapping[int, Sequence[int]]:
-        """Of the first micro-batch, by the part that sends."""
+    def sent_bytes(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """Of the first micro-batch, by the part that sends and the one that needs it."""
         first = {name: made.value for (name, index), made in self._made.items() if not index}
-        sizes = {name: value.nbytes for name, value in first.items() if isinstance(value, Tensor)}
-        return {part.number: [sizes[c.name] for c in part.sent if c.name in sizes] for part in self._parts}
+        found = defaultdict[tuple[int, int], list[int]](list)
+        for crossing in (each for part in self._parts for each in part.sent):
+            value = first[crossing.name]
+            if isinstance(value, Tensor):
+                for consumer in crossing.consumers:
+                    found[crossing.source, consumer].append(value.nbytes)
+        return dict(found)
 
     def of(self, part: int, index: int) -> list[Received]:
         """What a part receives of a micro-batch."""
