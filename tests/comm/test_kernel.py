@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 
@@ -30,6 +31,26 @@ def mapped(how: str) -> int:
     told = subprocess.run([sys.executable, "-c", BLOCKS, how], capture_output=True, text=True, timeout=100)
     assert told.returncode == 0, told.stderr
     return int(told.stdout)
+
+
+FREED = """
+import psutil, torch
+from paceline.comm.kernel import give_back_freed_memory, keep_freed_memory
+keep_freed_memory()
+blocks = [torch.ones(1_000_000) for _ in range(20)]
+last = torch.ones(1_000)  # above them in the heap, so that its end can't simply be cut off
+del blocks
+before = psutil.Process().memory_info().rss
+give_back_freed_memory()
+print(before - psutil.Process().memory_info().rss)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps memory by its own rules")
+def test_what_was_freed_can_be_given_back() -> None:
+    told = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, timeout=100)
+    assert told.returncode == 0, told.stderr
+    assert int(told.stdout) >= 10 * 4_000_000
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc 2.33")

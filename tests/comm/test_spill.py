@@ -57,3 +57,39 @@ def test_workers_of_a_host_divide_what_is_free(monkeypatch: pytest.MonkeyPatch) 
     spill = Spill()
     assert not spill.spills(2 * LEAST_BYTES)
     assert spill.spills(2 * LEAST_BYTES + 1)
+
+
+def test_what_is_copied_piece_by_piece_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.comm.spill.PIECE_BYTES", LEAST_BYTES // 3)
+    rows = torch.randn(7, ELEMENTS // 2, generator=torch.Generator().manual_seed(1))
+    for tensor in (rows, rows.T, rows.reshape(-1)):
+        copy = Spill(roomy_bytes=0).copy(tensor)
+        assert on_disk(copy, folder)
+        assert copy.is_contiguous()
+        assert torch.equal(copy, tensor)
+
+
+def dirty_bytes(tensor: Tensor) -> int:
+    """What of its mapping the file behind it does not say yet, by the kernel's account."""
+    where, inside, found = tensor.data_ptr(), False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if "-" in first:
+            start, end = (int(each, 16) for each in first.split("-"))
+            inside = start <= where < end
+        elif inside and first.endswith("_Dirty:"):
+            found += 1024 * int(rest[0])
+    return found
+
+
+def test_what_is_filled_is_written_out(folder: Path) -> None:
+    spill = Spill(roomy_bytes=0)
+    first = spill.empty(ELEMENTS, torch.float32).fill_(1)
+    assert dirty_bytes(first) >= LEAST_BYTES
+    second = spill.empty(ELEMENTS, torch.float32).fill_(2)
+    if dirty_bytes(first):
+        pytest.skip(f"{folder} lies in memory, where nothing can be written out")
+    assert dirty_bytes(second) >= LEAST_BYTES
+    spill.settle()
+    assert not dirty_bytes(second)
+    assert dirty_bytes(spill.copy(second)) == 0, "a copy is written out as it is made"

@@ -59,6 +59,12 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
+def give_back_freed_memory() -> None:
+    """Let the system have what this process has freed so far: what was there for a start alone comes no more."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def prompt(slice_ns: int = 100_000) -> Iterator[None]:
     """Let this thread, when it wakes, run before those that compute; for as long as the context lasts.

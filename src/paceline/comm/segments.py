@@ -140,6 +140,11 @@ class Segment:
         except OSError as error:
             raise _no_memory(size_bytes, str(error)) from error
 
+    @property
+    def pages(self) -> mmap.mmap:
+        """All of it; ``flush`` has a file on disk say what is in memory, whose pages can then be taken back."""
+        return self._mapping()
+
     def close(self) -> None:
         """Let go of the memory; idempotent. Tensors and buffers made before keep it mapped as long as they live."""
         # Dropped, not closed: torch.frombuffer holds the mmap object but no export of it, so that mmap.close() would

@@ -25,7 +25,7 @@ import torch
 from torch.storage import TypedStorage, UntypedStorage
 
 from paceline.comm.segments import Segment, aligned
-from paceline.comm.spill import Spill
+from paceline.comm.spill import PIECE_BYTES, Spill
 from paceline.core.errors import InputError
 
 SHARED_FROM_BYTES = 64 * 1024
@@ -72,7 +72,10 @@ def ship(obj: object, spill: Spill | None = None) -> Parcel:
         with segment.buffer as target:
             _write(target, 0, memoryview(b"".join(n.to_bytes(_INT, "little") for n in (len(sizes), *sizes))))
             for offset, part in zip(offsets, parts, strict=False):
-                _write(target, offset, part)
+                for start in range(0, len(part), PIECE_BYTES):
+                    _write(target, offset + start, part[start : start + PIECE_BYTES])
+                    if len(part) >= PIECE_BYTES:
+                        segment.pages.flush()  # nothing to do where it lies in memory
         return Parcel(os.dup(segment.fd))
     finally:
         segment.close()

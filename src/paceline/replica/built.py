@@ -22,7 +22,9 @@ def built(program: Program, spill: Spill) -> nn.Module:
     what ``spill`` leaves there. What somebody else still refers to stays where it is.
     """
     with _told(spill):
-        return program.build()
+        module = program.build()
+    spill.settle()
+    return module
 
 
 @contextlib.contextmanager

@@ -1,9 +1,12 @@
 """Scenes in which something goes wrong: each rank says what it was told of it, and when."""
 
+import functools
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -202,15 +205,19 @@ def after_the_end(rank: int, size: int) -> str:
 
 
 def slices(rank: int, size: int) -> str:
-    """A wait in slices: the first ones are too short, which spoils nothing."""
+    """A wait in slices: the first ones are too short, which spoils nothing and keeps nothing."""
+    gc.disable()
     x = torch.ones(3)
     if rank == 1:
         dist.recv(torch.empty(1), 0)  # rank 0 has waited in vain
         dist.all_reduce(x)
         return "came"
     work = dist.all_reduce(x, async_op=True)
-    said = told(lambda: work.wait(timedelta(seconds=0.05)))
+    said = told(functools.partial(work.wait, timedelta(seconds=0.05)))
     dist.send(torch.ones(1), 1)
     work.wait()
     assert x.tolist() == [2.0] * 3
+    sent = weakref.ref(x)
+    del work, x
+    assert sent() is None, "what was sent is kept until garbage is collected"
     return said

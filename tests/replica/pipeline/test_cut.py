@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import Graph
 
+from paceline.comm.spill import Spill
 from paceline.core.errors import InputError
 from paceline.replica.capture import capture
 from paceline.replica.pipeline.base import Crossing, Cut
@@ -40,6 +41,27 @@ def test_wherever_they_are_cut(name: str, data: st.DataObject) -> None:
     job, model, units = from_zoo(name)
     boundaries = data.draw(st.sets(st.integers(1, len(units.groups) - 1)))
     check_cut(cut(units, sorted(boundaries)), model, job.inputs, samples=(2,))
+
+
+def test_gradients_of_parts_may_lie_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = list[int]()
+
+    class Small(Spill):
+        """No room in memory, and an account of what it is given."""
+
+        def __init__(self) -> None:
+            super().__init__(roomy_bytes=0)
+
+        def kept(self, tensor: Tensor) -> Tensor:
+            if self.spills(tensor.nbytes):
+                moved.append(tensor.nbytes)
+            return super().kept(tensor)
+
+    monkeypatch.setattr("paceline.replica.pipeline.rehearsal.Spill", Small)
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
+    units = group(capture(model, torch.randn(4, 8)))
+    check_cut(cut(units, evenly(units, 3)), model, torch.randn(4, 8))
+    assert set(moved) == {4 * 512 * 512}
 
 
 def test_training_steps_are_the_models() -> None:

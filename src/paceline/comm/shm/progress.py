@@ -164,7 +164,10 @@ class Progress:
                 return
             error = _vain(operation) or (_late(operation, timeout_s) if late else None)
             if isinstance(error, LateError) and not spoils:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # else it, this frame and what is being sent would keep each other
             if error is not None:
                 if operation in self._active:
                     self._active.remove(operation)

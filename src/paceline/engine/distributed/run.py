@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from paceline.comm.kernel import memfd_create
+from paceline.comm.kernel import give_back_freed_memory, memfd_create
 from paceline.comm.spill import Spill
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.mesh import Place
@@ -72,6 +72,7 @@ class DistributedRun:
             digest = digest_of(module, self._layout)
             self._agree(digest)
             self._share = share = _share(Here(setup, team, backend, module, self._layout))
+        give_back_freed_memory()
         self._stopwatch = Stopwatch(team.peers.ahead_ns)
         self._desk = Desk(job, team, self._layout.nbytes)
         reads = share.reads if isinstance(share, StreamedShare) else None

@@ -31,13 +31,15 @@ class ByParts:
 
     def __call__(self, *, wanted: bool) -> State | None:
         """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
-        found = self.whole.new(Spill().empty) if wanted else None
+        spill = Spill()
+        found = self.whole.new(spill.empty) if wanted else None
         written = set[str]()
         for source, stage, shard in self._sources():
             part = self._part(source, stage.parts[shard])
             names = {n for n, _ in part.named() if n not in written or isinstance(stage.lies.get(n), Split)}
             if found is not None:
                 Windows(part, found, stage.lies, shard, names).put()
+                spill.settle()
             written |= names
         return found
 

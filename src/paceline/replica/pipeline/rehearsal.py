@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.spill import Spill
 from paceline.program import Tree
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.selfcheck import check
@@ -71,10 +72,10 @@ class _Chain(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         came: dict[Source, dict[int, Tensor]] = {}
-        final = list(gradients)
+        final, spill = list(gradients), Spill()
         for run in reversed(ctx.runs):
             for source, gradient in run.backward([_sum(came, name) for name in run.sent], final):
-                came.setdefault(source, {})[run.number] = gradient
+                came.setdefault(source, {})[run.number] = spill.kept(gradient)
             final = []
         return None, None, None, *(_sum(came, key) for key in ctx.keys)
 
