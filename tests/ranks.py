@@ -40,26 +40,28 @@ def play(nursery: Nursery, script: Path, *words: str, size: int, folder: Path) -
     about = {"size": size, "store": str(folder / f"store {script.stem}"), "arguments": arguments}
     children = [nursery.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in range(size)]
     try:
-        assert _all_well(nursery, children), "\n".join(_said(folder, rank).read_text() for rank in range(size))
+        ill = _first_ill(nursery, children)
+        said = (f"rank {rank}: {_said(folder, rank).read_text() or 'nothing'}" for rank in range(size))
+        assert ill is None, "\n".join([ill, "they said:", *said])
     finally:
         for child in children:
             nursery.forget(child)
 
 
-def _all_well(nursery: Nursery, children: list[Child]) -> bool:
-    """Whether all end well in time; False as soon as one does not."""
+def _first_ill(nursery: Nursery, children: list[Child]) -> str | None:
+    """Which one failed, as soon as one has, or who are not done in time; None: all ended well."""
     deadline, waiter = time.monotonic() + WITHIN_S, Waiter[Child]()
     with contextlib.closing(waiter):
         for child in children:
             waiter.add(child.pidfd, child)
-        living = set(children)
+        living = dict(zip(children, range(len(children)), strict=True))
         while living and (left_s := deadline - time.monotonic()) > 0:
             for child in waiter.wait(left_s):
                 waiter.remove(child.pidfd)
-                living.remove(child)
-                if nursery.status(child.pid) != WELL:
-                    return False
-    return not living
+                number, status = living.pop(child), nursery.status(child.pid)
+                if status != WELL:
+                    return f"rank {number}: {status}"
+    return f"ranks {list(living.values())} are not done after {WITHIN_S:g} s" if living else None
 
 
 def rank(args: dict[str, Any], _fds: list[int]) -> None:
@@ -73,6 +75,7 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     with _said(Path(sys.argv[1]), args["rank"]).open("w") as said:
         os.dup2(said.fileno(), sys.stdout.fileno())
         os.dup2(said.fileno(), sys.stderr.fileno())
+        faulthandler.enable()
         faulthandler.dump_traceback_later(0.8 * WITHIN_S)  # who hangs says where
         runpy.run_path(sys.argv[0], run_name="__main__")
 

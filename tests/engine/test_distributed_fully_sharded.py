@@ -35,7 +35,7 @@ def start(play: Play, ranks: int, engine: str, folder: Path) -> Started:
     return ranks, folder
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 4])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, play: Play) -> Started:
     """How many ranks were started on Gloo, and where they left what they found."""
     return start(play, request.param, "distributed:gloo", tmp_path_factory.mktemp("ranks"))

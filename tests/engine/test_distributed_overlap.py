@@ -15,7 +15,7 @@ from tests.engine.distributed_cases import kept as kept_by_all
 from tests.engine.test_distributed_parity import BOUNDS, COUNTS, ROUNDING, assert_equal, assert_same
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4])
+@pytest.fixture(scope="module", params=[2, 3])
 def started(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     """How many ranks were started, and where they left what they found, until the last of it killed one."""
     folder: Path = tmp_path_factory.mktemp("ranks")
