@@ -24,6 +24,8 @@ def figures(progress: Progress) -> str:
 
     >>> figures(Progress("training", 0.5, time_s=2.0, updates=500, threshold=3, staleness_mean=4.25, loss=0.5))
     '250 updates/s  loss 0.5000  K 3  staleness 4.2'
+    >>> figures(Progress("training", 0.5, statistics={"noise_scale": 511.6, "efficiency": 0.89}))
+    'K 1  noise scale 512  efficiency 89%'
     """
     parts = []
     if progress.time_s > 0:
@@ -35,7 +37,16 @@ def figures(progress: Progress) -> str:
     parts.append(f"K {progress.threshold}")
     if progress.staleness_mean is not None:
         parts.append(f"staleness {progress.staleness_mean:.1f}")
-    return "  ".join(parts)
+    told = {**(progress.record.statistics if progress.record else {}), **progress.statistics}
+    return "  ".join([*parts, *(form.format(value) for k, form in _TOLD if (value := told.get(k)) is not None)])
+
+
+_TOLD = (
+    ("noise_scale", "noise scale {:,.0f}"),
+    ("efficiency", "efficiency {:.0%}"),
+    ("goodput_samples_per_s", "goodput {:,.0f}/s"),
+)
+"""What is told of gradients; goodput by the newest record."""
 
 
 def clock(seconds: Seconds) -> str:

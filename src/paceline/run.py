@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.core.errors import InputError
-from paceline.core.records import RECORD_FIELDS, Departure, Record
+from paceline.core.records import RECORD_FIELDS, STATISTICS, Departure, Record
 from paceline.metrics.summary import json_safe
 from paceline.program import Program
 from paceline.storage import (
@@ -211,8 +211,9 @@ def _record(row: dict[str, str]) -> Record:
     if None in row or None in row.values():
         raise ValueError(f"a line does not have as many fields as the first: {row}")
     fixed: dict[str, Any] = {key: _READERS.get(key, _number)(row.pop(key)) for key in RECORD_FIELDS}
+    told = {key: _number(row.pop(key)) for key in STATISTICS if key in row}
     others = {key.removeprefix("test_"): float(text) for key, text in row.items() if text}
-    return Record(**fixed, test_metrics=others)
+    return Record(**fixed, test_metrics=others, statistics=told)
 
 
 def _number(text: str) -> float | None:

@@ -14,6 +14,7 @@ from paceline.clock.delay import Delay
 from paceline.clock.times import Times
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
+from paceline.core.records import STATISTICS
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
 from paceline.engine.setup import first_batch
@@ -50,6 +51,7 @@ class Settings:
     on_nonfinite: OnNonFinite = "stop"
     timeout_s: Seconds = 60.0
     loop: Callable[[Any], None] | None = None
+    noise_scale: bool = False
 
     def budget(self) -> Budget:
         """How long the run may take; raises InputError where that is not said, or said twice."""
@@ -82,11 +84,12 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
     _refuse_mesh(strategy, engine)
     _refuse_settings(engine, settings)
+    _refuse_noise_scale(strategy, engine, settings)
     budget = settings.budget()
     _refuse_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
     seen = trial(program, first_batch(draft))
-    _refuse_condition(budget, program, seen)
+    _refuse_condition(budget, program, seen, settings)
     _refuse_writing(strategy, seen)
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
     job = replace(
@@ -100,6 +103,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
         on_nonfinite=settings.on_nonfinite,
         timeout_s=settings.timeout_s,
         loop=settings.loop,
+        noise_scale=settings.noise_scale,
     )
     engine.refuse(job)
     return job
@@ -157,6 +161,24 @@ def _refuse_settings(engine: Engine, settings: Settings) -> None:
         raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
 
 
+def _refuse_noise_scale(strategy: Strategy, engine: Engine, settings: Settings) -> None:
+    """Where no gradients are sent, or nobody looks at them."""
+    if not isinstance(settings.noise_scale, bool):
+        raise InputError(f"noise_scale={settings.noise_scale!r} is True or False; write noise_scale=True")
+    if not settings.noise_scale:
+        return
+    if not isinstance(strategy.aggregation.delta, Gradient):
+        raise InputError(
+            f"noise_scale=True looks at gradients, but under aggregation={text_of(strategy.aggregation)} replicas take "
+            "steps of their own; write aggregation=synchronous, or leave noise_scale out"
+        )
+    if engine.name not in PIPELINES:
+        raise InputError(
+            f"noise_scale=True: engine={engine.name} looks at no gradients; write engine='{PIPELINES[0]}' or "
+            f"'{PIPELINES[1]}'"
+        )
+
+
 def _refuse_loader(program: Program) -> None:
     known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_OURS}
     for name in program.loader:
@@ -209,12 +231,14 @@ def _refuse_writing(strategy: Strategy, seen: Trial) -> None:
         )
 
 
-def _refuse_condition(budget: Budget, program: Program, seen: Trial) -> None:
+def _refuse_condition(budget: Budget, program: Program, seen: Trial, settings: Settings) -> None:
     if budget.until is None:
         return
     known = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
     if program.test is not None:
         known += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
+    if settings.noise_scale:
+        known += STATISTICS
     if budget.until.field not in known:
         raise unknown("history field in until=", budget.until.field, known)
 

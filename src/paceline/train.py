@@ -75,6 +75,7 @@ def train(
     timeout_s: Seconds = 60.0,
     tensorboard: bool = False,
     loop: Callable[[Any], None] | None = None,
+    noise_scale: bool = False,
 ) -> Run:
     """Train a program under a strategy.
 
@@ -101,6 +102,8 @@ def train(
         timeout_s: bound on every wait for a worker that should answer at once, and on start-up.
         tensorboard: also write TensorBoard events to ``out``.
         loop: the user's own loop, called with a worker on every replica; see :func:`launch`.
+        noise_scale: tell from the gradients how large a batch is worth its samples: the records, the summary and the
+            display then have the noise scale, the statistical efficiency and the goodput; see docs/efficiency.md.
 
     Returns:
         The run; after Ctrl-C what there is of it, with ``summary["interrupted"]`` true.
@@ -111,7 +114,7 @@ def train(
         WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
     settings = Settings(
-        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop
+        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop, noise_scale
     )
     folder = check_out(out) if out is not None else None
     if tensorboard and folder is None:

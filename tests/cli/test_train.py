@@ -23,6 +23,7 @@ ALONE = {
     "evaluate_every": None,
     "delay": None,
     "times": None,
+    "noise_scale": False,
     "on_nonfinite": "stop",
     "out": None,
     "trace": False,
@@ -57,6 +58,7 @@ def test_the_default_strategy_is_a_replica_a_core_at_most_four(
         (["--evaluate-every", "0.5"], {"evaluate_every": 0.5}),
         (["--delay", "constant:0.1"], {"delay": "constant:0.1"}),
         (["--times", "compute=0.02"], {"times": "compute=0.02"}),
+        (["--noise-scale"], {"noise_scale": True}),
         (["--on-nonfinite", "skip"], {"on_nonfinite": "skip"}),
         (["--out", "runs/a"], {"out": Path("runs/a")}),
         (["--trace"], {"trace": True}),
@@ -82,6 +84,15 @@ def test_it_prints_a_short_table_of_what_was_measured(invoke: Any, calls: Any) -
     assert lines[0] == "replicas=4"
     assert {"test accuracy 97.12%", "updates of A 1,200", "discarded 12", "samples/s 4,321"} <= set(lines)
     assert not any(line.startswith("test loss") for line in lines), "it was not scored"
+
+
+def test_it_says_which_batches_are_worth_their_samples(invoke: Any, calls: Any) -> None:
+    told = {"noise_scale_mean": 511.6, "noise_scale_error": 0.04, "noise_scale_biased": 0.25, "efficiency": 0.888}
+    calls.results["train"].summary |= told
+    lines = [" ".join(line.split()) for line in invoke("train", "digits").stdout.splitlines()]
+    assert {"noise scale, samples 512", "standard error 4.0%", "efficiency 88.8%"} <= set(lines)
+    assert any(line.startswith("useful batch ≤ 512; beyond it each doubling wastes 33 %") for line in lines)
+    assert any("25 % of it from gradients of different A" in line for line in lines)
 
 
 def test_it_names_the_replicas_that_left(invoke: Any, calls: Any) -> None:

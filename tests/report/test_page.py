@@ -12,7 +12,7 @@ import pytest
 
 from paceline.comparison import Comparison
 from paceline.core.errors import InputError
-from paceline.core.records import Departure
+from paceline.core.records import STATISTICS, Departure
 from paceline.report import write_report
 from paceline.report.page import page
 from paceline.report.sources import Source, sections
@@ -207,3 +207,15 @@ def test_pipelines_and_others_share_a_page(tmp_path: Path) -> None:
     assert "Pipelines: one step" in found.text
     assert "What each worker did, from the middle" in found.text
     assert found.tags.count("svg") == 4 + 2 + 3
+
+
+def test_where_gradients_were_looked_at_the_page_tells_of_batch_sizes(tmp_path: Path) -> None:
+    found = run(SYNCHRONOUS)
+    assert "Noise scale" not in Page(write(tmp_path, found)).text
+    told = [dict.fromkeys(STATISTICS, 0.5 * k if k else None) for k in range(len(found.history))]
+    history = [replace(record, statistics=row) for record, row in zip(found.history, told, strict=True)]
+    summary = found.summary | {"noise_scale_mean": 511.6, "noise_scale_error": 0.04}
+    text = Page(write(tmp_path, replace(found, history=history, summary=summary))).text
+    for title in ("Noise scale, samples", "Statistical efficiency", "Goodput"):
+        assert title in text
+    assert "useful batch ≤ 512; beyond it each doubling wastes 33 %" in text

@@ -67,6 +67,14 @@ class Shared:
             rich_help_panel=_PACE,
         ),
     ] = None
+    noise_scale: Annotated[
+        bool,
+        Option(
+            "--noise-scale",
+            help="Tell how large a batch is worth its samples: noise scale, efficiency, goodput.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = False
     on_nonfinite: Annotated[
         str, Option(help="stop, or skip and count a loss or gradient that is not finite.", rich_help_panel=_PACE)
     ] = "stop"

@@ -6,6 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from paceline.metrics.efficiency import verdict
+
 if TYPE_CHECKING:
     from paceline.run import Run
 
@@ -21,6 +23,10 @@ ROWS = (
     ("pipeline utilisation", "pipeline_utilisation", "{:.1%}"),
     ("bubble", "bubble", "{:.1%}"),
     ("samples/s", "samples_per_s", "{:,.0f}"),
+    ("noise scale, samples", "noise_scale_mean", "{:,.0f}"),
+    ("  standard error", "noise_scale_error", "{:.1%}"),
+    ("efficiency", "efficiency", "{:.1%}"),
+    ("goodput, samples/s", "goodput_samples_per_s", "{:,.0f}"),
     ("updates/s", "updates_per_s", "{:,.0f}"),
 )
 
@@ -45,6 +51,8 @@ def print_summary(run: "Run") -> None:
     # As Text: square brackets in a strategy are no markup.
     console.print(Text(str(run.strategy), style="bold"), soft_wrap=True)
     console.print(table)
+    if said := verdict(run.summary):
+        console.print(Text(said), soft_wrap=True)
     for departure in run.left:
         line = f"replica {departure.replica} left at {departure.time_s:.1f} s: {departure.reason}"
         console.print(Text(line, style="yellow"), soft_wrap=True)

@@ -27,17 +27,23 @@ class Record:
     """A fraction."""
     test_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The program's other metrics on the test set, by name."""
+    statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """What is told of gradients where that was asked for: all of :data:`STATISTICS`, or none."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Record":
         """The record whose :meth:`row` this is."""
-        others = {n.removeprefix("test_"): v for n, v in row.items() if n not in RECORD_FIELDS}
-        return cls(**{name: row[name] for name in RECORD_FIELDS}, test_metrics=others)
+        known = {*RECORD_FIELDS, *STATISTICS}
+        return cls(
+            **{name: row[name] for name in RECORD_FIELDS},
+            test_metrics={n.removeprefix("test_"): v for n, v in row.items() if n not in known},
+            statistics={name: row[name] for name in STATISTICS if name in row},
+        )
 
     def row(self) -> dict[str, Any]:
         """The record as one flat JSON object; other metrics are called ``test_<name>``."""
         fixed = {name: getattr(self, name) for name in RECORD_FIELDS}
-        return fixed | {f"test_{name}": value for name, value in self.test_metrics.items()}
+        return fixed | {f"test_{name}": value for name, value in self.test_metrics.items()} | dict(self.statistics)
 
 
 RECORD_FIELDS = (
@@ -50,6 +56,14 @@ RECORD_FIELDS = (
     "test_loss",
     "test_accuracy",
 )
+
+STATISTICS = ("noise_scale", "noise_scale_biased", "efficiency", "goodput_samples_per_s")
+"""Figures of gradients, by name; None: not known at that moment.
+
+``noise_scale``: φ, in samples; ``noise_scale_biased``: how much of it comes from gradients that were made at different
+A, 0 to 1; ``efficiency``: (φ + m₀)/(φ + m), how much a sample advances training against one in a batch of m₀ samples;
+``goodput_samples_per_s``: samples per second since the record before · efficiency.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +123,5 @@ class Account:
     notes: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     """Rules the engine followed that a reader of the figures should know."""
     interrupted: bool = False
+    statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Of gradients over the whole run, where that was asked for."""

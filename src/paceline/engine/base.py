@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -60,6 +60,8 @@ class Job:
     trace: bool = False
     on_nonfinite: OnNonFinite = "stop"
     timeout_s: Seconds = 60.0
+    noise_scale: bool = False
+    """Whether gradients are looked at for what is noise in them."""
     loop: Callable[[Any], None] | None = None
     """The user's own loop; absent: one step per batch."""
     out: Path | None = None
@@ -82,6 +84,8 @@ class Progress:
     """Mean loss of the Δs that arrived lately."""
     record: Record | None = None
     """The newest scored record."""
+    statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Of gradients, where that was asked for."""
 
 
 Watcher: TypeAlias = Callable[[Progress], None]

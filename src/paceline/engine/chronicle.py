@@ -8,6 +8,7 @@ from paceline.core.records import Account, Departure, Record, WorkerFigures
 from paceline.core.types import Seconds
 from paceline.engine.base import Progress
 from paceline.engine.coordinator import Coordinator
+from paceline.engine.noise_ledger import NoiseLedger
 from paceline.engine.points import Points
 from paceline.engine.scoring import Moment
 from paceline.engine.setup import Setup
@@ -20,11 +21,15 @@ class Chronicle:
         setup: of the run.
         coordinator: whose counts are told.
         start_digest: of A_0.
+        noise: what gradients have told; None: nobody has asked.
     """
 
-    def __init__(self, setup: Setup, coordinator: Coordinator, start_digest: str) -> None:
+    def __init__(
+        self, setup: Setup, coordinator: Coordinator, start_digest: str, noise: NoiseLedger | None = None
+    ) -> None:
         self._budget, self._meter = setup.job.budget, setup.meter()
-        self._coordinator, self._digest = coordinator, start_digest
+        self._coordinator, self._digest, self._noise = coordinator, start_digest, noise
+        self._per_step = setup.per_step
         self._losses: deque[float] = deque(maxlen=max(32, 2 * setup.replicas))
         self.points = Points(setup.job.budget)
         self.history: list[Record] = []
@@ -34,6 +39,8 @@ class Chronicle:
         """A Δ's loss is known."""
         if samples:
             self._losses.append(loss)
+            if self._noise is not None:
+                self._noise.heard(samples / self._per_step)
 
     def spent(self, time_s: Seconds) -> float:
         """How much of the budget is spent, in its unit."""
@@ -60,6 +67,7 @@ class Chronicle:
             threshold=coordinator.threshold,
             staleness_mean=coordinator.recent_staleness(),
             recent_loss=self._loss(),
+            statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
         )
 
     def record(self, record: Record) -> bool:
@@ -86,6 +94,7 @@ class Chronicle:
             staleness_mean=last.staleness_mean if last else None,
             loss=self._loss(),
             record=last,
+            statistics=self._noise.now() if self._noise else {},
         )
 
     def account(
@@ -115,6 +124,7 @@ class Chronicle:
             start_digest=self._digest,
             notes=notes,
             interrupted=interrupted,
+            statistics=self._noise.whole(seconds, tally.samples) if self._noise else {},
         )
 
     def _loss(self) -> float | None:

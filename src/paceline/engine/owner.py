@@ -9,6 +9,7 @@ from torch import Tensor
 from paceline.aggregation.base import Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.core.delta import Change, Distance
+from paceline.engine.noise_meter import NoiseMeter
 from paceline.program import Program
 from paceline.replica.clipping import clip
 from paceline.replica.kernels import Kernel
@@ -30,9 +31,12 @@ class Owner:
         policy: says what a Δ is: a gradient (an optimizer step on it), or a change (A moves by it, or an outer
             optimizer steps on its negative).
         state: A.
+        meter: looks at what is applied; None: nobody has asked.
     """
 
-    def __init__(self, program: Program, policy: Aggregation[Any], state: State) -> None:
+    def __init__(
+        self, program: Program, policy: Aggregation[Any], state: State, meter: NoiseMeter | None = None
+    ) -> None:
         self.state = state
         self._distance = isinstance(policy.delta, Distance)
         self._moves = isinstance(policy.delta, (Change, Distance))
@@ -43,7 +47,11 @@ class Owner:
         self.stepper = Stepper(make, schedule, state, self._combined)
         looked_at = self._moves or self.clip_norm is not None or "agreement" in policy.needs
         self._direct = self.stepper.takes_any and not looked_at and not state.buffers
-        self.divisible = self.stepper.takes_any and not self._distance and "agreement" not in policy.needs
+        self._meter = meter
+        if meter is not None:
+            meter.measure_by(self.stepper)
+        whole = "agreement" in policy.needs or meter is not None
+        self.divisible = self.stepper.takes_any and not self._distance and not whole
         """Whether others can make an update, each a part of it: :meth:`divide`."""
 
     @property
@@ -73,6 +81,8 @@ class Owner:
             self.stepper.step(delta.parameters, rate, there, weight)
         else:
             self._combine(deltas, there)
+            if self._meter is not None:
+                self._meter.combined(self.combined)
             if self.clip_norm is not None:
                 clip(self.combined, self.clip_norm)
             if self._moves:

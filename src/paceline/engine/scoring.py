@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -44,6 +44,8 @@ class Moment:
     staleness_mean: float | None
     recent_loss: float | None
     """Mean loss of the Δs that arrived lately: the training loss where there is no training set to sample."""
+    statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
+    """Of gradients, where that was asked for."""
 
 
 def room(nbytes: int) -> int:
@@ -85,6 +87,7 @@ class Scorer:
             test_loss=test.pop("loss", None),
             test_accuracy=test.pop("accuracy", None),
             test_metrics=test,
+            statistics=moment.statistics,
         )
 
     def _mean(self, what: str, chunks: "list[_Chunk]", metrics: Metrics) -> dict[str, float]:

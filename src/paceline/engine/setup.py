@@ -67,6 +67,11 @@ class Setup:
         assert self.order is not None, "epochs of a data source were not refused"
         return Epochs(budget.amount, self.order, each, self.order.samples)
 
+    @property
+    def reference_batch(self) -> int | None:
+        """m₀: the samples of an update by one replica alone; None where a function makes the batches."""
+        return None if self.order is None else self.job.program.per_replica_batch(1)
+
     def meter(self) -> Meter:
         """How the budget's use is measured."""
         if self.job.budget.unit == "epochs":
@@ -91,7 +96,7 @@ class Setup:
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
-            return Single(autograd, micro_steps(self.delta))
+            return Single(autograd, micro_steps(self.delta), looks=self.job.noise_scale)
         distance = isinstance(self.delta, Distance)
         return OwnSteps(self.job.program, autograd, self.policy.adopt, distance=distance)
 

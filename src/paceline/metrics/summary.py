@@ -41,6 +41,10 @@ def summarize(
     neither compute nor update. Where operators are divided, these two are left out: shards wait for each other within
     what is recorded as compute.
 
+    Where gradients were looked at, ``noise_scale`` is as it stood at the end; ``noise_scale_mean`` with its relative
+    standard error ``noise_scale_error``, the share of it that is biased, ``efficiency`` and ``goodput_samples_per_s``
+    are over the whole run (:data:`paceline.core.records.STATISTICS`).
+
     Args:
         account: what happened.
         history: in order of time.
@@ -56,6 +60,7 @@ def summarize(
     if any(w.peak_saved_bytes is not None for w in account.workers):
         figures |= _areas(account.workers, () if shards else spans)
         figures[SAVED] = [w.peak_saved_bytes for w in account.workers]
+    figures |= account.statistics
     figures |= _scores(rows)
     figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}

@@ -29,6 +29,17 @@ class Measured(NamedTuple):
     """Mean over its samples; NaN where it has none."""
     samples: int
     finite: bool
+    micro: "Micro | None" = None
+    """What its micro-steps were each by itself, where that was asked for."""
+
+
+class Micro(NamedTuple):
+    """The gradients of a Δ's micro-steps, n_k samples each and n together."""
+
+    square: float
+    """Σ n_k/n · |g_k|²."""
+    pieces: int
+    """How many had samples."""
 
 
 class Replica(ABC):

@@ -11,6 +11,7 @@ from paceline.core.types import Clock
 from paceline.replica.autograd import Autograd
 from paceline.replica.base import Batch, Measured, Replica, Sink, finite
 from paceline.replica.early import Early
+from paceline.replica.micro_norms import MicroNorms
 from paceline.replica.state import State
 
 
@@ -18,10 +19,16 @@ class Single(Replica):
     """Δ is the gradient of the mean loss over the samples of its micro-steps, all at one A.
 
     With micro-steps of n_i samples and mean gradients g_i, Δ = Σ n_i·g_i / Σ n_i.
+
+    Args:
+        autograd: makes gradients.
+        micro_steps: of one Δ.
+        looks: whether micro-steps are looked at one by one.
     """
 
-    def __init__(self, autograd: Autograd, micro_steps: int = 1) -> None:
+    def __init__(self, autograd: Autograd, micro_steps: int = 1, *, looks: bool = False) -> None:
         self._autograd, self._micro_steps = autograd, micro_steps
+        self._norms = MicroNorms() if looks and micro_steps > 1 else None
         self._losses = 0.0
         self._samples = 0
         self._early: Early | None = None
@@ -39,6 +46,8 @@ class Single(Replica):
     def adopt(self, state: State) -> None:
         self._autograd.bind(state)
         self._losses, self._samples = 0.0, 0
+        if self._norms is not None:
+            self._norms.clear()  # an attempt that was called off has left it
         if self._early is not None:
             self._early.opens()
 
@@ -49,19 +58,22 @@ class Single(Replica):
         if self._early is not None:
             self._early.passes(self._samples + batch.samples)
         loss = self._autograd.backward(batch, clock, weight)
+        if self._norms is not None:
+            self._norms.add(self._autograd.take_gradients(), batch.samples)
         self._losses += loss * batch.samples
         self._samples += batch.samples
         return loss
 
     def finish(self, out: State) -> Measured:
-        gradients = self._autograd.take_gradients()
+        gradients = self._norms.sums if self._norms is not None and self._samples else self._autograd.take_gradients()
         with torch.no_grad():
             looked_at = self._hand_over(gradients, out)
             self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        return Measured(loss, self._samples, finite(looked_at, loss))
+        micro = self._norms.seen if self._norms is not None else None
+        return Measured(loss, self._samples, finite(looked_at, loss), micro)
 
     def _hand_over(self, gradients: list[Tensor], out: State) -> list[Tensor]:
         """Give Δ to who takes it; returns it where it may still be looked at."""

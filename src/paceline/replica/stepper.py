@@ -36,6 +36,8 @@ class Stepper:
         self._here, self._gradient = state, gradient
         self._optimizer, self._targets = _optimizer(make, state, gradient)
         self._rule = rule_of(self._optimizer, state.parameters)
+        self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
+        """Whether steps are divided by second moments: :meth:`second_moments`."""
         self._scheduler = schedule(self._optimizer) if schedule else None
         if hooked(self._optimizer):
             self._rule = None
@@ -58,6 +60,29 @@ class Stepper:
     def takes_any(self) -> bool:
         """Whether gradients may lie anywhere, and a step may be made in parts: a kernel makes it."""
         return self._rule is not None
+
+    @property
+    def layout(self) -> Layout:
+        """Of what is moved."""
+        return self._here.layout
+
+    def second_moments(self) -> Iterator[tuple[Tensor, float, dict[str, Any]]]:
+        """Of Adam and AdamW: v of each vector or of each tensor in turn, how many steps made it, its group's options.
+
+        None of them before the first step, nor under other optimizers.
+        """
+        if not self.adaptive:
+            return
+        if self._rule is not None:
+            yield from (
+                (memory[1], self.steps, self._optimizer.param_groups[0]) for memory in self.memory if self.steps
+            )
+            return
+        groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
+        for parameter in self._targets.parameters:
+            if state := self._optimizer.state.get(parameter):
+                v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+                yield v, float(state["step"]), groups[id(parameter)]
 
     def point_at(self, state: State) -> None:
         """What lies there is moved from now on."""

@@ -21,6 +21,9 @@ _CURVES = (
     ("test_loss", "Test loss", 1.0),
     ("train_loss", "Train loss", 1.0),
     ("threshold", "K: gradients that an update waits for", 1.0),
+    ("noise_scale", "Noise scale, samples: the largest batch that is worth them", 1.0),
+    ("efficiency", "Statistical efficiency of the batch, %", 100.0),
+    ("goodput_samples_per_s", "Goodput: samples/s · efficiency", 1.0),
 )
 
 

@@ -5,6 +5,7 @@ from html import escape
 from itertools import groupby
 
 from paceline.metrics.columns import PACE, REACHED, Column, Entry, figure, grid
+from paceline.metrics.efficiency import verdict
 from paceline.metrics.rounds import difference, mean_summary
 from paceline.report.sources import Group, Section
 
@@ -91,6 +92,8 @@ def _group_notes(group: Group) -> Iterable[str]:
             yield f"{where}interrupted after {run.summary.get('seconds') or 0:.2f} s."
         if run.summary.get("nonfinite"):
             yield f"{where}{run.summary['nonfinite']:,} gradients were not finite and were discarded."
+        if said := verdict(run.summary):
+            yield f"{where}{escape(said)}."
         for key, said in (run.summary.get("notes") or {}).items():
             yield f"{escape(str(key))}: {escape(str(said))}"
 

@@ -19,6 +19,7 @@ from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.distributed.desk import Desk
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.norms import Noise
 from paceline.engine.distributed.rows import Kind, Row
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.distributed.update import Update
@@ -39,6 +40,7 @@ class Course:
         digest: of A_0.
         reads: how many updates A has had where the Δ of this number reads it; None: where F sends it.
             With it weights have moved by the time a row is known, so what was made counts, also past the end.
+        noise: is told of each update; None: nobody has asked.
     """
 
     def __init__(
@@ -50,11 +52,13 @@ class Course:
         stopwatch: Stopwatch,
         digest: str,
         reads: Callable[[Version], Version] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         policy = setup.policy
         assert isinstance(policy, Synchronous), "another policy was not refused"
         self._job, self._update, self._freight, self._desk = setup.job, update, freight, desk
-        self._reads = reads
+        self._reads, self._noise = reads, noise
+        self._rows: list[Row] = []
         self._stopwatch, self._mean = stopwatch, policy.combine == "mean"
         # What ranks bring is of the size of one gradient, not of a sum over samples: half precision would not hold it.
         self._usual = float(setup.order.batch_size * micro_steps(setup.delta)) if setup.order else 1.0
@@ -67,7 +71,7 @@ class Course:
         self._granted = [0] * setup.replicas
         self._read: list[Version] = [0] * setup.replicas
         self._coordinator = Coordinator(policy, setup.replicas, setup.allowance(), self)
-        self.chronicle = Chronicle(setup, self._coordinator, digest)
+        self.chronicle = Chronicle(setup, self._coordinator, digest, noise.ledger if noise else None)
         self.now: Seconds = 0.0
         """When the newest round was complete."""
         self.over = self.interrupted = False
@@ -113,6 +117,7 @@ class Course:
 
     def take(self, rows: list[Row]) -> None:
         """An exchange has been made; these are all ranks' rows."""
+        self._rows = rows
         self.now = min(max(row.entered_ns for row in rows) * 1e-9, self._end)
         if self._timed and self.chronicle.points.next < self._end * (1 - 1e-9):
             self._look()
@@ -171,6 +176,8 @@ class Course:
         factor = weight / self.weight(arrival.samples)
         self._freight.scale_buffers(factor / sum(w for _, w in action.deltas))  # they are a mean in any case
         self._freight.take_counters([a.replica for a, _ in action.deltas])
+        if self._noise is not None:
+            self._noise.applied(self._rows, [(a.replica, w) for a, w in action.deltas], factor)
         self._update.apply(factor, action.rate)
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:

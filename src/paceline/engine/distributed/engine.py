@@ -10,6 +10,7 @@ from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.distributed.dividing import refuse_dividing
 from paceline.engine.distributed.run import DistributedRun, own_settings
+from paceline.engine.noise_refusals import refuse_norms
 from paceline.engine.optimizer_pieces import refuse_pieces
 from paceline.engine.setup import Setup, refuse_absent_gpu
 from paceline.engine.shards import refuse_shards
@@ -64,6 +65,7 @@ class DistributedEngine(Engine):
 
 def _refuse_mixtures(job: Job) -> None:
     strategy = job.strategy
+    refuse_norms(job)
     if strategy.shard_parameters:
         refuse_dividing(job)
     refuse_pieces(job)

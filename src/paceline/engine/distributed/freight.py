@@ -25,14 +25,16 @@ class Freight:
     Args:
         layout: of A, or of its running buffers alone where Δ does not travel with them.
         ranks: how many there are.
+        norms: whether rows tell norms.
     """
 
-    def __init__(self, layout: Layout, ranks: int) -> None:
+    def __init__(self, layout: Layout, ranks: int, *, norms: bool = False) -> None:
         blocks = (*layout.parameters, *(b for b in layout.buffers if b.dtype.is_floating_point))
         sizes: dict[torch.dtype, int] = {}
         starts = [_append(sizes, block) for block in blocks]
         self._counted = sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
-        width = rows.FIELDS + rows.DIGITS * self._counted
+        self._norms, self._fields = norms, rows.FIELDS + rows.NORMS * norms
+        width = self._fields + rows.DIGITS * self._counted
         told_in = next((d for d in PRECISE if d in sizes), torch.float64)
         table = sizes.get(told_in, 0)
         sizes[told_in] = table + ranks * width
@@ -84,16 +86,18 @@ class Freight:
 
     def count(self, rank: int) -> None:
         """Fill in this rank's counters alone."""
-        rows.write_counters(self._counters, self.table[rank])
+        rows.write_counters(self._counters, self.table[rank, self._fields :])
 
     def told(self) -> list[Row]:
         """What all ranks have said."""
-        return [rows.read(numbers) for numbers in self.table[:, : rows.FIELDS].tolist()]
+        return [rows.read(numbers, norms=self._norms) for numbers in self.table[:, : self._fields].tolist()]
 
     def take_counters(self, ranks: list[int]) -> None:
         """Let the counters be the largest of these ranks'."""
         if self._counted:
-            largest = torch.split(rows.read_counters(self.table, ranks), [c.numel() for c in self._counters])
+            largest = torch.split(
+                rows.read_counters(self.table[:, self._fields :], ranks), [c.numel() for c in self._counters]
+            )
             for mine, value in zip(self._counters, largest, strict=True):
                 mine.copy_(value)
 

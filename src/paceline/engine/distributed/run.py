@@ -76,7 +76,9 @@ class DistributedRun:
         self._stopwatch = Stopwatch(team.peers.ahead_ns)
         self._desk = Desk(job, team, self._layout.nbytes)
         reads = share.reads if isinstance(share, StreamedShare) else None
-        self._course = Course(setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads)
+        self._course = Course(
+            setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads, share.noise
+        )
         self._attendance = Attendance(setup, share.place.replica, module, share.meeting, share.divided)
         self._notes, self._sink = Notes(), self._new_sink()
         self._recorder: AnyRecorder = Recorder(*share.place, self._sink) if job.trace else NullRecorder()
@@ -140,6 +142,7 @@ class DistributedRun:
             exchange=share.exchange(),
             freight=share.freight,
             overlap=share.overlap,
+            norms=share.noise.norms if share.noise else None,
             state=share.state,
             stopwatch=self._stopwatch,
             attendance=self._attendance,

@@ -13,9 +13,11 @@ from paceline.engine.distributed.exchange import Exchange, Meets
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.fully_sharded import FullySharded, Partial
 from paceline.engine.distributed.held import all_of
+from paceline.engine.distributed.norms import Noise, Norms
 from paceline.engine.distributed.overlap import Overlap, overlapped
 from paceline.engine.distributed.sharded import Sharded, pays
 from paceline.engine.distributed.update import Compressed, Together, Update
+from paceline.engine.noise_ledger import NoiseLedger
 from paceline.engine.owner import Owner
 from paceline.engine.team.circles import Circle
 from paceline.engine.team.here import Here
@@ -37,6 +39,7 @@ class Share(ABC):
         overlap: what sends Δ during the backward pass; None where it is sent after it.
         meeting: where layers look at all ranks' samples; None where there is no such layer, or nobody else.
         divided: parameters that all ranks have to gather; None: this one has what it needs.
+        noise: what is told of it; None: nobody has asked.
     """
 
     def __init__(
@@ -49,9 +52,10 @@ class Share(ABC):
         overlap: Overlap | None = None,
         meeting: Meeting | None = None,
         divided: Divided | None = None,
+        noise: Noise | None = None,
     ) -> None:
         self.place, self.state, self.freight, self.update = place, state, freight, update
-        self.overlap, self.meeting, self.divided = overlap, meeting, divided
+        self.overlap, self.meeting, self.divided, self.noise = overlap, meeting, divided, noise
 
     @property
     @abstractmethod
@@ -93,13 +97,16 @@ class WholeShare(Share):
         if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
             divided = Divided(here.module, here.layout, team.world.size, team.traffic)
         state = whole if divided is None else only_buffers(whole)
-        freight = Freight(state.layout, team.world.size)
+        freight = Freight(state.layout, team.world.size, norms=job.noise_scale)
         update = _update(here, divided, freight, state)
+        noise = _noise(here, freight, update) if job.noise_scale else None
         meeting = _meeting(here, divided)
         at_once = isinstance(update, Together) and meeting is None and job.on_nonfinite != "skip"
+        if job.noise_scale:  # each gradient is looked at as it is handed over, on the host
+            at_once &= job.strategy.accumulate == 1 and job.strategy.device == "cpu"
         overlap = overlapped(job, team, here.backend, freight) if at_once else None
         place = Place(team.world.rank)
-        super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided)
+        super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided, noise=noise)
         self._setup, self._team = setup, team
 
     @property
@@ -146,12 +153,19 @@ def _update(here: Here, divided: Divided | None, freight: Freight, state: State)
     return Compressed(freight, owner, parse(job.strategy.compression), traffic)
 
 
+def _noise(here: Here, freight: Freight, update: Update) -> Noise:
+    assert isinstance(update, Together), "another update was not refused"
+    norms = Norms(here.setup.job, freight.state, here.layout.parameter_names, here.layout)
+    norms.measure_by(update.stepper)
+    return Noise(NoiseLedger(here.setup.reference_batch), norms, lambda _: norms.together())
+
+
 def _divides(here: Here) -> bool:
     """Whether each rank keeps a part of the optimizer's state."""
     job = here.setup.job
     if job.strategy.shard_optimizer is not None:
         return job.strategy.shard_optimizer
-    apart = job.strategy.compression == "none" and job.strategy.device == "cpu"
+    apart = job.strategy.compression == "none" and job.strategy.device == "cpu" and not job.noise_scale
     return apart and pays(job.program, here.layout, here.backend, here.team.world.size)
 
 

@@ -28,7 +28,7 @@ class StagedShare(Share):
         held = Held(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
         freight = Freight(state.layout, ranks=pipeline.mesh.replicas)
         update, self._exchange = stepping(here, held, freight, pipeline.circles.peers)
-        super().__init__(pipeline.place, state, freight, update)
+        super().__init__(pipeline.place, state, freight, update, noise=self._exchange.noise(here.setup))
 
     @property
     def parameter_bytes(self) -> int:

@@ -22,8 +22,11 @@ from paceline.engine.distributed import rows
 from paceline.engine.distributed.exchange import of_step
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.held import Held
-from paceline.engine.distributed.rows import Row
+from paceline.engine.distributed.norms import Noise, Norms
+from paceline.engine.distributed.rows import Norm, Row
 from paceline.engine.distributed.update import Update, take_buffers
+from paceline.engine.noise_ledger import NoiseLedger
+from paceline.engine.setup import Setup
 from paceline.engine.team.traffic import Traffic
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
@@ -46,6 +49,7 @@ class StagedExchange:
         traffic: by which all meet; None: nobody else is there.
         peers: by which those meet who have the same part of A; None: nobody else has.
         brings: whether this rank does; of several in a replica who have the same Δ one does.
+        norms: of what it brings; None: nobody has asked.
     """
 
     def __init__(
@@ -59,17 +63,24 @@ class StagedExchange:
         peers: Traffic | None,
         *,
         brings: bool = True,
+        norms: Norms | None = None,
     ) -> None:
         self._freight, self._mesh, self._rank, self._traffic, self._peers = freight, mesh, rank, traffic, peers
-        self._vectors, self._brings = vectors, brings
+        self._vectors, self._brings, self._norms = vectors, brings, norms
         self._replica = mesh.place(rank).replica
         parameters = dict(zip(freight.state.layout.parameter_names, freight.state.views.parameters, strict=True))
         whole = len(parameters) == len(mine)
         self._counted = freight.state.parameters if whole else [parameters[name] for name in mine]
-        self._table = torch.zeros(mesh.workers, rows.FIELDS + 1, dtype=torch.float64)
+        self._table = torch.zeros(mesh.workers, rows.FIELDS + rows.NORMS * (norms is not None) + 1, dtype=torch.float64)
         self._place = self._table[rank]
         self.square = 0.0
         """Of the norm of the replicas' Δs together, as they were brought."""
+
+    def noise(self, setup: Setup) -> Noise | None:
+        """What is told of noise; None: nobody has asked."""
+        if self._norms is None:
+            return None
+        return Noise(NoiseLedger(setup.reference_batch), self._norms, _together)
 
     def meet(self, row: Row, step: Clock) -> list[Row]:
         """One row of each replica; the freight then holds the sum of what was brought of its part."""
@@ -80,13 +91,15 @@ class StagedExchange:
             self._freight.empty()
         if self._peers is not None:
             self._peers.all_reduce(self._vectors, of_step(step))
+        if self._norms is not None and row.norm is not None and self._mesh.replicas > 1:
+            row = row._replace(norm=row.norm._replace(together=self._norms.together()))
         self._table.zero_()
         self._place.copy_(torch.tensor([*rows.numbers(row), square_norm(self._counted)], dtype=torch.float64))
         if self._traffic is not None:
             self._traffic.all_reduce([self._table.view(-1)], of_step(step))
         told = self._table.tolist()
         self.square = sum(told[rank][-1] for rank in self._mesh.replica_ranks(self._replica))
-        each = [rows.read(numbers) for numbers in told]
+        each = [rows.read(numbers, norms=self._norms is not None) for numbers in told]
         return [
             merged([each[rank] for rank in self._mesh.replica_ranks(replica)]) for replica in range(self._mesh.replicas)
         ]
@@ -97,8 +110,9 @@ def merged(parts: Sequence[Row]) -> Row:
 
     >>> a, b = Row(rows.Kind.delta, 4, True, False, 0.0, 7), Row(rows.Kind.delta, 4, True, True, 0.5, 9)
     >>> merged([a, b])
-    Row(kind=<Kind.delta: 1>, samples=4, finite=True, stop=True, loss=0.5, entered_ns=9)
+    Row(kind=<Kind.delta: 1>, samples=4, finite=True, stop=True, loss=0.5, entered_ns=9, norm=None)
     """
+    norms = [part.norm for part in parts if part.norm is not None]
     return Row(
         parts[-1].kind,
         parts[-1].samples,
@@ -106,7 +120,20 @@ def merged(parts: Sequence[Row]) -> Row:
         any(part.stop for part in parts),
         parts[-1].loss,
         max(part.entered_ns for part in parts),
+        _added(norms) if norms else None,
     )
+
+
+def _together(replicas: Sequence[Row]) -> float:
+    """|Σ|² of the replicas' Δs, of which each rank of any replica has its part."""
+    found = next(row.norm for row in replicas if row.norm is not None)
+    return found.together
+
+
+def _added(norms: Sequence[Norm]) -> Norm:
+    """Of a whole Δ, of which each rank tells its part."""
+    square, together, before = (sum(part) for part in zip(*((n[0], n[2], n[3]) for n in norms), strict=True))
+    return Norm(square, norms[-1].pieces, together, before, norms[-1].samples_before)
 
 
 @final
@@ -132,11 +159,11 @@ class Staged(Update):
     ) -> None:
         self._freight, self._held, self._exchange = freight, held, exchange
         self._clip_norm = program.clip_norm
-        self._stepper: Stepper | None = None
+        self.stepper: Stepper | None = None
         if held.state.parameters:
             make = of_part(program.optimizer, held.whole, held.state.layout)
-            self._stepper = Stepper(make, program.scheduler, held.state, freight.state)
-        takes_any = self._stepper is not None and self._stepper.takes_any
+            self.stepper = Stepper(make, program.scheduler, held.state, freight.state)
+        takes_any = self.stepper is not None and self.stepper.takes_any
         self.loose = Loose() if by_tensor and takes_any and program.clip_norm is None else None
         """Where the gradients are to be; None: in the freight."""
 
@@ -146,19 +173,19 @@ class Staged(Update):
 
     @property
     def optimizer_bytes(self) -> int:
-        return 0 if self._stepper is None else self._stepper.nbytes
+        return 0 if self.stepper is None else self.stepper.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
         if self._clip_norm is not None:
             factor *= clip_scale(self._exchange.square * factor**2, self._clip_norm)
         gradients = self._freight.state.parameters
-        if self._stepper is not None and self.loose is not None:
-            self._stepper.step_by_tensor(self.loose.gradients, rate, weight=factor)
-        elif self._stepper is not None and self._stepper.takes_any:
-            self._stepper.step(gradients, rate, weight=factor)
-        elif self._stepper is not None:
+        if self.stepper is not None and self.loose is not None:
+            self.stepper.step_by_tensor(self.loose.gradients, rate, weight=factor)
+        elif self.stepper is not None and self.stepper.takes_any:
+            self.stepper.step(gradients, rate, weight=factor)
+        elif self.stepper is not None:
             torch._foreach_mul_(gradients, factor)
-            self._stepper.step(gradients, rate)
+            self.stepper.step(gradients, rate)
         take_buffers(self._held.state, self._freight.state)
 
     def whole(self, *, wanted: bool) -> State | None:

@@ -12,8 +12,9 @@ from paceline.engine.distributed.attendance import Attendance
 from paceline.engine.distributed.course import Course
 from paceline.engine.distributed.exchange import Meets, of_step
 from paceline.engine.distributed.freight import Freight
+from paceline.engine.distributed.norms import Norms
 from paceline.engine.distributed.overlap import Overlap
-from paceline.engine.distributed.rows import Kind, Row
+from paceline.engine.distributed.rows import Kind, Norm, Row
 from paceline.engine.distributed.stopwatch import Stopwatch
 from paceline.engine.gauge import Gauge
 from paceline.engine.team.notices import Notices
@@ -30,6 +31,8 @@ class Surroundings:
     freight: Freight
     overlap: Overlap | None
     """None where Δ is summed in the exchange."""
+    norms: Norms | None
+    """None where nobody has asked."""
     state: State
     """A."""
     stopwatch: Stopwatch
@@ -67,6 +70,7 @@ class DistributedStation(Sink):
         self._course, self._freight = around.course, around.freight
         self._again = around.course.may_repeat
         self._made = 0
+        self._norm = None if around.norms is None else Norm()
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
 
@@ -86,6 +90,8 @@ class DistributedStation(Sink):
 
     def ready(self, index: int, gradient: Tensor, samples: int) -> None:
         assert self._around.overlap is not None, "Δ is not sent in buckets"
+        if self._around.norms is not None:
+            self._around.norms.add(index, gradient)
         self._around.overlap.bring(index, gradient, self._course.weight(samples))
 
     def closes(self) -> bool:
@@ -100,6 +106,8 @@ class DistributedStation(Sink):
 
     def push(self, measured: Measured) -> None:
         weight = self._course.weight(measured.samples)
+        if self._around.norms is not None:
+            self._norm = self._around.norms.brought(measured, sent=self._around.overlap is not None)
         if self._around.overlap is not None:
             self._freight.scale_buffers(weight)  # Δ is under way
         elif measured.finite:
@@ -116,6 +124,7 @@ class DistributedStation(Sink):
         """The loop has ended; take part in what the others still exchange."""
         while not self._course.over:
             self._freight.empty()
+            self._norm = self._norm and Norm()
             present = self._course.takes_part(self._replica)
             self._meet(Kind.farewell if present else Kind.nothing, Measured(0.0, 0, True))
 
@@ -135,9 +144,8 @@ class DistributedStation(Sink):
         around, step = self._around, self.attempt
         around.attendance.keep_up(self._course.passes)
         began = time.monotonic_ns()
-        row = Row(
-            kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, around.stopwatch.now_ns()
-        )
+        now, norm = around.stopwatch.now_ns(), self._norm
+        row = Row(kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, now, norm)
         if around.overlap is not None:
             around.overlap.settle()
         rows = around.exchange.meet(row, step)

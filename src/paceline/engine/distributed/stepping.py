@@ -2,6 +2,7 @@
 
 from paceline.engine.distributed.freight import Freight
 from paceline.engine.distributed.held import Held
+from paceline.engine.distributed.norms import Norms
 from paceline.engine.distributed.sharded import Sharded
 from paceline.engine.distributed.stages import Staged, StagedExchange
 from paceline.engine.distributed.update import Update
@@ -24,8 +25,13 @@ def stepping(
     """
     job, mesh, rank, traffic = here.setup.job, here.mesh, here.team.world.rank, here.team.traffic
     if traffic is None or not job.strategy.shard_optimizer:
-        exchange = StagedExchange(freight, freight.vectors, held.counted, mesh, rank, traffic, peers)
-        return Staged(job.program, freight, held, exchange, by_tensor=by_tensor), exchange
+        norms = Norms(job, freight.state, held.counted, held.whole) if job.noise_scale else None
+        clipped = held.counted if job.program.clip_norm is not None else ()
+        exchange = StagedExchange(freight, freight.vectors, clipped, mesh, rank, traffic, peers, norms=norms)
+        update = Staged(job.program, freight, held, exchange, by_tensor=by_tensor and norms is None)
+        if norms is not None:
+            norms.measure_by(update.stepper)
+        return update, exchange
     circle = holders(mesh, rank, traffic, peers)
     divided = Sharded(job.program, freight, held, circle, traffic)
     first = mesh.column(mesh.place(rank)).copy == 0  # each copy of a stage has the whole Δ of its replica

@@ -25,16 +25,17 @@ class TensorShare(Share):
 
     def __init__(self, here: Here) -> None:
         self._sharding = sharding = Sharding(here)
-        program, mesh, rank, traffic = here.setup.job.program, sharding.mesh, sharding.rank, here.team.traffic
+        mesh, rank, traffic = sharding.mesh, sharding.rank, here.team.traffic
         state, place = sharding.state, sharding.place
-        names = state.layout.parameter_names if program.clip_norm is not None else ()
+        job = here.setup.job
+        names = state.layout.parameter_names if job.program.clip_norm is not None or job.noise_scale else ()
         counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
         gather = ByParts(state, sharding.whole, sharding.stages, rank, traffic)
         held, freight = Held(state, sharding.whole, counted, gather), Freight(state.layout, ranks=mesh.replicas)
         by_tensor = mesh.replicas == 1 and here.setup.device(rank) == "cpu" and worthwhile(state.layout)
         update, self._exchange = stepping(here, held, freight, sharding.circles.peers, by_tensor=by_tensor)
         self._loose = update.loose if isinstance(update, Staged) else None
-        super().__init__(place, state, freight, update)
+        super().__init__(place, state, freight, update, noise=self._exchange.noise(here.setup))
 
     @property
     def parameter_bytes(self) -> int:

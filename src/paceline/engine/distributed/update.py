@@ -11,6 +11,7 @@ from paceline.engine.distributed.freight import Freight
 from paceline.engine.owner import Owner
 from paceline.engine.team.traffic import Traffic
 from paceline.replica.state import State
+from paceline.replica.stepper import Stepper
 
 
 class Update(ABC):
@@ -52,6 +53,11 @@ class Together(Update):
     @property
     def meeting(self) -> list[Tensor]:
         return self._freight.vectors
+
+    @property
+    def stepper(self) -> Stepper:
+        """Steps on A."""
+        return self._owner.stepper
 
     @property
     def optimizer_bytes(self) -> int:

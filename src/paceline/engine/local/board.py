@@ -24,6 +24,9 @@ from paceline.engine.figures import STEP_TIMES, Figures
 REPORTS = 64
 """How many of a worker's latest reports are kept: it may be that many attempts ahead of what main has looked at."""
 
+REPORT_WORDS = 10
+"""Of one report."""
+
 TASK_WORDS = 32
 """Of the description of a task, without the list of its Δs."""
 
@@ -36,7 +39,7 @@ WRITTEN = -1
 # pack_into clears what it writes to first: the number of a message, which says that it is there, is never among it.
 _ORDER = struct.Struct("=qqqqqqqq")
 _ORDER_REST = struct.Struct("=qqqqqqq")
-_REPORT = struct.Struct("=qqqqq?7xdq")
+_REPORT = struct.Struct("=qqqqq?7xdqdq")
 _FIGURES = struct.Struct("=qqqq")
 _PART = struct.Struct("=qqq")
 _TASK = struct.Struct("=qqqqqqq")
@@ -72,6 +75,9 @@ class Report(NamedTuple):
     finite: bool
     loss: float
     at_ns: int
+    square: float = 0.0
+    pieces: int = 0
+    """What was seen of its micro-steps (:class:`~paceline.replica.base.Micro`); 0 pieces: nothing."""
 
 
 class Part(NamedTuple):
@@ -115,14 +121,14 @@ class Board:
         self._moves = self._words[self._told_at + replicas : self._told_at + 2 * replicas]
         self._main_at = self._told_at + 2 * replicas
         self._reports_at = self._main_at + 8
-        self._times_at = self._reports_at + replicas * REPORTS * 8
+        self._times_at = self._reports_at + replicas * REPORTS * REPORT_WORDS
         self._stamps_at = self._times_at + replicas * STEP_TIMES
         self._task_at = self._stamps_at + replicas + 2
 
     @staticmethod
     def size(replicas: int, slots: int) -> int:
         """Words of a board."""
-        each = _WORDS + 2 + REPORTS * 8 + STEP_TIMES + 3 * slots
+        each = _WORDS + 2 + REPORTS * REPORT_WORDS + STEP_TIMES + 3 * slots
         return replicas * each + 8 + replicas + 2 + TASK_WORDS
 
     def sleeper(self, replica: ReplicaId | None) -> "memoryview[int]":
@@ -202,7 +208,7 @@ class Board:
         return Report._make(_REPORT.unpack_from(self._bytes, self._report_at(replica, attempt)))
 
     def _report_at(self, replica: ReplicaId, attempt: int) -> int:
-        return 8 * (self._reports_at + (replica * REPORTS + attempt % REPORTS) * 8)
+        return 8 * (self._reports_at + (replica * REPORTS + attempt % REPORTS) * REPORT_WORDS)
 
     # ----------------------------------------------------------------------------------------------------------- tasks
 

@@ -16,6 +16,7 @@ from paceline.engine.local.crew import ENTRY
 from paceline.engine.local.hosting import Hosting
 from paceline.engine.local.run import LocalRun
 from paceline.engine.local.script import Script
+from paceline.engine.noise_refusals import refuse_norms
 from paceline.engine.optimizer_pieces import refuse_pieces
 from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
 from paceline.engine.shards import refuse_shards
@@ -66,6 +67,7 @@ class LocalEngine(Engine):
         if strategy.pipelined:
             refuse_stages(job)
         refuse_pieces(job)
+        refuse_norms(job)
         if strategy.spread and not _in_step(job):
             _refuse_teams(job)
         in_place = isinstance(strategy.aggregation.delta, InPlace)

@@ -35,6 +35,8 @@ from paceline.engine.local.desk import Desk
 from paceline.engine.local.script import Director, Script
 from paceline.engine.local.server import Server
 from paceline.engine.local.worker import lay_out, sheet_of
+from paceline.engine.noise_ledger import NoiseLedger
+from paceline.engine.noise_meter import NoiseMeter
 from paceline.engine.nonfinite import not_finite
 from paceline.engine.owner import Owner
 from paceline.engine.roster import Roster
@@ -71,7 +73,9 @@ class LocalRun:
         self._module, state = first_state(job.program, job.running_buffers)
         self._parcel: Parcel = ship(job)
         closing.callback(self._parcel.close)
-        owner = Owner(job.program, setup.policy, state) if setup.slots else None
+        noise = NoiseLedger(setup.reference_batch) if job.noise_scale else None
+        meter = NoiseMeter(noise) if noise else None
+        owner = Owner(job.program, setup.policy, state, meter) if setup.slots else None
         self._store, self._board = lay_out(setup, state.layout, owner.stepper.remembers if owner else 0)
         closing.callback(self._store.close)
         digest = state.digest()
@@ -105,9 +109,10 @@ class LocalRun:
             ahead=self._lead(scripted=script != Script()),
             about_to_send=self._director.about_to_send,
             recorder=self._recorder,
+            meter=meter,
         )
         self._coordinator = Coordinator(setup.policy, setup.replicas, self._allowance, self._server)
-        self._chronicle = Chronicle(setup, self._coordinator, digest)
+        self._chronicle = Chronicle(setup, self._coordinator, digest, noise)
         self._left: list[Departure] = []
         self._began: Nanoseconds = time.monotonic_ns()
         self._timed = job.budget.unit == "seconds"

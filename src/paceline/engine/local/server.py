@@ -13,9 +13,11 @@ from paceline.engine.local.crew import Crew
 from paceline.engine.local.places import Places
 from paceline.engine.local.rounds import Rounds
 from paceline.engine.local.store import Store
+from paceline.engine.noise_meter import NoiseMeter, Seen
 from paceline.engine.observe import Observer
-from paceline.engine.owner import Owner
+from paceline.engine.owner import Owner, Weighted
 from paceline.engine.setup import Setup
+from paceline.replica.base import Micro
 from paceline.replica.state import State
 from paceline.trace.recorder import AnyRecorder
 
@@ -33,6 +35,7 @@ class Server:
         ahead: how many attempts a replica may make that nobody has been told of.
         about_to_send: called before a replica is sent A for an attempt.
         recorder: of updates.
+        meter: looks at Δs as they are applied; None: nobody has asked.
     """
 
     def __init__(
@@ -46,11 +49,12 @@ class Server:
         ahead: Callable[[ReplicaId], int],
         about_to_send: Callable[[ReplicaId, Clock], None],
         recorder: AnyRecorder,
+        meter: NoiseMeter | None = None,
     ) -> None:
         self._policy, self._store, self._board, self._recorder = setup.policy, store, board, recorder
         self._slots = store.plan.slots
         self._crew, self._waiting, self._ahead, self._about_to_send = crew, waiting, ahead, about_to_send
-        self._owner = owner
+        self._owner, self._meter = owner, meter
         cores = len(os.sched_getaffinity(0))
         self._rounds = Rounds(store, board, crew, owner, cores) if owner is not None else None
         self.observer = Observer(setup.policy, owner)
@@ -62,6 +66,7 @@ class Server:
         self._seen = list(self._heard)
         self._free = [list(reversed(range(self._slots))) for _ in range(setup.replicas)]
         self._held: dict[tuple[ReplicaId, Clock], int] = {}
+        self._micro: dict[tuple[ReplicaId, Clock], Micro] = {}
 
     @property
     def state(self) -> State:
@@ -99,6 +104,8 @@ class Server:
         if not self._slots:
             return None
         self._held[replica, report.attempt] = report.slot
+        if self._meter is not None and report.pieces:
+            self._micro[replica, report.attempt] = Micro(report.square, report.pieces)
         return self._store.delta(replica, report.slot)
 
     def lost(self, replica: ReplicaId) -> None:
@@ -138,6 +145,7 @@ class Server:
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for a in arrivals if self._slots else ():
             self._free[a.replica].append(self._held.pop((a.replica, a.clock)))
+            self._micro.pop((a.replica, a.clock), None)
 
     def cancel(self, replica: ReplicaId) -> None:
         self._board.cancel(replica, self._attempts[replica])
@@ -155,12 +163,23 @@ class Server:
         self._board.stamp(there, WRITTEN)
         if rounds is not None and rounds.worth(len(deltas)) and len(waiting := self._waiting()) > 1:
             rounds.apply(deltas, names, action.rate, (here, there), waiting)
-        else:
+        elif self._meter is None:
             owner.apply(deltas, action.rate, alone=action.alone, out=self._store.version(there))
+        else:
+            seen = self._meter.through(self._seen_of(action, deltas), len(deltas))
+            owner.apply(seen, action.rate, alone=action.alone, out=self._store.version(there))
+            self._meter.updated()
         self._board.stamp(there, self.version + 1)
         self._places.move_to(there)
         for replica, slot, _ in names:
             self._free[replica].append(slot)
+
+    def _seen_of(self, action: Apply, deltas: Weighted) -> list[Seen]:
+        """What is known of the Δs of an update."""
+        return [
+            Seen(delta, weight, a.samples, a.version, self._micro.pop((a.replica, a.clock), None))
+            for (a, _), (delta, weight) in zip(action.deltas, deltas, strict=True)
+        ]
 
     def _free_slot(self, replica: ReplicaId) -> int:
         slots = self._free[replica]

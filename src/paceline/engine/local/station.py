@@ -121,6 +121,7 @@ class LocalStation:
                 measured.finite,
                 measured.loss,
                 self._reported_ns,
+                *(measured.micro or ()),
             ),
         )
         # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.

@@ -95,7 +95,9 @@ class Pipeline:
         Args:
             of_each_copy: whether those who take turns at a stage each count them, as where each has a piece of Δ.
         """
-        if self.setup.job.program.clip_norm is None or (self._column.copy and not of_each_copy):
+        job = self.setup.job
+        asked = job.program.clip_norm is not None or job.noise_scale
+        if not asked or (self._column.copy and not of_each_copy):
             return []
         first = {name: min(self._stage_of(part) for part in parts) for name, parts in self.cut.tied.items()}
         stage, lies = self.place.stage, self.stages[self.place.stage].lies

@@ -22,6 +22,8 @@ from paceline.engine.base import Job, Outcome, Watcher
 from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.interrupt import Interruptible
+from paceline.engine.noise_ledger import NoiseLedger
+from paceline.engine.noise_meter import NoiseMeter, Seen
 from paceline.engine.observe import Observer
 from paceline.engine.owner import Owner
 from paceline.engine.scoring import Scorer
@@ -50,14 +52,16 @@ class VirtualRun:
         self._job, self._watch = job, watch
         self._setup = setup = Setup.of(job)
         self._module, state = first_state(job.program, job.running_buffers)
-        self._owner = Owner(job.program, setup.policy, state)
+        self._noise = NoiseLedger(setup.reference_batch) if job.noise_scale else None
+        self._meter = NoiseMeter(self._noise) if self._noise else None
+        self._owner = Owner(job.program, setup.policy, state, self._meter)
         self._observer = Observer(setup.policy, self._owner)
         self._streams = Streams(setup.batches)
         self._loops = Loops(job.loop, setup.replicas, self._streams.of) if job.loop else None
         self._computer = self._make_computer()
         self._teamwork, self._durations = self._make_durations()
         self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
-        self._chronicle = Chronicle(setup, self._coordinator, state.digest())
+        self._chronicle = Chronicle(setup, self._coordinator, state.digest(), self._noise)
         self._scorer = Scorer(job.program, job.program.build())
         self._eager = self._must_look()
         self._end = job.budget.amount if job.budget.unit == "seconds" and job.budget.amount else math.inf
@@ -181,18 +185,27 @@ class VirtualRun:
         self._score_before(self._now)
         if self._now > self._end:
             raise _TimeUp
-        self._owner.apply(((self._used(a), weight) for a, weight in action.deltas), action.rate, alone=action.alone)
+        self._update(action)
         self._snapshot = None
         self._observer.applied(self._now - began)
         if self._job.trace and self._now > began:
             self._spans.append(span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
 
-    def _used(self, arrival: Arrival) -> State:
+    def _update(self, action: Apply) -> None:
+        seen = (self._used(arrival, weight) for arrival, weight in action.deltas)
+        if self._meter is None:
+            self._owner.apply(((s.delta, s.weight) for s in seen), action.rate, alone=action.alone)
+        else:
+            self._owner.apply(self._meter.through(seen, len(action.deltas)), action.rate, alone=action.alone)
+            self._meter.updated()
+
+    def _used(self, arrival: Arrival, weight: float) -> Seen:
         attempt = self._pushed.pop((arrival.replica, arrival.clock))
         if not self._eager:
             self._compute(attempt)
         assert attempt.out is not None
-        return attempt.out
+        assert attempt.measured is not None
+        return Seen(attempt.out, weight, attempt.measured.samples, attempt.version, attempt.measured.micro)
 
     def _compute(self, attempt: Attempt) -> None:
         self._computer.compute(attempt)

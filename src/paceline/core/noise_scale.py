@@ -1,0 +1,195 @@
+"""How much of a gradient is noise, told from gradients of few samples and of many.
+
+With the mean gradient G of all data and the covariance Σ of one sample's, a gradient of b samples has
+
+    E|g_b|² = |G|² + tr(Σ)/b
+
+so two batch sizes tell both (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1), and φ = tr(Σ)/|G|² is the noise
+scale: from about φ samples in an update on, further ones add little. Here the small batches are those of the gradients
+that an update is made of, and the large one is theirs together::
+
+    Δ of replica 0, b_0 samples, |g_0|² --+
+    Δ of replica 1, b_1 samples, |g_1|² --+--> Σ w_i·Δ_i, B samples, |ḡ|²
+    Δ of replica 2, b_2 samples, |g_2|² --+
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+DECAY = 0.99
+"""Of the moving averages, an observation: they look back over some hundred updates. Our choice; AdaptDL's is nearer
+to 1, for runs of more updates."""
+
+
+class Part(NamedTuple):
+    """One of the gradients that an update is made of."""
+
+    samples: int
+    weight: float
+    """In the update."""
+    square: float
+    """|g|²; of several pieces their mean by samples."""
+    pieces: int = 1
+    """How many gradients were looked at one by one: 1, or its micro-steps."""
+
+
+class Observation(NamedTuple):
+    """What one update tells, for itself very noisy: average these, then divide."""
+
+    noise: float
+    """An estimate of tr(Σ)."""
+    signal: float
+    """An estimate of |G|²; may be negative."""
+    samples: float
+    """Of the update."""
+    biased: bool = False
+    """Whether the gradients were not all made at one A."""
+
+
+def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -> Observation | None:
+    """What an update tells whose Δ is Σ w_i·Δ_i, whatever the weights and the batches.
+
+    With v_i = w_i / Σ w: E Σ v_i·|g_i|² = |G|² + tr(Σ)·Σ v_i/b_i, and E|ḡ|² = |G|² + tr(Σ)·Σ v_i²/b_i.
+
+    Args:
+        parts: the gradients; those without samples say nothing.
+        square: |Σ w_i·Δ_i|².
+        biased: whether they were made at different A.
+
+    Returns:
+        None where there is but one gradient, which tells nothing of noise.
+
+    >>> observation([Part(1, 0.5, 4.0), Part(1, 0.5, 0.0)], 1.0)
+    Observation(noise=2.0, signal=0.0, samples=2, biased=False)
+    """
+    parts = [part for part in parts if part.samples]
+    total = math.fsum(part.weight for part in parts)
+    if not total:
+        return None
+    shares = [part.weight / total for part in parts]
+    small = sum(share * part.square for share, part in zip(shares, parts, strict=True))
+    of_small = math.fsum(share * part.pieces / part.samples for share, part in zip(shares, parts, strict=True))
+    of_large = math.fsum(share**2 / part.samples for share, part in zip(shares, parts, strict=True))
+    if sum(part.pieces for part in parts) < 2:
+        return None
+    large = square / total**2
+    noise = (small - large) / (of_small - of_large)
+    return Observation(noise, large - noise * of_large, sum(p.samples for p in parts), biased)
+
+
+def differenced(first: Part, second: Part, mean_square: float, *, biased: bool = True) -> Observation | None:
+    """What two consecutive updates of one gradient each tell, taken for two gradients made at one A.
+
+    They were not, unless nothing moved between them: what G has changed by counts as noise, so φ comes out too large
+    while A moves far. An update has the samples of one.
+
+    Args:
+        first: of the two.
+        second: of the two; their weights don't count.
+        mean_square: the square of the norm of their mean by samples.
+        biased: whether A has moved between them.
+
+    >>> differenced(Part(2, 1.0, 4.0), Part(2, 1.0, 0.0), 1.0)
+    Observation(noise=4.0, signal=0.0, samples=2.0, biased=True)
+    """
+    total = first.samples + second.samples
+    if not (first.samples and second.samples):
+        return None
+    parts = [part._replace(weight=part.samples / total) for part in (first, second)]
+    found = observation(parts, mean_square, biased=biased)
+    return None if found is None else found._replace(samples=total / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Averages:
+    """Means of observations: all alike, or with ``decay`` below 1 the newer ones more, without a bias to the start.
+
+    The ratio is of means, never a mean of ratios: of one update neither part is known well enough to divide.
+
+    Args:
+        decay: what an observation's weight is multiplied by when the next one comes.
+    """
+
+    decay: float = 1.0
+    count: int = 0
+    weight: float = 0.0
+    squared_weight: float = 0.0
+    noise: float = 0.0
+    """Sums, weighted, of what observations say."""
+    signal: float = 0.0
+    noise_noise: float = 0.0
+    noise_signal: float = 0.0
+    signal_signal: float = 0.0
+    samples: float = 0.0
+    biased: float = 0.0
+
+    def add(self, seen: Observation) -> "Averages":
+        """These and one more."""
+        keep = self.decay
+        return replace(
+            self,
+            count=self.count + 1,
+            weight=keep * self.weight + 1,
+            squared_weight=keep**2 * self.squared_weight + 1,
+            noise=keep * self.noise + seen.noise,
+            signal=keep * self.signal + seen.signal,
+            noise_noise=keep * self.noise_noise + seen.noise * seen.noise,
+            noise_signal=keep * self.noise_signal + seen.noise * seen.signal,
+            signal_signal=keep * self.signal_signal + seen.signal * seen.signal,
+            samples=keep * self.samples + seen.samples,
+            biased=keep * self.biased + seen.biased,
+        )
+
+    @property
+    def noise_scale(self) -> float | None:
+        """φ, in samples; None where nothing was seen, or where the gradient can't be told from noise yet.
+
+        >>> Averages().add(Observation(2.0, 0.5, 8)).add(Observation(4.0, -0.2, 8)).noise_scale
+        20.0
+        """
+        return max(0.0, self.noise) / self.signal if self.signal > 0 else None
+
+    @property
+    def relative_error(self) -> float | None:
+        """The standard error of φ divided by φ, as if observations were independent (delta method); None where unknown.
+
+        To be believed where it is well below 1.
+        """
+        if self.count < 2 or self.noise <= 0 or self.signal <= 0:
+            return None
+        noise, signal = self.noise / self.weight, self.signal / self.weight
+        spread = (
+            (self.noise_noise / self.weight - noise**2) / noise**2
+            + (self.signal_signal / self.weight - signal**2) / signal**2
+            - 2 * (self.noise_signal / self.weight - noise * signal) / (noise * signal)
+        )
+        share = self.squared_weight / self.weight**2
+        return math.sqrt(max(0.0, spread) * share / (1 - share))
+
+    @property
+    def batch(self) -> float | None:
+        """Mean samples of an update."""
+        return self.samples / self.weight if self.weight else None
+
+    @property
+    def biased_share(self) -> float | None:
+        """How much of the averages comes from gradients that were made at different A, 0 to 1."""
+        return self.biased / self.weight if self.weight else None
+
+
+def efficiency(noise_scale: float, batch: float, reference: float) -> float:
+    """How much a sample in a batch of this size advances training, against one in a batch of ``reference`` samples.
+
+    (φ + m₀)/(φ + m): Pollux's statistical efficiency (Qiao et al. 2021, arXiv 2008.12260).
+
+    Args:
+        noise_scale: φ, in samples.
+        batch: m, samples of one update.
+        reference: m₀, in samples.
+
+    >>> efficiency(100.0, batch=100, reference=0), efficiency(96.0, batch=32, reference=32)
+    (0.5, 1.0)
+    """
+    return (noise_scale + reference) / (noise_scale + batch)

@@ -1,0 +1,152 @@
+"""What a batch size costs: how far each sample of it advances training.
+
+φ, the noise scale, is what a run measures with ``noise_scale=True`` (:mod:`paceline.core.noise_scale`). From it, with B
+samples in an update (McCandlish et al. 2018, arXiv 1812.06162, section 2; φ stands for B_crit)::
+
+    updates needed     S = S_min · (1 + φ/B)       samples needed     E = E_min · (1 + B/φ)
+
+so (S/S_min - 1)·(E/E_min - 1) = 1: at B = φ a run takes twice the least updates and twice the least samples.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.core.errors import InputError
+from paceline.core.noise_scale import efficiency
+
+__all__ = [
+    "efficiency",
+    "examples_factor",
+    "gain",
+    "goodput",
+    "steps_factor",
+    "useful_batch",
+    "useful_batch_text",
+    "verdict",
+    "waste_of_doubling",
+]
+
+
+def steps_factor(noise_scale: float, batch: float) -> float:
+    """How many updates training takes, against the least that any batch size needs: 1 + φ/B.
+
+    Args:
+        noise_scale: φ, in samples.
+        batch: B, samples of one update.
+
+    Raises:
+        InputError: a batch of no samples, or a φ below 0 or not finite.
+
+    >>> steps_factor(100.0, batch=100), steps_factor(100.0, batch=400)
+    (2.0, 1.25)
+    """
+    _refuse(noise_scale, batch)
+    return 1 + noise_scale / batch
+
+
+def examples_factor(noise_scale: float, batch: float) -> float:
+    """How many samples training takes, against the least that any batch size needs: 1 + B/φ.
+
+    Args:
+        noise_scale: φ, in samples; without noise all samples but one are too many.
+        batch: B, samples of one update.
+
+    Raises:
+        InputError: a batch of no samples, or a φ below 0 or not finite.
+
+    >>> examples_factor(100.0, batch=100), examples_factor(100.0, batch=25)
+    (2.0, 1.25)
+    """
+    _refuse(noise_scale, batch)
+    return 1 + batch / noise_scale if noise_scale else math.inf
+
+
+def gain(noise_scale: float, batch: float, reference: float) -> float:
+    """How many updates of ``reference`` samples one of ``batch`` samples is worth: AdaScale's gain.
+
+    (σ² + μ²)/(σ²/s + μ²) with s = batch/reference, σ²/μ² = φ/reference (Johnson et al. 2020, arXiv 2007.05105); it is
+    s · :func:`efficiency`, and what AdaScale multiplies the learning rate by.
+
+    Raises:
+        InputError: a batch of no samples, or a φ below 0 or not finite.
+
+    >>> gain(96.0, batch=128, reference=32), gain(0.0, batch=128, reference=32)
+    (2.2857142857142856, 1.0)
+    """
+    _refuse(noise_scale, batch)
+    _refuse(noise_scale, reference)
+    return batch / reference * efficiency(noise_scale, batch, reference)
+
+
+def goodput(samples_per_s: float, noise_scale: float, batch: float, reference: float) -> float:
+    """Samples per second, each counted for as much as it advances training (Pollux): throughput · efficiency.
+
+    So it is how many samples per second a run in batches of ``reference`` would have to process to learn as fast.
+
+    >>> goodput(1000.0, 100.0, batch=100, reference=0)
+    500.0
+    """
+    return samples_per_s * efficiency(noise_scale, batch, reference)
+
+
+def waste_of_doubling(noise_scale: float, batch: float) -> float:
+    """Which share of its samples a batch twice as large spends for nothing: 1 - (φ + B)/(φ + 2B).
+
+    Raises:
+        InputError: a batch of no samples, or a φ below 0 or not finite.
+
+    >>> waste_of_doubling(0.0, batch=8), round(waste_of_doubling(100.0, batch=100), 3)
+    (0.5, 0.333)
+    """
+    _refuse(noise_scale, batch)
+    return batch / (noise_scale + 2 * batch)
+
+
+def useful_batch(noise_scale: float) -> int:
+    """The largest batch that is worth its samples: φ, where updates and samples are each twice the least.
+
+    >>> useful_batch(511.6), useful_batch(0.2)
+    (512, 1)
+    """
+    _refuse(noise_scale, 1)
+    return max(1, round(noise_scale))
+
+
+def useful_batch_text(noise_scale: float) -> str:
+    """As people read it.
+
+    >>> useful_batch_text(511.6)
+    'useful batch ≤ 512; beyond it each doubling wastes 33 % of its samples, and up to 50 %'
+    """
+    most = useful_batch(noise_scale)
+    share = waste_of_doubling(noise_scale, max(noise_scale, 1.0))
+    wasted = f"{100 * share:.0f} % of its samples, and up to 50 %"
+    return f"useful batch ≤ {most:,}; beyond it each doubling wastes {wasted}"
+
+
+def verdict(summary: Mapping[str, Any]) -> str | None:
+    """What a run's summary says of batch sizes, in one line; None where its gradients were not looked at.
+
+    >>> verdict({"noise_scale_mean": 511.6, "noise_scale_error": 0.04, "noise_scale_biased": 0.0})
+    'useful batch ≤ 512; beyond it each doubling wastes 33 % of its samples, and up to 50 % (± 4 %)'
+    >>> verdict({"noise_scale_mean": None})
+    'noise scale: the gradient could not be told from its noise; look at more updates, or at larger ones'
+    """
+    if "noise_scale_mean" not in summary:
+        return None
+    noise_scale, error = summary["noise_scale_mean"], summary.get("noise_scale_error")
+    if noise_scale is None:
+        return "noise scale: the gradient could not be told from its noise; look at more updates, or at larger ones"
+    known = f" (± {100 * error:.0f} %)" if error is not None else ""
+    biased = summary.get("noise_scale_biased") or 0.0
+    how = f"; {100 * biased:.0f} % of it from gradients of different A: rather too large" if biased else ""
+    return f"{useful_batch_text(noise_scale)}{known}{how}"
+
+
+def _refuse(noise_scale: float, batch: float) -> None:
+    if not (batch > 0 and 0 <= noise_scale < math.inf):
+        raise InputError(
+            f"noise_scale={noise_scale!r} batch={batch!r}: a batch has samples, and a noise scale is a finite number "
+            "of them; write noise_scale=500.0, batch=64"
+        )
