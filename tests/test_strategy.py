@@ -164,7 +164,7 @@ def test_toml_is_a_flat_table() -> None:
 
 WRONG = [
     ("replica=4", "unknown strategy field 'replica'; did you mean 'replicas'"),
-    ("auto", "unknown strategy field 'auto'"),
+    ("auto", "strategy=auto is chosen for a program"),
     ("replicas", "'replicas' gives replicas no value; write replicas="),
     ("replicas=", "write replicas="),
     ("=4", "unknown strategy field ''"),

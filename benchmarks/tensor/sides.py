@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 ONE, OURS, THEIRS = "one process", "paceline", "DTensor"
 
-OPTIMIZER = functools.partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+OPTIMIZER = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Side(ABC):

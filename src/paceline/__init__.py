@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
     from paceline.optim.rates import scaled_learning_rate, warmup
+    from paceline.planning import Plans, plan
     from paceline.predict import predict, predictor
     from paceline.program import Program
     from paceline.replica.cut_mark import cut
@@ -70,6 +71,7 @@ __all__ = [
     "LocalSteps",
     "NonFiniteError",
     "PacelineError",
+    "Plans",
     "Program",
     "Release",
     "Run",
@@ -85,6 +87,7 @@ __all__ = [
     "cut",
     "launch",
     "load",
+    "plan",
     "predict",
     "predictor",
     "register",
@@ -122,6 +125,7 @@ _NAMES = {
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),
     "optim.rates": ("scaled_learning_rate", "warmup"),
+    "planning": ("Plans", "plan"),
     "predict": ("predict", "predictor"),
     "program": ("Program",),
     "replica.cut_mark": ("cut",),

@@ -11,8 +11,9 @@ from paceline.engine.base import Engine
 from paceline.engine.setup import tells
 from paceline.program import Program
 from paceline.run import Run, check_out, require_tensorboard
-from paceline.strategy import Strategy
-from paceline.train import check, open_engine, train
+from paceline.settings import Settings
+from paceline.strategy import Strategy, is_auto
+from paceline.train import check, open_engine, resolved, train
 
 __all__ = ["Comparison", "compare", "load_comparison"]
 
@@ -38,7 +39,8 @@ def compare(
 
     Args:
         program: what is trained.
-        strategies: at least one, no two alike; all that combine several Δs must do it by one rule.
+        strategies: at least one, no two alike; all that combine several Δs must do it by one rule. ``auto`` among them
+            is chosen first, as ``train`` does; where it is one of the others, it is compared once.
         engine: its name, or an open one.
         rounds: how often each strategy is run.
         baseline: which strategy the others are held against; the first where absent.
@@ -51,6 +53,7 @@ def compare(
         InputError: something can't be done as written; nothing has been started then.
         PacelineError: two strategies of a round did not start from the same A_0.
     """
+    strategies, baseline = _resolved(program, strategies, baseline, engine, budget, progress)
     chosen = _distinct(strategies)
     _check_rounds(rounds)
     _check_combine(chosen)
@@ -119,6 +122,25 @@ class Book:
         if not any(self.runs.values()):
             raise KeyboardInterrupt("no run was complete")
         return Comparison(self.runs, self._baseline, interrupted=interrupted)
+
+
+def _resolved(
+    program: Program,
+    strategies: Sequence[Strategy | str],
+    baseline: Strategy | str | None,
+    engine: str | Engine,
+    budget: dict[str, Any],
+    progress: bool | None,
+) -> tuple[Sequence[Strategy | str], Strategy | str | None]:
+    """With the one that is chosen in place of ``auto``."""
+    if isinstance(strategies, str) or not any(is_auto(each) for each in [*strategies, baseline]):
+        return strategies, baseline
+    with _opened(engine) as opened:
+        auto = next(each for each in [*strategies, baseline] if is_auto(each))
+        chosen = Strategy.coerce(resolved(program, auto, opened, Settings(**budget), progress))
+    others = [str(Strategy.coerce(each)) for each in strategies if not is_auto(each)]
+    kept = [chosen if is_auto(each) else each for each in strategies if not (is_auto(each) and str(chosen) in others)]
+    return kept, chosen if is_auto(baseline) else baseline
 
 
 def _opened(engine: str | Engine) -> AbstractContextManager[Engine]:

@@ -5,9 +5,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import TypeAlias
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -150,3 +153,23 @@ def watcher(progress: bool | None, title: str) -> Iterator[Watcher]:
         return
     with LiveProgress(title) as live:
         yield live.update
+
+
+def _untold(what: str, done: float) -> None:
+    del what, done
+
+
+Tell: TypeAlias = Callable[[str, float], None]
+"""(what is done now, the part of all that is done)."""
+
+
+@contextlib.contextmanager
+def measuring(progress: bool | None, title: str) -> Iterator[Tell]:
+    """What is to be called as measurements go on; draws nothing where ``progress`` is False, as :func:`watcher`."""
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield _untold
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=1.0)
+        yield lambda what, done: bar.update(task, description=f"{title}: {what}", completed=done)

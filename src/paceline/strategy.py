@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, final, get_args, get_type_hints, overload
+from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type_hints, overload
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
@@ -158,6 +158,11 @@ class Strategy:
     @classmethod
     def parse(cls, text: str) -> "Strategy":
         """The strategy that a line of ``field=value`` words says; ``auto`` is the default of a field that has it."""
+        if is_auto(text):
+            raise InputError(
+                f"strategy={AUTO} is chosen for a program, by train, compare and launch; here write the strategy "
+                "itself, replicas=2 for instance."
+            )
         values: dict[str, Any] = {}
         for word in filter(None, split(" ".join(text.split()), at=" ")):
             name, equals, value = word.partition("=")
@@ -258,6 +263,18 @@ class Strategy:
     def workers(self) -> int:
         """How many workers the whole mesh has."""
         return self.mesh.workers
+
+
+AUTO = "auto"
+
+
+def is_auto(strategy: object) -> TypeGuard[str]:
+    """Whether a strategy is to be chosen by what it makes of the program.
+
+    >>> is_auto("auto"), is_auto("threads=auto"), is_auto(Strategy())
+    (True, False, False)
+    """
+    return isinstance(strategy, str) and strategy.split()[:1] == [AUTO]
 
 
 _FIELDS = tuple(field.name for field in fields(Strategy))

@@ -1,5 +1,6 @@
 """train and launch: one program, one strategy, one run."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,10 +15,10 @@ from paceline.engine.base import Engine, OnNonFinite
 from paceline.engine.setup import tells
 from paceline.metrics.summary import summarize
 from paceline.program import Program
-from paceline.progress import watcher
+from paceline.progress import measuring, watcher
 from paceline.run import Run, check_out, require_tensorboard
 from paceline.settings import Settings, job_of
-from paceline.strategy import Strategy
+from paceline.strategy import Strategy, is_auto
 
 ENGINES = ("distributed", "local", "ray", "virtual")
 
@@ -81,7 +82,8 @@ def train(
 
     Args:
         program: what is trained.
-        strategy: how it is split and paced, a value or its text.
+        strategy: how it is split and paced, a value or its text; ``auto``: whichever trains most samples a second on
+            this host's cores, which is measured first and takes some seconds.
         engine: ``local`` (processes on this host), ``virtual`` (one process, simulated time), ``ray`` (actors of a Ray
             that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of one that is running), ``distributed``
             (the processes that torchrun started, this one among them; ``distributed:gloo`` and the like), or one that
@@ -122,6 +124,7 @@ def train(
     if tensorboard:
         require_tensorboard()
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
+        strategy = resolved(program, strategy, carrier, settings, progress)
         job = replace(job_of(program, strategy, carrier, settings), out=folder)
         with watcher(progress if tells(carrier.name) else False, f"{program.name}: {job.strategy}") as watch:
             outcome = carrier.run(job, watch)
@@ -167,6 +170,33 @@ def launch(
     return train(program, strategy, loop=loop, **settings)
 
 
+def resolved(
+    program: Program, strategy: Strategy | str, engine: Engine, settings: Settings, progress: bool | None = None
+) -> Strategy | str:
+    """``strategy`` itself; where it is ``auto``, the one that is chosen, after one line on stderr that says why.
+
+    Raises:
+        InputError: what ``train`` would refuse whatever is chosen, or an engine on which nothing can be chosen.
+    """
+    if not is_auto(strategy):
+        return strategy
+    from paceline.plan.host.auto import choose  # not before: it imports all of the planner
+
+    _check_auto(program, strategy, engine, settings)
+    with measuring(progress, f"{program.name}: planning") as tell:
+        chosen = choose(program, tell)
+    print(chosen.why, file=sys.stderr)
+    return chosen.strategy
+
+
+def _check_auto(program: Program, strategy: str, engine: Engine, settings: Settings) -> None:
+    """What would be refused whatever is chosen."""
+    from paceline.plan.host.auto import refuse
+
+    refuse(strategy, engine.name)
+    job_of(program, "replicas=1", engine, settings)
+
+
 def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = "local", **settings: Any) -> None:
     """Raise what :func:`train` with these words would refuse; start nothing.
 
@@ -177,4 +207,7 @@ def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = 
         settings: those of :func:`train` that say what is run.
     """
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
-        job_of(program, strategy, carrier, Settings(**settings))
+        if is_auto(strategy):
+            _check_auto(program, strategy, carrier, Settings(**settings))
+        else:
+            job_of(program, strategy, carrier, Settings(**settings))

@@ -33,7 +33,7 @@ def job(strategy: str) -> Job:
 
 def of(monkeypatch: pytest.MonkeyPatch, strategy: str, heard: Sequence[Heard], word_s: Seconds = 0.0) -> Forecast:
     """The forecast where the processes have said this."""
-    monkeypatch.setattr(forecast, "_heard", lambda job: (heard, word_s))
+    monkeypatch.setattr(forecast, "_heard", lambda job, nursery: (heard, word_s))
     return forecast.forecast(job(strategy))
 
 
@@ -125,3 +125,25 @@ def test_it_is_measured_and_computes_what_one_process_does(strategy: str) -> Non
     assert all(torch.equal(found.state[name], value) for name, value in expected.state.items())
     computed = found.summary["notes"]["compute_measured_s"]
     assert 0 < 2 * computed < found.summary["seconds"]
+
+
+def test_a_worker_updates_its_own_part_of_a(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = [Found([Pass(0.0, (1.0,), 0.0)], steps_on=share) for share in (0.25, 0.75)]
+    seen = of(monkeypatch, "shards=2", [heard(found) for found in shares])
+    assert seen.steps_on == 0.75, "the step ends when the largest part is updated"
+    asked = list[float]()
+    monkeypatch.setattr("paceline.engine.virtual.foreseen.update_s", lambda job, n, part: asked.append(part) or part)
+    assert Foreseen(Setup.of(job("shards=2")), seen).update(1) == 0.75
+    assert asked == [0.75]
+
+
+def test_parts_of_stages_and_shards_are_what_they_hold() -> None:
+    whole = of_parameters(zoo.tied().model())
+    for strategy in ("stages=2", "shards=2"):
+        run = train(Case(zoo.tied).program, strategy, steps=1)
+        share = max(run.summary["parameter_bytes"]) / whole
+        assert forecast.forecast(job(strategy)).steps_on == pytest.approx(share), strategy
+
+
+def of_parameters(module: torch.nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)

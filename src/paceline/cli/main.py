@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import compare, predict, report, trace, train
+from paceline.cli import compare, plan, predict, report, trace, train
 
 app = typer.Typer(
     name="paceline",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.command()(train.train)
 app.command()(compare.compare)
+app.command()(plan.plan)
 app.command()(predict.predict)
 app.command()(trace.trace)
 app.command()(report.report)

@@ -25,7 +25,10 @@ def train(
     *,
     strategy: Annotated[
         str | None,
-        Option(help='"replicas=8 aggregation=smooth-switch:every=500"', show_default="a replica a core, at most 4"),
+        Option(
+            help='"replicas=8 aggregation=smooth-switch:every=500", or auto: what is fastest here',
+            show_default="a replica a core, at most 4",
+        ),
     ] = None,
     show_stages: Annotated[
         bool, Option("--show-stages", help="Print where a pipeline's model is cut, and train nothing.")

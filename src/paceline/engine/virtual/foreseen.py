@@ -36,7 +36,7 @@ class Foreseen(Durations):
 
     def update(self, gradients: int) -> Seconds:
         if gradients not in self._updates:
-            self._updates[gradients] = update_s(self._setup.job, gradients)
+            self._updates[gradients] = update_s(self._setup.job, gradients, self._forecast.steps_on)
         return self._updates[gradients]
 
     def _stream(self, replica: ReplicaId) -> Iterator[tuple[Seconds, Seconds]]:

@@ -7,7 +7,7 @@ The whole graph is gone through several times, so that what disturbs a machine f
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from paceline.replica.pipeline.kinds import attribute, child, inputs
 from paceline.replica.pipeline.ledger import Ledger, nbytes
 from paceline.replica.pipeline.partition import Row
 from paceline.replica.pipeline.shared import Item
-from paceline.replica.pipeline.stopwatch import Stopwatch
+from paceline.replica.pipeline.stopwatch import Stopwatch, Taken
 from paceline.replica.pipeline.trial import Trial
 from paceline.replica.pipeline.units import Units
 from paceline.replica.undisturbed import undisturbed
@@ -31,6 +31,8 @@ class Costs:
     row: Row
     sizes: Mapping[str, int]
     """Name of a node -> bytes of the tensor that it makes."""
+    nodes: Mapping[str, Taken] = field(default_factory=dict[str, Taken])
+    """Name of a node that is in a unit -> what it takes by itself."""
 
 
 def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
@@ -53,22 +55,30 @@ def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:
             first.watched(node, units.place.get(node), ledger)
         sizes = {node.name: nbytes(value) for node, value in first.made.items() if isinstance(value, Tensor)}
         del first
-        seconds = _seconds(units, batch, repeats)
-    return Costs(Row(seconds, _values(units, sizes), _held(units), ledger.items()), sizes)
+        nodes = _taken(units, batch, repeats)
+    row = Row(_seconds(units, nodes), _values(units, sizes), _held(units), ledger.items())
+    return Costs(
+        row, sizes, {node.name: Taken(*map(statistics.median, zip(*nodes[node], strict=True))) for node in nodes}
+    )
 
 
-def _seconds(units: Units, batch: Sequence[Tensor], repeats: int) -> list[Seconds]:
-    """Of each unit: the sum over its nodes of their medians."""
+def _seconds(units: Units, nodes: Mapping[Node, Sequence[Taken]]) -> list[Seconds]:
+    """Of each unit: the sum over its nodes of the medians of forward and backward together."""
+    return [math.fsum(statistics.median(map(sum, nodes[node])) for node in group) for group in units.groups]
+
+
+def _taken(units: Units, batch: Sequence[Tensor], repeats: int) -> Mapping[Node, Sequence[Taken]]:
+    """Of each node, each time."""
     graph = units.captured.module
     watch = Stopwatch(next((t.device for t in (*batch, *graph.parameters())), torch.device("cpu")))
-    times: dict[Node, list[Seconds]] = {node: [] for node in units.place}
+    times: dict[Node, list[Taken]] = {node: [] for node in units.place}
     for _ in range(repeats):
         trial = Trial(graph, batch)
         for node in graph.graph.nodes:
             taken = trial.timed(node, watch)
             if node in times:
                 times[node].append(taken)
-    return [math.fsum(statistics.median(times[node]) for node in nodes) for nodes in units.groups]
+    return times
 
 
 def _values(units: Units, sizes: Mapping[str, int]) -> list[Item]:

@@ -3,12 +3,20 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.core.types import Seconds
 from paceline.program import Tree, leaves
+
+
+class Taken(NamedTuple):
+    """By an operator."""
+
+    forward: Seconds = 0.0
+    backward: Seconds = 0.0
 
 
 class Stopwatch:
@@ -19,12 +27,12 @@ class Stopwatch:
         source = torch.zeros(1, device=device, requires_grad=True)
         self._empty = statistics.median(self._backward(source.view(1), [source]) for _ in range(99))
 
-    def time(self, call: Callable[[], Tree], sources: Sequence[Tensor]) -> tuple[Tree, Seconds]:
+    def time(self, call: Callable[[], Tree], sources: Sequence[Tensor]) -> tuple[Tree, Taken]:
         """What ``call`` returns, and how long it and its backward to ``sources`` take."""
         began = self._now()
         made = call()
-        taken = self._now() - began
-        return made, taken + max(0.0, self._backward(made, sources) - self._empty)
+        forward = self._now() - began
+        return made, Taken(forward, max(0.0, self._backward(made, sources) - self._empty))
 
     def _backward(self, made: Tree, sources: Sequence[Tensor]) -> Seconds:
         ends = [tensor for tensor in leaves(made) if tensor.requires_grad]

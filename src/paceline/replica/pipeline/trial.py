@@ -9,12 +9,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from paceline.core.types import Seconds
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.pipeline.effects import written
 from paceline.replica.pipeline.kinds import attribute, child
 from paceline.replica.pipeline.ledger import Ledger, address, saving
-from paceline.replica.pipeline.stopwatch import Stopwatch
+from paceline.replica.pipeline.stopwatch import Stopwatch, Taken
 
 Given: TypeAlias = Mapping[Node, Any]
 """What a node is run on: a value for each node that it reads."""
@@ -39,9 +38,9 @@ class Trial:
         if unit is not None:
             ledger.enter(unit, {own.original(where): size for where, size in saved.items()})
 
-    def timed(self, node: Node, watch: Stopwatch) -> Seconds:
+    def timed(self, node: Node, watch: Stopwatch) -> Taken:
         """Let a node make what it makes; returns the seconds of its forward and backward."""
-        own, tried, taken = self._own(node), None, 0.0
+        own, tried, taken = self._own(node), None, Taken()
         if node.op.startswith("call"):
             tried, taken = watch.time(functools.partial(self._call, node, own.values), own.sources)
         self._go_on(node, own, tried)

@@ -186,8 +186,8 @@ class _Rows:
             self._owners.get(node.name, "") if node not in self._calls else self._module(value),
             operator(node.target) if node in self._calls else node.name,
             f"{_kind(before)} → {_kind(after)}",
-            forward=_forward(before, after) if forward else "",
-            backward=_backward(before, after) if backward else "",
+            forward=forward_kind(before, after) if forward else "",
+            backward=backward_kind(before, after) if backward else "",
             collectives=forward + backward,
             sent_bytes=round((found.forward + found.backward) * value.nbytes),
         )
@@ -224,7 +224,8 @@ class _Rows:
             yield Row("", what, "partial → whole", backward="all-reduce", collectives=1, sent_bytes=sent)
 
 
-def _forward(before: Layout, after: Layout) -> str:
+def forward_kind(before: Layout, after: Layout) -> str:
+    """The collective of a conversion that has one."""
     if isinstance(before, Owned):
         return "broadcast"
     if isinstance(before, Partial):
@@ -232,7 +233,7 @@ def _forward(before: Layout, after: Layout) -> str:
     return "all-gather"
 
 
-def _backward(before: Layout, after: Layout) -> str:
+def backward_kind(before: Layout, after: Layout) -> str:
     """The gradient goes the other way: of what is shared there are terms of it."""
     if isinstance(before, Owned):
         return "reduce"

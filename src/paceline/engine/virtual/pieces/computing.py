@@ -10,7 +10,7 @@ from paceline.engine.team.team import Team
 from paceline.engine.virtual.pieces.sending import meet
 from paceline.engine.virtual.pieces.silent import Call, Silent
 from paceline.replica.base import Batch, Replica
-from paceline.replica.state import State, read
+from paceline.replica.state import Layout, State, read
 from paceline.replica.tensor.parts import part_of
 from paceline.replica.tensor.preparation import Prepared, planned
 from paceline.replica.tensor.rewrite import keep_unused, rewritten
@@ -51,6 +51,8 @@ class Found:
     """Of a micro-batch, by the part that sends and the one that needs it."""
     needs: Dependencies | None = None
     """Of the parts; None: there are none."""
+    steps_on: float = 1.0
+    """Which share of A's elements."""
 
 
 def plain(setup: Setup, team: Team) -> Found:
@@ -75,7 +77,12 @@ def sharded(setup: Setup, team: Team) -> Found:
     replica = TensorParallel(job.program, Prepared(captured, plan, made), shard, 0, layout)
     passes = _passes(setup, team, replica, state, shard)
     calls, last = _calls(replica, state, batch, shard)
-    return Found(passes, calls, last)
+    return Found(passes, calls, last, steps_on=share_of(layout, whole.layout))
+
+
+def share_of(part: Layout, whole: Layout) -> float:
+    """Of a worker's part of A in all of it, by bytes."""
+    return part.parameter_bytes / max(1, whole.parameter_bytes)
 
 
 def timed(team: Team, work: Callable[[], None]) -> list[Seconds]:

@@ -43,29 +43,46 @@ class Forecast:
     pull_s: Seconds
     push_s: Seconds
     teamwork: Teamwork = field(default_factory=Teamwork)
+    steps_on: float = 1.0
+    """The largest share of A's elements that a worker steps on."""
 
 
-def forecast(job: Job) -> Forecast:
+NEEDS = (*PRELOAD, "paceline.engine.virtual.pieces.work")
+"""What a fork server of a forecast's processes imports."""
+
+
+def forecast(job: Job, nursery: Nursery | None = None) -> Forecast:
     """Measure the pieces of a job's step, in processes of their own, which are gone when it returns.
+
+    Args:
+        job: whose.
+        nursery: makes the processes, and has imported :data:`NEEDS`; None: one for this forecast alone.
 
     Raises:
         InputError: the model can't be cut or divided as the strategy says.
         WorkerError: a process failed.
     """
-    heard, word_s = _heard(job)
+    heard, word_s = _heard(job, nursery)
     strategy, passes = job.strategy, [each for one in heard for each in one.found.passes]
     pull, push = (statistics.median(each) for each in ([p.pull for p in passes], [p.push for p in passes]))
     push += sum(_slowest(heard, call) for call in heard[0].found.last_calls)
     ends = pull + word_s / 2, push + word_s / 2
+    steps_on = max(each.found.steps_on for each in heard)
     if strategy.pipelined:
-        return _staged(job, heard, *ends)
+        return replace(_staged(job, heard, *ends), steps_on=steps_on)
     if strategy.tensor_parallel:
-        return Forecast(_sharded(heard, max(strategy.stage_workers)), *ends)
+        return Forecast(_sharded(heard, max(strategy.stage_workers)), *ends, steps_on=steps_on)
     return Forecast([sum(each.pieces) for each in passes], *ends)
 
 
-def update_s(job: Job, gradients: int) -> Seconds:
-    """Of one update of so many gradients: the median of 9 in this process, while the others wait."""
+def update_s(job: Job, gradients: int, steps_on: float = 1.0) -> Seconds:
+    """Of one update of so many gradients: the median of 9 in this process, while the others wait.
+
+    Args:
+        job: whose A and optimizer.
+        gradients: that are combined.
+        steps_on: the share of A that one worker updates, while others update theirs: of the time for all of it.
+    """
     setup, (_, state) = Setup.of(job), first_state(job.program, job.running_buffers)
     owner, found, places = Owner(job.program, setup.policy, state.clone()), list[Seconds](), (state, state.clone())
     deltas = [(state.clone(), 1 / gradients) for _ in range(gradients)]
@@ -73,24 +90,30 @@ def update_s(job: Job, gradients: int) -> Seconds:
         began = time.perf_counter()
         owner.apply(deltas, alone=gradients == 1, out=places[number % 2])  # the old A is still being read
         found.append(time.perf_counter() - began)
-    return statistics.median(found)
+    return steps_on * statistics.median(found)
 
 
-def _heard(job: Job) -> tuple[Sequence[Heard], Seconds]:
+def _heard(job: Job, nursery: Nursery | None) -> tuple[Sequence[Heard], Seconds]:
     """What each rank of the crew has measured, and what a word to all and their answers take."""
-    workers, cores = job.strategy.workers, len(os.sched_getaffinity(0))
-    size = 1 if workers == 1 else max(2, min(workers, cores))
-    nursery = Nursery.start((*PRELOAD, "paceline.engine.virtual.pieces.work"))
+    if nursery is not None:
+        return _asked(job, nursery)
+    nursery = Nursery.start(NEEDS)
     try:
-        with Crew(Work(replace(job, loop=None)), size, threads(job, size), nursery) as crew:
-            heard, taken = crew.ask(None), []
-            for _ in range(_WORDS):
-                began = time.perf_counter()
-                crew.ask(WORD)
-                taken.append(time.perf_counter() - began)
-            return heard, statistics.median(taken)
+        return _asked(job, nursery)
     finally:
         nursery.close()
+
+
+def _asked(job: Job, nursery: Nursery) -> tuple[Sequence[Heard], Seconds]:
+    workers, cores = job.strategy.workers, len(os.sched_getaffinity(0))
+    size = 1 if workers == 1 else max(2, min(workers, cores))
+    with Crew(Work(replace(job, loop=None)), size, threads(job, size), nursery) as crew:
+        heard, taken = crew.ask(None), []
+        for _ in range(_WORDS):
+            began = time.perf_counter()
+            crew.ask(WORD)
+            taken.append(time.perf_counter() - began)
+        return heard, statistics.median(taken)
 
 
 def _slowest(heard: Sequence[Heard], call: Call) -> Seconds:

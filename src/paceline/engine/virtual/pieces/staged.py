@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core.types import Seconds
 from paceline.engine.setup import Setup, first_batch
 from paceline.engine.team.team import Team
-from paceline.engine.virtual.pieces.computing import REPEATS, WARM, Found, Pass
+from paceline.engine.virtual.pieces.computing import REPEATS, WARM, Found, Pass, share_of
 from paceline.engine.virtual.pieces.sending import meet
 from paceline.engine.virtual.pieces.silent import Call, Silent
 from paceline.replica.hybrid.division import divided
@@ -48,6 +48,7 @@ def staged(setup: Setup, team: Team) -> Found:
         stage_calls={key: calls for one in found for key, calls in one.stage_calls.items()},
         sent_bytes=found[0].sent_bytes,
         needs=found[0].needs,
+        steps_on=max(one.steps_on for one in found),
     )
 
 
@@ -73,7 +74,7 @@ class _Actor:
         number = mesh.columns.number(column)
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
         self._place = Workplace(self._job.program, plan, cut.captured, parts, Seat(0, number), layout, **means)
-        self._state = read(together(parts), layout.new())
+        self._state, self._share = read(together(parts), layout.new()), share_of(layout, whole)
         self._jobs = [
             Job(each, each.samples / self._batch.samples, self._job.program.seed)
             for each in self._place.micro_batches(self._batch)
@@ -98,7 +99,7 @@ class _Actor:
                 for key, each in taken.items():
                     times[key].append(statistics.fmean(each))
         sent = self._given.sent_bytes
-        return Found(passes, stages=times, stage_calls=calls, sent_bytes=sent, needs=self._needs)
+        return Found(passes, stages=times, stage_calls=calls, sent_bytes=sent, needs=self._needs, steps_on=self._share)
 
     def _pass(self, calls: dict[Key, Sequence[Call]]) -> Mapping[Key, list[Seconds]]:
         taken = defaultdict[Key, list[Seconds]](list)

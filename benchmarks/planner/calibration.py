@@ -1,0 +1,107 @@
+"""How far off published runs are foretold from others: whole models, and whole sources, left out at a time.
+
+    python benchmarks/planner/calibration.py
+
+Writes results/calibration.csv, row by row (what is there is not computed again without --again), and calibration.md.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from calibration_page import page
+from kit.sheet import Sheet
+from kit.work import guarded
+
+from paceline.plan.base import Cost
+from paceline.plan.calibration.calibrate import Calibration, calibrated
+from paceline.plan.calibration.calibrate_memory import MemoryCalibration, calibrated_memory
+from paceline.plan.calibration.cases import Case
+from paceline.plan.calibration.rows import GIB, Row, read
+from paceline.plan.cluster import Described
+from paceline.plan.clusters.cluster_file import EFFICIENCY
+from paceline.plan.clusters.devices import ROUND_S
+from paceline.plan.habits import Habits
+from paceline.plan.predict import blank, fits
+
+HERE = Path(__file__).parent
+DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"
+WAYS: dict[str, Callable[[Row], object]] = {"model": lambda row: row.group, "source": lambda row: row.source}
+"""What is left out together."""
+STEPS = {"model": 1, "source": 3}
+"""Of each of two rounds, from the calibration with all rows: those with nearly all of them end near it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compute what is missing and write the page; returns the exit code."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--data", type=Path, default=DATA, metavar="FILE", help="of published rows; ../shared/data/…")
+    made.add_argument(
+        "--out", type=Path, default=HERE, metavar="DIR", help="of results/ and calibration.md; this folder"
+    )
+    made.add_argument("--again", action="store_true", help="compute all rows anew")
+    said = made.parse_args(arguments)
+    return guarded(lambda: write(said.data, said.out, again=said.again), str(said.out))
+
+
+def write(data: Path, out: Path, *, again: bool) -> None:
+    """The sheet and the page."""
+    rows, sheet = read(data), Sheet(out / "results" / "calibration.csv", ("row_id", "left_out"))
+    whole = calibrated(rows)
+    for way, key in WAYS.items():
+        for left in dict.fromkeys(map(key, rows)):
+            own = [row for row in rows if key(row) == left]
+            if again or any(sheet.find(row.name, way) is None for row in own):
+                for line in left_out(rows, own, whole, way):
+                    sheet.put(line)
+    path = out / "calibration.md"
+    path.write_text(page(sheet.rows, rows, whole, alone(rows)), encoding="utf-8")
+    print(path)
+
+
+def alone(rows: Sequence[Row]) -> dict[str, float]:
+    """Seconds of each with a shape, as of `paceline plan`: data sheets, usual latencies, nothing overlaps."""
+    found = {row.name: Case.of(blank(row)) for row in rows}
+    return {name: of_data_sheets(case).step_s for name, case in found.items() if case}
+
+
+def of_data_sheets(case: Case) -> Cost:
+    """Where nothing was learnt."""
+    assert isinstance(case.cluster.messages, Described), "a row's cluster is described"
+    links = replace(case.cluster.messages.links, latency_s=ROUND_S, between_latency_s=2 * ROUND_S)
+    return case.cost(case.workload, replace(case.cluster, messages=Described(links, EFFICIENCY)), Habits())
+
+
+def left_out(rows: Sequence[Row], own: Sequence[Row], whole: Calibration, way: str) -> Iterator[dict[str, Any]]:
+    """Some of the rows, foretold from all others."""
+    others = [row for row in rows if row not in own]
+    times = calibrated(others, whole.deviations, steps=STEPS[way])
+    memory = calibrated_memory(others)
+    for row in own:
+        yield line(row, times, memory, way)
+
+
+def line(row: Row, times: Calibration, memory: MemoryCalibration, way: str) -> dict[str, Any]:
+    """Foretold and measured."""
+    asked = blank(row)
+    found, room = times.forecast(asked), memory.forecast(asked)
+    return {
+        "row_id": row.name,
+        "left_out": way,
+        "step_s": f"{found.step_s:.6g}",
+        "low_s": f"{found.low_s:.6g}",
+        "high_s": f"{found.high_s:.6g}",
+        "measured_s": f"{row.step_s:.6g}" if row.step_s else "",
+        "held_gib": f"{room.bytes / GIB:.5g}",
+        "measured_gib": f"{row.held_bytes / GIB:.5g}" if row.held_bytes else "",
+        "fits": "yes" if fits(asked, room) else "no",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""One process, two replicas, two stages, two shards: what is foretold of each, and runs of each."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from kit.machine import machine
+from kit.sheet import Row, Sheet
+
+import paceline
+from paceline.plan.base import Plan
+from paceline.plan.host.by_pieces import foretell
+from paceline.plan.host.of_program import firsts, plainest_first, plans_here
+from paceline.plan.searching.asked import Asked
+
+SIDES = ("alone", "replicas", "stages", "shards")
+"""Kinds of replica; of each the best plan by closed forms."""
+
+LEAST_STEPS, MOST_STEPS = 10, 2000
+
+WORKERS = 2
+
+
+class Sides:
+    """Of one model.
+
+    Args:
+        name: of the model.
+        program: that trains it.
+        seconds: that a run is to train.
+    """
+
+    def __init__(self, name: str, program: paceline.Program, seconds: float) -> None:
+        self.name, self._program, self._seconds = name, program, seconds
+
+    def foretold(self, known: Sheet) -> Iterator[dict[str, Any]]:
+        """A row for each side that can be had; none where they are known."""
+        if any(known.find(self.name, side) for side in SIDES):
+            return
+        found = plans_here(self._program, Asked(workers=WORKERS), foretold=0)
+        plain = [plan for plan in found.plans if plan.arrangement.recompute == "none"]
+        ranked = firsts(
+            [plan for plan in plain if plan.arrangement.workers in (1, WORKERS)], found.workload, found.asked
+        )
+        closed = {side: ranked[side] for side in SIDES if side in ranked}
+        anew = foretell(list(closed.values()), self._program, found.profile)
+        had = sorted((plan for plan in anew if not plan.why_not), key=lambda plan: -plan.samples_per_s)
+        chosen = plainest_first(had, found.workload, found.asked)[0]
+        for side, plan in zip(closed, anew, strict=True):
+            if plan.why_not:
+                print(f"{self.name}, {plan.strategy}: {plan.why_not}", file=sys.stderr)
+            else:
+                yield self._row(side, plan, closed[side], chosen is plan)
+
+    def run(self, row: Row) -> dict[str, Any]:
+        """One run of a side."""
+        steps = max(LEAST_STEPS, min(MOST_STEPS, round(self._seconds / float(row["step_s"]))))
+        words: dict[str, Any] = {"steps": steps, "evaluate_every": steps, "progress": False}
+        summary = paceline.train(self._program, row["strategy"], **words).summary
+        return {
+            "step_s": summary["step_time_s"],
+            "held_bytes": max(summary["peak_memory_bytes"]),
+            "parameter_bytes": max(summary["parameter_bytes"]),
+            "steps": steps,
+        }
+
+    def _row(self, side: str, plan: Plan, closed: Plan, chosen: bool) -> dict[str, Any]:
+        most = plan.cost.most
+        return {
+            "model": self.name,
+            "side": side,
+            "strategy": str(plan.strategy),
+            "step_s": plan.cost.step_s,
+            "low_s": plan.low_s,
+            "high_s": plan.high_s,
+            "closed_s": closed.cost.step_s,
+            "held_bytes": round(most.total),
+            "parameter_bytes": round(most.parameters),
+            "chosen": int(chosen),
+            **machine(),
+        }

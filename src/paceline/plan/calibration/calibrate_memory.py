@@ -1,0 +1,138 @@
+"""Foretell what a worker holds from published measurements of others: as calibrate.py does for times.
+
+Two corrections: what activations and buffers really take beside what is counted, and what the runtime holds beside all
+else (libraries, a device's context, buffers of collectives, what the allocator can't use).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, log
+
+import numpy as np
+
+from paceline.plan.calibration import work
+from paceline.plan.calibration.calibrate import DOUBTFUL, traits
+from paceline.plan.calibration.cases import Case
+from paceline.plan.calibration.corrections import Corrections, predicted
+from paceline.plan.calibration.effects import Array, Effects, Scales
+from paceline.plan.calibration.mixed import Mixed, width
+from paceline.plan.calibration.published import arrangement, numerics
+from paceline.plan.calibration.rows import GIB, Row
+
+SCALES = Scales(
+    {
+        "any": 0.1,
+        "family": 0.1,
+        "framework": 0.15,
+        "source": 0.15,
+        "framework, family and precision": 0.1,
+        "model of a source": 0.05,
+        "precision": 0.05,
+        "with a shape or without": 0.1,
+    },
+    like=0.1,
+    noise=0.05,
+)
+"""Of logarithms: what is held can be counted, so sources differ less than in time."""
+
+DEVICE_CONTEXT_BYTES, HOST_CONTEXT_BYTES = 4 * GIB, 0.5 * GIB
+"""Of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU."""
+HOSTS = ("A64FX", "CPU")
+SPREADS = (0.25, 0.2)
+"""Of the logarithms of the context and of what activations take."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a worker holds at the most."""
+
+    bytes: float
+    low_bytes: float
+    high_bytes: float
+    """Nine of ten are to lie between them."""
+
+
+@dataclass(frozen=True)
+class MemoryCalibration:
+    """What rows teach; none of them told anything where ``effects`` is None.
+
+    Args:
+        deviations: of context and activations, in standard deviations.
+        effects: of sources, frameworks and devices.
+        width: how many of an effect's standard deviations hold nine of ten rows.
+    """
+
+    deviations: Array
+    effects: Effects | None
+    width: float
+
+    def forecast(self, row: Row) -> Room:
+        """Of a row, whatever it tells."""
+        middle = held_bytes(row, Case.of(row), self.deviations)
+        off, deviation = self.effects.of(traits(row)) if self.effects else (0.0, _UNKNOWN)
+        middle, half = middle * exp(off), self.width * deviation
+        return Room(middle, middle * exp(-half), middle * exp(half))
+
+
+_UNKNOWN = 0.2
+"""Where no row told: what counting alone is off in the rows that did (benchmarks/planner)."""
+
+
+def held_bytes(row: Row, case: Case | None, deviations: Array) -> float:
+    """Before effects."""
+    context, activations = (exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True))
+    context *= HOST_CONTEXT_BYTES if row.family in HOSTS else DEVICE_CONTEXT_BYTES
+    if case is None:
+        return context + _states(row)
+    held = predicted(case, Corrections()).most
+    counted = held.total - held.activations - held.buffers
+    return counted + activations * (held.activations + held.buffers) + context
+
+
+def _states(row: Row) -> float:
+    """Of a model without a shape: bytes of its parameters, divided as far as its row says."""
+    many, of, at = work.whole(row), numerics(row, 0), arrangement(row)
+    among = at.shards * at.stages * max(at.experts, at.replicas if at.divided == 3 else 1)
+    return many / among * (of.total if at.divided == 0 else of.parameter + of.gradient)
+
+
+def told_bytes(row: Row) -> float | None:
+    """What a row tells of memory: what was measured; or, where more is computed than there is room for although it
+    ran, that it filled its device as far as others do."""
+    room = row.number("gpu_mem_gb")
+    if row.held_bytes or not room or not row.step_s or row.doubtful:
+        return row.held_bytes
+    bound = _FILLED * room * GIB
+    return bound if held_bytes(row, Case.of(row), np.zeros(len(SPREADS))) > bound else None
+
+
+_FILLED = 0.85
+"""Of a device's memory: rows whose micro-batch was made as large as it could be hold about so much."""
+
+
+def _noise(row: Row) -> float:
+    if row.doubtful:
+        return DOUBTFUL
+    return SCALES.noise if row.held_bytes else _INFERRED
+
+
+_INFERRED = 0.15
+"""Noise of a row that only ran: between 0.73 and all of the room."""
+
+
+def calibrated_memory(rows: Sequence[Row], *, steps: int = 5) -> MemoryCalibration:
+    """From rows that tell of memory; from none, what is expected."""
+    told = {row.name: told_bytes(row) for row in rows}
+    used = [row for row in rows if told[row.name]]
+    cases = [Case.of(row) for row in used]
+    if not used:
+        return MemoryCalibration(np.zeros(len(SPREADS)), None, 1.645)
+
+    def logarithms(deviations: Array) -> Array:
+        return np.log([held_bytes(row, case, deviations) for row, case in zip(used, cases, strict=True)])
+
+    measured = np.array([log(told[row.name] or 1.0) for row in used])
+    expected = np.array([_noise(row) for row in used])
+    mixed = Mixed(logarithms, measured, [traits(row) for row in used], expected, SCALES)
+    found, effects = mixed.fitted(np.zeros(len(SPREADS)), steps)
+    return MemoryCalibration(found, effects, width(effects))

@@ -1,0 +1,1 @@
+"""Clusters in words, and what messages take that were measured."""

@@ -1,0 +1,147 @@
+"""How layers fall to stages, and what one worker then does with a micro-batch.
+
+::
+
+    layers     | l0  l1 | l2 | l3  l4  l5 |      cut where the busiest stage is as quick as can be (partition.py)
+    stages     |    0   | 1  |     2      |      with v chunks every p-th part
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+from paceline.core.types import Seconds
+from paceline.plan.base import Arrangement, LayerCost, Workload
+from paceline.plan.cluster import Cluster
+from paceline.plan.partition import balanced
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What a worker of it does with one micro-batch, and has of the model."""
+
+    forward_s: Seconds
+    backward_s: Seconds
+    calls_s: Seconds
+    """Of the collectives of its shards."""
+    parameters: int
+    saved_bytes: int
+    working_bytes: int
+    sent_bytes: int
+    """What goes on to the next stage, by all of its chunks."""
+
+    @property
+    def seconds(self) -> Seconds:
+        """All of it."""
+        return self.forward_s + self.backward_s + self.calls_s
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How layers fall to stages: depends on b, shards, recomputation, stages, chunks and copies alone."""
+
+    layers: Sequence[LayerCost]
+    cuts: tuple[int, ...]
+    row: Sequence[Stage]
+
+
+def divide(
+    layers: Sequence[LayerCost], seconds: Sequence[Seconds], cluster: Cluster, arrangement: Arrangement
+) -> Division:
+    """Where the stages begin so that the busiest is as quick as can be, and what each of them then has.
+
+    Args:
+        layers: of the workload, for this b and these shards.
+        seconds: of each, as of :func:`layer_s`.
+        cluster: what shards talk over.
+        arrangement: says stages, chunks and copies.
+    """
+    cuts = balanced(seconds, arrangement.stages * arrangement.chunks, arrangement.copies)
+    return Division(layers, cuts, stages(layers, cuts, arrangement, cluster))
+
+
+def layer_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Seconds:
+    """All of one layer for one micro-batch."""
+    return layer.forward_s + layer.backward_s + calls_s(layer, cluster, arrangement)
+
+
+def layers_of(workload: Workload, arrangement: Arrangement) -> Sequence[LayerCost]:
+    """Those of the workload; where a stage keeps only what came into it, with forward once more before backward."""
+    if arrangement.recompute != "stage":
+        return workload.layers(arrangement)
+    plain = workload.layers(replace(arrangement, recompute="none"))
+    twice = {id(layer): _twice(layer) for layer in plain}
+    return [twice[id(layer)] for layer in plain]
+
+
+def _twice(layer: LayerCost) -> LayerCost:
+    calls = (*layer.forward_calls, *layer.backward_calls)
+    return replace(layer, backward_s=layer.forward_s + layer.backward_s, backward_calls=calls)
+
+
+def stages(layers: Sequence[LayerCost], cuts: Sequence[int], arrangement: Arrangement, cluster: Cluster) -> list[Stage]:
+    """What each stage has of the layers between the cuts; with v chunks every p-th part."""
+    ends = [0, *cuts, len(layers)]
+    parts = [layers[start:end] for start, end in pairwise(ends)]
+    received = [0, *(layers[cut - 1].output_bytes for cut in cuts)]
+    p = arrangement.stages
+    return [stage(parts[j::p], received[j::p], arrangement, cluster) for j in range(p)]
+
+
+def stage(
+    parts: Sequence[Sequence[LayerCost]], received: Sequence[int], arrangement: Arrangement, cluster: Cluster
+) -> Stage:
+    """Of its chunks, which get so many bytes each; parameters that several of its layers share count once."""
+    layers = [layer for part in parts for layer in part]
+    many = Counter(map(id, layers))
+    counted = [(layer, many[same]) for same, layer in {id(layer): layer for layer in layers}.items()]
+    saved = sum(times * layer.saved_bytes for layer, times in counted)
+    working = max((layer.working_bytes for layer, _ in counted), default=0)
+    if arrangement.recompute == "stage":
+        working += max(sum(layer.saved_bytes for layer in part) for part in parts)
+        saved = sum(received)
+    return Stage(
+        sum(times * layer.forward_s for layer, times in counted),
+        sum(times * layer.backward_s for layer, times in counted),
+        sum(times * calls_s(layer, cluster, arrangement) for layer, times in counted),
+        own_parameters(counted),
+        saved,
+        working,
+        sum(part[-1].output_bytes for part in parts if part),
+    )
+
+
+def own_parameters(counted: Iterable[tuple[LayerCost, int]]) -> int:
+    """Of layers that are there so many times; what they share is there once."""
+    shared: dict[str, int] = {}
+    alone = 0
+    for layer, times in counted:
+        if layer.tied:
+            shared[layer.tied] = max(layer.parameters, shared.get(layer.tied, 0))
+        else:
+            alone += times * layer.parameters
+    return alone + sum(shared.values())
+
+
+def calls_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Seconds:
+    """Of the collectives of one layer's shards, forward and backward, beyond what its device is idle anyway."""
+    group = cluster.shards(arrangement)
+    found = sum(cluster.messages.of(call, group) for call in (*layer.forward_calls, *layer.backward_calls))
+    return max(0.0, found - layer.idle_s)
+
+
+def turns(arrangement: Arrangement, j: int) -> int:
+    """⌈m / n_j⌉: how many micro-batches the one has who begins, of those who take turns at a stage."""
+    return ceil(arrangement.micro_batches / copies_of(arrangement)[j])
+
+
+def busiest(row: Sequence[Stage], arrangement: Arrangement) -> int:
+    """The stage with the most ⌈m / n_j⌉ · c_j."""
+    return max(range(len(row)), key=lambda j: turns(arrangement, j) * row[j].seconds)
+
+
+def copies_of(arrangement: Arrangement) -> Sequence[int]:
+    """How many take turns at each stage."""
+    return arrangement.copies or (1,) * arrangement.stages

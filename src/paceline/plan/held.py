@@ -1,0 +1,62 @@
+"""What a worker holds at the most, by what it is for.
+
+Sources: memory of ZeRO (1910.02054), activations of a pipeline's schedules (2104.04473).
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from math import ceil
+
+from paceline import schedule as schedules
+from paceline.plan.base import Arrangement, Held, Workload
+from paceline.plan.division import Stage, copies_of, turns
+from paceline.plan.habits import Habits
+
+
+def held_by(stage: Stage, j: int, workload: Workload, arrangement: Arrangement, habits: Habits, *, last: bool) -> Held:
+    """What a worker of stage j holds at the most."""
+    numerics, size, among = workload.numerics, stage.parameters, arrangement.replicas * arrangement.context
+    parted = [among if arrangement.divided >= level else 1 for level in (1, 2, 3)]
+    flying = in_flight(arrangement, j)
+    buffers = stage.working_bytes + (0 if last else 2 * stage.sent_bytes)
+    return Held(
+        numerics.parameter * size / parted[2],
+        numerics.gradient * size / parted[1],
+        numerics.optimizer * size / parted[0],
+        flying * stage.saved_bytes * habits.fragmentation,
+        buffers * habits.fragmentation,
+        habits.context_bytes,
+    )
+
+
+def in_flight(arrangement: Arrangement, j: int) -> float:
+    """How many micro-batches a worker of stage j keeps activations of, whole ones of all its chunks.
+
+    1F1B min(p - j, m), and where n_j take turns h_j = 1 + ⌈h_{j+1} · n_{j+1} / n_j⌉ of the ⌈m / n_j⌉ that are its own;
+    zero-bubble min(p, m), as W is put off; interleaved (p - 1) / v more for the first stage, which falls to 2 less for
+    each later one of its p · v chunks; all others as the schedule says.
+    """
+    p, v, m = arrangement.stages, arrangement.chunks, arrangement.micro_batches
+    copies, own = copies_of(arrangement), turns(arrangement, j)
+    if v > 1:
+        return min(m, ((v - 1) * p + 2 * (p - 1 - j) + 1) / v)
+    if arrangement.schedule == "1f1b":
+        return min(_ahead(copies[j:]) if arrangement.copies else p - j, own)
+    if arrangement.schedule == "zero-bubble":
+        return min(p, m)
+    return own if arrangement.schedule == "gpipe" else _counted(arrangement.schedule, j, p, m)
+
+
+def _ahead(copies: Sequence[int]) -> int:
+    """h of the first of these stages, the last of which holds one."""
+    held = 1
+    for count, following in reversed(list(pairwise(copies))):
+        held = 1 + ceil(held * following / count)
+    return held
+
+
+@cache
+def _counted(schedule: str, worker: int, workers: int, micro_batches: int) -> int:
+    """By going through what it does."""
+    return schedules.in_flight(schedules.parse(schedule), worker, workers, micro_batches)

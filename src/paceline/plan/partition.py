@@ -1,0 +1,136 @@
+"""Where to cut a row of layers into parts, so that the slowest part is as fast as can be."""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import nextafter
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import InputError
+from paceline.core.types import Seconds
+
+Ends: TypeAlias = list[int]
+"""Where each part ends, the last one at the last layer."""
+
+Probe: TypeAlias = Callable[[Seconds], tuple[Ends | None, Seconds]]
+"""A time -> a partition that takes no longer, or None and how long it takes at least."""
+
+
+def balanced(seconds: Sequence[Seconds], parts: int, turns: Sequence[int] = ()) -> tuple[int, ...]:
+    """The first layer of each part after the first, each of at least one layer; exact.
+
+    What is looked for is the least time T within which p parts can be done: by halving, then from each partition that
+    is found to the next quicker one, until there is none.
+
+    Args:
+        seconds: of each layer.
+        parts: p, at most as many as layers.
+        turns: n_j, how many take turns at each part, which then counts as so many times faster; empty: one at each.
+
+    Raises:
+        InputError: fewer layers than parts, or turns of another number of parts.
+
+    >>> balanced([1, 2, 1, 3, 1, 2, 2], 3)
+    (3, 5)
+    >>> balanced([1, 5, 1, 1], 3, (4, 1, 2))
+    (2, 3)
+    """
+    turns = tuple(turns) or (1,) * parts
+    _refuse(len(seconds), parts, turns)
+    sums = [0.0, *accumulate(seconds)]
+    within = _even(sums, max(seconds), turns) if len(set(turns)) == 1 else _uneven(sums, turns)
+    return tuple(_quickest(within, sums, turns)[:-1])
+
+
+def _refuse(layers: int, parts: int, turns: Sequence[int]) -> None:
+    if not 1 <= parts <= layers:
+        raise InputError(f"{layers} layers can't be cut into {parts} parts; write 1 to {layers} stages.")
+    if len(turns) != parts:
+        raise InputError(f"turns of {len(turns)} parts, but there are {parts}; write {parts} numbers.")
+
+
+def _quickest(within: Probe, sums: Sequence[Seconds], turns: Sequence[int]) -> Ends:
+    """Between what is known to be too quick and what is known to do, both moved to times that parts can take."""
+    low, high = sums[-1] / sum(turns), sums[-1]
+    best, _ = within(high)
+    assert best is not None, "all layers together take as long as all of them"
+    high = slowest(sums, best, turns)
+    while high - low > _CLOSE * high:
+        found, next_s = within((low + high) / 2)
+        if found is None or slowest(sums, found, turns) >= high:  # the latter where sums are rounded
+            low = next_s
+        else:
+            best, high = found, slowest(sums, found, turns)
+    while (found := within(nextafter(high, 0.0))[0]) is not None and slowest(sums, found, turns) < high:
+        best, high = found, slowest(sums, found, turns)
+    return best
+
+
+_CLOSE = 1e-12
+"""What halving leaves; a handful of partitions may lie closer to each other, which are then gone through."""
+
+
+def slowest(sums: Sequence[Seconds], ends: Sequence[int], turns: Sequence[int]) -> Seconds:
+    """What the slowest part takes of layers whose times have these prefix sums."""
+    return max((sums[end] - sums[start]) / n for (start, end), n in zip(pairwise([0, *ends]), turns, strict=True))
+
+
+def _even(sums: Sequence[Seconds], longest_layer: Seconds, turns: Sequence[int]) -> Probe:
+    """Each part takes as many layers as can be done in time, and leaves one for each part to come.
+
+    Ends that are further on are never worse here, for no layer takes too long for one part but not for another. Where
+    not all are taken, it takes at least the time in which some part could take one layer more.
+    """
+    layers, parts, many = len(sums) - 1, len(turns), turns[0]
+
+    def within(longest: Seconds) -> tuple[Ends | None, Seconds]:
+        if longest * many < longest_layer:
+            return None, longest_layer / many
+        ends, more = [0], sums[-1]
+        for left in range(parts - 1, -1, -1):
+            start = ends[-1]
+            reached = bisect_right(sums, (sums[start] + longest * many) * _ROUNDING) - 1
+            ends.append(min(max(start + 1, reached), layers - left))
+            if ends[-1] < layers:
+                more = min(more, sums[ends[-1] + 1] - sums[start])
+        return (ends[1:], longest) if ends[-1] == layers else (None, max(longest, more / many))
+
+    return within
+
+
+def _uneven(sums: Sequence[Seconds], turns: Sequence[int]) -> Probe:
+    """All ends that can be reached, part by part, as a layer may be too long for one part but not for the next."""
+    row = np.asarray(sums)
+
+    def within(longest: Seconds) -> tuple[Ends | None, Seconds]:
+        reach = {n: np.searchsorted(row, (row + longest * n) * _ROUNDING, side="right") - 1 for n in set(turns)}
+        reached = [np.arange(len(row)) == 0]
+        for n in turns:
+            reached.append(_next(reached[-1], reach[n]))
+        return (_back(reached, [reach[n] for n in turns]) if reached[-1][-1] else None), longest
+
+    return within
+
+
+_ROUNDING = 1 + 4e-16
+"""A sum that is rounded otherwise than the difference that it stands for may not be left out."""
+
+
+def _next(starts: NDArray[np.bool_], reach: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """From start a, a part may end at a + 1 to reach[a]."""
+    [begin] = np.nonzero(starts & (reach > np.arange(len(reach))))
+    size = len(reach) + 1
+    change = np.bincount(begin + 1, minlength=size) - np.bincount(reach[begin] + 1, minlength=size)
+    return np.cumsum(change)[:-1] > 0
+
+
+def _back(reached: Sequence[NDArray[np.bool_]], reach: Sequence[NDArray[np.int64]]) -> Ends:
+    """One way to the last layer, from there back."""
+    ends = [len(reached[0]) - 1]
+    for before, limit in zip(reached[-2:0:-1], reach[:0:-1], strict=True):
+        [starts] = np.nonzero(before[: ends[-1]] & (limit[: ends[-1]] >= ends[-1]))
+        ends.append(int(starts[-1]))
+    return ends[::-1]

@@ -1,0 +1,1 @@
+"""The best arrangements: enumerated, bounded, ranked by closed forms, simulated."""

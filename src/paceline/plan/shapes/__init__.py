@@ -1,0 +1,1 @@
+"""Models given as a shape: what a transformer takes and holds, from its sizes alone."""

@@ -1,0 +1,132 @@
+"""A transformer without its code: how many layers of what sizes, and so its parameters and operations, exactly.
+
+::
+
+    embedding   vocab · h (+ positions · h)
+    block       attention h·(a + 2k)·d + a·d·h, MLP 2·h·f (gated 3·h·f), two norms, biases
+    head        a norm and vocab · h, which a tied one shares with the embedding
+
+Letters: h hidden, a heads, k heads of keys and values, d size of a head, f ffn, s sequence, V vocab.
+"""
+
+from dataclasses import dataclass
+
+from paceline.core.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a decoder or an encoder: attention and MLP in blocks that are alike.
+
+    Args:
+        layers: blocks.
+        hidden: h, what a word is in between.
+        heads: a, of queries.
+        ffn: f, width of the MLP; 0: four times hidden.
+        vocab: V.
+        sequence: s, words in a sample.
+        kv_heads: k, of keys and values; 0: as many as of queries.
+        head_size: d; 0: hidden / heads.
+        tied: whether the head has the embedding's parameters.
+        gated: whether the MLP has a third matrix (SwiGLU), biases nowhere and norms without one.
+        positions: learned ones, ``sequence`` of them; otherwise they have no parameters.
+        name: what it is called.
+
+    Raises:
+        InputError: a size is below 1, or heads don't go into hidden or into groups.
+
+    >>> gpt2 = Shape(12, 768, 12, vocab=50257, sequence=1024)
+    >>> gpt2.parameters, f"{gpt2.flops:.3g}"
+    (124439808, '8.75e+11')
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int = 0
+    vocab: int = 50257
+    sequence: int = 1024
+    kv_heads: int = 0
+    head_size: int = 0
+    tied: bool = True
+    gated: bool = False
+    positions: bool = True
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for what in ("layers", "hidden", "heads", "vocab", "sequence"):
+            _at_least_one(what, getattr(self, what))
+        if not self.head_size and self.hidden % self.heads:
+            raise InputError(
+                f"hidden = {self.hidden} is not divisible by heads = {self.heads}; write head_size as well, "
+                f"or heads = {_divisor(self.hidden, self.heads)}."
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise InputError(
+                f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}; "
+                f"write kv_heads = {_divisor(self.heads, self.kv_heads)}."
+            )
+
+    @property
+    def inner(self) -> int:
+        """Elements of a word's queries, a · d."""
+        return self.heads * (self.head_size or self.hidden // self.heads)
+
+    @property
+    def keys(self) -> int:
+        """Elements of a word's keys, k · d, and as many of its values."""
+        return self.inner * (self.kv_heads or self.heads) // self.heads
+
+    @property
+    def width(self) -> int:
+        """f, of the MLP."""
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Of a block: elements of its weights without norms and biases."""
+        attention = self.hidden * (self.inner + 2 * self.keys) + self.inner * self.hidden
+        return attention + (3 if self.gated else 2) * self.hidden * self.width
+
+    @property
+    def block_parameters(self) -> int:
+        """Of a block, with two norms and, where it is not gated, a bias for each output."""
+        if self.gated:
+            return self.matrices + 2 * self.hidden
+        return self.matrices + (self.inner + 2 * self.keys) + 6 * self.hidden + self.width
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of words and positions."""
+        return (self.vocab + (self.sequence if self.positions else 0)) * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Of the last norm and the words' matrix, which is the embedding's where they are tied."""
+        return (1 if self.gated else 2) * self.hidden + self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """All; what is tied counts once."""
+        shared = self.vocab * self.hidden if self.tied else 0
+        return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters - shared
+
+    @property
+    def flops(self) -> float:
+        """Of one sample, forward and backward, which is twice forward: none counted twice, so without recomputation.
+
+        Scores of attention count in full, as in Megatron's 72·B·s·l·h²·(1 + s/6h + V/12lh) (2205.05198, appendix A;
+        the 96·… of 2104.04473 counts full recomputation as well and is a third more). Norms and such count nothing.
+        """
+        s, scores = self.sequence, 4.0 * self.sequence**2 * self.inner
+        return 3.0 * (self.layers * (2.0 * s * self.matrices + scores) + 2.0 * s * self.hidden * self.vocab)
+
+
+def _at_least_one(what: str, value: int) -> None:
+    if value < 1:
+        raise InputError(f"{what} = {value}: a model has at least one; write {what} = 1 or more.")
+
+
+def _divisor(of: int, near: int) -> int:
+    """That is nearest."""
+    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: abs(d - near))

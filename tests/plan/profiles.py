@@ -1,0 +1,67 @@
+"""A profile by hand, of round numbers: four units, the third and the first of which share a weight."""
+
+from dataclasses import replace
+
+from paceline.plan.base import Numerics
+from paceline.plan.host.profile import Busy, Division, Line, Part, Point, Profile, Sent, Unit
+from paceline.plan.host.profile_file import this_machine
+
+UNITS = (
+    Unit("words", 100, Line(), Line(0.0, 40.0), "weight"),
+    Unit("middle", 20, Line(8.0, 40.0), Line(0.0, 40.0)),
+    Unit("head", 100, Line(0.0, 40.0), Line(0.0, 80.0), "weight"),
+    Unit("loss", 0, Line(0.0, 80.0), Line()),
+)
+
+FORWARD = (Line(1e-3, 1e-4), Line(1e-3, 2e-4), Line(1e-3, 1e-4), Line(1e-3, 0.0))
+
+HALVES = Division(
+    2,
+    (
+        Part(1.0, 100, 1.0),
+        Part(0.5, 10, 0.5, backward=(Sent("all_reduce", Line(0.0, 40.0)),)),
+        Part(0.5, 50, 1.0, forward=(Sent("all_gather", Line(16.0, 80.0)),)),
+        Part(),
+    ),
+    once=(Sent("all_reduce", Line(800.0, 0.0)),),
+)
+
+
+def busy(workers: int, slower: float = 1.0) -> Busy:
+    """Backward takes twice as long as forward."""
+    forward = tuple(line.times(slower) for line in FORWARD)
+    return Busy(workers, max(1, 2 // workers), forward, tuple(line.times(2.0) for line in forward), 0.9, 1.2)
+
+
+def points(collective: str, seconds: float) -> tuple[Point, ...]:
+    """α + bytes / β, with β 1 GB/s."""
+    return tuple(Point(collective, 2, size, seconds + size * 1e-9) for size in (1024, 2**20))  # type: ignore[arg-type]
+
+
+PROFILE = Profile(
+    "by hand",
+    this_machine(),
+    UNITS,
+    (busy(1), busy(2, 1.5)),
+    (HALVES, Division(3, refused="nothing can be divided into 3")),
+    "",
+    (*points("all_reduce", 1e-4), *points("all_gather", 1e-4), *points("send", 5e-5)),
+    Numerics(4, 4, 8),
+    1e-6,
+    {"alone": 1000, "replicas": 2000, "stages": 3000, "shards": 4000},
+    {"alone": 1.0, "replicas": 2.0, "stages": 3.0, "shards": 0.5},
+    {"alone": 1e-4, "replicas": 2e-4, "stages": 3e-4, "shards": -4e-4},
+    5e-5,
+    600.0,
+    1e9,
+    120,
+    8,
+    {"compute": "by hand"},
+)
+
+
+def uncut() -> Profile:
+    """Of a model that can't be captured."""
+    unit = Unit("the whole model", 120, Line(), Line())
+    one = tuple(replace(each, forward=each.forward[:1], backward=each.backward[:1]) for each in PROFILE.busy)
+    return replace(PROFILE, units=(unit,), busy=one, divisions=(), uncut="it branches on values")

@@ -1,0 +1,136 @@
+"""Plans foretold from pieces, and which of many are."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from paceline.core.errors import InputError, WorkerError
+from paceline.engine.virtual.pieces.forecast import Forecast
+from paceline.plan.base import Plan
+from paceline.plan.host import by_pieces, of_program
+from paceline.plan.host.by_pieces import foretell, pieces, with_pieces
+from paceline.plan.host.measured import MeasuredWorkload, cluster_of
+from paceline.plan.host.of_program import firsts, once, plainest_first, plans_here, select, with_beside
+from paceline.plan.host.profile import Profile, kind
+from paceline.plan.searching.asked import Asked
+from paceline.plan.searching.search import search
+from paceline.program import Program
+from tests.plan.profiles import PROFILE
+from tests.plan.test_probe import program
+
+WORKLOAD = MeasuredWorkload(PROFILE, 2, 8)
+
+
+def plans() -> tuple[Plan, ...]:
+    asked = Asked(workers=2, engine="local", fixed="replica", simulated=200)
+    return search(WORKLOAD, cluster_of(PROFILE, 2), asked).plans
+
+
+def of_kind(wanted: str) -> Plan:
+    return next(plan for plan in plans() if kind(plan.arrangement) == wanted)
+
+
+def test_a_step_is_its_pieces_and_terms_sum_up_to_it() -> None:
+    seen = Forecast([0.010], 0.001, 0.002)
+    for wanted, beside in (("replicas", 2e-4), ("stages", 3e-4), ("shards", -4e-4)):
+        plan = of_kind(wanted)
+        found = with_pieces(plan, pieces(plan, seen, 0.004, PROFILE))
+        assert found.cost.step_s == pytest.approx(0.010 + 0.003 + 0.004 + beside)
+        assert found.cost.terms["optimizer"] == 0.004
+        assert found.cost.terms["waiting"] == pytest.approx(beside)
+        assert found.samples_per_s == pytest.approx(plan.arrangement.samples / found.cost.step_s)
+        assert found.provenance["compute"] == by_pieces.TOLD
+        own = [sum(each.cost.terms[name] for name in by_pieces.STAGED) for each in (plan, found)]
+        assert found.cost.terms["bubble"] / own[1] == pytest.approx(plan.cost.terms["bubble"] / own[0])
+
+
+def test_its_interval_is_that_of_passes_where_there_are_enough() -> None:
+    plan = of_kind("replicas")
+    few = pieces(plan, Forecast([1.0], 0.0, 0.0), 0.0, PROFILE)
+    assert (few.low, few.high) == (0.9, 1.2)  # the profile's own
+    many = pieces(plan, Forecast([float(n) for n in range(1, 102)], 0.0, 0.0), 0.0, PROFILE)
+    assert (many.low, many.high) == pytest.approx((6 / 51, 96 / 51))
+    found = with_pieces(plan, many)
+    assert (found.low_s, found.high_s) == pytest.approx((6 + 2e-4, 96 + 2e-4))
+
+
+def test_what_counts_twice_never_makes_a_step_shorter_than_its_computing() -> None:
+    seen = pieces(of_kind("shards"), Forecast([1e-4], 0.0, 0.0), 0.0, PROFILE)
+    assert seen.beside_s < 0
+    assert seen.step_s == 1e-4
+
+
+def test_what_is_beside_is_that_of_its_kind() -> None:
+    plan = of_kind("stages")
+    found = with_beside(plan, PROFILE)
+    added = 3e-4 + PROFILE.actions(plan.arrangement)
+    assert found.cost.step_s == pytest.approx(plan.cost.step_s + added)
+    assert found.samples_per_s == pytest.approx(plan.arrangement.samples / found.cost.step_s)
+    assert found.cost.held[0].context == 3000 + 3.0 * 120
+    assert with_beside(of_kind("replicas"), PROFILE).cost.held[0].optimizer == 0  # who holds A has it
+
+
+def test_one_of_each_kind_is_chosen_that_is_near() -> None:
+    every = once([with_beside(plan, PROFILE) for plan in plans()])
+    assert {plan.arrangement.recompute for plan in every} == {"none"}
+    ranked = sorted(every, key=lambda plan: -plan.samples_per_s)
+    chosen = select(ranked, 4, WORKLOAD, Asked())
+    near = {kind(p.arrangement) for p in ranked if p.samples_per_s >= 0.5 * ranked[0].samples_per_s}
+    assert {kind(plan.arrangement) for plan in chosen} >= near
+    assert len(chosen) == 4
+
+
+def test_what_is_computed_again_is_planned_where_nothing_else_fits() -> None:
+    again = [plan for plan in plans() if plan.arrangement.recompute != "none"]
+    assert once(again) == again
+
+
+def lasting(plan: Plan, seconds: float) -> Plan:
+    """So long for each of its samples."""
+    return replace(plan, cost=replace(plan.cost, terms={"compute": seconds * plan.arrangement.samples}))
+
+
+def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
+    plain, other = of_kind("alone"), of_kind("stages")
+    close = [lasting(other, 1.00), lasting(plain, 1.02)]
+    assert plainest_first(close, WORKLOAD, Asked())[0].strategy == plain.strategy
+    apart = [lasting(other, 1.0), lasting(plain, 1.2)]
+    assert plainest_first(apart, WORKLOAD, Asked())[0].strategy == other.strategy
+    assert plainest_first([], WORKLOAD, Asked()) == []
+    assert set(firsts(plans(), WORKLOAD, Asked())) == {"alone", "replicas", "stages", "shards"}
+
+
+class Nothing:
+    """Stands for a nursery."""
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
+def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(job: object, nursery: object) -> Forecast:
+        raise error
+
+    monkeypatch.setattr(by_pieces, "forecast", refused)
+    monkeypatch.setattr(by_pieces.Nursery, "start", lambda needs: Nothing())
+    (found,) = foretell([of_kind("replicas")], program(), PROFILE)
+    assert found.why_not == "it can't be had: its loss is a sum"
+
+
+def test_plans_of_a_program_are_those_of_its_profile_the_foretold_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def foretold(plans: Sequence[Plan], program: Program, profile: Profile, tell: object) -> list[Plan]:
+        return [
+            replace(plan, why_not="it can't be had" if kind(plan.arrangement) == "shards" else "") for plan in plans
+        ]
+
+    monkeypatch.setattr(of_program, "foretell", foretold)
+    monkeypatch.setattr(of_program, "cores", lambda: 2)
+    found = plans_here(program(), Asked(), PROFILE)
+    assert found.asked.fixed == "replica"
+    assert kind(found.plans[0].arrangement) != "shards"
+    assert all(plan.strategy is not None and plan.strategy.accumulate == 1 for plan in found.plans)
+    refused = [plan for plan in found.plans if plan.why_not]
+    assert found.plans[len(found.plans) - len(refused) :] == refused
+    with pytest.raises(InputError, match="workers=3, but this process may use 2 cores"):
+        plans_here(program(), Asked(workers=3), PROFILE)

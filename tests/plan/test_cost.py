@@ -1,0 +1,166 @@
+"""Terms of a step and what workers hold, equation by equation."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.base import TERMS, Arrangement, LayerCost, Numerics
+from paceline.plan.cluster import Cluster, Described, Device, Group, Links
+from paceline.plan.cost import bubble_s, cost, messages_s, optimizer_s, replicas_s
+from paceline.plan.division import Stage, stage
+from paceline.plan.habits import Habits
+from paceline.plan.held import held_by
+from paceline.plan.shapes.described import DescribedWorkload
+from paceline.plan.shapes.shape import Shape
+
+LINKS = Links(1e10, 1e9, 1e-5, 1e-4)
+DEVICE = Device("made", 1e12, 1e9, 1e11)
+CLUSTER = Cluster(4, 8, DEVICE, Described(LINKS))
+WORK = DescribedWorkload(Shape(8, 64, 4, vocab=1000, sequence=32), DEVICE, 64)
+PART = Stage(0.01, 0.02, 0.0, 1_000_000, 500, 70, 30)
+NUMERICS = WORK.numerics
+
+
+def layer(name: str = "", parameters: int = 10, tied: str = "") -> LayerCost:
+    """With nothing but parameters."""
+    return LayerCost(name, 1.0, 2.0, parameters, 3, 4, tied=tied)
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(("size", "hosts"), [(8, 1), (16, 2), (32, 4)])
+def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, hosts: int) -> None:
+    group = Group(size, 8)
+    assert group.hosts == hosts
+    found = {c: CLUSTER.messages.seconds(c, 1e8, group) for c in ("all_reduce", "reduce_scatter", "all_gather")}
+    # Sums in another order.
+    assert found["all_reduce"] == pytest.approx(found["reduce_scatter"] + found["all_gather"], rel=1e-12)
+
+
+def test_a_collective_takes_its_bytes_and_its_rounds() -> None:
+    inside = 3 * 1e-5 + 7 / 8 * 1e8 / 1e10
+    between = 2 * 1e-4 + 3 / 4 * 1e8 / 8 / 1e9
+    assert CLUSTER.messages.seconds("all_gather", 1e8, Group(8, 8)) == pytest.approx(inside)
+    assert CLUSTER.messages.seconds("all_gather", 1e8, Group(32, 8)) == pytest.approx(inside + between)
+    assert CLUSTER.messages.seconds("send", 1e8, Group(2, 1)) == pytest.approx(1e-4 + 1e8 / 1e9)
+    assert CLUSTER.messages.seconds("all_reduce", 1e8, Group(1, 1)) == 0
+
+
+def test_half_of_the_bandwidth_is_twice_the_time_of_bytes() -> None:
+    half = Described(Links(1e10, 1e9, 0.0, 0.0), efficiency=0.5)
+    whole = replace(half, efficiency=1.0)
+    assert half.seconds("all_reduce", 1e8, Group(32, 8)) == 2 * whole.seconds("all_reduce", 1e8, Group(32, 8))
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+def test_what_layers_share_is_there_once_on_a_stage() -> None:
+    both = [layer(tied="words"), layer(parameters=7), layer(parameters=12, tied="words")]
+    assert stage([both], [0], Arrangement(), CLUSTER).parameters == 7 + 12
+    assert [stage([[each]], [0], Arrangement(), CLUSTER).parameters for each in both] == [10, 7, 12]
+
+
+def test_one_object_that_is_there_thrice_counts_thrice() -> None:
+    same, alike = [layer()] * 3, [layer(), layer(), layer()]
+    assert stage([same], [0], Arrangement(), CLUSTER) == stage([alike], [0], Arrangement(), CLUSTER)
+
+
+@pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (2, 3, 1), (4, 8, 2), (8, 64, 4)])
+def test_the_bubble_of_equal_stages(p: int, m: int, v: int) -> None:
+    found = bubble_s([PART] * p, Arrangement(stages=p, micro_batches=m, chunks=v))
+    # (p - 1) / v turns of a stage, 2104.04473 section 2.2; a sum of p numbers.
+    assert found == pytest.approx((p - 1) / v * PART.seconds, rel=1e-12)
+
+
+def test_sequential_waits_for_each_micro_batch() -> None:
+    assert bubble_s([PART] * 3, Arrangement(stages=3, micro_batches=5, schedule="sequential")) == pytest.approx(
+        5 * 2 * PART.seconds
+    )
+
+
+def test_messages_between_stages_that_overlap_are_those_in_between() -> None:
+    arrangement = Arrangement(stages=4, micro_batches=6)
+    one = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(arrangement))
+    for overlap, seen in ((0.0, 2 * 3 + 2 * 6), (1.0, 2 * 3)):
+        found = messages_s([PART] * 4, arrangement, CLUSTER, Habits(send_overlap=overlap))
+        assert found == pytest.approx(seen * one)
+
+
+# ------------------------------------------------------------------------------------------------------------- replicas
+
+
+@pytest.mark.parametrize(("divided", "gathers"), [(0, None), (1, 1), (2, 1), (3, 10)])
+def test_what_replicas_send(divided: int, gathers: int | None) -> None:
+    arrangement = Arrangement(replicas=8, micro_batches=5, divided=divided)
+    group, seconds = CLUSTER.replicas(arrangement), CLUSTER.messages.seconds
+    sums, parameters = PART.parameters * NUMERICS.gradient, PART.parameters * NUMERICS.parameter
+    expected = seconds("all_reduce", sums, group)
+    if gathers is not None:
+        expected = seconds("reduce_scatter", sums, group) + gathers * seconds("all_gather", parameters, group)
+    assert replicas_s(PART, WORK, arrangement, CLUSTER, Habits()) == pytest.approx(expected)
+
+
+def test_summing_hides_in_backward_as_far_as_it_may() -> None:
+    arrangement = Arrangement(replicas=8)
+    seen = [replicas_s(PART, WORK, arrangement, CLUSTER, Habits(overlap=share)) for share in (0.0, 0.01, 1.0)]
+    assert seen[0] - seen[1] == pytest.approx(0.01 * PART.backward_s)
+    assert seen[2] == 0
+
+
+@pytest.mark.parametrize("divided", [0, 1, 2, 3])
+def test_states_are_divided_as_zero_says(divided: int) -> None:
+    held = held_by(PART, 0, WORK, Arrangement(replicas=4, divided=divided), Habits(), last=True)
+    # 1910.02054, figure 1: first the optimizer's, then gradients, then parameters.
+    states = [NUMERICS.optimizer, NUMERICS.gradient, NUMERICS.parameter]
+    expected = [PART.parameters * each / (4 if divided > at else 1) for at, each in enumerate(states)]
+    assert [held.optimizer, held.gradients, held.parameters] == expected
+
+
+def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
+    held = [
+        held_by(PART, 0, WORK, Arrangement(replicas=r, context=c, divided=3), Habits(), last=True)
+        for r, c in ((4, 2), (8, 1))
+    ]
+    assert held[0] == held[1]
+
+
+def test_the_update_reads_and_writes_all_states_once() -> None:
+    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER)
+    assert found == pytest.approx(2 * NUMERICS.total * PART.parameters / DEVICE.memory_bytes_per_s)
+    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER) == found / 4
+
+
+# ---------------------------------------------------------------------------------------------------------------- whole
+
+
+def test_terms_are_all_there_and_sum_to_the_step() -> None:
+    found = cost(WORK, CLUSTER, Arrangement(2, 4, 2, micro_batch=2, micro_batches=8))
+    assert tuple(found.terms) == TERMS
+    assert found.step_s == sum(found.terms.values())
+    assert len(found.held) == 4
+    assert min(each.total for each in found.held) > 0
+
+
+def test_stages_that_share_parameters_sum_them() -> None:
+    shape = WORK.shape
+    apart, untied = WORK, replace(WORK, shape=replace(shape, tied=False))
+    one, two = (Arrangement(stages=p) for p in (1, 2))
+    summed = CLUSTER.messages.seconds("all_reduce", shape.vocab * shape.hidden * NUMERICS.gradient, Group(2, 2))
+    found = [cost(each, CLUSTER, a).terms["replicas"] for each in (apart, untied) for a in (one, two)]
+    # The embedding has positions beside words, 3 % of it; what is shared is the larger of both layers.
+    assert found == [0, pytest.approx(summed, rel=0.04), 0, 0]
+
+
+def test_habits_add_what_a_step_and_each_micro_batch_take() -> None:
+    arrangement = Arrangement(micro_batches=6)
+    bare, more = (
+        cost(WORK, CLUSTER, arrangement, habits) for habits in (Habits(), Habits(step_s=2, micro_batch_s=0.5))
+    )
+    assert more.step_s - bare.step_s == pytest.approx(2 + 6 * 0.5)
+
+
+def test_numerics_of_mixed_training_keep_a_copy() -> None:
+    assert Numerics(2, 4, 12) == NUMERICS
+    assert Numerics.of("fp32", "momentum").total == 12

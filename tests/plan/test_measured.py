@@ -1,0 +1,94 @@
+"""Workloads made of profiles: what layers take, what is refused, what this host is as a cluster."""
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.plan.base import Arrangement
+from paceline.plan.cluster import Cluster, Described, Device, Group, Links
+from paceline.plan.host.measured import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
+from paceline.plan.searching.asked import Asked
+from paceline.plan.searching.search import search
+from tests.plan.profiles import PROFILE, uncut
+
+
+def workload(workers: int = 2) -> MeasuredWorkload:
+    return MeasuredWorkload(PROFILE, workers, 8)
+
+
+def test_layers_take_what_lines_say_with_as_many_at_work() -> None:
+    first = workload(1).layers(Arrangement(micro_batch=8))[0]
+    assert (first.forward_s, first.backward_s) == pytest.approx((1.8e-3, 3.6e-3))
+    assert workload(2).layers(Arrangement(micro_batch=8))[0].forward_s == pytest.approx(1.5 * 1.8e-3)
+    assert [layer.output_bytes for layer in workload().layers(Arrangement(micro_batch=2))] == [80, 80, 160, 0]
+
+
+def test_shards_have_their_part_and_its_collectives() -> None:
+    _, middle, head, _ = workload(1).layers(Arrangement(shards=2, micro_batch=8))
+    assert middle.forward_s == pytest.approx((1e-3 + 1.6e-3) / 2)
+    assert (middle.parameters, middle.saved_bytes, head.parameters) == (10, (8 + 320) // 2, 50)
+    assert [(call.collective, call.size_bytes) for call in middle.backward_calls] == [("all_reduce", 320)]
+    assert [(call.collective, call.size_bytes) for call in head.forward_calls] == [("all_gather", 16 + 640)]
+
+
+def test_what_shards_sum_once_a_step_is_spread_over_its_micro_batches() -> None:
+    first = workload().layers(Arrangement(shards=2, micro_batches=4, micro_batch=2))[0]
+    assert [call.size_bytes for call in first.backward_calls] == [200]
+
+
+def test_what_is_computed_again_takes_forward_once_more_and_keeps_nothing() -> None:
+    plain, again = (workload().layers(Arrangement(micro_batch=8, recompute=how)) for how in ("none", "full"))
+    for one, other in zip(plain, again, strict=True):
+        assert other.backward_s == pytest.approx(one.forward_s + one.backward_s)
+        assert other.saved_bytes == 0
+    assert again[0].working_bytes == sum(layer.saved_bytes for layer in plain) // 2  # √4 pieces
+
+
+@pytest.mark.parametrize(
+    ("arrangement", "why"),
+    [
+        (Arrangement(replicas=3), "3 workers, but there are 2"),
+        (Arrangement(stages=2, chunks=3), "6 parts, but the model has 4"),
+        (Arrangement(shards=2, micro_batch=0.5), "micro-batches of 0.5 samples"),
+    ],
+)
+def test_what_does_not_fit_is_refused(arrangement: Arrangement, why: str) -> None:
+    assert why in str(workload().refusal(arrangement))
+
+
+def test_what_can_not_be_divided_or_cut_says_why() -> None:
+    assert "into 3" in str(MeasuredWorkload(replace(PROFILE, busy=PROFILE.busy), 3, 8).refusal(Arrangement(shards=3)))
+    assert "not profiled for shards=4" in str(MeasuredWorkload(PROFILE, 4, 8).refusal(Arrangement(shards=4)))
+    whole = MeasuredWorkload(uncut(), 2, 8)
+    for arrangement in (Arrangement(stages=2), Arrangement(shards=2)):
+        assert "branches on values" in str(whole.refusal(arrangement))
+    assert whole.refusal(Arrangement(replicas=2)) is None
+
+
+def test_this_host_is_a_cluster_of_what_was_measured() -> None:
+    here = cluster_of(PROFILE, 2)
+    assert (here.workers, here.device.flops_per_s, here.device.kind) == (2, 1e9, "cpu")
+    assert here.device.memory_bytes * 2 == PROFILE.machine.memory_bytes
+    assert 2 * 16 * 120 / here.device.memory_bytes_per_s == pytest.approx(1e-6)  # an update, as it was measured
+    assert here.messages.seconds("all_reduce", 2**20, Group(2, 2)) == pytest.approx(1e-4 + 2**20 * 1e-9)
+
+
+def test_one_process_has_nobody_to_send_to() -> None:
+    alone = cluster_of(replace(PROFILE, points=()), 1)
+    assert alone.messages.seconds("all_reduce", 1e6, Group(1, 1)) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_search_finds_strategies_for_it(workers: int) -> None:
+    asked = Asked(workers=workers, engine="local", fixed="replica", simulated=200)
+    found = search(workload(workers), cluster_of(PROFILE, workers), asked).plans
+    sizes = {(plan.arrangement.replicas, plan.arrangement.stages, plan.arrangement.shards) for plan in found}
+    assert sizes == ({(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)} if workers == 2 else {(1, 1, 1)})
+
+
+def test_elsewhere_times_follow_the_devices_operations() -> None:
+    device = Device("faster", 4e9, 1e12, 1e12)
+    there = elsewhere(PROFILE, Cluster(1, 4, device, Described(Links(1e9, 1e9))), 8)
+    assert there.layers(Arrangement(micro_batch=8))[3].forward_s == pytest.approx(1.5e-3 / 4)
+    assert there.spread == ELSEWHERE
+    assert "scaled by 0.25" in there.provenance["compute"]

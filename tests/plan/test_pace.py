@@ -1,0 +1,252 @@
+"""Simulated paces: beside the equations at 10^5 updates, beside the virtual engine, and beside what is told at once."""
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from paceline import train
+from paceline.aggregation import parse
+from paceline.clock import parse as distribution
+from paceline.clock.delay import Delay
+from paceline.clock.distributions import Constant, Exponential
+from paceline.clock.times import Times
+from paceline.core.errors import InputError
+from paceline.plan.pacing import stragglers
+from paceline.plan.pacing.arrivals import Simulation
+from paceline.plan.pacing.foretold import Team, foretold
+from paceline.plan.pacing.pace import Pace, pace, waiting
+from tests.engine import programs
+
+UPDATES = 100_000
+BOUND = 0.01
+"""1 %. Of the times below the one that varies most has a spread of 1 of its mean (an exponential), so the mean over
+the 90,000 updates that count has a standard error of at most 0.33 %: a third of this."""
+
+EXPONENTIAL, SHIFTED, PARETO = "exponential:mean=2", "shifted-exponential:shift=1,mean=0.5", "pareto:scale=1,shape=3"
+KINDS = (EXPONENTIAL, SHIFTED, PARETO)
+
+
+def simulated(policy: str, replicas: int, kind: str) -> Pace:
+    return pace(parse(policy), replicas, distribution(kind), updates=UPDATES)
+
+
+# ------------------------------------------------------------------------------------------------- beside the equations
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_synchronous(kind: str) -> None:
+    found = simulated("synchronous", 3, kind)
+    assert found.update_s == pytest.approx(stragglers.synchronous_s(distribution(kind), 3), rel=BOUND)
+    assert (found.batches, found.staleness, found.fresh, found.discarded) == (3, 0, 1, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k_sync(kind: str) -> None:
+    found = simulated("buffered:k=2,cancel=true", 4, kind)
+    assert found.update_s == pytest.approx(stragglers.k_sync_s(distribution(kind), 2, 4), rel=BOUND)
+    assert (found.batches, found.staleness, found.fresh, found.discarded) == (2, 0, 1, 0.5)
+
+
+def test_k_batch_sync() -> None:
+    found = simulated("buffered:k=2,hold=false,cancel=true", 4, EXPONENTIAL)
+    assert found.update_s == pytest.approx(stragglers.k_batch_sync_s(Exponential(2.0), 2, 4), rel=BOUND)
+    assert found.staleness == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k_async(kind: str) -> None:
+    found = simulated("buffered:k=2", 5, kind)
+    exact = stragglers.order_statistic_s(distribution(kind), 2, 5)
+    if kind == EXPONENTIAL:
+        assert found.update_s == pytest.approx(stragglers.k_async_s(Exponential(2.0), 2, 5), rel=BOUND)
+        assert found.fresh == pytest.approx(stragglers.k_async_fresh(2, 5), rel=BOUND)
+    if kind == SHIFTED:
+        assert found.update_s < 0.99 * exact  # who has computed for long is soon done
+    assert found.update_s > stragglers.k_batch_async_s(distribution(kind), 2, 5) * (1 - BOUND)  # who never waits
+    assert found.staleness == pytest.approx(stragglers.k_async_staleness(2, 5), rel=BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_k_batch_async(kind: str) -> None:
+    found = simulated("buffered:k=3,hold=false", 5, kind)
+    assert found.update_s == pytest.approx(stragglers.k_batch_async_s(distribution(kind), 3, 5), rel=BOUND)
+    assert found.staleness == pytest.approx(stragglers.k_batch_async_staleness(3, 5), rel=BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_asynchronous(kind: str) -> None:
+    found = simulated("asynchronous", 8, kind)
+    assert found.update_s == pytest.approx(stragglers.asynchronous_s(distribution(kind), 8), rel=BOUND)
+    assert found.staleness == pytest.approx(7, rel=BOUND)
+    assert (found.batches, found.discarded) == (1, 0)
+
+
+@pytest.mark.parametrize("backups", [1, 2])
+def test_backups(backups: int) -> None:
+    found = simulated(f"synchronous:backups={backups}", 4, EXPONENTIAL)
+    assert found.update_s == pytest.approx(stragglers.backups_s(Exponential(2.0), backups, 4), rel=BOUND)
+    assert found.batches == 4 - backups
+    assert 0 < found.discarded < backups / 4
+
+
+def test_stale_synchronous_without_slack_is_synchronous() -> None:
+    found = simulated("stale-synchronous:bound=0", 4, EXPONENTIAL)
+    assert found.step_s(4) == pytest.approx(stragglers.synchronous_s(Exponential(2.0), 4), rel=2 * BOUND)
+    # 25,000 rounds of 4 updates: a standard error of 0.4 %
+
+
+@pytest.mark.parametrize("bound", [1, 3])
+def test_stale_synchronous_is_its_recurrence(bound: int) -> None:
+    """Both go through the same draws; they stop at different clocks, which is worth a few of thousands."""
+    team = Team(4, 1.0, Delay.parse("fraction=0.5 exponential:mean=2"))
+    exact = foretold(parse(f"stale-synchronous:bound={bound}"), team)
+    assert exact is not None
+    found = pace(parse(f"stale-synchronous:bound={bound}"), 4, Constant(1.0), team.delay, updates=UPDATES // 2)
+    assert found.update_s == pytest.approx(exact.update_s, rel=BOUND)
+    assert found.staleness == pytest.approx(exact.staleness, rel=BOUND)
+
+
+def test_own_steps() -> None:
+    found = pace(parse("local-steps:period=4"), 3, Exponential(2.0), updates=UPDATES // 4)
+    assert found.update_s == pytest.approx(stragglers.local_steps_s(Exponential(2.0), 4, 3), rel=BOUND)
+    assert found.batches == 12
+
+
+# -------------------------------------------------------------------------------------------- beside the virtual engine
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "synchronous",
+        "synchronous:backups=1",
+        "asynchronous",
+        "buffered:k=2",
+        "buffered:k=2,cancel=true",
+        "buffered:k=3,hold=false,cancel=true",
+        "stale-synchronous:bound=1",
+        "smooth-switch:every=20",
+        "local-steps:period=3",
+        "elastic-averaging:period=2,elasticity=0.1",
+    ],
+)
+def test_the_virtual_engine_goes_through_the_same_events(policy: str) -> None:
+    program = programs.program(train=programs.data(samples=64))  # 4 whole rounds an epoch: no Δ is without samples
+    delay = Delay.parse("fraction=0.5 exponential:mean=0.2")
+    times = Times.parse("compute=exponential:mean=0.1 transfer=exponential:mean=0.01")
+    settings: dict[str, Any] = {"engine": "virtual", "times": str(times), "delay": str(delay), "progress": False}
+    summary = train(program, f"replicas=4 aggregation={policy}", seconds=12, **settings).summary
+    simulation = Simulation(parse(policy), 4, times, delay, program.seed)
+    while simulation.arrivals < summary["gradients"]:
+        simulation.turn()
+    seen = simulation.seen()
+    mean_staleness = seen.stale / seen.applied
+    assert seen.arrived > 20
+    assert (seen.updates, seen.cancelled) == (summary["updates"], summary["cancelled"])
+    assert mean_staleness == pytest.approx(summary["staleness_mean"], rel=1e-12)  # the same integers
+    assert seen.now_s <= 12
+
+
+def test_servers_that_take_time_hold_replicas_up() -> None:
+    busy = Times.parse("compute=0.1 apply=0.05 gradient=0.01")
+    assert pace(parse("asynchronous"), 8, busy, updates=500).update_s == pytest.approx(0.06)
+    assert pace(parse("synchronous"), 8, busy, updates=500).update_s == pytest.approx(0.1 + 0.05 + 8 * 0.01)
+
+
+# ------------------------------------------------------------------------------------------------------ told at once
+
+DELAYS = (
+    None,
+    "fraction=0.5 normal:mean=0,std=0.25",
+    "fraction=0.25 exponential:mean=0.3",
+    "fraction=1 pareto:scale=0.1,shape=3",
+)
+
+
+@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize(
+    "policy", ["synchronous", "asynchronous", "buffered:k=3,cancel=true", "buffered:k=5,hold=false", "buffered:k=8"]
+)
+def test_equations_are_what_is_simulated(policy: str, delay: str | None) -> None:
+    exact = waiting(policy, 8, 0.1, delay)
+    found = pace(parse(policy), 8, Constant(0.1), Delay.parse(delay) if delay else None, arrivals=60_000)
+    assert exact.updates == 0
+    assert found.update_s == pytest.approx(exact.update_s, rel=2 * BOUND)  # 6,750 rounds or more: 0.7 % at the most
+    assert found.batches == exact.batches
+    assert found.staleness == pytest.approx(exact.staleness, rel=BOUND)
+    assert found.discarded == pytest.approx(exact.discarded, abs=1e-3)  # rounds that were cut by the first tenth
+
+
+def test_one_that_is_always_late_holds_up_those_who_wait() -> None:
+    late = "fraction=0.25 constant:value=0.3"
+    each = {
+        policy: waiting(policy, 4, 0.1, late) for policy in ("synchronous", "asynchronous", "buffered:k=3,cancel=true")
+    }
+    assert each["synchronous"].step_s(4) == pytest.approx(0.4)
+    assert each["asynchronous"].step_s(4) == pytest.approx(4 / (3 / 0.1 + 1 / 0.4))
+    assert each["buffered:k=3,cancel=true"].update_s == pytest.approx(0.1)
+    assert each["synchronous"].waiting_s(4) == pytest.approx(0.3)
+
+
+def test_policies_that_change_have_the_pace_of_a_run() -> None:
+    """K is 1 for 200 Δs, then 2, 3 and, for the 49,400 that follow, 4."""
+    delay = "fraction=0.5 exponential:mean=0.3"
+    early, late = (waiting("smooth-switch:every=200", 4, 0.1, delay, arrivals=count) for count in (200, 50_000))
+    assert early.batches < 1.01
+    assert early.step_s(4) == pytest.approx(waiting("asynchronous", 4, 0.1, delay).step_s(4), rel=0.1)  # of 200 draws
+    assert late.batches > 3.9
+    assert late.step_s(4) == pytest.approx(waiting("synchronous", 4, 0.1, delay).step_s(4), rel=2 * BOUND)
+
+
+def test_without_delays_nobody_waits_for_long() -> None:
+    for policy in ("synchronous", "asynchronous", "stale-synchronous", "smooth-switch:every=100", "local-steps"):
+        assert waiting(policy, 4, 0.1).waiting_s(4) == pytest.approx(0, abs=1e-3 * 0.1)
+
+
+def test_thousands_of_replicas_are_told_by_equations() -> None:
+    found = waiting("synchronous", 4096, 1.0, "fraction=1 exponential:mean=0.1")
+    assert found.step_s(4096) == pytest.approx(1 + 0.1 * stragglers.harmonic(4096))
+    stale = waiting("stale-synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1")
+    assert 1.1 < stale.step_s(1024) < waiting("synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1").step_s(1024)
+
+
+def test_means_that_are_infinite_are_told_as_such() -> None:
+    assert math.isinf(waiting("synchronous", 4, 0.1, "fraction=0.5 pareto:scale=0.1,shape=0.9").update_s)
+    assert waiting("asynchronous", 4, 0.1, "fraction=0.5 pareto:scale=0.1,shape=0.9").update_s == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ("smooth-switch:adaptive", "only training tells"),
+        ("buffered:k=9", "can never wait"),
+        ("synchronos", "did you mean"),
+    ],
+)
+def test_policies_that_cannot_be_simulated_are_refused(policy: str, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        waiting(policy, 4, 0.1)
+
+
+def test_what_is_nothing_to_simulate_is_refused() -> None:
+    with pytest.raises(InputError, match="write at least 1"):
+        waiting("synchronous", 0, 0.1)
+    with pytest.raises(InputError, match="measured"):
+        pace(parse("synchronous"), 4, Times.parse("measured"))
+
+
+def test_the_same_seed_gives_the_same_pace() -> None:
+    one, other, third = (pace(parse("buffered:k=3"), 4, Exponential(1.0), updates=500, seed=seed) for seed in (1, 1, 2))
+    assert one == other != third
+
+
+def test_pace_needs_no_torch() -> None:
+    """In an interpreter of its own, for this one has torch."""
+    modules = ["clusters.collectives", "shapes.products", "pacing.pace", "pacing.stragglers"]
+    used = "paceline.plan.pacing.pace.waiting('synchronous', 2, 0.1); print('torch' in sys.modules)"
+    program = f"import sys; import {', '.join(f'paceline.plan.{each}' for each in modules)}; {used}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -1,0 +1,215 @@
+"""The command that foretells rows of a table."""
+
+import csv
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import InputError
+from paceline.plan.calibration import work
+from paceline.plan.calibration.calibrate_memory import Room
+from paceline.plan.calibration.cases import Case
+from paceline.plan.calibration.corrections import Corrections
+from paceline.plan.calibration.published import precision, shape
+from paceline.plan.calibration.rows import GIB, Row, read
+from paceline.plan.predict import OUTCOMES, blank, fits, main
+from tests.plan.published_rows import COLUMNS, grid, row, timed
+
+ROOT = Path(__file__).parents[2] / "src"
+
+
+def write(path: Path, rows: list[Row]) -> Path:
+    """A CSV file with all columns of all rows."""
+    columns = list(dict.fromkeys(column for each in rows for column in each.told))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(each.told for each in rows)
+    return path
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Times and, of some, memory."""
+    rows = timed(grid(), Corrections(host=1.3))
+    told = [Row({**each.told, "mem_gib": "12" if at % 4 == 0 else ""}) for at, each in enumerate(rows)]
+    return write(tmp_path_factory.mktemp("rows") / "measured.csv", told)
+
+
+STRANGE = [
+    row("plain", model="gpt-12-1024", layers=12, hidden=1024, n_devices=8, dp=8, tp=1, pp=1, mbs=2, ga=4, gbs=64),
+    Row({"row_id": "nothing"}),
+    Row({"row_id": "parameters alone", "n_params": "7e9", "gbs": "64", "n_devices": "16"}),
+    Row({"row_id": "device of no family", "hw": "Abacus 2", "n_params": "7e9", "seq": "2048", "n_devices": "64"}),
+    Row(
+        {"row_id": "mixture", "model": "Qwen9_30B_a3B", "hw": "DGX-B200", "n_devices": "8", "seq": "4096", "gbs": "512"}
+    ),
+    Row({"row_id": "images", "model": "resnet50v1.5", "hw": "A100-80GB", "n_devices": "8", "precision": "tf32"}),
+    row("a new framework", framework="Later/9.9", layers=12, hidden=1024, n_devices=8, gbs=64, mbs="", zero=""),
+    row("not divisible", layers=7, hidden=1000, heads=16, n_devices=8, tp=8, pp=3, gbs=3, mbs=2),
+    row("experts", model="DeepSeekV3", n_devices=256, ep=32, tp=1, pp=2, vpp=8, gbs=4096, mbs=1, framework="NeMo"),
+    row("context", layers=12, hidden=1024, n_devices=8, cp=8, dp=1, tp=1, pp=1, seq=262144, gbs=1, mbs=1, zero=3),
+]
+
+
+@pytest.fixture(scope="module")
+def written(measured: Path) -> dict[str, dict[str, str]]:
+    """What the command writes of them."""
+    asked = write(measured.parent / "asked.csv", STRANGE)
+    command = [sys.executable, "-m", "paceline.plan.predict", str(asked), "--calibrate", str(measured)]
+    found = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(ROOT)}, timeout=100)
+    assert (found.returncode, found.stderr) == (0, ""), found.stderr
+    return {line["row_id"]: line for line in csv.DictReader(io.StringIO(found.stdout))}
+
+
+def test_each_row_has_an_answer_in_its_order(written: dict[str, dict[str, str]]) -> None:
+    assert list(written) == [each.name for each in STRANGE]
+    assert set(written["plain"]) == {"row_id", "step_time_s", "mem_gib", "status"}
+
+
+@pytest.mark.parametrize("name", [each.name for each in STRANGE])
+def test_answers_are_numbers_above_0(written: dict[str, dict[str, str]], name: str) -> None:
+    line = written[name]
+    assert 0 < float(line["step_time_s"]) < 1e6
+    assert 0 < float(line["mem_gib"]) < 1e6
+    assert line["status"] in ("ok", "oom")
+
+
+def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = Row({**STRANGE[0].told, **dict.fromkeys(OUTCOMES, "1"), "status": "oom"})
+    lines = []
+    for rows in ([STRANGE[0]], [told]):
+        assert main([str(write(measured.parent / "one.csv", rows)), "--calibrate", str(measured)]) == 0
+        lines.append(capsys.readouterr().out)
+    assert lines[0] == lines[1]
+    assert lines[0].endswith(",ok\n")
+
+
+def test_a_device_with_less_memory_than_is_needed_is_foretold(
+    measured: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [Row({**each.told, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
+    named = [Row({**each.told, "row_id": str(at)}) for at, each in enumerate(rows)]
+    assert main([str(write(measured.parent / "small.csv", named)), "--calibrate", str(measured)]) == 0
+    status = [line.rsplit(",", 1)[1] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert status == ["ok"] * 4 + ["oom"] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model\ngpt\n", "has a row without row_id"),
+        ("row_id\na\na\n", "has two rows a; write a name of its own"),
+        ("row_id,n_devices\na,many\n", "row a: n_devices = 'many' is no number"),
+        ("row_id,n_devices\na,inf\n", "row a: n_devices = 'inf' is no number"),
+    ],
+)
+def test_files_that_are_refused(measured: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
+    path = measured.parent / "wrong.csv"
+    path.write_text(text)
+    assert main([str(path), "--calibrate", str(measured)]) == 2
+    found = capsys.readouterr()
+    assert message in found.err
+
+
+def test_a_calibration_without_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path / "empty.csv", grid()[:5])
+    assert main([str(path), "--calibrate", str(path)]) == 2
+    assert "0 rows tell step_time_s" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none.csv can't be read"):
+        read(tmp_path / "none.csv")
+
+
+def test_nothing_of_it_imports_torch() -> None:
+    modules = (
+        "predict calibration.calibrate shapes.shape_file shapes.described clusters.devices clusters.cluster_file cost"
+    )
+    lines = [f"import paceline.plan.{name}" for name in modules.split()]
+    lines += ["import sys", "sys.exit('torch' in sys.modules)"]
+    found = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"PYTHONPATH": str(ROOT)}, timeout=60)
+    assert found.returncode == 0
+
+
+# ---------------------------------------------------------------------------------------------- what columns leave open
+
+
+def test_a_model_is_what_comes_nearest_to_its_parameters() -> None:
+    columns = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 14336, "vocab": 128256, "seq": 8192}
+    found = shape(row("llama", n_params=8.03e9, **columns))
+    assert found is not None
+    assert (found.gated, found.tied, found.kv_heads, found.positions) == (True, False, 8, False)
+    assert found.parameters == 8_030_261_248
+
+
+def test_without_layers_it_has_megatrons_shape_of_so_many_parameters() -> None:
+    found = shape(row("big", n_params=39e9, layers="", hidden="", heads=""))
+    assert found is not None
+    assert (found.layers, found.hidden, found.heads) == (48, 8192, 64)
+
+
+@pytest.mark.parametrize("text", ["", " ", "nan", "NaN", "n/a"])
+def test_what_tables_write_for_nothing_is_nothing(text: str) -> None:
+    assert Row({"mbs": text}).number("mbs") is None
+    assert Row({"recompute": text}).text("recompute") == ""
+
+
+def test_replicas_count_devices_where_nobody_did() -> None:
+    found = Case.of(row("a", layers=4, hidden=256, n_devices="", dp=4, tp=2, mbs=1, gbs=4))
+    assert found is not None
+    assert found.arrangement.workers == 8
+
+
+def test_micro_batches_follow_from_the_batch() -> None:
+    found = Case.of(row("a", layers=4, hidden=256, n_devices=4, dp=4, mbs=2, gbs=64))
+    assert found is not None
+    assert (found.arrangement.micro_batches, found.arrangement.samples) == (8, 64)
+
+
+@pytest.mark.parametrize(
+    ("gpu_mem_gb", "told", "recompute", "divided"),
+    [
+        # 1.3 · 10⁹ parameters: 20 GiB of states, and 15 GiB of activations if none are computed again.
+        (80, {"zero": "0", "recompute": ""}, "none", 0),
+        (30, {"zero": "0", "recompute": ""}, "full", 0),
+        (80, {"zero": "", "recompute": "full"}, "full", 0),
+        (20, {"zero": "", "recompute": "full"}, "full", 1),
+        (20, {"zero": "0", "recompute": "full"}, "full", 0),
+    ],
+)
+def test_what_is_open_is_the_least_that_fits(
+    gpu_mem_gb: int, told: dict[str, str], recompute: str, divided: int
+) -> None:
+    sizes = {"mbs": 4, "n_devices": 8, "dp": 8, "gbs": 32, "layers": 24, "hidden": 2048}
+    found = Case.of(row("a", gpu_mem_gb=gpu_mem_gb, **sizes, **told))
+    assert found is not None
+    assert (found.arrangement.recompute, found.arrangement.divided) == (recompute, divided)
+
+
+def test_doubtful_rows_are_those_that_leave_a_pipeline_open() -> None:
+    assert not row("a", pp=4, mbs=1).doubtful
+    assert row("a", pp=4).doubtful
+    assert row("a", n_devices=8).doubtful
+    assert row("a", status="suspect").doubtful
+
+
+def test_operations_of_a_model_are_what_other_rows_tell() -> None:
+    told = Row({"model": "M", "n_devices": "2", "samples_per_s": "4", "tflops_per_dev": "1", "seq": "10"})
+    assert work.flops(Row({"model": "m", "seq": "20"}), work.rates([told])) == 2e12 / 40 * 20
+
+
+def test_a_device_of_80_gb_has_80_gib_and_one_that_is_not_told_all_that_it_may_have() -> None:
+    assert fits(Row({"gpu_mem_gb": "80"}), Room(80 * GIB, 0, 0))
+    assert not fits(Row({"gpu_mem_gb": "80"}), Room(80.1 * GIB, 0, 0))
+    assert fits(Row({"hw": "A100"}), Room(85 * GIB, 75 * GIB, 0))
+    assert not fits(Row({"hw": "A100"}), Room(95 * GIB, 81 * GIB, 0))
+
+
+def test_precisions_are_known_by_part_of_their_names() -> None:
+    assert precision(Row({"precision": "float8-rowwise"})) == "fp8-mixed"
+    assert blank(Row(COLUMNS | {"row_id": "a", "step_time_s": "3"})).step_s is None

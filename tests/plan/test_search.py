@@ -1,0 +1,242 @@
+"""The search: equal to trying everything, and what it proposes is what Paceline carries."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import InputError, Program
+from paceline.core.columns import Columns
+from paceline.plan.base import Arrangement, Cost
+from paceline.plan.cluster import Cluster
+from paceline.plan.cost import cost
+from paceline.plan.division import divide, layer_s, layers_of
+from paceline.plan.habits import Habits
+from paceline.plan.searching import carried
+from paceline.plan.searching.asked import Asked, Objective
+from paceline.plan.searching.ranking import TIE, key, key_of
+from paceline.plan.searching.search import search
+from paceline.plan.searching.simulated import parts
+from paceline.schedule import StageTimes, parse, simulate
+from paceline.train import check
+from tests.plan.plain_workload import Plain, cluster
+
+ALL = 10**6
+"""That many are simulated where nothing is to be left to closed forms."""
+
+
+def sizes(workload: Plain, on: Cluster, batch: int) -> Iterator[Arrangement]:
+    """Every size, without a thought."""
+    layers, n = len(workload.milliseconds), on.workers
+    for r, p, t, b in product(range(1, n + 1), range(1, layers + 1), range(1, n + 1), range(1, batch + 1)):
+        whole = on.hosts == 1 or on.devices_per_host % t == 0 or t % on.devices_per_host == 0
+        if batch % (r * b) == 0 and r * p * t <= n and whole:
+            yield Arrangement(r, p, t, 1, b, batch // (r * b))
+    for r, b, p in product(range(1, n + 1), range(1, batch + 1), range(2, min(4, layers) + 1)):
+        for copies in product(range(1, n + 1), repeat=p):
+            if batch % (r * b) == 0 and sum(copies) <= 8 and r * sum(copies) <= n and len(set(copies)) > 1:
+                yield Arrangement(r, p, 1, 1, b, batch // (r * b), copies=copies)
+
+
+def arrangements(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterator[Arrangement]:
+    """Every one that is carried."""
+    schedules = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in range(2, 9))]
+    for size, (schedule, v) in product(sizes(workload, on, batch), schedules):
+        if (size.stages == 1 and schedule != "1f1b") or size.stages * v > len(workload.milliseconds):
+            continue
+        if size.stages > 1 and size.copies and v > 1:
+            continue
+        for recompute, divided in product(("none", "full", "stage"), (0, 1, 3)):
+            made = replace(size, schedule=schedule, chunks=v, recompute=recompute, divided=divided)
+            if size.stages == 1 and recompute == "stage":  # the whole model again, for nothing
+                continue
+            refusals = carried.never(made), carried.unbuilt(made, on.device.kind, asked.engine), workload.refusal(made)
+            if refusals == (None, None, None):
+                yield made
+
+
+def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: Habits) -> Cost:
+    """Closed forms, and where there are stages the schedule's own simulation."""
+    closed = cost(workload, on, made, habits)
+    if made.stages == 1:
+        return closed
+    layers = layers_of(workload, made)
+    division = divide(layers, [layer_s(layer, on, made) for layer in layers], on, made)
+    each = parts(layers, division.cuts, made, on, habits).held_up()
+    half = tuple(b / 2 for b in each.backward)
+    text = f"interleaved:chunks={made.chunks}" if made.chunks > 1 else made.schedule
+    columns = Columns(made.copies) if made.copies else None
+    spans = simulate(
+        parse(text), StageTimes(each.forward, half, half, each.transfer), made.stages, made.micro_batches, columns
+    )
+    ends_s = max(span.end_ns for span in spans) / 1e9
+    others = sum(closed.terms[name] for name in ("replicas", "optimizer", "waiting"))
+    return replace(closed, terms=dict.fromkeys(closed.terms, 0.0) | {"compute": ends_s + others})
+
+
+def best_of_all(workload: Plain, on: Cluster, asked: Asked, habits: Habits) -> float | None:
+    """The objective of the best, or None where nothing fits."""
+    found = []
+    for batch in asked.batches(workload):
+        for made in arrangements(workload, on, asked, batch):
+            if cost(workload, on, made, habits).most.total <= on.device.memory_bytes:
+                each = by_the_obvious_way(made, workload, on, habits)
+                found.append(key_of(made, each, workload, asked)[0])
+    return min(found, default=None)
+
+
+INSTANCES = st.builds(
+    Plain,
+    milliseconds=st.lists(st.sampled_from((0.5, 1.0, 2.0, 5.0)), min_size=1, max_size=4).map(tuple),
+    parameters=st.sampled_from((100, 4000)),
+    saved_bytes=st.sampled_from((10, 2000)),
+    output_bytes=st.sampled_from((1, 200)),
+    fixed_ms=st.sampled_from((0.0, 0.7)),
+    global_batch=st.sampled_from((1, 4, 6)),
+)
+CLUSTERS = st.builds(
+    cluster,
+    hosts=st.sampled_from((1, 2)),
+    per_host=st.sampled_from((1, 2, 3)),
+    memory_bytes=st.sampled_from((30e3, 200e3, 1e9)),
+    bytes_per_s=st.sampled_from((1e6, 1e9)),
+)
+HABITS = st.builds(Habits, overlap=st.sampled_from((0.0, 0.6)), send_overlap=st.sampled_from((0.0, 0.8)))
+
+
+def test_nor_where_the_batch_may_vary() -> None:
+    workload, on = Plain(milliseconds=(1.0, 2.0), fixed_ms=0.7, global_batch=2), cluster(per_host=2)
+    test_nothing_is_better_than_what_is_found.hypothesis.inner_test(workload, on, Habits(), "goodput")
+
+
+@settings(max_examples=10)
+@given(INSTANCES, CLUSTERS, HABITS, st.sampled_from(("throughput", "memory")))
+def test_nothing_is_better_than_what_is_found(
+    workload: Plain, on: Cluster, habits: Habits, objective: Objective
+) -> None:
+    asked = Asked(objective=objective, noise_scale=10.0, simulated=ALL)
+    found = search(workload, on, asked, habits).plans
+    best = best_of_all(workload, on, asked, habits)
+    assert (best is None) == (not found)
+    if found and best is not None:
+        # the schedule's simulation counts in whole nanoseconds, of steps of milliseconds with up to a hundred actions
+        assert key(found[0], workload, asked)[0] == pytest.approx(best, rel=1e-4)
+
+
+@settings(max_examples=25)
+@given(INSTANCES, CLUSTERS, HABITS)
+def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, habits: Habits) -> None:
+    """With room for few, the same as the first of all."""
+    few, all_ = (Asked(simulated=count) for count in (1, ALL))
+    kept, first = search(workload, on, few, habits), search(workload, on, all_, habits)
+    assert len(kept.plans) == min(1, len(first.plans))
+    if kept.plans:
+        closed = [cost(workload, on, plan.arrangement, habits).step_s for plan in (*kept.plans, *first.plans)]
+        assert closed[0] <= min(closed) * (1 + TIE)
+
+
+def test_all_that_is_proposed_is_carried() -> None:
+    """By the engine that the plan names; nothing is started."""
+    workload = Plain(milliseconds=(1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 3.0, 1.0), parameters=16, global_batch=16)
+    hidden = Habits(send_overlap=1.0)  # so that 1F1B waits for messages where GPipe does not
+    found = search(workload, cluster(hosts=2, per_host=4), Asked(simulated=3000), hidden).plans
+    model = [layer for _ in range(4) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU())]
+    data = torch.zeros(64, 4), torch.zeros(64, 4)
+    program = Program(
+        model=lambda: torch.nn.Sequential(*model),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        train=data,
+        global_batch_size=16,
+    )
+    kinds = {kind(plan.arrangement): plan for plan in found}
+    assert {each[0] for each in kinds} == {"1f1b", "gpipe", "zero-bubble", "interleaved"}
+    assert {each[1] for each in kinds} == {"none", "full", "stage"}
+    assert {each[3] for each in kinds} == {False, True}
+    for plan in kinds.values():
+        assert plan.strategy is not None
+        assert plan.strategy.workers == plan.arrangement.workers
+        if carried.engine_of(plan.arrangement, 8) == "local":
+            check(program, plan.strategy, engine="local", steps=1)
+
+
+def kind(made: Arrangement) -> tuple[object, ...]:
+    """What is refused or not together, whatever the sizes."""
+    several = tuple(size > 1 for size in (made.replicas, made.shards, made.micro_batches))
+    return made.schedule, made.recompute, made.divided, bool(made.copies), several
+
+
+def test_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = torch.zeros(64, 4), torch.zeros(64, 4)
+    program = Program(
+        model=lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)),
+        loss=torch.nn.functional.mse_loss,
+        optimizer=torch.optim.SGD,
+        train=data,
+        global_batch_size=16,
+    )
+    workload = Plain(milliseconds=(1.0, 1.0), global_batch=16)
+    found = search(workload, cluster(per_host=4), Asked(simulated=1000, engine="distributed")).plans
+    assert {plan.arrangement.divided for plan in found} == {0, 1, 3}
+    for plan in found:
+        assert plan.strategy is not None
+        workers = str(plan.strategy.workers)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", workers), ("LOCAL_WORLD_SIZE", workers)):
+            monkeypatch.setenv(name, value)
+        check(program, plan.strategy, engine="distributed", steps=1)
+
+
+def test_what_gpus_do_not_have_yet_is_proposed_only_when_asked_for() -> None:
+    workload, on = Plain(), cluster()
+    on = replace(on, device=replace(on.device, kind="cuda"))
+    built, all_ = (search(workload, on, Asked(unbuilt=unbuilt, simulated=ALL)).plans for unbuilt in (False, True))
+    assert all(plan.arrangement.shards == 1 and plan.arrangement.divided == 0 for plan in built)
+    assert any(plan.arrangement.shards > 1 for plan in all_)
+    assert {plan.strategy.device for plan in built if plan.strategy} == {"cuda"}
+
+
+def test_nothing_fits() -> None:
+    assert search(Plain(), cluster(memory_bytes=10.0)).plans == ()
+
+
+def test_batches_that_go_with_replicas() -> None:
+    """Of one replica 8 samples: 4 replicas make 32 of them in no more time than one."""
+    best = search(Plain(), cluster(bytes_per_s=1e12, latency_s=0.0), Asked(fixed="replica")).plans[0]
+    assert best.arrangement.samples == 8 * best.arrangement.replicas
+    assert best.arrangement.replicas == 4
+
+
+def test_goodput_prefers_a_batch_as_large_as_its_noise_allows() -> None:
+    """A fixed part of 10 ms a step favours large batches; a small noise scale says that they are worth little."""
+    workload, on = Plain(fixed_ms=10.0), cluster(per_host=1, memory_bytes=1e9)
+    small, large = (
+        search(workload, on, Asked(objective="goodput", noise_scale=x)).plans[0].arrangement.samples for x in (1, 1e5)
+    )
+    assert small < large
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ({"objective": "speed"}, "unknown objective"),
+        ({"objective": "goodput"}, "write noise_scale=1000"),
+        ({"noise_scale": -1.0}, "0 samples or more"),
+        ({"workers": 0}, "write workers=1 or more"),
+        ({"memory_bytes": 0.0}, "holds nothing"),
+    ],
+)
+def test_refusals(words: dict[str, object], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        Asked(**words)  # type: ignore[arg-type]
+
+
+def test_no_torch() -> None:
+    code = "import sys, paceline.plan.searching.search; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.strip() == "False", done.stderr
