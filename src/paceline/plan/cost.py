@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from paceline.core.types import Seconds
 from paceline.plan.base import Arrangement, Cost, LayerCost, Workload
 from paceline.plan.cluster import Cluster, Group
-from paceline.plan.division import Division, Stage, busiest, divide, layer_s, layers_of, turns
+from paceline.plan.division import Division, Stage, busiest, distinct, divide, layer_s, layers_of, turns
 from paceline.plan.habits import Habits
-from paceline.plan.held import held_by
+from paceline.plan.held import held_by_all
 
 
 def cost(
@@ -46,20 +46,19 @@ def cost(
         division = divide(layers, [layer_s(layer, cluster, arrangement) for layer in layers], cluster, arrangement)
     layers, row = division.layers, division.row
     most = busiest(row, arrangement)
-    held = tuple(
-        held_by(stage, j, workload, arrangement, habits, last=j == len(row) - 1) for j, stage in enumerate(row)
-    )
+    kinds = distinct(row)
     own = turns(arrangement, most)
     terms = {
         "compute": own * (row[most].forward_s + row[most].backward_s),
         "shards": own * row[most].calls_s,
         "bubble": bubble_s(row, arrangement),
         "stages": messages_s(row, arrangement, cluster, habits),
-        "replicas": max(replicas_s(stage, workload, arrangement, cluster, habits) for stage in row)
+        "replicas": max(replicas_s(stage, workload, arrangement, cluster, habits) for stage in kinds)
         + tied_s(division, workload, arrangement, cluster),
-        "optimizer": max(optimizer_s(stage, workload, arrangement, cluster) for stage in row),
+        "optimizer": max(optimizer_s(stage, workload, arrangement, cluster) for stage in kinds),
         "waiting": habits.step_s + habits.micro_batch_s * arrangement.micro_batches,
     }
+    held = held_by_all(row, workload, arrangement, habits)
     return Cost(terms, held, sent_bytes(row, layers, workload, arrangement), division.cuts)
 
 

@@ -7,7 +7,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import ceil
@@ -82,12 +82,25 @@ def _twice(layer: LayerCost) -> LayerCost:
 
 
 def stages(layers: Sequence[LayerCost], cuts: Sequence[int], arrangement: Arrangement, cluster: Cluster) -> list[Stage]:
-    """What each stage has of the layers between the cuts; with v chunks every p-th part."""
+    """What each stage has of the layers between the cuts; with v chunks every p-th part.
+
+    Layers that are alike are one object, and so are then stages that have as many of them.
+    """
     ends = [0, *cuts, len(layers)]
     parts = [layers[start:end] for start, end in pairwise(ends)]
     received = [0, *(layers[cut - 1].output_bytes for cut in cuts)]
-    p = arrangement.stages
-    return [stage(parts[j::p], received[j::p], arrangement, cluster) for j in range(p)]
+    p, made, row = arrangement.stages, dict[Hashable, Stage](), list[Stage]()
+    for j in range(p):
+        own = tuple(tuple(map(id, part)) for part in parts[j::p]), tuple(received[j::p])
+        if own not in made:
+            made[own] = stage(parts[j::p], received[j::p], arrangement, cluster)
+        row.append(made[own])
+    return row
+
+
+def distinct(row: Sequence[Stage]) -> Sequence[Stage]:
+    """Each once."""
+    return list({id(stage): stage for stage in row}.values())
 
 
 def stage(

@@ -14,6 +14,18 @@ from paceline.plan.division import Stage, copies_of, turns
 from paceline.plan.habits import Habits
 
 
+def held_by_all(row: Sequence[Stage], workload: Workload, arrangement: Arrangement, habits: Habits) -> tuple[Held, ...]:
+    """By a worker of each stage; what is alike for several is counted once."""
+    made, found = dict[tuple[int, float, bool], Held](), list[Held]()
+    for j, stage in enumerate(row):
+        last = j == len(row) - 1
+        alike = id(stage), in_flight(arrangement, j), last
+        if alike not in made:
+            made[alike] = held_by(stage, j, workload, arrangement, habits, last=last)
+        found.append(made[alike])
+    return tuple(found)
+
+
 def held_by(stage: Stage, j: int, workload: Workload, arrangement: Arrangement, habits: Habits, *, last: bool) -> Held:
     """What a worker of stage j holds at the most."""
     numerics, size, among = workload.numerics, stage.parameters, arrangement.replicas * arrangement.context
