@@ -22,7 +22,7 @@ def page(rows: Sequence[Row]) -> str:
     """The whole text."""
     head = ("devices", "looked at", "seconds", "of a processor", "memory, MB", "best")
     lines = [_line(row) for row in sorted(rows, key=lambda row: (int(row["devices"]), row["unbuilt"]))]
-    return "\n".join([HEAD, grid(head, lines), f"\nBeside other work, on {told(rows)}.\n"])
+    return "\n".join([HEAD, grid(head, lines), f"\nOn {told(rows)}.\n"])
 
 
 def _line(row: Row) -> tuple[str, ...]:
