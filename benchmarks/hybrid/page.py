@@ -89,7 +89,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[str]:
     for count in sorted({_mesh(row).workers for row in rows}):
         some = [row for row in _sorted(rows) if _mesh(row).workers == count]
         shared = any(count > int(row["cores"]) for row in some)
-        rule = f"They share {some[0]['cores']} cores, so no step is quicker; what is held and sent stays true.\n\n"
+        rule = f"They share {some[0]['cores']} cores: more of them are no faster; what is held and sent stays true.\n\n"
         yield f"### {count} workers\n\n{rule if shared else ''}{_table(some)}\n"
 
 
