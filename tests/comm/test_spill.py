@@ -1,11 +1,14 @@
 """Where tensors lie: in memory while there is plenty, then on disk."""
 
+import mmap
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from paceline.comm.segments import Segment
+from paceline.comm.shipping import ship
 from paceline.comm.spill import LEAST_BYTES, Spill
 
 ELEMENTS = LEAST_BYTES // 4
@@ -93,3 +96,20 @@ def test_what_is_filled_is_written_out(folder: Path) -> None:
     spill.settle()
     assert not dirty_bytes(second)
     assert dirty_bytes(spill.copy(second)) == 0, "a copy is written out as it is made"
+
+
+def test_a_parcel_of_many_small_arrays_is_written_out_on_its_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    class Told(Segment):
+        """Says how often its pages were asked for, which is to write them out."""
+
+        @property
+        def pages(self) -> mmap.mmap:
+            asked.append(self.size_bytes)
+            return super().pages
+
+    monkeypatch.setattr("paceline.comm.spill.Segment", Told)
+    monkeypatch.setattr("paceline.comm.shipping.PIECE_BYTES", LEAST_BYTES)
+    ship([torch.randn(ELEMENTS // 4) for _ in range(16)], Spill(roomy_bytes=0)).close()
+    assert len(asked) == 4, "each of four MiB once"

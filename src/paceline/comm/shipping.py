@@ -16,6 +16,7 @@ import io
 import mmap
 import os
 import pickle
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -71,11 +72,13 @@ def ship(obj: object, spill: Spill | None = None) -> Parcel:
     try:
         with segment.buffer as target:
             _write(target, 0, memoryview(b"".join(n.to_bytes(_INT, "little") for n in (len(sizes), *sizes))))
-            for offset, part in zip(offsets, parts, strict=False):
-                for start in range(0, len(part), PIECE_BYTES):
-                    _write(target, offset + start, part[start : start + PIECE_BYTES])
-                    if len(part) >= PIECE_BYTES:
-                        segment.pages.flush()  # nothing to do where it lies in memory
+            unwritten = 0
+            for offset, piece in _pieces(offsets, parts):
+                _write(target, offset, piece)
+                unwritten += len(piece)
+                if unwritten >= PIECE_BYTES:
+                    segment.pages.flush()  # nothing to do where it lies in memory
+                    unwritten = 0
         return Parcel(os.dup(segment.fd))
     finally:
         segment.close()
@@ -160,6 +163,13 @@ def _offsets(sizes: list[int]) -> list[int]:
 
 def _write(target: memoryview, offset: int, part: memoryview) -> None:
     target[offset : offset + len(part)] = part
+
+
+def _pieces(offsets: Sequence[int], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """No larger than what is written out at once, each with where it goes."""
+    for offset, part in zip(offsets, parts, strict=False):
+        for start in range(0, len(part), PIECE_BYTES):
+            yield offset + start, part[start : start + PIECE_BYTES]
 
 
 def _number(view: memoryview, offset: int) -> int:

@@ -59,10 +59,11 @@ def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -
         biased: whether they were made at different A.
 
     Returns:
-        None where there is but one gradient, which tells nothing of noise.
+        None where but one gradient counts, which tells nothing of noise.
 
     >>> observation([Part(1, 0.5, 4.0), Part(1, 0.5, 0.0)], 1.0)
     Observation(noise=2.0, signal=0.0, samples=2, biased=False)
+    >>> observation([Part(1, 1.0, 4.0), Part(1, 0.0, 0.0)], 4.0)
     """
     parts = [part for part in parts if part.samples]
     total = math.fsum(part.weight for part in parts)
@@ -72,7 +73,7 @@ def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -
     small = sum(share * part.square for share, part in zip(shares, parts, strict=True))
     of_small = math.fsum(share * part.pieces / part.samples for share, part in zip(shares, parts, strict=True))
     of_large = math.fsum(share**2 / part.samples for share, part in zip(shares, parts, strict=True))
-    if sum(part.pieces for part in parts) < 2:
+    if of_small <= of_large:
         return None
     large = square / total**2
     noise = (small - large) / (of_small - of_large)
