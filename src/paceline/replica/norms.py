@@ -14,7 +14,7 @@ WARM_STEPS = 5
 
 ROW = 1024
 """Elements whose squares are added in their own precision, before float64 adds the rest: as quick as one norm of all,
-which in float32 is wrong by 3.6e-4 at 10^7 elements where this is by 1e-9 (torch 2.13, one thread of a Xeon)."""
+which in float32 is wrong by 3.6e-4 at 10^7 elements where this is by 1e-9 (torch 2.13 on a CPU)."""
 
 Scales: TypeAlias = Sequence[Tensor]
 """What to divide by, for each vector of a state."""
