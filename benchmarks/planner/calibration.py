@@ -1,4 +1,4 @@
-"""How far off published runs are foretold from others: whole models, and whole sources, left out at a time.
+"""How far off published runs are foretold from others: models, sources, and drawn runs and models left out at a time.
 
     python benchmarks/planner/calibration.py
 
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,8 +34,14 @@ HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"
 WAYS: dict[str, Callable[[Row], object]] = {"model": lambda row: row.group, "source": lambda row: row.source}
 """What is left out together."""
-STEPS = {"model": 1, "source": 3}
-"""Of each of two rounds, from the calibration with all rows: those with nearly all of them end near it."""
+DRAWN: dict[str, tuple[Callable[[Row], object], float]] = {
+    "runs drawn": (lambda row: row.name, 0.25),
+    "models drawn": (lambda row: row.group, 0.2),
+}
+"""What is drawn, and which part of it."""
+DRAWS = 5
+STEPS = {"model": 1, "runs drawn": 1}
+"""Of each of two rounds, from the calibration with all rows: those with nearly all of them end near it; others 3."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,15 +60,25 @@ def write(data: Path, out: Path, *, again: bool) -> None:
     """The sheet and the page."""
     rows, sheet = read(data), Sheet(out / "results" / "calibration.csv", ("row_id", "left_out"))
     whole = calibrated(rows)
-    for way, key in WAYS.items():
-        for left in dict.fromkeys(map(key, rows)):
-            own = [row for row in rows if key(row) == left]
-            if again or any(sheet.find(row.name, way) is None for row in own):
-                for line in left_out(rows, own, whole, way):
-                    sheet.put(line)
+    for way, own in parts(rows):
+        if again or any(sheet.find(row.name, way) is None for row in own):
+            for line in left_out(rows, own, whole, way):
+                sheet.put(line)
     path = out / "calibration.md"
     path.write_text(page(sheet.rows, rows, whole, alone(rows)), encoding="utf-8")
     print(path)
+
+
+def parts(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+    """What is left out, and how that is called: each model, each source, and what is drawn, with a number."""
+    for way, key in WAYS.items():
+        for left in dict.fromkeys(map(key, rows)):
+            yield way, [row for row in rows if key(row) == left]
+    for way, (key, part) in DRAWN.items():
+        kinds = list(dict.fromkeys(map(key, rows)))
+        for draw in range(DRAWS):
+            left_out = set(Random(draw).sample(kinds, round(part * len(kinds))))
+            yield f"{way} {draw}", [row for row in rows if key(row) in left_out]
 
 
 def alone(rows: Sequence[Row]) -> dict[str, float]:
@@ -80,7 +97,7 @@ def of_data_sheets(case: Case) -> Cost:
 def left_out(rows: Sequence[Row], own: Sequence[Row], whole: Calibration, way: str) -> Iterator[dict[str, Any]]:
     """Some of the rows, foretold from all others."""
     others = [row for row in rows if row not in own]
-    times = calibrated(others, whole.deviations, steps=STEPS[way])
+    times = calibrated(others, whole.deviations, steps=STEPS.get(way.rstrip("0123456789 "), 3))
     memory = calibrated_memory(others)
     for row in own:
         yield line(row, times, memory, way)
@@ -98,6 +115,8 @@ def line(row: Row, times: Calibration, memory: MemoryCalibration, way: str) -> d
         "high_s": f"{found.high_s:.6g}",
         "measured_s": f"{row.step_s:.6g}" if row.step_s else "",
         "held_gib": f"{room.bytes / GIB:.5g}",
+        "low_gib": f"{room.low_bytes / GIB:.5g}",
+        "high_gib": f"{room.high_bytes / GIB:.5g}",
         "measured_gib": f"{row.held_bytes / GIB:.5g}" if row.held_bytes else "",
         "fits": "yes" if fits(asked, room) else "no",
     }

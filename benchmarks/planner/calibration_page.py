@@ -35,8 +35,8 @@ AIMS = """
 CORRECTIONS = """\
 ## What was learnt
 
-Ten corrections of all rows, as factors of what is expected of them (`paceline/plan/corrections.py`); what sources,
-frameworks and devices are off beside that is in effects, which are shrunk towards none.
+Ten corrections of all rows, as factors of what is expected of them (`paceline/plan/calibration/corrections.py`); what
+sources, frameworks and devices are off beside that is in effects, which are shrunk towards none.
 """
 DECISIONS = """\
 ## Which configuration is chosen
@@ -52,6 +52,12 @@ MEMORY = """\
 Of the worker that holds most, where a source says. Those of `korthikanti-mem` are their authors' count, not measured.
 """
 Key = TypeVar("Key", bound=Hashable)
+SPLITS = """\
+## Drawn at random
+
+Each drawn {draws} times and left out together, with a quarter of the runs and a fifth of the models of sources; sources
+one at a time. *By source* each source counts alike, however many runs it has.
+"""
 AIM_TIME, AIM_MEMORY = 0.09, 0.10
 AIMED = ("vtrain1", "vtrainN")
 SHRUNK = (0.95, 0.9, 0.85, 0.8)
@@ -85,6 +91,11 @@ class Pair(NamedTuple):
         """Of what it holds."""
         return abs(float(self.cells["held_gib"]) / float(self.cells["measured_gib"]) - 1)
 
+    @property
+    def memory_within(self) -> bool:
+        """Whether the interval of what it holds did."""
+        return float(self.cells["low_gib"]) <= float(self.cells["measured_gib"]) <= float(self.cells["high_gib"])
+
     def rate(self, column: str) -> float:
         """Samples in a second."""
         return (self.row.number("gbs") or 1.0) / float(self.cells[column])
@@ -94,7 +105,7 @@ def page(cells: Sequence[Cells], rows: Sequence[Row], whole: Calibration, alone:
     """The whole text."""
     by_name = {row.name: row for row in rows}
     known = [Pair(by_name[c["row_id"]], c, alone.get(c["row_id"])) for c in cells if c["row_id"] in by_name]
-    of = {way: [each for each in known if each.cells["left_out"] == way] for way in ("model", "source")}
+    of = _by(known, lambda each: each.cells["left_out"].rstrip("0123456789 "))
     timed = {way: [each for each in pairs if each.cells["measured_s"]] for way, pairs in of.items()}
     sources = len({row.source for row in rows})
     return "\n".join(
@@ -102,6 +113,9 @@ def page(cells: Sequence[Cells], rows: Sequence[Row], whole: Calibration, alone:
             HEAD.format(many=len(timed["model"]), sources=sources),
             times(timed),
             AIMS.format(aim=aim(timed["model"]), alone=sheets(timed["model"]), suspect=doubtful(timed["model"])),
+            SPLITS.format(draws=len({each.cells["left_out"] for each in of["models drawn"]})),
+            splits(of),
+            "",
             CORRECTIONS,
             corrections(whole.corrections),
             "",
@@ -120,7 +134,7 @@ def page(cells: Sequence[Cells], rows: Sequence[Row], whole: Calibration, alone:
 def times(timed: Mapping[str, Sequence[Pair]]) -> str:
     """A line for each source, and one for all."""
     head = ("source", "runs", "model: mean", "median", "within", "source: mean", "median", "within")
-    by_source = {way: _by(pairs, lambda each: each.row.source) for way, pairs in timed.items()}
+    by_source = {way: _by(timed[way], lambda each: each.row.source) for way in ("model", "source")}
     lines = [_line(name, pairs, by_source["source"][name]) for name, pairs in by_source["model"].items()]
     return grid(head, [*lines, _line("all", timed["model"], timed["source"])])
 
@@ -133,6 +147,25 @@ def _line(name: str, model: Sequence[Pair], source: Sequence[Pair]) -> tuple[obj
 def _figures(pairs: Sequence[Pair]) -> tuple[str, str, str]:
     errors = [each.error for each in pairs]
     return _percent(fmean(errors)), _percent(median(errors)), _percent(fmean(each.within for each in pairs))
+
+
+def splits(of: Mapping[str, Sequence[Pair]]) -> str:
+    """A line for each way to leave runs out."""
+    head = ("left out", "foretold", "mean", "median", "within", "by source: mean", "within", "memory: mean", "within")
+    return grid(head, [_split(way, pairs) for way, pairs in of.items()])
+
+
+def _split(way: str, pairs: Sequence[Pair]) -> tuple[object, ...]:
+    timed = [each for each in pairs if each.cells["measured_s"]]
+    held = [each for each in pairs if each.cells["measured_gib"]]
+    by_source = list(_by(timed, lambda each: each.row.source).values())
+    alike = (
+        fmean(fmean(each.error for each in own) for own in by_source),
+        fmean(fmean(each.within for each in own) for own in by_source),
+        fmean(each.memory_error for each in held),
+        fmean(each.memory_within for each in held),
+    )
+    return (way, len(timed), *_figures(timed), *map(_percent, alike))
 
 
 def aim(pairs: Sequence[Pair]) -> str:

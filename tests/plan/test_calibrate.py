@@ -1,6 +1,7 @@
 """Calibrations learn what rows were made with, and published runs are foretold within the aims."""
 
-from math import log
+from dataclasses import replace
+from math import exp, log
 from pathlib import Path
 from statistics import fmean
 
@@ -51,10 +52,21 @@ def test_an_interval_holds_nine_of_ten(learnt_rows: list[Row]) -> None:
     assert all(each.low_s < each.step_s < each.high_s for each, _ in forecasts)
 
 
+def test_a_source_whose_models_disagree_has_wider_intervals_for_one_that_nobody_saw() -> None:
+    off = {"gpt-12-1024": 0.5, "gpt-12-2048": -0.5, "gpt-24-1024": 0.5, "gpt-24-2048": -0.5}
+    calm, torn = timed(grid("calm"), Corrections()), timed(grid("torn"), Corrections())
+    torn = [Row({**r.told, "step_time_s": repr((r.step_s or 0.0) * exp(off[r.model]))}) for r in torn]
+    found = calibrated(calm + torn)
+    new = {"model": "gpt-18-1536", "layers": 18, "hidden": 1536, "n_devices": 8, "dp": 8, "tp": 1, "pp": 1}
+    asked = [row("a", source_id=source, mbs=1, ga=8, gbs=64, **new) for source in ("calm", "torn")]
+    widths = [log(each.high_s / each.low_s) for each in map(found.forecast, asked)]
+    assert widths[1] > 1.5 * widths[0]
+
+
 def test_a_source_that_nobody_saw_has_a_wider_interval(learnt_rows: list[Row]) -> None:
     found = calibrated(learnt_rows)
     known, unknown = (found.forecast(blank(each)) for each in (learnt_rows[0], grid("new", hw="V100-32GB")[0]))
-    assert unknown.high_s / unknown.low_s > 2 * known.high_s / known.low_s
+    assert log(unknown.high_s / unknown.low_s) > 5 * log(known.high_s / known.low_s)
 
 
 def test_beyond_eight_times_as_many_devices_the_interval_is_wider(learnt_rows: list[Row]) -> None:
@@ -68,23 +80,30 @@ def test_beyond_eight_times_as_many_devices_the_interval_is_wider(learnt_rows: l
     assert widths == [1.0, 1.0, 2.0]
 
 
+def test_beyond_eight_times_as_large_a_model_the_interval_is_wider(learnt_rows: list[Row]) -> None:
+    found = calibrated(learnt_rows)
+    named = [row("far", n_params=1e9 * times, n_devices=8) for times in (1, EXTRAPOLATED, EXTRAPOLATED**2)]
+    assert [replace(found, most_active=1e9).beyond(each) for each in named] == [1.0, 1.0, 2.0]
+
+
 def test_too_few_rows_are_refused() -> None:
     with pytest.raises(InputError, match="2 rows tell step_time_s; write a calibration file with at least 3"):
         calibrated(timed(grid()[:2], Corrections()))
 
 
 def test_traits_have_a_value_for_each_scale() -> None:
-    assert len(traits(grid()[0]).keys) == len(SCALES.keys)
+    assert len(traits(grid()[0], 0.1).keys) == len(SCALES.keys)
 
 
 # -------------------------------------------------------------------------------------------------------------- effects
 
 TWO = Scales({"source": 1.0}, like=0.0, noise=0.1)
+OWN = Scales({"source": 0.0}, like=0.0, noise=0.1, own=1.0)
 
 
 def of_source(name: str) -> Traits:
     """A row without any other trait."""
-    return Traits((name,), name, (0.0,))
+    return Traits((name,), name, (0.0,), 0.1)
 
 
 def effects(many: int) -> Effects:
@@ -107,13 +126,61 @@ def test_what_nobody_saw_has_no_effect_and_all_deviation() -> None:
 def test_left_out_is_what_others_alone_foretell() -> None:
     errors = np.array([0.1, 0.4, -0.2, 0.3])
     rows = [of_source("a"), of_source("a"), of_source("b"), of_source("a")]
-    found, deviations = Effects(rows, errors, np.full(4, 0.01), TWO).left_out()
+    found, deviations = Effects(rows, errors, np.full(4, 0.01), TWO).left_out(range(4))
     for at in range(4):
         others = [each for each in range(4) if each != at]
         alone = Effects([rows[i] for i in others], errors[others], np.full(3, 0.01), TWO)
         foretold, deviation = alone.of(rows[at])
         assert found[at] == pytest.approx(errors[at] - foretold, rel=1e-9)
         assert deviations[at] == pytest.approx(deviation, rel=1e-9)
+
+
+def test_left_out_together_is_what_those_of_other_kinds_foretell() -> None:
+    errors = np.array([0.1, 0.4, -0.2, 0.3])
+    rows = [of_source("a"), of_source("a"), of_source("b"), of_source("a")]
+    found, deviations = Effects(rows, errors, np.full(4, 0.01), TWO).left_out(["x", "y", "y", "x"])
+    for at, others in enumerate(([1, 2], [0, 3], [0, 3], [1, 2])):
+        foretold, deviation = Effects([rows[i] for i in others], errors[others], np.full(2, 0.01), TWO).of(rows[at])
+        assert found[at] == pytest.approx(errors[at] - foretold, rel=1e-9)
+        assert deviations[at] == pytest.approx(deviation, rel=1e-9)
+
+
+def test_what_a_source_has_of_its_own_shows_as_far_as_a_row_hangs_on_it() -> None:
+    known = [of_source("a")._replace(slopes=(1.0, 0.0))] * 100
+    effects = Effects(known, np.full(100, 0.5), np.full(100, 0.01), OWN)
+    for slopes, share in (((1.0, 0.0), 1.0), ((0.5, 0.0), 0.5), ((0.0, 1.0), 0.0)):
+        found, deviation = effects.of(of_source("a")._replace(slopes=slopes))
+        # A deviation of 0.5 of the first correction, found from a hundred rows; nothing is known of the second.
+        assert found == pytest.approx(0.5 * share, abs=1e-3)
+        assert (deviation > 1.0) == (share == 0.0)
+    assert effects.of(of_source("b")._replace(slopes=(1.0, 0.0)))[0] == 0.0
+
+
+def test_the_effect_of_a_device_shows_as_far_as_a_row_computes() -> None:
+    scales = Scales({"family": 1.0}, like=0.0, noise=0.1, device="family")
+    effects = Effects([of_source("a")._replace(share=0.5)] * 100, np.full(100, 0.2), np.full(100, 0.01), scales)
+    # A device slower by 0.4 where it computes half of the time.
+    for share in (0.0, 0.5, 1.0):
+        assert effects.of(of_source("a")._replace(share=share))[0] == pytest.approx(0.4 * share, abs=1e-3)
+
+
+def test_a_device_computes_in_what_a_step_does_not_wait() -> None:
+    computing = {
+        "layers": 24,
+        "hidden": 4096,
+        "mbs": 16,
+        "gbs": 128,
+        "ga": 1,
+        "n_devices": 8,
+        "dp": 8,
+        "tp": 1,
+        "pp": 1,
+    }
+    waiting = {**computing, "layers": 12, "hidden": 256, "mbs": 1, "gbs": 8}
+    rows = [row(str(at), **each) for at, each in enumerate((computing, waiting, computing))]
+    found = calibrated(timed(rows, Corrections())).effects.traits
+    assert 0.8 < found[0].share <= 1.0
+    assert 0.0 <= found[1].share < 0.2
 
 
 def test_a_row_far_off_its_like_gets_more_noise_and_others_do_not() -> None:

@@ -4,18 +4,22 @@ import csv
 import io
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
 from paceline.plan.calibration import work
 from paceline.plan.calibration.calibrate_memory import Room
 from paceline.plan.calibration.cases import Case
 from paceline.plan.calibration.corrections import Corrections
-from paceline.plan.calibration.published import precision, shape
+from paceline.plan.calibration.frameworks import precision
+from paceline.plan.calibration.published import shape
 from paceline.plan.calibration.rows import GIB, Row, read
-from paceline.plan.predict import OUTCOMES, blank, fits, main
+from paceline.plan.predict import OUTCOMES, Foreteller, blank, fits, main
 from tests.plan.published_rows import COLUMNS, grid, row, timed
 
 ROOT = Path(__file__).parents[2] / "src"
@@ -101,10 +105,14 @@ def test_a_device_with_less_memory_than_is_needed_is_foretold(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model\ngpt\n", "has a row without row_id"),
+        ("", "has no column row_id"),
+        ("model\ngpt\n", "has no column row_id"),
+        ("row_id,model\n,gpt\n", "has a row without row_id"),
         ("row_id\na\na\n", "has two rows a; write a name of its own"),
         ("row_id,n_devices\na,many\n", "row a: n_devices = 'many' is no number"),
         ("row_id,n_devices\na,inf\n", "row a: n_devices = 'inf' is no number"),
+        ("row_id,mbs\na,-1\n", "row a: mbs = '-1' is not from 0 to 1e+07"),
+        ("row_id,hidden\na,4096\nb,1e300\n", "row b: hidden = '1e300' is not from 0 to 1e+06"),
     ],
 )
 def test_files_that_are_refused(measured: Path, capsys: pytest.CaptureFixture[str], text: str, message: str) -> None:
@@ -113,6 +121,36 @@ def test_files_that_are_refused(measured: Path, capsys: pytest.CaptureFixture[st
     assert main([str(path), "--calibrate", str(measured)]) == 2
     found = capsys.readouterr()
     assert message in found.err
+    assert found.out == ""
+
+
+CELLS = ("", "0", "1", "3", "16", "0.5", "64", "4096", "fp8", "full", "A100", "?", "gpipe", "torchtitan (FSDP2)")
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_stands_in_cells_has_an_answer_or_a_reason(foreteller: Foreteller, data: st.DataObject) -> None:
+    columns = data.draw(st.dictionaries(st.sampled_from(sorted(STRANGE[0].told)), st.sampled_from(CELLS), max_size=4))
+    asked = Row({**data.draw(st.sampled_from(STRANGE)).told, **columns, "row_id": "a"})
+    reason = _refusal(foreteller, asked)
+    assert not reason or reason.startswith("row a: ")
+
+
+def _refusal(foreteller: Foreteller, asked: Row) -> str:
+    """Empty where there is an answer."""
+    try:
+        line, forecast = foreteller.line(asked), foreteller.times.forecast(blank(asked))
+    except InputError as error:
+        return str(error)
+    assert 0 < float(line.step_time_s) < inf
+    assert 0 < float(line.mem_gib) < inf
+    assert 0 < forecast.low_s < forecast.step_s < forecast.high_s
+    return ""
+
+
+@pytest.fixture(scope="module")
+def foreteller(measured: Path) -> Foreteller:
+    return Foreteller.of(read(measured))
 
 
 def test_a_calibration_without_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

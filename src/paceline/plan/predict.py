@@ -110,10 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calibrate", type=Path, required=True, metavar="FILE.csv", help="rows that were measured")
     asked = parser.parse_args(arguments)
     try:
-        write(lines(read(asked.file), read(asked.calibrate)), sys.stdout)
+        found = list(lines(read(asked.file), read(asked.calibrate)))
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
+    write(found, sys.stdout)
     return 0
 
 

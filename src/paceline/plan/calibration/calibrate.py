@@ -6,23 +6,25 @@
                        corrections.py                effects.py
 
 Both are found together: the corrections by generalised least squares with the effects integrated out, and pulled
-towards 1 by what is expected of them. Rows without a shape are computed from their operations alone (work.py). How far
-off a forecast may lie comes from the rows themselves, each foretold by all the others.
+towards 1 by what is expected of them. A source may deviate from the corrections of all (effects.py). Rows without a
+shape are computed from their operations alone (work.py). How far off a forecast may lie comes from the rows themselves,
+foretold by others (intervals.py).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, log2
+from math import exp, inf, log2
 
 import numpy as np
 
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.plan.calibration import published, work
+from paceline.plan.calibration import frameworks, machines, published, work
 from paceline.plan.calibration.cases import Case
 from paceline.plan.calibration.corrections import SPREADS, Corrections, predicted
 from paceline.plan.calibration.effects import Array, Effects, Scales, Traits
-from paceline.plan.calibration.mixed import Mixed, width
+from paceline.plan.calibration.intervals import Intervals, intervals
+from paceline.plan.calibration.mixed import Mixed, sloped, straight
 from paceline.plan.calibration.rows import Row
 
 SCALES = Scales(
@@ -32,14 +34,19 @@ SCALES = Scales(
         "framework": 0.3,
         "source": 0.15,
         "framework, family and precision": 0.25,
-        "model of a source": 0.05,
+        "model of a source": 0.1,
         "precision": 0.2,
         "with a shape or without": 0.3,
     },
     like=0.1,
     noise=0.05,
+    own=1.0,
+    device="family",
 )
 """Of logarithms of times: devices and frameworks differ most, models of one source least."""
+
+DEVICE = [-(name in ("products", "bytes")) / spread for name, spread in zip(Corrections.names(), SPREADS, strict=True)]
+"""Of each slope: what it says of the share of a step in which a device computes, and does not wait."""
 
 REACHES = np.array([1.5, 1.0, 1.0, 1.0, 2.0, 2.0])
 """Doublings of words in a micro-batch, hidden, shards, stages, replicas and micro-batches, within which rows of a
@@ -47,6 +54,9 @@ source are alike."""
 
 UTILISATION = 0.4
 """Of the data sheet's operations, for what has no shape: the middle of what rows of many frameworks tell."""
+
+PRODUCTS = 0.5
+"""Of the time of what has no shape at 16 bits: what takes less with fewer bits."""
 
 
 @dataclass(frozen=True)
@@ -61,24 +71,25 @@ class Forecast:
     """Where the width of the interval comes from."""
 
 
-def traits(row: Row) -> Traits:
-    """What a row may have in common with others."""
-    told = published.precision(row)
+def traits(row: Row, noise: float) -> Traits:
+    """What a row may have in common with others, without its slopes."""
+    told = frameworks.precision(row)
     kind = published.shape(row) is None
     keys = ("", row.family, row.framework, row.source, (row.framework, row.family, told), row.group, told, kind)
     arrangement = published.arrangement(row)
     words = arrangement.micro_batch * row.whole("seq", 1) / arrangement.context
-    sizes = [words, row.whole("hidden", 1), arrangement.shards, arrangement.stages]
+    sizes = [words, work.hidden(row), arrangement.shards, arrangement.stages]
     sizes += [arrangement.replicas, arrangement.micro_batches]
-    return Traits(keys, row.source, tuple(np.log2(sizes) / REACHES))
+    return Traits(keys, row.source, tuple(np.log2(sizes) / REACHES), noise, row.group)
 
 
 def by_operations(row: Row, told: dict[str, float]) -> Seconds:
     """Of a model without a shape: its operations over those of its devices."""
     arrangement = published.arrangement(row)
     batch = row.number("gbs") or arrangement.samples
-    done = published.device(row).flops_per_s * arrangement.workers * UTILISATION
-    return batch * work.flops(row, told) / done
+    done = machines.device(row).flops_per_s * arrangement.workers * UTILISATION
+    plain = machines.plain_flops_per_s(row) * arrangement.workers * UTILISATION
+    return batch * work.flops(row, told) * (PRODUCTS / done + (1 - PRODUCTS) / plain)
 
 
 def computed(row: Row, case: Case | None, corrections: Corrections, told: dict[str, float]) -> Seconds:
@@ -95,37 +106,47 @@ class Calibration:
         deviations: the same in standard deviations, to start another fit from.
         effects: of sources, frameworks and devices.
         told: operations by model, see :func:`paceline.plan.calibration.work.rates`.
-        width: how many of an effect's standard deviations hold nine of ten rows.
+        intervals: how wide they are.
         largest: devices of the largest row of each family.
+        most_active: parameters that a word goes through, of the largest model.
     """
 
     corrections: Corrections
     deviations: tuple[float, ...]
     effects: Effects
     told: dict[str, float]
-    width: float
+    intervals: Intervals
     largest: dict[str, float]
+    most_active: float
 
     def forecast(self, row: Row) -> Forecast:
         """Of a row, whatever it tells."""
-        off, deviation = self.effects.of(traits(row))
-        middle = computed(row, Case.of(row), self.corrections, self.told) * exp(off)
+        case, own = Case.of(row), traits(row, expected_noise(row, self.told))
+        found, slopes = straight(lambda x: logarithms([row], [case], x, self.told), np.array(self.deviations))
+        own = sloped(own, slopes[0], DEVICE)
+        off, deviation = self.effects.of(own)
+        middle = exp(found[0] + off)
         beyond = self.beyond(row)
-        half = self.width * deviation * beyond
+        half = self.intervals.width(own) * deviation * beyond
         return Forecast(middle, middle * exp(-half), middle * exp(half), self._why(beyond))
 
     def beyond(self, row: Row) -> float:
-        """1 within eight times the largest devices that were seen; one more for each eight times beyond."""
+        """1 within eight times as many devices, and eight times as large a model, as were seen; one more for each
+        eight times beyond."""
         ratio = row.whole("n_devices", 1) / self.largest.get(row.family, row.whole("n_devices", 1))
-        return max(1.0, log2(max(ratio, 1.0)) / log2(EXTRAPOLATED))
+        larger = work.active(row) / self.most_active if work.sized(row) else 1.0
+        return max(1.0, log2(max(ratio, larger, 1.0)) / log2(EXTRAPOLATED))
 
     def _why(self, beyond: float) -> str:
         rows = f"nine of ten of {len(self.effects.errors)} rows, each foretold by the others"
-        return rows if beyond == 1.0 else f"{rows}; {beyond:.1f} times as wide, as no row has nearly as many devices"
+        return rows if beyond == 1.0 else f"{rows}; {beyond:.1f} times as wide, as no row is nearly as large"
 
 
 DOUBTFUL = 0.5
 """Noise of a row whose source contradicts itself: a factor of 1.6 either way."""
+GUESSED, UNSIZED = 0.15, 1.0
+"""Noise of a row whose operations follow from active parameters (the root of the mean square of what seven mixtures'
+own numbers are off that), or from nothing: a factor of three."""
 EXTRAPOLATED = 8.0
 """Times the largest that was measured, from which on an interval is wider."""
 FEWEST = 3
@@ -148,15 +169,27 @@ def calibrated(rows: Sequence[Row], start: Sequence[float] | None = None, *, ste
         raise InputError(f"{len(used)} rows tell step_time_s; write a calibration file with at least {FEWEST}.")
     told, cases = work.rates(used), [Case.of(row) for row in used]
 
-    def logarithms(deviations: Array) -> Array:
-        corrections = Corrections.of(list(deviations))
-        return np.log([computed(row, case, corrections, told) for row, case in zip(used, cases, strict=True)])
-
     measured = np.log([row.step_s or 1.0 for row in used])
-    expected = np.array([DOUBTFUL if row.doubtful else SCALES.noise for row in used])
-    mixed = Mixed(logarithms, measured, [traits(row) for row in used], expected, SCALES)
+    common = [traits(row, expected_noise(row, told)) for row in used]
+    mixed = Mixed(lambda x: logarithms(used, cases, x, told), measured, common, SCALES, DEVICE)
     found, effects = mixed.fitted(np.zeros(len(SPREADS)) if start is None else np.array(start), steps)
-    return Calibration(Corrections.of(list(found)), tuple(found), effects, told, width(effects), _largest(used))
+    return Calibration(
+        Corrections.of(list(found)), tuple(found), effects, told, intervals(effects), _largest(used), _most(used)
+    )
+
+
+def logarithms(rows: Sequence[Row], cases: Sequence[Case | None], deviations: Array, told: dict[str, float]) -> Array:
+    """Of what is computed of each row with these deviations of the corrections."""
+    corrections = Corrections.of(list(deviations))
+    return np.log([computed(row, case, corrections, told) for row, case in zip(rows, cases, strict=True)])
+
+
+def expected_noise(row: Row, told: dict[str, float]) -> float:
+    """n of a row: more where its source contradicts itself, or its operations are guessed."""
+    found = DOUBTFUL if row.doubtful else SCALES.noise
+    if published.shape(row) or row.model.lower() in told:
+        return found
+    return max(found, GUESSED if work.sized(row) else UNSIZED)
 
 
 def _largest(rows: Sequence[Row]) -> dict[str, float]:
@@ -164,3 +197,7 @@ def _largest(rows: Sequence[Row]) -> dict[str, float]:
     for row in rows:
         found[row.family] = max(found.get(row.family, 0.0), float(row.whole("n_devices", 1)))
     return found
+
+
+def _most(rows: Sequence[Row]) -> float:
+    return max((work.active(row) for row in rows if work.sized(row)), default=inf)

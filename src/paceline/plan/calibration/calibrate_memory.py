@@ -5,7 +5,7 @@ else (libraries, a device's context, buffers of collectives, what the allocator 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 import numpy as np
@@ -15,8 +15,11 @@ from paceline.plan.calibration.calibrate import DOUBTFUL, traits
 from paceline.plan.calibration.cases import Case
 from paceline.plan.calibration.corrections import Corrections, predicted
 from paceline.plan.calibration.effects import Array, Effects, Scales
-from paceline.plan.calibration.mixed import Mixed, width
-from paceline.plan.calibration.published import arrangement, numerics
+from paceline.plan.calibration.frameworks import numerics
+from paceline.plan.calibration.intervals import Intervals, intervals
+from paceline.plan.calibration.machines import HOSTS
+from paceline.plan.calibration.mixed import Mixed, straight
+from paceline.plan.calibration.published import arrangement
 from paceline.plan.calibration.rows import GIB, Row
 
 SCALES = Scales(
@@ -32,12 +35,12 @@ SCALES = Scales(
     },
     like=0.1,
     noise=0.05,
+    own=2.0,
 )
 """Of logarithms: what is held can be counted, so sources differ less than in time."""
 
 DEVICE_CONTEXT_BYTES, HOST_CONTEXT_BYTES = 4 * GIB, 0.5 * GIB
 """Of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU."""
-HOSTS = ("A64FX", "CPU")
 SPREADS = (0.25, 0.2)
 """Of the logarithms of the context and of what activations take."""
 
@@ -59,22 +62,27 @@ class MemoryCalibration:
     Args:
         deviations: of context and activations, in standard deviations.
         effects: of sources, frameworks and devices.
-        width: how many of an effect's standard deviations hold nine of ten rows.
+        intervals: how wide they are.
     """
 
     deviations: Array
     effects: Effects | None
-    width: float
+    intervals: Intervals | None
 
     def forecast(self, row: Row) -> Room:
         """Of a row, whatever it tells."""
-        middle = held_bytes(row, Case.of(row), self.deviations)
-        off, deviation = self.effects.of(traits(row)) if self.effects else (0.0, _UNKNOWN)
-        middle, half = middle * exp(off), self.width * deviation
+        case = Case.of(row)
+        found, slopes = straight(lambda x: logarithms([row], [case], x), self.deviations)
+        off, half = 0.0, _UNKNOWN
+        if self.effects and self.intervals:
+            own = traits(row, SCALES.noise)._replace(slopes=tuple(slopes[0]))
+            off, deviation = self.effects.of(own)
+            half = self.intervals.width(own) * deviation
+        middle = exp(found[0] + off)
         return Room(middle, middle * exp(-half), middle * exp(half))
 
 
-_UNKNOWN = 0.2
+_UNKNOWN = 0.33
 """Where no row told: what counting alone is off in the rows that did (benchmarks/planner)."""
 
 
@@ -91,7 +99,8 @@ def held_bytes(row: Row, case: Case | None, deviations: Array) -> float:
 
 def _states(row: Row) -> float:
     """Of a model without a shape: bytes of its parameters, divided as far as its row says."""
-    many, of, at = work.whole(row), numerics(row, 0), arrangement(row)
+    many, at = work.whole(row), arrangement(row)
+    of = numerics(row, replace(at, divided=0))
     among = at.shards * at.stages * max(at.experts, at.replicas if at.divided == 3 else 1)
     return many / among * (of.total if at.divided == 0 else of.parameter + of.gradient)
 
@@ -126,13 +135,14 @@ def calibrated_memory(rows: Sequence[Row], *, steps: int = 5) -> MemoryCalibrati
     used = [row for row in rows if told[row.name]]
     cases = [Case.of(row) for row in used]
     if not used:
-        return MemoryCalibration(np.zeros(len(SPREADS)), None, 1.645)
-
-    def logarithms(deviations: Array) -> Array:
-        return np.log([held_bytes(row, case, deviations) for row, case in zip(used, cases, strict=True)])
-
+        return MemoryCalibration(np.zeros(len(SPREADS)), None, None)
     measured = np.array([log(told[row.name] or 1.0) for row in used])
-    expected = np.array([_noise(row) for row in used])
-    mixed = Mixed(logarithms, measured, [traits(row) for row in used], expected, SCALES)
+    common = [traits(row, _noise(row)) for row in used]
+    mixed = Mixed(lambda x: logarithms(used, cases, x), measured, common, SCALES)
     found, effects = mixed.fitted(np.zeros(len(SPREADS)), steps)
-    return MemoryCalibration(found, effects, width(effects))
+    return MemoryCalibration(found, effects, intervals(effects))
+
+
+def logarithms(rows: Sequence[Row], cases: Sequence[Case | None], deviations: Array) -> Array:
+    """Of what is counted of each row with these deviations of the corrections."""
+    return np.log([held_bytes(row, case, deviations) for row, case in zip(rows, cases, strict=True)])

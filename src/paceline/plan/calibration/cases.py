@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from paceline.plan.base import Arrangement, Cost, Numerics, Recomputed
-from paceline.plan.calibration import published
+from paceline.plan.calibration import frameworks, machines, published
 from paceline.plan.calibration.rows import Row
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import cost
@@ -28,6 +28,8 @@ class Case:
     arrangement: Arrangement
     cluster: Cluster
     numerics: Numerics
+    kernels: Kernels
+    """As expected of its device."""
     newer: bool
 
     @classmethod
@@ -39,9 +41,8 @@ class Case:
     @property
     def workload(self) -> DescribedWorkload:
         """Of it, as expected of its device."""
-        kernels = Kernels(fused_scores=self.newer, fused_loss=self.newer)
-        told = published.precision(self.row)
-        return DescribedWorkload(self.shape, self.cluster.device, 1, told, kernels=kernels, held_as=self.numerics)
+        told = frameworks.precision(self.row)
+        return DescribedWorkload(self.shape, self.cluster.device, 1, told, kernels=self.kernels, held_as=self.numerics)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -59,12 +60,14 @@ class Case:
 def _settled(row: Row, shape: Shape) -> Case:
     """With what the row leaves open: the first that fits, or the last."""
     found = published.arrangement(row)
-    where, divided = published.cluster(row), _levels(row, found.divided)
-    again: tuple[Recomputed, ...] = (found.recompute,) if _told(row) else ("none", "full")
+    where, divided = machines.cluster(row, found.workers), _levels(row, found.divided)
+    again: tuple[Recomputed, ...] = (found.recompute,) if _told(row) or frameworks.newer(row) else ("none", "full")
     for recompute, samples, level in product(again, _samples(row, found), divided):
         many = max(1, round(found.samples / found.replicas / samples))
         tried = replace(found, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
-        case = Case(row, shape, tried, where, published.numerics(row, level), published.newer(row))
+        case = Case(
+            row, shape, tried, where, frameworks.numerics(row, tried), frameworks.kernels(row), frameworks.newer(row)
+        )
         if case.cost(case.workload, where, Habits()).most.total < _FILLED * where.device.memory_bytes:
             break
     return case
@@ -74,7 +77,9 @@ def _levels(row: Row, told: int) -> tuple[int, ...]:
     """What may be divided among replicas: Megatron-Core's distributed optimizer is often written down as none."""
     if not row.text("zero"):
         return (0, 1, 3)
-    return (0, 1) if told == 0 and published.newer(row) else (told,)
+    if told == 3 and frameworks.keeps_whole(row):
+        return (1,)
+    return (0, 1) if told == 0 and frameworks.newer(row) else (told,)
 
 
 def _samples(row: Row, found: Arrangement) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ computed (blocks.py, cost.py), never on what comes out.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import exp
 
 from paceline.plan.base import Cost
@@ -45,6 +45,11 @@ class Corrections:
     """Of what attention that is fused gets of the rate of products."""
 
     @classmethod
+    def names(cls) -> list[str]:
+        """Of each, in order."""
+        return [each.name for each in fields(cls)]
+
+    @classmethod
     def of(cls, deviations: Sequence[float]) -> "Corrections":
         """From how many standard deviations each is off what is expected, in logarithms."""
         return cls(*(exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True)))
@@ -53,7 +58,6 @@ class Corrections:
 SPREADS = (0.08, 0.3, 0.5, 0.5, 0.15, 0.3, 0.2, 0.4, 0.4, 0.4)
 """Of the logarithm of each: what is expected of a device is known better than what a framework adds."""
 
-EXPECTED_KERNELS = Kernels()
 EXPECTED_HABITS = Habits(overlap=0.7, step_s=5e-3, micro_batch_s=2e-3)
 EXPECTED_INSIDE, EXPECTED_BETWEEN = 0.8, 0.7
 LATENCY_S, BETWEEN_LATENCY_S = 1.5e-5, 3e-5
@@ -69,14 +73,12 @@ def predicted(case: Case, corrections: Corrections) -> Cost:
 def kernels(case: Case, corrections: Corrections) -> Kernels:
     """Of its device."""
     return replace(
-        EXPECTED_KERNELS,
-        products=EXPECTED_KERNELS.products * corrections.products,
-        bytes=EXPECTED_KERNELS.bytes * corrections.bytes,
-        host_s=EXPECTED_KERNELS.host_s * corrections.host,
-        call_s=EXPECTED_KERNELS.call_s * corrections.call,
-        scores=EXPECTED_KERNELS.scores * corrections.scores,
-        fused_scores=case.newer,
-        fused_loss=case.newer,
+        case.kernels,
+        products=case.kernels.products * corrections.products,
+        bytes=case.kernels.bytes * corrections.bytes,
+        host_s=case.kernels.host_s * corrections.host,
+        call_s=case.kernels.call_s * corrections.call,
+        scores=case.kernels.scores * corrections.scores,
     )
 
 

@@ -16,6 +16,16 @@ from paceline.core.errors import InputError
 
 GIB = 2.0**30
 
+MOST_OF_ALL = 1e18
+MOST = {
+    "layers": 1e4,
+    "hidden": 1e6,
+    **dict.fromkeys(("heads", "vpp", "gpu_mem_gb", "peak_tflops", "tp", "dev_per_node"), 1e5),
+    **dict.fromkeys(("ffn", "vocab", "n_devices", "dp", "pp", "cp", "ep", "mbs", "ga"), 1e7),
+    **dict.fromkeys(("seq", "gbs"), 1e9),
+}
+"""What no row goes beyond: columns that were mixed up do."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -37,15 +47,22 @@ class Row:
         """The same as a number.
 
         Raises:
-            InputError: it is none.
+            InputError: it is none, below 0, or more than anything has.
         """
         text = self.text(column)
         try:
             found = float(text) if text else None
         except ValueError:
             found = inf
-        if found is not None and not isfinite(found):
+        if found is None:
+            return None
+        if not isfinite(found):
             raise InputError(f"row {self.name}: {column} = {text!r} is no number; write a number or leave it blank.")
+        most = MOST.get(column, MOST_OF_ALL)
+        if not 0 <= found <= most:
+            raise InputError(
+                f"row {self.name}: {column} = {text!r} is not from 0 to {most:g}; write what it was or leave it blank."
+            )
         return found
 
     def whole(self, column: str, otherwise: int) -> int:
@@ -116,7 +133,10 @@ def read(path: Path) -> list[Row]:
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = [Row(told) for told in csv.DictReader(file)]
+            table = csv.DictReader(file)
+            if "row_id" not in (table.fieldnames or ()):
+                raise InputError(f"{path} has no column row_id; write one with a name of its own for each row.")
+            rows = [Row({name: text for name, text in told.items() if name}) for told in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} can't be read ({error}); write the path of a CSV file.") from None
     _refuse(rows, path)

@@ -73,15 +73,50 @@ def active(row: Row) -> float:
     return float(mixture.group(1)) * 1e9 if mixture else whole(row)
 
 
+def sized(row: Row) -> bool:
+    """Whether anything says how large a model is.
+
+    >>> [sized(Row({"model": name})) for name in ("gpt-350m", "DeepSeekV3", "resnet50", "Abacus")]
+    [True, True, True, False]
+    """
+    name = row.model.lower()
+    named = any(each in name for each in (*ACTIVE, *FORWARD))
+    return named or bool(row.number("n_params") or _written(name))
+
+
+def hidden(row: Row) -> float:
+    """As told, or of a transformer with a hundredth as many layers, 12 layers · hidden² parameters.
+
+    >>> hidden(Row({"hidden": "4096"})), round(hidden(Row({"n_params": "8.05e9"})))
+    (4096.0, 4063)
+    """
+    return float(row.whole("hidden", 0)) or (100 * active(row) / 12) ** (1 / 3)
+
+
+def dense(row: Row) -> float | None:
+    """Parameters that a name tells, all of which each word goes through; None: it has experts, or tells no size.
+
+    >>> names = ("Nemotron-340B", "Qwen3_30B_a3B", "Mixtral 8x7B", "DeepSeekV3", "resnet50")
+    >>> [dense(Row({"model": name})) for name in names]
+    [340000000000.0, None, None, None, None]
+    """
+    name = row.model.lower()
+    experts = row.whole("ep", 1) > 1 or re.search(_EXPERTS, name) or any(each in name for each in ACTIVE)
+    return None if experts else _written(name)
+
+
+_EXPERTS = r"a\d+(\.\d+)?b|\d+x\d+|\d+e(?![a-z0-9])|moe"
+
+
 def whole(row: Row) -> float:
     """All parameters, as told or as the model's name says.
 
     >>> [whole(Row({"model": name})) for name in ("Qwen3_30B_a3B", "gpt-350m", "resnet")]
     [30000000000.0, 350000000.0, 1000000000.0]
     """
-    if row.number("n_params"):
-        return row.number("n_params") or UNKNOWN_PARAMETERS
-    written = re.search(r"(\d+(?:\.\d+)?)([bmt])(?![a-z0-9])", row.model.lower())
-    if not written:
-        return UNKNOWN_PARAMETERS
-    return float(written.group(1)) * {"m": 1e6, "b": 1e9, "t": 1e12}[written.group(2)]
+    return row.number("n_params") or _written(row.model.lower()) or UNKNOWN_PARAMETERS
+
+
+def _written(name: str) -> float | None:
+    found = re.search(r"(\d+(?:\.\d+)?)([bmt])(?![a-z0-9])", name)
+    return float(found.group(1)) * {"m": 1e6, "b": 1e9, "t": 1e12}[found.group(2)] if found else None

@@ -80,7 +80,7 @@ SHEETS: Mapping[str, Sheet] = {
     "A100-80GB-PCIe": _ampere(80, 1935, 32, 25, "NVIDIA A100 data sheet, PCIe 4.0, dense"),
     "H100-80GB": _hopper(80, 3350),
     "H100-94GB": _hopper(94, 3938),
-    "H100-96GB": _hopper(96, 3350),
+    "H100-96GB": _hopper(96, 2400),
     "H100-80GB-PCIe": _H100_PCIE,
     "H200-141GB": _hopper(141, 4800),
     "B200-180GB": _blackwell(2250, 9000, 180, 8000, 8, "NVIDIA DGX B200 data sheet, dense"),

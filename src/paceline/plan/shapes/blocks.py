@@ -1,4 +1,4 @@
-"""The layers of a transformer: seconds, parameters and bytes of an embedding, a block and a head on one device.
+"""A block of a transformer: its seconds, parameters and bytes on one device; what comes before and after is in ends.py.
 
 Letters: b samples, t shards, s sequence, h hidden, a heads, k heads of keys, d size of a head, f ffn, V vocab, e bytes
 of an element.
@@ -15,18 +15,16 @@ from paceline.plan.shapes.shape import Shape
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 30, 40
 """That a block starts in eager mode, as counted in Megatron's with fused masks and norms."""
-LOSS_BYTES = 36
-"""That head and loss read and write of each logit: to full precision, maximum, exponents, sum, and back."""
 
 
 def block(shape: Shape, device: Device, kernels: Kernels, part: Part) -> LayerCost:
     """Attention and an MLP."""
-    scores_s = attention_s(shape, device, kernels, part)
-    forward_s = scores_s + between_s(shape, device, kernels, part)
-    again_s = {"none": 0.0, "selective": scores_s, "full": forward_s}[part.recompute]
+    scores_s, others_s = attention_s(shape, device, kernels, part), between_s(shape, device, kernels, part)
+    forward_s = scores_s + others_s
+    again_s = {"none": 0.0, "selective": others_s / 2 if kernels.every_second else scores_s, "full": forward_s}
     calls = block_calls(shape, part)
     host_s, backward_host_s = hosts_s(kernels, part, len(calls))
-    backward_s = 2 * forward_s + again_s
+    backward_s = 2 * forward_s + again_s[part.recompute]
     return LayerCost(
         "block",
         slower_s(forward_s, host_s),
@@ -63,14 +61,14 @@ def between_s(shape: Shape, device: Device, kernels: Kernels, part: Part) -> Sec
 
 def hosts_s(kernels: Kernels, part: Part, calls: int) -> tuple[Seconds, Seconds]:
     """What starting the kernels takes, forward and backward with what it computes again."""
-    waits = calls * kernels.call_s * (part.shards / WHOLE_HOST) ** 3
+    waits = calls * kernels.call_s * min(1.0, part.shards / WHOLE_HOST) ** 3
     forward_s = kernels.host_s * FORWARD_KERNELS + waits
     again_s = forward_s if part.recompute == "full" else 0.0
     return forward_s, kernels.host_s * BACKWARD_KERNELS + waits + again_s
 
 
 WHOLE_HOST = 8
-"""Shards for which ``call_s`` stands."""
+"""Shards for which ``call_s`` stands; nothing is known of more, which are taken for as many."""
 
 
 def slower_s(device_s: Seconds, host_s: Seconds) -> Seconds:
@@ -125,14 +123,15 @@ def between_bytes(shape: Shape, part: Part) -> float:
     """Forward, beside products: norms, dropout and sums are b·s·h 14 times; heads laid out anew, the MLP's bend."""
     words, e = part.samples * shape.sequence, part.element_bytes
     divided = 3 * (shape.inner + 2 * shape.keys) + (3 if shape.gated else 2) * shape.width
-    return e * (14 * outer_elements(shape, part) + words * divided / part.shards)
+    cast = part.cast_bytes * words * (2 * shape.hidden + (shape.inner + shape.width) / part.shards)
+    return e * (14 * outer_elements(shape, part) + words * divided / part.shards) + cast
 
 
 def score_bytes(shape: Shape, kernels: Kernels, part: Part) -> float:
     """Forward, of what is no product: a softmax and dropout, each read and written, and its mask."""
     if kernels.fused_scores:
         return 0.0
-    return (4 * part.element_bytes + 1) * part.samples * shape.heads * shape.sequence**2 / part.shards
+    return (4 * part.element_bytes + part.mask_bytes) * part.samples * shape.heads * shape.sequence**2 / part.shards
 
 
 def block_calls(shape: Shape, part: Part) -> tuple[Call, ...]:
@@ -155,17 +154,26 @@ def saved_bytes(shape: Shape, kernels: Kernels, part: Part) -> int:
     """From forward to backward: with e = 2, ungated and t = 1 the 34·s·b·h + 5·a·s²·b of 2205.05198."""
     if part.recompute == "full":
         return round(outer_elements(shape, part) * part.element_bytes)
+    if part.recompute == "selective" and kernels.every_second:
+        return kept_bytes(shape, part)
     return whole_bytes(shape, kernels, part, scores=part.recompute == "none")
+
+
+def kept_bytes(shape: Shape, part: Part) -> int:
+    """Of every second product: what comes in, queries, values, one of the MLP's, its last; and what attention makes."""
+    words = part.samples * shape.sequence
+    divided = words * (2 * shape.inner + shape.keys + shape.width) / part.shards
+    return round(part.element_bytes * (2 * outer_elements(shape, part) + divided))
 
 
 def whole_bytes(shape: Shape, kernels: Kernels, part: Part, *, scores: bool) -> int:
     """What a block saves where it is not computed again."""
     e, words = part.element_bytes, part.samples * shape.sequence
-    masks = 0 if shape.gated else 2
+    masks = 0 if shape.gated else 2 * part.mask_bytes
     found = (4 * e + masks) * outer_elements(shape, part)
     found += e * words * (2 * shape.inner + 2 * shape.keys + (4 if shape.gated else 2) * shape.width) / part.shards
     if scores and not kernels.fused_scores:
-        found += (2 * e + 1) * part.samples * shape.heads * shape.sequence**2 / part.shards
+        found += (2 * e + part.mask_bytes) * part.samples * shape.heads * shape.sequence**2 / part.shards
     return round(found)
 
 
@@ -173,46 +181,9 @@ def working_bytes(shape: Shape, kernels: Kernels, part: Part) -> int:
     """While it is gone through backward: what is computed again, and gradients of its widest activations."""
     again = {"none": 0, "selective": 0, "full": whole_bytes(shape, kernels, part, scores=True)}[part.recompute]
     scores = part.samples * shape.heads * shape.sequence**2 / part.shards
-    if part.recompute == "selective" and not kernels.fused_scores:
-        again = round((2 * part.element_bytes + 1) * scores)
+    if part.recompute == "selective" and kernels.every_second:
+        again = whole_bytes(shape, kernels, part, scores=True) - kept_bytes(shape, part)
+    elif part.recompute == "selective" and not kernels.fused_scores:
+        again = round((2 * part.element_bytes + part.mask_bytes) * scores)
     widest = 2 * shape.width * part.samples * shape.sequence / part.shards + 2 * outer_elements(shape, part)
     return again + round(part.element_bytes * widest)
-
-
-def embedding(shape: Shape, device: Device, kernels: Kernels, part: Part) -> LayerCost:
-    """Looked up, summed with positions, dropout; backward adds to each word's row."""
-    elements = outer_elements(shape, part)
-    once_s = bytes_s(5 * part.element_bytes * elements, device, kernels)
-    words = round(shape.vocab * shape.hidden / part.shards)
-    return LayerCost(
-        "embedding",
-        max(once_s, 6 * kernels.host_s),
-        max(once_s, 6 * kernels.host_s),
-        parameters=words + (shape.embedding_parameters - shape.vocab * shape.hidden),
-        saved_bytes=round(elements * (part.element_bytes + (0 if shape.gated else 1))),
-        output_bytes=round(elements * part.element_bytes),
-        tied="words" if shape.tied else "",
-    )
-
-
-def head(shape: Shape, device: Device, kernels: Kernels, part: Part) -> LayerCost:
-    """A norm, a product with as many columns as words are known, and the loss."""
-    words, logits = words_of(shape, part), part.samples * shape.sequence * shape.vocab / part.shards
-    product = Product(1, words, max(1, shape.vocab // part.shards), shape.hidden)
-    once_s = products_s([product], device, kernels)
-    bytes_each_s = bytes_s(
-        LOSS_BYTES / 2 * logits + 6 * part.element_bytes * outer_elements(shape, part), device, kernels
-    )
-    host_s, copied = 15 * kernels.host_s, 0 if kernels.fused_loss else 4
-    return LayerCost(
-        "head",
-        max(once_s + bytes_each_s, host_s),
-        max(2 * once_s + bytes_each_s, host_s),
-        parameters=round(shape.vocab * shape.hidden / part.shards) + shape.head_parameters - shape.vocab * shape.hidden,
-        saved_bytes=round(
-            logits * (part.element_bytes + copied) + 2 * part.element_bytes * outer_elements(shape, part)
-        ),
-        output_bytes=0,
-        working_bytes=round(logits * max(copied, part.element_bytes)),
-        tied="words" if shape.tied else "",
-    )

@@ -32,8 +32,14 @@ class Kernels:
     unaligned: float = 1 / 16
     """What attention's products get where a head's size is no multiple of 8: an A100 without its tensor cores, 19.5 of
     312 Tflop/s. Of 1, 1/5, 1/10 and 1/16 it fits BigScience's runs with heads of 108 and 180 best."""
+    every_second: bool = False
+    """Whether selective recomputation keeps every second product and what attention makes, and computes the rest again,
+    as torchtitan does; others compute attention's scores again alone."""
     fused_loss: bool = False
     """Whether the loss keeps no copy of the logits in full precision."""
+    plain_loss: bool = False
+    """Whether the loss is PyTorch's cross_entropy, which makes more of them on its way back than others that are not
+    fused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,10 @@ class Part:
     """e."""
     scores_rate: float = 1.0
     """Of attention's products beside the others: they stay at 16 bits where those are made with 8 or 4."""
+    mask_bytes: int = 1
+    """Of dropout, for each element: on a CPU PyTorch keeps them as numbers of the kind that it multiplies."""
+    cast_bytes: int = 0
+    """Written for each element that goes into a product, where that is made with fewer bits than it is kept in."""
 
     @property
     def outer(self) -> int:
