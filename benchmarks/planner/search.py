@@ -1,9 +1,11 @@
 """What planning takes: seconds and memory of ``paceline plan`` against the number of devices.
 
     python benchmarks/planner/search.py
+    python benchmarks/planner/search.py --regret
     python benchmarks/planner/search.py --page
 
-The first plans what is not yet in results/search.csv, each in its own process; the second writes search.md from it.
+The first plans what is not yet in results/search.csv, each in its own process; the second simulates all that fit of
+small clusters, into results/search_regret.csv; the third writes search.md from both.
 """
 
 import argparse
@@ -20,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import search_regret
 from kit.machine import machine
 from kit.sheet import Sheet
 from kit.work import guarded, progress
@@ -52,11 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Plan what is not there yet, or write the page; returns the exit code."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--page", action="store_true", help="write search.md from what has been planned")
+    made.add_argument("--regret", action="store_true", help="simulate all that fit, beside what the search chooses")
     made.add_argument("--hosts", type=int, nargs="+", default=HOSTS, help="of eight devices each")
     made.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="of results/ and search.md; this folder")
     said = made.parse_args(arguments)
     sheet = Sheet(said.out / "results" / "search.csv", ("devices", "unbuilt"))
-    return guarded(lambda: write(said.out, sheet) if said.page else fill(said.hosts, sheet), str(said.out))
+    every = Sheet(said.out / "results" / "search_regret.csv", ("model", "cluster", "unbuilt"))
+    if said.page:
+        return guarded(lambda: write(said.out, sheet, every), str(said.out))
+    return guarded(lambda: search_regret.fill(every) if said.regret else fill(said.hosts, sheet), str(said.out))
 
 
 def fill(hosts: Sequence[int], sheet: Sheet) -> None:
@@ -95,9 +102,9 @@ def planned(hosts: int, *, unbuilt: bool) -> dict[str, Any]:
     }
 
 
-def write(out: Path, sheet: Sheet) -> None:
+def write(out: Path, sheet: Sheet, every: Sheet) -> None:
     """The page."""
-    (out / "search.md").write_text(page(sheet.rows), encoding="utf-8")
+    (out / "search.md").write_text(page(sheet.rows, every.rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

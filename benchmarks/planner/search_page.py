@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kit.machine import told
 from kit.sheet import Row
 from kit.words import grid
+from search_regret import section
 
 HEAD = """\
 # What planning takes
@@ -18,11 +19,12 @@ Python to the last line. That is the search, why others lost, what fits, and the
 """
 
 
-def page(rows: Sequence[Row]) -> str:
+def page(rows: Sequence[Row], regrets: Sequence[Row]) -> str:
     """The whole text."""
     head = ("devices", "looked at", "seconds", "of a processor", "memory, MB", "best")
     lines = [_line(row) for row in sorted(rows, key=lambda row: (int(row["devices"]), row["unbuilt"]))]
-    return "\n".join([HEAD, grid(head, lines), f"\nOn {told(rows)}.\n"])
+    beside = [section(regrets), f"\nOn {told(regrets)}.\n"] if regrets else []
+    return "\n".join([HEAD, grid(head, lines), f"\nOn {told(rows)}.\n", *beside])
 
 
 def _line(row: Row) -> tuple[str, ...]:

@@ -5,13 +5,14 @@ Planning a shape on a described cluster imports no torch.
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import ismodule
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from paceline.clock.delay import Delay
 from paceline.core.errors import InputError
+from paceline.plan.answers.alternatives import alternatives
 from paceline.plan.answers.explain import explained
 from paceline.plan.base import Plan, Workload
 from paceline.plan.cluster import Cluster
@@ -20,6 +21,7 @@ from paceline.plan.searching.asked import Asked, Objective
 
 if TYPE_CHECKING:
     from paceline.plan.host.profile import Profile
+    from paceline.plan.searching.known import Known
     from paceline.program import Program
     from paceline.verification import Verified
 
@@ -40,6 +42,7 @@ class Plans(Sequence[Plan]):
         verified: the first of them as they were run.
         profile: what was measured of a program; None: of a shape there is none.
         habits: that were assumed; None: what was measured has them.
+        known: what the search has found out of the workload on the cluster, for others to go on with.
     """
 
     name: str
@@ -50,6 +53,7 @@ class Plans(Sequence[Plan]):
     verified: "tuple[Verified, ...]" = ()
     profile: "Profile | None" = None
     habits: Habits | None = None
+    known: "Known | None" = field(default=None, repr=False, compare=False)
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...
@@ -72,8 +76,9 @@ class Plans(Sequence[Plan]):
         return self.plans[0]
 
     def text(self) -> str:
-        """The best of them, one a line, each but the first with why the first is preferred; below them what was run."""
-        lines = [_line(plan) for plan in explained(self.plans[:SHOWN], self.asked)] or ["nothing fits"]
+        """The best that differ, one a line, each but the first with why that is preferred; below them what was run."""
+        shown = alternatives(self.plans, self.workload, self.asked, SHOWN).plans
+        lines = [_line(plan) for plan in explained(shown, self.asked)] or ["nothing fits"]
         return "\n".join([*lines, *map(str, self.verified)])
 
 
@@ -177,7 +182,8 @@ def _program(program: "Program | str | Path", data: Path | None) -> "Program":
 
 def _of_shape(path: Path, cluster: Cluster | None, asked: Asked) -> Plans:
     from paceline.plan.clusters.assumed import assumed
-    from paceline.plan.searching.search import search
+    from paceline.plan.searching.known import Known
+    from paceline.plan.searching.search import OF_EACH_KIND, search
     from paceline.plan.shapes import shape_file
 
     if cluster is None:
@@ -187,8 +193,9 @@ def _of_shape(path: Path, cluster: Cluster | None, asked: Asked) -> Plans:
         )
     cluster, habits = assumed(cluster)
     workload = shape_file.read(path).workload(cluster.device)
-    plans = search(workload, cluster, asked, habits).plans
-    return Plans(workload.name, plans, workload, cluster, asked, habits=habits)
+    known = Known.of(workload, cluster, habits)
+    plans = search(workload, cluster, asked, known=known, of_each_kind=OF_EACH_KIND).plans
+    return Plans(workload.name, plans, workload, cluster, asked, habits=habits, known=known)
 
 
 def _here(program: "Program", asked: Asked, verify: int, path: str | Path | None, progress: bool | None) -> Plans:
@@ -209,7 +216,8 @@ def _elsewhere(
     from paceline.plan.clusters.assumed import assumed
     from paceline.plan.host.here import cores
     from paceline.plan.host.measured import elsewhere
-    from paceline.plan.searching.search import search
+    from paceline.plan.searching.known import Known
+    from paceline.plan.searching.search import OF_EACH_KIND, search
     from paceline.progress import measuring
 
     with measuring(progress, f"{program.name}: planning") as tell:
@@ -218,8 +226,9 @@ def _elsewhere(
     asked = replace(asked, fixed="replica" if own else "global")
     workload = elsewhere(known, cluster, program.global_batch_size or known.batch)
     cluster, habits = assumed(cluster)
-    plans = search(workload, cluster, asked, habits).plans
-    return Plans(program.name, plans, workload, cluster, asked, profile=known, habits=habits)
+    found = Known.of(workload, cluster, habits)
+    plans = search(workload, cluster, asked, known=found, of_each_kind=OF_EACH_KIND).plans
+    return Plans(program.name, plans, workload, cluster, asked, profile=known, habits=habits, known=found)
 
 
 def _profile(program: "Program", workers: int, path: str | Path | None, tell: Any) -> "Profile":

@@ -18,6 +18,8 @@ class Plain(Workload):
     fixed_ms: float = 0.0
     global_batch: int = 8
     most_shards: int = 4
+    alike: bool = False
+    """Whether layers that take the same time are one object, as those of a described model are."""
     numerics: Numerics = field(default_factory=lambda: Numerics(4, 4, 8))
     name: str = "plain"
     sample_words: int = 1
@@ -25,6 +27,9 @@ class Plain(Workload):
     provenance: Mapping[str, str] = field(default_factory=lambda: {"times": "made up"})
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
+        if self.alike:
+            made = {each: self._layer(f"{each} ms", each, arrangement) for each in set(self.milliseconds)}
+            return [made[each] for each in self.milliseconds]
         return [self._layer(f"{place}", each, arrangement) for place, each in enumerate(self.milliseconds)]
 
     def _layer(self, name: str, milliseconds: float, arrangement: Arrangement) -> LayerCost:

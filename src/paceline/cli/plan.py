@@ -101,7 +101,8 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
     here = plans.profile is not None and plans.asked.engine == "local"
     held = Habits(context_bytes=plans.plans[0].cost.most.context) if here and plans.plans else None
     habits = plans.habits or held
-    said = answer(plans.name, plans.plans, plans.workload, plans.cluster, plans.asked, habits, measured=here)
+    of = plans.workload, plans.cluster, plans.asked, habits, plans.known
+    said = answer(plans.name, plans.plans, *of, measured=here)
     program = "PROGRAM" if program.endswith(".toml") else program  # a shape has no code to run
     if not json:
         print_answer(said, program, plans.verified)

@@ -28,7 +28,7 @@ def print_answer(answer: Answer, program: str, verified: Iterable[object] = ()) 
         _say(console, f"nothing fits: {answer.fit.text}", "red")
         return
     console.print(_plans(answer.plans))
-    _say(console, "\n".join(_lost(answer.plans)))
+    _say(console, "\n".join(_lost(answer)))
     console.print(_memory(answer.plans[0]))
     _say(console, "\n".join(_meaning(answer)))
     for each in verified:
@@ -78,11 +78,13 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _lost(plans: Sequence[Plan]) -> Iterable[str]:
-    for number, plan in enumerate(plans, start=1):
+def _lost(answer: Answer) -> Iterable[str]:
+    for number, plan in enumerate(answer.plans, start=1):
         yield f"{number}  {plan.strategy}"
         if plan.why_not:
             yield f"   {plan.why_not}"
+    if answer.left_out:
+        yield f"{answer.left_out} more of the same kinds are no better, as far as can be told"
 
 
 def _memory(plan: Plan) -> Table:

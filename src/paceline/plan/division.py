@@ -147,7 +147,7 @@ def calls_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Sec
 
 def turns(arrangement: Arrangement, j: int) -> int:
     """⌈m / n_j⌉: how many micro-batches the one has who begins, of those who take turns at a stage."""
-    return ceil(arrangement.micro_batches / copies_of(arrangement)[j])
+    return ceil(arrangement.micro_batches / (arrangement.copies[j] if arrangement.copies else 1))
 
 
 def busiest(row: Sequence[Stage], arrangement: Arrangement) -> int:

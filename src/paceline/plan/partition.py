@@ -102,7 +102,10 @@ def _even(sums: Sequence[Seconds], longest_layer: Seconds, turns: Sequence[int])
 
 
 def _uneven(sums: Sequence[Seconds], turns: Sequence[int]) -> Probe:
-    """All ends that can be reached, part by part, as a layer may be too long for one part but not for the next."""
+    """All ends that can be reached, part by part, as a layer may be too long for one part but not for the next.
+
+    Where the last is not among them, it takes at least the time in which a part that was begun could take one more.
+    """
     row = np.asarray(sums)
 
     def within(longest: Seconds) -> tuple[Ends | None, Seconds]:
@@ -110,9 +113,18 @@ def _uneven(sums: Sequence[Seconds], turns: Sequence[int]) -> Probe:
         reached = [np.arange(len(row)) == 0]
         for n in turns:
             reached.append(_next(reached[-1], reach[n]))
-        return (_back(reached, [reach[n] for n in turns]) if reached[-1][-1] else None), longest
+        if reached[-1][-1]:
+            return _back(reached, [reach[n] for n in turns]), longest
+        more = min(_more(row, starts, reach[n]) / n for starts, n in zip(reached, turns, strict=False))
+        return None, max(longest, more)
 
     return within
+
+
+def _more(row: NDArray[np.float64], starts: NDArray[np.bool_], reach: NDArray[np.int64]) -> Seconds:
+    """From some start to one layer beyond what can be reached from it."""
+    [begin] = np.nonzero(starts & (reach < len(row) - 1))
+    return float(np.min(row[reach[begin] + 1] - row[begin], initial=row[-1]))
 
 
 _ROUNDING = 1 + 4e-16

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from paceline.plan.answers.alternatives import alternatives
 from paceline.plan.answers.curve import Curve, curve, curve_of
 from paceline.plan.answers.explain import Gain, explained, gains
 from paceline.plan.answers.fitting import Fit, smallest_change
@@ -13,7 +14,7 @@ from paceline.plan.habits import Habits
 from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.known import Known
 from paceline.plan.searching.ranking import key
-from paceline.plan.searching.search import search
+from paceline.plan.searching.search import OF_EACH_KIND, search
 
 SHOWN = 5
 """Of the best."""
@@ -28,7 +29,9 @@ class Answer:
     cluster: Cluster
     asked: Asked
     plans: tuple[Plan, ...]
-    """The five best; empty where nothing fits."""
+    """The five best that differ; empty where nothing fits."""
+    left_out: int
+    """Others of these kinds, that can't be told from one of them."""
     gains: tuple[Gain, ...]
     curve: Curve
     fit: Fit
@@ -53,6 +56,7 @@ def answer(
     cluster: Cluster,
     asked: Asked,
     habits: Habits | None = None,
+    known: Known | None = None,
     *,
     measured: bool = False,
 ) -> Answer:
@@ -65,11 +69,14 @@ def answer(
         cluster: on what.
         asked: what for.
         habits: as of the search.
+        known: what that search has found out.
         measured: whether plans were made for each number of workers by itself, on this host.
     """
-    known = Known.of(workload, cluster, habits)
-    shown = explained([plan for plan in plans if plan.strategy is not None][:SHOWN], asked)
-    every = _every(known, asked)
+    known = known or Known.of(workload, cluster, habits)
+    carried = [plan for plan in plans if plan.strategy is not None]
+    differing = alternatives(carried, workload, asked, SHOWN)
+    shown = explained(differing.plans, asked)
+    every = plans[: 2 * SHOWN] if _all_carried(cluster, asked) and not measured else _every(known, asked)
     fit = smallest_change(known, asked)
     return Answer(
         name,
@@ -77,6 +84,7 @@ def answer(
         cluster,
         asked,
         shown,
+        differing.left_out,
         gains(shown[0], workload, cluster, habits) if shown else (),
         curve_of(plans, _workers(cluster, asked)) if measured else curve(workload, cluster, asked, habits, known),
         fit,
@@ -85,10 +93,15 @@ def answer(
     )
 
 
+def _all_carried(cluster: Cluster, asked: Asked) -> bool:
+    """Whether what was asked for is all there is."""
+    return asked.delay is None and (asked.unbuilt or (cluster.device.kind == "cpu" and asked.engine is None))
+
+
 def _every(known: Known, asked: Asked) -> tuple[Plan, ...]:
     """The best, carried on such devices yet or not."""
     every = replace(asked, unbuilt=True, delay=None, simulated=2 * SHOWN)
-    return search(known.workload, known.cluster, every, known=known).plans
+    return search(known.workload, known.cluster, every, known=known, of_each_kind=OF_EACH_KIND).plans
 
 
 def _beyond(plans: Sequence[Plan], every: Sequence[Plan], known: Known, asked: Asked) -> Plan | None:

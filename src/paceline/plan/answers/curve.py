@@ -57,7 +57,8 @@ def curve(
     """
     asked, known = replace(asked, simulated=1, delay=None), known or Known.of(workload, cluster, habits)
     most = min(cluster.workers, asked.workers or cluster.workers)
-    return Curve(tuple(_point(known, asked.of_workers(count)) for count in steps(most)))
+    points = [_point(known, asked.of_workers(count)) for count in reversed(steps(most))]  # all frames are known first
+    return Curve(tuple(reversed(points)))
 
 
 FINE = 64

@@ -65,6 +65,7 @@ def answer_json(answer: Answer, program: str) -> dict[str, Any]:
         "objective": answer.asked.objective,
         "fits": bool(answer.plans),
         "plans": [plan_json(plan, program, each) for plan in answer.plans],
+        "left_out": answer.left_out,
         "bottlenecks": [asdict(gain) for gain in answer.gains],
         "curve": curve_json(answer.curve),
         "fit": {"text": answer.fit.text, "fits": answer.fit.fits},

@@ -1,47 +1,35 @@
-"""What a step takes and a worker holds at the least: of a hundred thousand frames at once, then option by option.
+"""What a step takes and a worker holds at the least: of a hundred thousand frames at once (rows.py), then by options.
 
-With C the time of all layers for a micro-batch of b samples on t shards, c the longest layer's, p stages of v chunks::
+With C the time of all layers for a micro-batch of b samples on t shards, c the longest layer's, n layers of s alike, p
+stages of v chunks::
 
-    busiest stage   x  ≥  max(C / p, c)            of Σ n_j workers, where some take turns, C / Σ n_j
-    compute, bubble    ≥  m x + (C - x) / v        which grows with x; with turns m x
+    busiest stage   x  ≥  max(C / p, c, ⌈n / p⌉ s)     of Σ n_j workers, where some take turns, C / Σ n_j
+    compute, bubble    ≥  m x + (C - x) / v            which grows with x; with turns m x + C - x max n_j
     zero-bubble        ≥  m x + max(0, max(F, B / 2) - x)
     stages             ≥  (2 (p - 1) + what is seen of 2 m v) · the shortest message
-    replicas           ≥  sums of 1/p of all parameters, less what may hide in all of backward
-    held               ≥  states of 1/p of all parameters, divided as far as they are
+    replicas           ≥  sums of a stage's parameters, less what may hide in all of backward
+    held               ≥  a stage's states, divided as far as they are, and activations: with f_j micro-batches in
+                          flight on stage j the most of all is no less than any mean of them, so than one by 1 / f_j
 
 No step takes less by the closed forms of cost.py, so what is left out by these is no loss.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
+from math import ceil
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.plan.base import Arrangement, Recomputed, Workload
 from paceline.plan.cluster import Cluster
-from paceline.plan.division import layer_s, layers_of, own_parameters
 from paceline.plan.habits import Habits
-from paceline.plan.searching.candidates import Frame, Frames, Option
+from paceline.plan.held import in_flight
+from paceline.plan.searching.candidates import Frame, Option
+from paceline.plan.searching.sums import Sums, summed
 
-Real = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class Sums:
-    """Of all layers, for one micro-batch on one worker of t shards."""
-
-    seconds: float
-    longest: float
-    gaps: float
-    """max(F, B / 2): what zero-bubble can't fill."""
-    backward: float
-    parameters: float
-    saved: float
-    """Bytes kept from forward to backward."""
-    message_bytes: float
-    """The least that goes on from a layer."""
+Real: TypeAlias = NDArray[np.float64]
 
 
 @dataclass
@@ -52,43 +40,31 @@ class Bounds:
     cluster: Cluster
     habits: Habits
     _sums: dict[tuple[int, int, Recomputed], Sums] = field(default_factory=dict[tuple[int, int, Recomputed], Sums])
-    _exposed: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    _spent: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
     _messages: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def sums(self, micro_batch: int, shards: int, recompute: Recomputed = "none") -> Sums:
         """Remembered."""
         key = micro_batch, shards, recompute
         if key not in self._sums:
-            self._sums[key] = self._summed(Arrangement(shards=shards, micro_batch=micro_batch, recompute=recompute))
+            plain = Arrangement(shards=shards, micro_batch=micro_batch, recompute=recompute)
+            self._sums[key] = summed(self.workload, self.cluster, plain)
         return self._sums[key]
-
-    def _summed(self, plain: Arrangement) -> Sums:
-        layers = layers_of(self.workload, plain)
-        each = {id(layer): layer_s(layer, self.cluster, plain) for layer in layers}
-        forward, backward = sum(x.forward_s for x in layers), sum(x.backward_s for x in layers)
-        return Sums(
-            sum(each[id(layer)] for layer in layers),
-            max(each.values()),
-            max(forward, backward / 2),
-            backward,
-            own_parameters([(layer, 1) for layer in layers]),
-            sum(layer.saved_bytes for layer in layers),
-            min((layer.output_bytes for layer in layers[:-1]), default=0),
-        )
 
     def step_s(self, frame: Frame, option: Option) -> float:
         """Of one arrangement, at the least."""
         sums, m, p = self.sums(frame.micro_batch, frame.shards, option.recompute), frame.micro_batches, frame.stages
-        busiest = sums.seconds / sum(frame.copies) if frame.copies else max(sums.seconds / p, sums.longest)
         if frame.copies:
-            rest = 0.0
-        elif option.schedule == "zero-bubble":
-            rest = max(0.0, sums.gaps - busiest)
+            busiest = sums.seconds / sum(frame.copies)
+            rest = sums.seconds - max(frame.copies) * busiest
         else:
-            rest = max(0.0, sums.seconds - busiest) / option.chunks
+            busiest = max(sums.seconds / p, sums.longest, ceil(sums.alike.many / p) * sums.alike.seconds)
+            filled = option.schedule == "zero-bubble"
+            rest = max(0.0, (sums.gaps if filled else sums.seconds) - busiest) / option.chunks
         hops = 2 * (p - 1) + 2 * m * option.chunks * (1 - self.habits.send_overlap) if p > 1 else 0.0
         messages = hops * self.message_s(frame.micro_batch, frame.shards, p) if hops else 0.0
-        return m * busiest + rest + messages + self.exposed_s(frame, option) + self.habits.step_s
+        beside = self.habits.step_s + self.habits.micro_batch_s * m
+        return m * busiest + rest + messages + self.exposed_s(frame, option) + self._update_s(frame, option) + beside
 
     def message_s(self, micro_batch: int, shards: int, stages: int) -> float:
         """The shortest between two stages; remembered."""
@@ -104,10 +80,10 @@ class Bounds:
         if frame.replicas == 1 or option.divided == 3:
             return 0.0
         key = frame.replicas, frame.stages, frame.shards, int(option.divided > 0)
-        if key not in self._exposed:
-            self._exposed[key] = self._spent_s(*key)
+        if key not in self._spent:
+            self._spent[key] = self._spent_s(*key)
         hides = self.sums(frame.micro_batch, frame.shards, option.recompute).backward
-        return max(0.0, self._exposed[key] - self.habits.overlap * hides)
+        return max(0.0, self._spent[key] - self.habits.overlap * hides)
 
     def _spent_s(self, replicas: int, stages: int, shards: int, divided: int) -> float:
         group = self.cluster.replicas(Arrangement(replicas, stages, shards))
@@ -118,90 +94,82 @@ class Bounds:
         gathered = found("all_gather", size * numerics.parameter, group)
         return found("reduce_scatter", size * numerics.gradient, group) + gathered
 
+    def _update_s(self, frame: Frame, option: Option) -> float:
+        size = self.sums(frame.micro_batch, frame.shards).parameters / frame.stages
+        among = frame.replicas if option.divided else 1
+        return 2 * self.workload.numerics.total * size / among / self.cluster.device.memory_bytes_per_s
+
     def held_bytes(self, frame: Frame, option: Option) -> float:
-        """By the worker that holds most, at the least: the mean over stages, each with as few micro-batches as any."""
+        """By the worker that holds most, at the least."""
         numerics, among = self.workload.numerics, frame.replicas
         parted = [among if option.divided >= level else 1 for level in (1, 2, 3)]
         states = numerics.optimizer / parted[0] + numerics.gradient / parted[1] + numerics.parameter / parted[2]
         sums = self.sums(frame.micro_batch, frame.shards, option.recompute)
-        if option.recompute == "stage":
-            activations = sums.saved / option.chunks
-        else:
-            activations = least_in_flight(frame, option) * sums.saved
-        held = sums.parameters * states + activations * self.habits.fragmentation
-        return held / frame.stages + self.habits.context_bytes
+        flying = flights(option.schedule, option.chunks, frame.stages, frame.copies, frame.micro_batches)
+        kept = _kept_within(sums, option.chunks, flying) if option.recompute == "stage" else _kept(sums, flying)
+        held = max(part.parameters * states + part.saved * self.habits.fragmentation for part in kept)
+        return held + self.habits.context_bytes
 
 
-def least_in_flight(frame: Frame, option: Option) -> float:
-    """Micro-batches that every stage keeps at least, in whole ones of all of its chunks.
+class Part(NamedTuple):
+    """What some worker has at the least."""
 
-    >>> least_in_flight(Frame(1, 4, 1, 1, 8), Option("interleaved", 2, "none", 0))
-    2.5
+    parameters: float
+    saved: float
+
+
+class Flights(NamedTuple):
+    """Micro-batches in flight on each stage, f_j, whole ones of all of its chunks."""
+
+    stages: int
+    least: float
+    most: float
+    others: float
+    """Σ f_j but for the most."""
+    shares: float
+    """Σ 1 / f_j."""
+
+
+@cache
+def flights(schedule: str, chunks: int, stages: int, copies: tuple[int, ...], micro_batches: int) -> Flights:
+    """Of one arrangement.
+
+    >>> flights("1f1b", 1, 4, (), 3)
+    Flights(stages=4, least=1.0, most=3.0, others=6.0, shares=2.1666666666666665)
     """
-    p, m, v = frame.stages, frame.micro_batches, option.chunks
-    if frame.copies:
-        return 1.0
-    if v > 1:
-        return min(m, ((v - 1) * p + 1) / v)
-    return {"gpipe": m, "zero-bubble": min(p, m)}.get(option.schedule, 1)
+    if copies:
+        made = Arrangement(stages=stages, schedule=schedule, copies=copies, micro_batches=micro_batches)
+        each = np.array([in_flight(made, j) for j in range(stages)], dtype=np.float64)
+    else:
+        each = np.minimum(_unlimited(schedule, chunks, stages, micro_batches), micro_batches).astype(np.float64)
+    most = float(each.max())
+    return Flights(stages, float(each.min()), most, float(each.sum()) - most, float((1 / each).sum()))
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Bounds of all frames of one batch, whatever their options."""
+def _unlimited(schedule: str, chunks: int, stages: int, micro_batches: int) -> NDArray[np.generic]:
+    """Where there are as many micro-batches as one likes; from the last stage to the first."""
+    place = np.arange(1, stages + 1)
+    if chunks > 1:
+        return ((chunks - 1) * stages + 2 * place - 1) / chunks
+    return place if schedule == "1f1b" else np.full(stages, micro_batches if schedule == "gpipe" else stages)
 
-    bounds: Bounds
-    frames: Frames
-    most_chunks: int
-    divides: bool
-    """Whether replicas may divide what they have among them."""
 
-    @cached_property
-    def _pairs(self) -> tuple[NDArray[np.int64], Sequence[tuple[int, int]]]:
-        """Which pair of b and t each frame has, and the pairs."""
-        pairs = np.column_stack([self.frames.micro_batch, self.frames.shards])
-        different, which = np.unique(pairs, axis=0, return_inverse=True)
-        return which.reshape(-1), [(int(b), int(t)) for b, t in different]
+def _kept(sums: Sums, flying: Flights) -> tuple[Part, ...]:
+    """Means over stages, all alike and by 1 / f_j, and the stage that has most layers that are the same."""
+    many = ceil(sums.alike.many / flying.stages)
+    own = many * sums.alike.saved_bytes * flying.least + sums.alike.working_bytes
+    return (
+        Part(sums.parameters / flying.stages, sums.saved * flying.least / flying.stages),
+        Part(sums.parameters / flying.most / flying.shares, sums.saved / flying.shares),
+        Part(many * sums.alike.parameters, own),
+    )
 
-    def _each(self, name: str) -> Real:
-        which, pairs = self._pairs
-        found: Real = np.array([getattr(self.bounds.sums(b, t), name) for b, t in pairs], dtype=np.float64)[which]
-        return found
 
-    @cached_property
-    def step_s(self) -> Real:
-        """At the least."""
-        m, p, all_s = self.frames.micro_batches, self.frames.stages, self._each("seconds")
-        busiest = np.maximum(all_s / p, self._each("longest"))
-        rest = np.maximum(0.0, all_s - busiest) / self.most_chunks
-        gaps = np.where(self.frames.shards == 1, np.maximum(0.0, self._each("gaps") - busiest), rest)
-        found: Real = m * busiest + np.minimum(rest, gaps) + self._messages_s() + self.bounds.habits.step_s
-        return self._with_turns(found, m * all_s)
-
-    def _messages_s(self) -> Real:
-        which, pairs = self._pairs
-        p, seen = self.frames.stages, 2 * self.frames.micro_batches * (1 - self.bounds.habits.send_overlap)
-        each = self.bounds.cluster.devices_per_host
-        inside = np.array([self.bounds.message_s(b, t, max(1, each // t)) for b, t in pairs])[which]
-        between = np.array([self.bounds.message_s(b, t, each // t + 1) for b, t in pairs])[which]
-        one = np.where(p * self.frames.shards <= each, np.minimum(inside, between), between)
-        found: Real = np.where(p > 1, (2 * (p - 1) + seen) * one, 0.0)
-        return found
-
-    def _with_turns(self, found: Real, all_s: Real) -> Real:
-        """Where some take turns, their sum counts rather than the stages."""
-        turning = len(self.frames.copies)
-        if turning:
-            found[-turning:] = all_s[-turning:] / [sum(copies) for copies in self.frames.copies]
-        return found
-
-    @cached_property
-    def held_bytes(self) -> Real:
-        """At the least, by the worker that holds most: states, divided as far as can be."""
-        numerics, p = self.bounds.workload.numerics, self.frames.stages
-        replicas = self.frames.replicas if self.divides else np.ones_like(p)
-        whole = (p == 1) & (self.frames.shards == 1)
-        states = numerics.parameter + numerics.gradient + numerics.optimizer / replicas
-        states = np.where(whole, numerics.total / replicas, states)
-        found: Real = self._each("parameters") / p * states + self.bounds.habits.context_bytes
-        return found
+def _kept_within(sums: Sums, chunks: int, flying: Flights) -> tuple[Part, ...]:
+    """Where a stage keeps what comes into its parts, and for a while all of the largest of them."""
+    many, received = ceil(sums.alike.many / flying.stages), sums.message_bytes * chunks
+    own = ceil(many / chunks) * sums.alike.saved_bytes + sums.alike.working_bytes
+    return (
+        Part(sums.parameters / flying.stages, (sums.saved / chunks + flying.others * received) / flying.stages),
+        Part(many * sums.alike.parameters, own + flying.least * (received - sums.message_bytes)),
+    )

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from paceline.core.types import Seconds
 from paceline.plan.base import Arrangement, LayerCost, Workload
 from paceline.plan.cluster import Cluster
-from paceline.plan.division import Division, divide, layer_s, layers_of
+from paceline.plan.division import Division, divide, layers_of
+from paceline.plan.searching.sums import seconds
 
 
 class Divisions:
@@ -28,15 +29,15 @@ class Divisions:
         """How layers fall to the stages of an arrangement."""
         key = (*_sizes(arrangement), arrangement.stages, arrangement.chunks, arrangement.copies)
         if key not in self._divisions:
-            layers, seconds = self._of_size(arrangement)
-            self._divisions[key] = divide(layers, seconds, self._cluster, arrangement)
+            layers, each = self._of_size(arrangement)
+            self._divisions[key] = divide(layers, each, self._cluster, arrangement)
         return self._divisions[key]
 
     def _of_size(self, arrangement: Arrangement) -> tuple[Sequence[LayerCost], Sequence[Seconds]]:
         key = _sizes(arrangement)
         if key not in self._layers:
             layers = layers_of(self._workload, arrangement)
-            each = {id(layer): layer_s(layer, self._cluster, arrangement) for layer in layers}
+            each = seconds(layers, self._cluster, arrangement)
             self._layers[key] = layers, [each[id(layer)] for layer in layers]
         return self._layers[key]
 

@@ -1,6 +1,6 @@
 """A workload on a cluster, and what is known of it: costs by closed forms, simulated steps, plans."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -9,8 +9,11 @@ from paceline.plan.cluster import Cluster, Remembered
 from paceline.plan.cost import cost
 from paceline.plan.habits import Habits
 from paceline.plan.searching import carried, simulated
+from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.bounds import Bounds
+from paceline.plan.searching.candidates import divides, frames
 from paceline.plan.searching.divisions import Divisions
+from paceline.plan.searching.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Known:
     habits: Habits
     divisions: Divisions
     bounds: Bounds
+    _rows: dict[tuple[object, ...], tuple[int, Rows]] = field(
+        default_factory=dict[tuple[object, ...], tuple[int, Rows]]
+    )
 
     @classmethod
     def of(cls, workload: Workload, cluster: Cluster, habits: Habits | None = None) -> "Known":
@@ -29,6 +35,19 @@ class Known:
         remembered, habits = replace(cluster, messages=Remembered(cluster.messages)), habits or Habits()
         divisions = Divisions(workload, remembered)
         return cls(workload, remembered, habits, divisions, Bounds(workload, remembered, habits))
+
+    def rows(self, batch: int, asked: Asked) -> Rows:
+        """Bounds of all frames of a batch for as many workers as there may be, or more of them: remembered."""
+        key = batch, asked.fixed, asked.replicas, asked.unbuilt, asked.engine, asked.most_chunks
+        limit = self.limit(asked)
+        if key not in self._rows or self._rows[key][0] < limit:
+            found = frames(self.workload, self.cluster, asked, batch)
+            self._rows[key] = limit, Rows(self.bounds, found, asked.most_chunks, divides(self.cluster, asked))
+        return self._rows[key][1]
+
+    def limit(self, asked: Asked) -> int:
+        """How many workers there may be."""
+        return min(self.cluster.workers, asked.workers or self.cluster.workers)
 
     def cost(self, arrangement: Arrangement) -> Cost:
         """By closed forms."""
@@ -38,10 +57,9 @@ class Known:
         """What messages add is by how much later the step ends with them, and bubble what is left without."""
         division = self.divisions.of(arrangement)
         each = simulated.parts(division.layers, division.cuts, arrangement, self.cluster, self.habits)
-        quiet = simulated.step_s(arrangement, each.quiet())
+        quiet, ends_s = simulated.steps_s(arrangement, (each.quiet(), each))
         bubble = max(0.0, quiet - closed.terms["compute"] - closed.terms["shards"])
-        messages = simulated.step_s(arrangement, each) - quiet
-        return replace(closed, terms={**closed.terms, "stages": messages, "bubble": bubble})
+        return replace(closed, terms={**closed.terms, "stages": ends_s - quiet, "bubble": bubble})
 
     def plan(self, arrangement: Arrangement, *, simulate: bool = True) -> Plan:
         """With its times simulated, if asked for and if there is anything to simulate."""

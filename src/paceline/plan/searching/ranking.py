@@ -1,7 +1,7 @@
 """The best so far, by closed forms, and by what plans are ranked."""
 
-from collections.abc import Iterator, Sequence
-from heapq import heappush, heapreplace
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import heappush, heapreplace, merge
 from itertools import count
 from math import inf
 from typing import TypeAlias, TypeVar
@@ -11,12 +11,16 @@ import numpy as np
 from paceline.plan.base import Arrangement, Cost, Plan, Workload
 from paceline.plan.searching import carried
 from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.bounds import Real, Rows
-from paceline.plan.searching.candidates import Frame, arrangement, divides, frames, options
+from paceline.plan.searching.bounds import Real
+from paceline.plan.searching.candidates import Frame, Option, arrangement, options
+from paceline.plan.searching.kinds import Kind, kind, kind_of
 from paceline.plan.searching.known import Known
 
 Key: TypeAlias = tuple[float, float, int]
 """What the objective says, then bytes held, then how much is asked for beside the plainest: less is better."""
+
+Entry: TypeAlias = tuple[tuple[float, ...], int, Arrangement]
+"""A key, of which each number is negative so that more is better; then the later of equals is the worse."""
 
 V = TypeVar("V", float, Real)
 
@@ -25,43 +29,61 @@ TIE = 1e-9
 
 
 class Ranking:
-    """The best so far, by closed forms."""
+    """The best so far, by closed forms.
 
-    def __init__(self, known: Known, asked: Asked) -> None:
-        self._known, self._asked = known, asked
+    Args:
+        known: the workload and the cluster.
+        asked: what counts as best, and how many of them are kept.
+        of_each_kind: how many more of each kind are kept of those frames that may be among the best.
+    """
+
+    def __init__(self, known: Known, asked: Asked, of_each_kind: int = 0) -> None:
+        self._known, self._asked, self._of_each_kind = known, asked, of_each_kind
         self.frames = self.costed = self.left_out = 0
         self._room = min(asked.memory_bytes or inf, known.cluster.device.memory_bytes)
-        self._heap: list[tuple[tuple[float, ...], int, Arrangement]] = []
+        self._heap: list[Entry] = []
+        self._kinds: dict[Kind, list[Entry]] = {}
         self._numbers = count()
 
     @property
     def last(self) -> float:
         """What the worst of those kept has for an objective; infinite as long as there is room for more."""
-        return -self._heap[0][0][0] if len(self._heap) == self._asked.simulated else inf
+        return _last(self._heap, self._asked.simulated)
 
-    def take(self, batch: int) -> None:
-        """All frames of a batch, those first that may be best."""
-        found = frames(self._known.workload, self._known.cluster, self._asked, batch)
-        self.frames += len(found)
-        rows = Rows(self._known.bounds, found, self._asked.most_chunks, divides(self._known.cluster, self._asked))
-        least = self._value(rows.step_s, rows.held_bytes, batch)
-        fitting = np.nonzero(rows.held_bytes <= self._room)[0]
-        for row in fitting[np.argsort(least[fitting], kind="stable")]:
-            if least[row] > self.last * (1 + TIE):
+    def take(self, batches: Iterable[int]) -> None:
+        """All frames of all batches, those first that may be best."""
+        for least, batch, _, frame in merge(*(self._ordered(batch) for batch in batches)):
+            if least > self.last * (1 + TIE):
                 return
-            self._frame(found.at(int(row)), batch)
+            self._frame(frame, batch)
+
+    def _ordered(self, batch: int) -> Iterator[tuple[float, int, int, Frame]]:
+        """Of one batch those that may fit, each with its bound and its place."""
+        rows = self._known.rows(batch, self._asked)
+        there = rows.workers <= self._known.limit(self._asked)
+        self.frames += int(np.count_nonzero(there))
+        least = self._value(rows.step_s, rows.held_bytes, batch)
+        order = rows.by_held if self._asked.objective == "memory" else rows.by_step
+        for place, row in enumerate(order[(there & (rows.held_bytes <= self._room))[order]]):
+            yield float(least[row]), batch, place, rows.frames.at(int(row))
 
     def _frame(self, frame: Frame, batch: int) -> None:
         """All options that may be best, and fit."""
         known = self._known
         for option in options(frame, known.cluster, self._asked):
             held, step_s = known.bounds.held_bytes(frame, option), known.bounds.step_s(frame, option)
-            if held > self._room or self._value(step_s, held, batch) > self.last * (1 + TIE):
+            if held > self._room or self._value(step_s, held, batch) > self._last_of(frame, option) * (1 + TIE):
                 self.left_out += held > self._room
                 continue
             made = arrangement(frame, option, known.cluster, self._asked)
             if made is not None and known.workload.refusal(made) is None and known.divisions.fits(made):
                 self._try(made)
+
+    def _last_of(self, frame: Frame, option: Option) -> float:
+        """What is as good as this is kept, as one of the best or of its kind."""
+        if not self._of_each_kind:
+            return self.last
+        return max(self.last, _last(self._kinds.get(kind(frame, option), ()), self._of_each_kind))
 
     def _value(self, step_s: V, held: V, batch: int) -> V:
         """What the objective says."""
@@ -76,15 +98,28 @@ class Ranking:
             self.left_out += 1
             return
         ranked = tuple(-each for each in key_of(arrangement, found, self._known.workload, self._asked))
-        entry = (ranked, -next(self._numbers), arrangement)
-        if len(self._heap) < self._asked.simulated:
-            heappush(self._heap, entry)
-        elif entry > self._heap[0]:
-            heapreplace(self._heap, entry)
+        entry = ranked, -next(self._numbers), arrangement
+        _keep(self._heap, entry, self._asked.simulated)
+        if self._of_each_kind:
+            _keep(self._kinds.setdefault(kind_of(arrangement), []), entry, self._of_each_kind)
 
     def best(self) -> Iterator[Arrangement]:
         """Those kept, best first."""
-        return (arrangement for _, _, arrangement in sorted(self._heap, reverse=True))
+        kept = {*self._heap, *(entry for heap in self._kinds.values() for entry in heap)}
+        return (arrangement for _, _, arrangement in sorted(kept, reverse=True))
+
+
+def _last(heap: Sequence[Entry], room: int) -> float:
+    """What the objective says of the worst of those kept; infinite as long as there is room for more."""
+    return -heap[0][0][0] if len(heap) == room else inf
+
+
+def _keep(heap: list[Entry], entry: Entry, room: int) -> None:
+    """If it is among so many of the best."""
+    if len(heap) < room:
+        heappush(heap, entry)
+    elif entry > heap[0]:
+        heapreplace(heap, entry)
 
 
 def key(plan: Plan, workload: Workload, asked: Asked) -> Key:

@@ -3,9 +3,10 @@
 ::
 
     frames     candidates.py    every size of a step                        10^4 to 10^6, a row of numbers each
-    bounds     bounds.py        least time and memory of each, in order of which they are looked at
-    closed     cost.py          of those frames that may be among the best; what does not fit is left out
-    simulated  simulated.py     of the best of these, event by event
+    bounds     rows.py          least time and memory of each, in order of which they are looked at
+               bounds.py        of each of their options
+    closed     cost.py          of those that may be among the best; what does not fit is left out
+    simulated  simulated.py     of the best of these, and of some of each kind (kinds.py)
 
 What is left out can't be among the best by closed forms: a frame is left out when its least time is more than the last
 of those kept takes. Among equals the one that holds less and then the plainest is first.
@@ -22,6 +23,9 @@ from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.candidates import divisors
 from paceline.plan.searching.known import Known
 from paceline.plan.searching.ranking import Ranking, key, undominated
+
+OF_EACH_KIND = 3
+"""So many are simulated of each kind where alternatives are to be shown: closed forms don't order them as that does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,7 @@ def search(
     known: Known | None = None,
     *,
     simulate: bool = True,
+    of_each_kind: int = 0,
 ) -> Found:
     """The best, best first, each with the Strategy that train takes.
 
@@ -56,6 +61,7 @@ def search(
         habits: of who carries it out; None: nothing overlaps.
         known: what another search of the same workload, cluster and habits has found out.
         simulate: whether to simulate the best; otherwise closed forms are all.
+        of_each_kind: how many of each kind are simulated beside the best, of frames that may be among these.
 
     Raises:
         InputError: no number of workers can divide the batch.
@@ -63,9 +69,8 @@ def search(
     asked, known = asked or Asked(), known or Known.of(workload, cluster, habits)
     if asked.delay is not None:
         return _delayed(known, asked)
-    ranking = Ranking(known, asked)
-    for batch in asked_batches(workload, cluster, asked):
-        ranking.take(batch)
+    ranking = Ranking(known, asked, of_each_kind)
+    ranking.take(asked_batches(workload, cluster, asked))
     if not ranking.frames and asked.replicas is None:
         raise InputError(
             f"a batch of {workload.global_batch} samples can't be divided among {cluster.workers} workers; write "

@@ -1,6 +1,7 @@
-"""A step of a pipeline event by event, as :mod:`paceline.schedule.simulate` has it, but only when it ends.
+"""A step of a pipeline, as :mod:`paceline.schedule.simulate` has it, but only when it ends.
 
-Each worker goes through its schedule's order; an action begins when the worker is free and what it needs is there::
+Where all workers keep a common rhythm it is gone through slot by slot (slots.py), otherwise event by event. Each worker
+goes through its schedule's order; an action begins when the worker is free and what it needs is there::
 
     F of part j     needs F of part j - 1        a message later, if another worker made it
     B, I of part j  needs B or I of part j + 1   likewise, and its own F
@@ -17,6 +18,7 @@ from paceline.plan.base import Arrangement, LayerCost
 from paceline.plan.cluster import Cluster
 from paceline.plan.division import calls_s
 from paceline.plan.habits import Habits
+from paceline.plan.searching import slots
 from paceline.schedule import Schedule, parse
 
 Step = tuple[bool, int, int]
@@ -80,17 +82,41 @@ def message_s(sizes: Sequence[int], arrangement: Arrangement, cluster: Cluster) 
     return max(cluster.messages.seconds("send", size, group) for size in set(sizes))
 
 
-def step_s(arrangement: Arrangement, each: Parts) -> Seconds:
-    """From the first forward to the last backward of one mini-batch.
+def steps_s(arrangement: Arrangement, each: Sequence[Parts]) -> list[Seconds]:
+    """From the first forward to the last backward of one mini-batch, for each of several times that parts may take.
 
     A pipeline of two with equal parts, three micro-batches: (m + p - 1) (F + B):
 
-    >>> step_s(Arrangement(stages=2, micro_batches=3), Parts((1.0, 1.0), (2.0, 2.0)))
-    12.0
+    >>> steps_s(Arrangement(stages=2, micro_batches=3), [Parts((1.0, 1.0), (2.0, 2.0))])
+    [12.0]
     """
+    held_up = [parts.held_up() for parts in each]
+    if not _in_slots(arrangement):
+        return [by_events_s(arrangement, parts) for parts in held_up]
+    durations = slots.Durations.of(*((parts.forward, parts.backward, parts.transfer) for parts in held_up))
+    return [float(end_s) for end_s in _by_slots_s(arrangement, durations)]
+
+
+def _in_slots(arrangement: Arrangement) -> bool:
+    """Whether all workers keep a common rhythm: where some take turns they don't."""
+    known = arrangement.chunks > 1 or arrangement.schedule in ("gpipe", "1f1b", "zero-bubble")
+    return known and max(arrangement.copies, default=1) == 1
+
+
+def _by_slots_s(arrangement: Arrangement, durations: slots.Durations) -> slots.Real:
+    m = arrangement.micro_batches
+    if arrangement.chunks > 1:
+        return slots.interleaved_s(durations, arrangement.stages, m)
+    if arrangement.schedule == "gpipe":
+        return slots.flushed_s(durations, m)
+    return slots.alternating_s(durations, m, splits=arrangement.schedule == "zero-bubble")
+
+
+def by_events_s(arrangement: Arrangement, each: Parts) -> Seconds:
+    """Of any schedule, with what is seen of messages in the times already."""
     copies = arrangement.copies or (1,) * arrangement.stages
     orders = _orders(_text(arrangement), copies, arrangement.micro_batches)
-    return Run(orders, each.held_up(), splits=arrangement.schedule == "zero-bubble").end_s()
+    return Run(orders, each, splits=arrangement.schedule == "zero-bubble").end_s()
 
 
 def _text(arrangement: Arrangement) -> str:

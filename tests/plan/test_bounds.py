@@ -1,0 +1,94 @@
+"""No step takes less and no worker holds less than the bounds say, whatever the option."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.plan.base import Arrangement
+from paceline.plan.cluster import Cluster
+from paceline.plan.habits import Habits
+from paceline.plan.held import in_flight
+from paceline.plan.searching.asked import Asked
+from paceline.plan.searching.bounds import flights
+from paceline.plan.searching.candidates import Frames, arrangement, frames, options
+from paceline.plan.searching.known import Known
+from tests.plan.plain_workload import Plain, cluster
+
+ROUNDED = 1 + 1e-9
+"""Sums of the same numbers in another order."""
+
+MIXED = st.lists(st.sampled_from((1.0, 1.0, 1.0, 5.0)), min_size=1, max_size=9).map(tuple)
+BLOCKS = st.builds(lambda first, many: (first,) + (1.0,) * many, st.sampled_from((1.0, 4.0)), st.integers(1, 15))
+WORKLOADS = st.builds(
+    Plain,
+    milliseconds=MIXED | BLOCKS,
+    parameters=st.sampled_from((1, 4000)),
+    saved_bytes=st.sampled_from((10, 20000)),
+    output_bytes=st.sampled_from((1, 200)),
+    fixed_ms=st.sampled_from((0.0, 0.7)),
+    global_batch=st.sampled_from((4, 12)),
+    alike=st.booleans(),
+)
+CLUSTERS = st.builds(
+    cluster,
+    hosts=st.sampled_from((1, 2)),
+    per_host=st.sampled_from((2, 4)),
+    bytes_per_s=st.sampled_from((1e4, 1e6, 1e9)),
+)
+HABITS = st.builds(
+    Habits,
+    overlap=st.sampled_from((0.0, 0.6)),
+    send_overlap=st.sampled_from((0.0, 0.8)),
+    step_s=st.sampled_from((0.0, 1e-3)),
+    micro_batch_s=st.sampled_from((0.0, 1e-3)),
+    context_bytes=st.sampled_from((0.0, 1e4)),
+    fragmentation=st.sampled_from((1.0, 1.3)),
+)
+
+
+@settings(max_examples=100)
+@given(WORKLOADS, CLUSTERS, HABITS, st.data())
+def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: Habits, data: st.DataObject) -> None:
+    known, asked, tried = Known.of(workload, on, habits), Asked(unbuilt=True), 0
+    rows = known.rows(workload.global_batch, asked)
+    for place in data.draw(st.lists(st.integers(0, len(rows.frames) - 1), min_size=10, max_size=10)):
+        frame = rows.frames.at(place)
+        for option in options(frame, known.cluster, asked):
+            made = arrangement(frame, option, known.cluster, asked)
+            if made is None or workload.refusal(made) is not None or not known.divisions.fits(made):
+                continue
+            closed, tried = known.cost(made), tried + 1
+            step_s, held = known.bounds.step_s(frame, option), known.bounds.held_bytes(frame, option)
+            assert rows.step_s[place] <= step_s * ROUNDED
+            assert step_s <= closed.step_s * ROUNDED
+            assert rows.held_bytes[place] <= held * ROUNDED
+            assert held <= closed.most.total * ROUNDED
+    assert tried
+
+
+@given(
+    st.sampled_from((("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 3))),
+    st.integers(2, 9),
+    st.integers(1, 30),
+)
+def test_flights_are_those_of_what_is_held(kind: tuple[str, int], stages: int, micro_batches: int) -> None:
+    schedule, chunks = kind
+    made = Arrangement(stages=stages, chunks=chunks, schedule=schedule, micro_batches=micro_batches)
+    each = [in_flight(made, j) for j in range(stages)]
+    found = flights(schedule, chunks, stages, (), micro_batches)
+    assert (found.least, found.most) == (min(each), max(each))
+    assert abs(found.others + found.most - sum(each)) < 1e-9  # a few tens, summed in another order
+    assert abs(found.shares - sum(1 / f for f in each)) < 1e-9
+
+
+@given(WORKLOADS, CLUSTERS, st.integers(1, 8))
+def test_frames_of_fewer_workers_are_among_those_of_all(workload: Plain, on: Cluster, workers: int) -> None:
+    """Which is why they are bounded once for all."""
+    workers, batch = min(workers, on.workers), workload.global_batch
+    rows = Known.of(workload, on).rows(batch, Asked())
+    fewer = frames(workload, on, Asked(workers=workers), batch)
+    kept = [rows.frames.at(place) for place in range(len(rows.frames)) if rows.workers[place] <= workers]
+    assert kept == _all(fewer)
+
+
+def _all(found: Frames) -> list[object]:
+    return [found.at(place) for place in range(len(found))]
