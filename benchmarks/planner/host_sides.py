@@ -1,7 +1,7 @@
 """One process, two replicas, two stages, two shards: what is foretold of each, and runs of each."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from kit.machine import machine
@@ -9,12 +9,13 @@ from kit.sheet import Row, Sheet
 
 import paceline
 from paceline.plan.base import Plan
-from paceline.plan.host.by_pieces import foretell
-from paceline.plan.host.of_program import firsts, plainest_first, plans_here
+from paceline.plan.host.by_pieces import TOLD, foretell
+from paceline.plan.host.of_program import Found, plans_here
+from paceline.plan.host.profile import kind
 from paceline.plan.searching.asked import Asked
 
 SIDES = ("alone", "replicas", "stages", "shards")
-"""Kinds of replica; of each the best plan by closed forms."""
+"""Kinds of replica; of each the best plan."""
 
 LEAST_STEPS, MOST_STEPS = 10, 2000
 
@@ -37,20 +38,28 @@ class Sides:
         """A row for each side that can be had; none where they are known."""
         if any(known.find(self.name, side) for side in SIDES):
             return
-        found = plans_here(self._program, Asked(workers=WORKERS), foretold=0)
-        plain = [plan for plan in found.plans if plan.arrangement.recompute == "none"]
-        ranked = firsts(
-            [plan for plan in plain if plan.arrangement.workers in (1, WORKERS)], found.workload, found.asked
-        )
-        closed = {side: ranked[side] for side in SIDES if side in ranked}
-        anew = foretell(list(closed.values()), self._program, found.profile)
-        had = sorted((plan for plan in anew if not plan.why_not), key=lambda plan: -plan.samples_per_s)
-        chosen = plainest_first(had, found.workload, found.asked)[0]
-        for side, plan in zip(closed, anew, strict=True):
-            if plan.why_not:
-                print(f"{self.name}, {plan.strategy}: {plan.why_not}", file=sys.stderr)
-            else:
-                yield self._row(side, plan, closed[side], chosen is plan)
+        found = plans_here(self._program, Asked(workers=WORKERS))
+        by_closed_forms = plans_here(self._program, Asked(workers=WORKERS), found.profile, foretold=0).plans
+        closed = {str(plan.strategy): plan for plan in by_closed_forms}
+        ranked = [plan for plan in found.plans if plan.arrangement.recompute == "none" and not plan.why_not]
+        sides: dict[str, Plan] = {}
+        for plan in ranked:
+            if plan.arrangement.workers in (1, WORKERS):
+                sides.setdefault(kind(plan.arrangement), plan)
+        for side in SIDES:
+            if side in sides:
+                yield from self._told(side, sides[side], closed, found)
+
+    def _told(self, side: str, plan: Plan, closed: Mapping[str, Plan], found: Found) -> Iterator[dict[str, Any]]:
+        """Foretold from its pieces, if it has not been."""
+        plan = plan if plan.provenance["compute"] == TOLD else foretell([plan], self._program, found.profile)[0]
+        if plan.why_not:
+            print(f"{self.name}, {plan.strategy}: {plan.why_not}", file=sys.stderr)
+        else:
+            chosen = plan.strategy == found.plans[0].strategy
+            run = found.profile.runs.get(side)
+            ran = run is not None and run.arrangement == plan.arrangement
+            yield self._row(side, plan, closed[str(plan.strategy)], chosen) | {"ran": int(ran)}
 
     def run(self, row: Row) -> dict[str, Any]:
         """One run of a side."""

@@ -6,13 +6,16 @@ from dataclasses import replace
 import pytest
 
 from paceline.core.errors import InputError, WorkerError
+from paceline.engine.base import Job
 from paceline.engine.virtual.pieces.forecast import Forecast
 from paceline.plan.base import Plan
 from paceline.plan.host import by_pieces, of_program
-from paceline.plan.host.by_pieces import foretell, pieces, with_pieces
+from paceline.plan.host.by_pieces import foretell, with_pieces
+from paceline.plan.host.closed import corrected, once, staged_s
 from paceline.plan.host.measured import MeasuredWorkload, cluster_of
-from paceline.plan.host.of_program import firsts, once, plainest_first, plans_here, select, with_beside
-from paceline.plan.host.profile import Profile, kind
+from paceline.plan.host.of_program import firsts, plainest_first, plans_here, select
+from paceline.plan.host.pieces import put_together
+from paceline.plan.host.profile import Pieces, Profile, kind
 from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.search import search
 from paceline.program import Program
@@ -31,48 +34,80 @@ def of_kind(wanted: str) -> Plan:
     return next(plan for plan in plans() if kind(plan.arrangement) == wanted)
 
 
-def test_a_step_is_its_pieces_and_terms_sum_up_to_it() -> None:
-    seen = Forecast([0.010], 0.001, 0.002)
-    for wanted, beside in (("replicas", 2e-4), ("stages", 3e-4), ("shards", -4e-4)):
+SEEN = Pieces(0.010, 0.003, 0.004, 0.9, 1.2)
+
+
+def test_a_step_is_its_pieces_and_what_a_run_took_beside_and_terms_sum_up_to_it() -> None:
+    for wanted, beside_s in (("alone", 1e-4), ("replicas", 2e-4), ("stages", 3e-4)):
         plan = of_kind(wanted)
-        found = with_pieces(plan, pieces(plan, seen, 0.004, PROFILE))
-        assert found.cost.step_s == pytest.approx(0.010 + 0.003 + 0.004 + beside)
+        found = with_pieces(plan, SEEN, PROFILE.runs[wanted])
+        assert found.cost.step_s == pytest.approx(0.010 + 0.003 + 0.004 + beside_s)
         assert found.cost.terms["optimizer"] == 0.004
-        assert found.cost.terms["waiting"] == pytest.approx(beside)
+        assert found.cost.terms["waiting"] == pytest.approx(beside_s)
         assert found.samples_per_s == pytest.approx(plan.arrangement.samples / found.cost.step_s)
         assert found.provenance["compute"] == by_pieces.TOLD
-        own = [sum(each.cost.terms[name] for name in by_pieces.STAGED) for each in (plan, found)]
+        own = [staged_s(each.cost) for each in (plan, found)]
         assert found.cost.terms["bubble"] / own[1] == pytest.approx(plan.cost.terms["bubble"] / own[0])
 
 
+def test_where_a_run_took_less_than_its_pieces_a_step_takes_as_much_less() -> None:
+    """8.6 of 9 ms."""
+    plan = of_kind("shards")
+    found = with_pieces(plan, SEEN, PROFILE.runs["shards"])
+    assert found.cost.step_s == pytest.approx(0.017 * 8.6 / 9)
+    assert found.cost.terms["waiting"] == pytest.approx(0.0, abs=1e-12)
+    assert sum(found.cost.terms.values()) == pytest.approx(found.cost.step_s)
+
+
 def test_its_interval_is_that_of_passes_where_there_are_enough() -> None:
+    few = put_together(Forecast([1.0], 0.0, 0.0), 0.0)
+    assert (few.low, few.high) == (1.0, 1.0)
+    many = put_together(Forecast([float(n) for n in range(1, 102)], 1.0, 2.0), 4.0)
+    assert many == Pieces(51.0, 3.0, 4.0, pytest.approx(6 / 51), pytest.approx(96 / 51))
+    found = with_pieces(of_kind("replicas"), many, PROFILE.runs["replicas"])
+    assert (found.low_s, found.high_s) == pytest.approx((13 + 2e-4, 103 + 2e-4))
+
+
+class Nothing:
+    """Stands for a nursery."""
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The strategies that are measured, all alike."""
+    found: list[str] = []
+
+    def told(job: Job, nursery: object) -> Pieces:
+        found.append(str(job.strategy))
+        return SEEN
+
+    monkeypatch.setattr(by_pieces, "pieces_of", told)
+    monkeypatch.setattr(by_pieces.Nursery, "start", lambda needs: Nothing())
+    return found
+
+
+def test_what_its_kind_took_beside_is_added(measured: list[str]) -> None:
     plan = of_kind("replicas")
-    few = pieces(plan, Forecast([1.0], 0.0, 0.0), 0.0, PROFILE)
-    assert (few.low, few.high) == (0.9, 1.2)  # the profile's own
-    many = pieces(plan, Forecast([float(n) for n in range(1, 102)], 0.0, 0.0), 0.0, PROFILE)
-    assert (many.low, many.high) == pytest.approx((6 / 51, 96 / 51))
-    found = with_pieces(plan, many)
-    assert (found.low_s, found.high_s) == pytest.approx((6 + 2e-4, 96 + 2e-4))
+    (found,) = foretell([plan], program(), PROFILE)
+    assert found.cost.step_s == pytest.approx(SEEN.step_s + 2e-4)
+    (found,) = foretell([plan], program(), replace(PROFILE, runs={}))
+    assert found.cost.step_s == pytest.approx(SEEN.step_s)
+    assert measured == [str(plan.strategy)] * 2
 
 
-def test_what_counts_twice_never_makes_a_step_shorter_than_its_computing() -> None:
-    seen = pieces(of_kind("shards"), Forecast([1e-4], 0.0, 0.0), 0.0, PROFILE)
-    assert seen.beside_s < 0
-    assert seen.step_s == 1e-4
-
-
-def test_what_is_beside_is_that_of_its_kind() -> None:
-    plan = of_kind("stages")
-    found = with_beside(plan, PROFILE)
-    added = 3e-4 + PROFILE.actions(plan.arrangement)
-    assert found.cost.step_s == pytest.approx(plan.cost.step_s + added)
-    assert found.samples_per_s == pytest.approx(plan.arrangement.samples / found.cost.step_s)
-    assert found.cost.held[0].context == 3000 + 3.0 * 120
-    assert with_beside(of_kind("replicas"), PROFILE).cost.held[0].optimizer == 0  # who holds A has it
+def test_what_has_been_run_is_not_measured_again(measured: list[str]) -> None:
+    plan = of_kind("replicas")
+    ran = replace(PROFILE.runs["replicas"], arrangement=plan.arrangement)
+    (found,) = foretell([plan], program(), replace(PROFILE, runs={"replicas": ran}))
+    assert found.cost.step_s == pytest.approx(ran.step_s)
+    assert found.cost.terms["optimizer"] == ran.pieces.update_s
+    assert not measured
 
 
 def test_one_of_each_kind_is_chosen_that_is_near() -> None:
-    every = once([with_beside(plan, PROFILE) for plan in plans()])
+    every = once([corrected(plan, PROFILE) for plan in plans()])
     assert {plan.arrangement.recompute for plan in every} == {"none"}
     ranked = sorted(every, key=lambda plan: -plan.samples_per_s)
     chosen = select(ranked, 4, WORKLOAD, Asked())
@@ -101,18 +136,12 @@ def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
     assert set(firsts(plans(), WORKLOAD, Asked())) == {"alone", "replicas", "stages", "shards"}
 
 
-class Nothing:
-    """Stands for a nursery."""
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
 def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(job: object, nursery: object) -> Forecast:
+    def refused(job: object, nursery: object) -> Pieces:
         raise error
 
-    monkeypatch.setattr(by_pieces, "forecast", refused)
+    monkeypatch.setattr(by_pieces, "pieces_of", refused)
     monkeypatch.setattr(by_pieces.Nursery, "start", lambda needs: Nothing())
     (found,) = foretell([of_kind("replicas")], program(), PROFILE)
     assert found.why_not == "it can't be had: its loss is a sum"

@@ -7,11 +7,14 @@ import pytest
 from paceline.plan.base import TERMS, Arrangement, LayerCost, Numerics
 from paceline.plan.cluster import Cluster, Described, Device, Group, Links
 from paceline.plan.cost import bubble_s, cost, messages_s, optimizer_s, replicas_s
-from paceline.plan.division import Stage, stage
+from paceline.plan.division import Stage, division_of, stage, torn
 from paceline.plan.habits import Habits
-from paceline.plan.held import held_by
+from paceline.plan.held import held_by, in_flight
+from paceline.plan.searching.simulated import Parts, steps_s
 from paceline.plan.shapes.described import DescribedWorkload
 from paceline.plan.shapes.shape import Shape
+from paceline.schedule import StageTimes, parse, simulate
+from paceline.schedule import in_flight as flying
 
 LINKS = Links(1e10, 1e9, 1e-5, 1e-4)
 DEVICE = Device("made", 1e12, 1e9, 1e11)
@@ -88,10 +91,33 @@ def test_messages_between_stages_that_overlap_are_those_in_between() -> None:
         assert found == pytest.approx(seen * one)
 
 
+@pytest.mark.parametrize(("p", "m", "a"), [(4, 8, 4), (3, 6, 2), (5, 4, 2)])
+def test_mini_batches_one_after_the_other(p: int, m: int, a: int) -> None:
+    made = Arrangement(stages=p, micro_batches=m, accumulated=a)
+    times = StageTimes.equal(p, forward=PART.forward_s, backward_input=PART.backward_s, backward_weight=0.0)
+    one_s = max(span.end_ns for span in simulate(parse("1f1b"), times, p, m // a)) / 1e9
+    assert m * PART.seconds + bubble_s([PART] * p, made) == pytest.approx(a * one_s)
+    assert [in_flight(made, j) for j in range(p)] == [flying(parse("1f1b"), j, p, m // a) for j in range(p)]
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize(("schedule", "m"), [("sequential", 5), ("pipedream-2bw", 4)])
+def test_schedules_whose_closed_forms_are_exact(schedule: str, m: int, overlap: float) -> None:
+    made = Arrangement(stages=4, micro_batches=m, schedule=schedule)
+    one_s = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(made))
+    found = messages_s([PART] * 4, made, CLUSTER, Habits(send_overlap=overlap))
+    each = Parts((PART.forward_s,) * 4, (PART.backward_s,) * 4, overlap * one_s, (1 - overlap) * one_s)
+    if schedule == "sequential":
+        assert m * PART.seconds + bubble_s([PART] * 4, made) + found == pytest.approx(steps_s(made, [each])[0])
+    else:
+        long, short = (steps_s(replace(made, schedule="1f1b", micro_batches=n), [each])[0] for n in (160, 100))
+        assert m * PART.seconds + found == pytest.approx(m * (long - short) / 60)  # as 1F1B once it is under way
+
+
 # ------------------------------------------------------------------------------------------------------------- replicas
 
 
-@pytest.mark.parametrize(("divided", "gathers"), [(0, None), (1, 1), (2, 1), (3, 10)])
+@pytest.mark.parametrize(("divided", "gathers"), [(0, None), (1, 1), (2, 1), (3, 2)])
 def test_what_replicas_send(divided: int, gathers: int | None) -> None:
     arrangement = Arrangement(replicas=8, micro_batches=5, divided=divided)
     group, seconds = CLUSTER.replicas(arrangement), CLUSTER.messages.seconds
@@ -99,6 +125,7 @@ def test_what_replicas_send(divided: int, gathers: int | None) -> None:
     expected = seconds("all_reduce", sums, group)
     if gathers is not None:
         expected = seconds("reduce_scatter", sums, group) + gathers * seconds("all_gather", parameters, group)
+        expected *= 5 if divided == 3 else 1  # of each micro-batch: none keeps all of A, or of its own Δ
     assert replicas_s(PART, WORK, arrangement, CLUSTER, Habits()) == pytest.approx(expected)
 
 
@@ -126,10 +153,58 @@ def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
     assert held[0] == held[1]
 
 
+def test_who_takes_turns_at_a_stage_sums_its_gradients() -> None:
+    turning = Arrangement(stages=2, copies=(3, 1), micro_batches=6)
+    each = [replicas_s(PART, WORK, turning, CLUSTER, Habits(), j) for j in (0, 1)]
+    assert each == [CLUSTER.messages.seconds("all_reduce", PART.parameters * NUMERICS.gradient, Group(3, 3)), 0.0]
+    divided = replace(turning, divided=1)
+    held = [held_by(PART, j, WORK, divided, Habits(), last=j == 1).optimizer for j in (0, 1)]
+    assert held[1] == 3 * held[0]
+
+
+def test_stages_of_a_replica_that_spans_hosts_talk_between_hosts() -> None:
+    """Eight devices a host: 2 stages of 4 + 4 workers are on one, those of 6 + 4 are not."""
+    for copies, on_host in (((4, 4), 2), ((6, 4), 1)):
+        assert CLUSTER.neighbours(Arrangement(stages=2, copies=copies, micro_batches=8)).on_host == on_host
+    assert CLUSTER.neighbours(Arrangement(stages=2, shards=8, stage_shards=(8, 1))).on_host == 1
+
+
+def test_each_further_micro_batch_adds_its_gradients() -> None:
+    one, four = (optimizer_s(PART, WORK, Arrangement(micro_batches=m), CLUSTER, Habits()) for m in (1, 4))
+    assert four - one == pytest.approx(3 * 3 * NUMERICS.gradient * PART.parameters / DEVICE.memory_bytes_per_s)
+    fused = Habits(added_moves=0.0)
+    assert optimizer_s(PART, WORK, Arrangement(micro_batches=4), CLUSTER, fused) == one
+
+
+@pytest.mark.parametrize(("schedule", "kept"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])])
+def test_streams_keep_versions_of_their_weights(schedule: str, kept: list[int]) -> None:
+    made = Arrangement(stages=3, schedule=schedule, micro_batches=1 if schedule == "pipedream" else 3)
+    held = [held_by(PART, j, WORK, made, Habits(), last=j == 2) for j in range(3)]
+    assert [each.parameters / (NUMERICS.parameter * PART.parameters) for each in held] == kept
+    assert [each.activations / PART.saved_bytes for each in held] == [3, 2, 1]
+    assert {(each.gradients, each.optimizer) for each in held} == {(held[0].gradients, held[0].optimizer)}
+
+
+@pytest.mark.parametrize(
+    ("made", "apart"),
+    [
+        (Arrangement(stages=2), False),
+        (Arrangement(stages=2, schedule="pipedream"), True),
+        (Arrangement(stages=2, shards=2, stage_shards=(2, 1)), True),
+        (Arrangement(stages=3, shards=2, stage_shards=(1, 2, 1), micro_batches=3), False),
+    ],
+)
+def test_what_stages_share_has_to_be_alike_on_all_of_them(made: Arrangement, apart: bool) -> None:
+    """The first and the last layer are one embedding."""
+    assert torn(division_of(WORK, CLUSTER, made), made) is apart
+    untied = replace(WORK, shape=replace(WORK.shape, tied=False))
+    assert not torn(division_of(untied, CLUSTER, made), made)
+
+
 def test_the_update_reads_and_writes_all_states_once() -> None:
-    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER)
+    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER, Habits())
     assert found == pytest.approx(2 * NUMERICS.total * PART.parameters / DEVICE.memory_bytes_per_s)
-    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER) == found / 4
+    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER, Habits()) == found / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole

@@ -159,6 +159,32 @@ def test_staleness_counts_where_samples_do() -> None:
     assert each[0] == pytest.approx(each[1] * (1 + found.pace.staleness), rel=1e-8)  # both are rounded to ten digits
 
 
+def test_all_policies_that_are_offered_can_be_had() -> None:
+    made, on = plan(Arrangement(4, micro_batch=2)), cluster()
+    asked, offered = Asked(delay=Delay.parse("fraction=0.5 constant:value=0.02")), list(policies(made, on))
+    assert {"synchronous:backups=1", "buffered:k=2", "buffered:k=3,cancel=true"} <= {*offered}
+    assert all(under(made, policy, asked) for policy in offered)
+    accumulating = plan(Arrangement(4, micro_batch=1, micro_batches=2))
+    assert "local-steps:period=8" in offered
+    assert "local-steps:period=8" not in list(policies(accumulating, on))  # which sends no gradients to add
+
+
+def test_gpus_carry_stages_that_wait_for_each_other_alone() -> None:
+    on = cluster()
+    on = replace(on, device=replace(on.device, kind="cuda"))
+    made = plan(Arrangement(2, stages=2, micro_batches=4))
+    assert list(policies(made, on)) == ["synchronous"]
+    assert len(list(policies(made, cluster()))) > 1
+
+
+def test_a_policy_that_changes_has_the_pace_of_its_change() -> None:
+    """K is 1, 2, 3 and then 4 for 500 Δs each: updates are made of 1 / (1/4 · (1 + 1/2 + 1/3 + 1/4)) of them."""
+    asked = Asked(delay=Delay.parse("fraction=0.5 constant:value=0.02"))
+    found = under(plan(Arrangement(4, micro_batch=2)), "smooth-switch:every=500", asked)
+    assert found is not None
+    assert found.pace.batches == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)  # of 1,041 updates
+
+
 def test_only_waiting_is_carried_between_hosts() -> None:
     made = Known.of(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
     assert list(policies(made, cluster(hosts=4, per_host=1))) == ["synchronous"]

@@ -42,13 +42,11 @@ def test_no_line_is_below_zero_anywhere(points: dict[int, float]) -> None:
 )
 def test_kinds_of_workers(arrangement: Arrangement, expected: str) -> None:
     assert kind(arrangement) == expected
-    assert PROFILE.base(arrangement) == PROFILE.base_bytes[expected] + 120 * PROFILE.beside_bytes[expected]
-    assert PROFILE.beside(arrangement) == PROFILE.beside_s[expected]
+    assert PROFILE.context_bytes(arrangement) == PROFILE.runs[expected].beside_bytes
 
 
-def test_micro_batches_cost_as_many_passes_as_go_through_the_stages() -> None:
-    assert PROFILE.actions(Arrangement(stages=2, micro_batches=4)) == pytest.approx(5 * 5e-5)
-    assert PROFILE.actions(Arrangement(replicas=2, micro_batches=4)) == 0
+def test_without_a_short_run_a_worker_holds_what_a_process_does() -> None:
+    assert replace(PROFILE, runs={}).context_bytes(Arrangement()) == PROFILE.base_bytes
 
 
 def test_what_was_measured_with_as_many_at_work_is_taken() -> None:

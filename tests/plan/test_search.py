@@ -16,14 +16,15 @@ from paceline.core.columns import Columns
 from paceline.plan.base import Arrangement, Cost
 from paceline.plan.cluster import Cluster
 from paceline.plan.cost import cost
-from paceline.plan.division import divide, layer_s, layers_of
+from paceline.plan.division import division_of
 from paceline.plan.habits import Habits
 from paceline.plan.searching import carried
 from paceline.plan.searching.asked import Asked, Objective
-from paceline.plan.searching.ranking import TIE, key, key_of
+from paceline.plan.searching.known import Known
+from paceline.plan.searching.ranking import TIE, key, key_of, undominated
 from paceline.plan.searching.search import search
 from paceline.plan.searching.simulated import parts
-from paceline.schedule import StageTimes, parse, simulate
+from paceline.schedule import StageTimes, names, parse, simulate, timeline
 from paceline.train import check
 from tests.plan.plain_workload import Plain, cluster
 
@@ -35,26 +36,55 @@ def sizes(workload: Plain, on: Cluster, batch: int) -> Iterator[Arrangement]:
     """Every size, without a thought."""
     layers, n = len(workload.milliseconds), on.workers
     for r, p, t, b in product(range(1, n + 1), range(1, layers + 1), range(1, n + 1), range(1, batch + 1)):
-        whole = on.hosts == 1 or on.devices_per_host % t == 0 or t % on.devices_per_host == 0
-        if batch % (r * b) == 0 and r * p * t <= n and whole:
+        if batch % (r * b) == 0 and r * p * t <= n and whole(t, on):
             yield Arrangement(r, p, t, 1, b, batch // (r * b))
-    for r, b, p in product(range(1, n + 1), range(1, batch + 1), range(2, min(4, layers) + 1)):
-        for copies in product(range(1, n + 1), repeat=p):
-            if batch % (r * b) == 0 and sum(copies) <= 8 and r * sum(copies) <= n and len(set(copies)) > 1:
-                yield Arrangement(r, p, 1, 1, b, batch // (r * b), copies=copies)
+    each = [(c, t) for c, t in product(range(1, n + 1), repeat=2) if c * t < n and whole(t, on)]
+    for p in range(2, min(4, layers) + 1):
+        for row in product(each, repeat=p):
+            if sum(c * t for c, t in row) <= min(8, n):
+                copies, shards = zip(*row, strict=True)
+                yield from _unlike_sizes(Arrangement(1, p, max(shards)), copies, shards, n, batch)
+
+
+def _unlike_sizes(
+    made: Arrangement, copies: tuple[int, ...], shards: tuple[int, ...], workers: int, batch: int
+) -> Iterator[Arrangement]:
+    """Every number of replicas and cut of the batch."""
+    made = unlike(made, copies, shards)
+    both = bool(made.copies and made.stage_shards)
+    if not (made.copies or made.stage_shards) or (both and made.replica_workers > 4):
+        return
+    for r, b in product(range(1, workers // made.replica_workers + 1), range(1, batch + 1)):
+        if batch % (r * b) == 0:
+            yield replace(made, replicas=r, micro_batch=b, micro_batches=batch // (r * b))
+
+
+def unlike(made: Arrangement, copies: tuple[int, ...], shards: tuple[int, ...]) -> Arrangement:
+    """Stages that differ; as many columns at each stage are more replicas."""
+    if len(set(copies)) == 1 and copies[0] > 1:
+        return made
+    turning, divided = len(set(copies)) > 1, len(set(shards)) > 1
+    return replace(made, copies=copies if turning else (), stage_shards=shards if divided else ())
+
+
+def whole(shards: int, on: Cluster) -> bool:
+    """Whether they don't straddle hosts."""
+    return on.hosts == 1 or on.devices_per_host % shards == 0 or shards % on.devices_per_host == 0
 
 
 def arrangements(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterator[Arrangement]:
     """Every one that is carried."""
-    schedules = [("1f1b", 1), ("gpipe", 1), ("zero-bubble", 1), *(("interleaved", v) for v in range(2, 9))]
+    schedules = [(each, 1) for each in ("1f1b", "gpipe", "zero-bubble", "sequential")]
+    schedules += [("interleaved", v) for v in range(2, 9)]
+    schedules += [("pipedream", 1), ("pipedream-2bw", 1)] if asked.counts else []
     for size, (schedule, v) in product(sizes(workload, on, batch), schedules):
         if (size.stages == 1 and schedule != "1f1b") or size.stages * v > len(workload.milliseconds):
             continue
         if size.stages > 1 and size.copies and v > 1:
             continue
-        for recompute, divided in product(("none", "full", "stage"), (0, 1, 3)):
-            made = replace(size, schedule=schedule, chunks=v, recompute=recompute, divided=divided)
-            if size.stages == 1 and recompute == "stage":  # the whole model again, for nothing
+        for recompute, divided, a in product(("none", "full", "stage"), (0, 1, 3), range(1, size.micro_batches + 1)):
+            made = replace(size, schedule=schedule, chunks=v, recompute=recompute, divided=divided, accumulated=a)
+            if size.stages == 1 and (recompute == "stage" or a > 1):  # the whole model again, for nothing
                 continue
             refusals = carried.never(made), carried.unbuilt(made, on.device.kind, asked.engine), workload.refusal(made)
             if refusals == (None, None, None):
@@ -66,18 +96,26 @@ def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: 
     closed = cost(workload, on, made, habits)
     if made.stages == 1:
         return closed
-    layers = layers_of(workload, made)
-    division = divide(layers, [layer_s(layer, on, made) for layer in layers], on, made)
-    each = parts(layers, division.cuts, made, on, habits).held_up()
+    division = division_of(workload, on, made)
+    each = parts(division.layers, division.cuts, made, on, habits).held_up()
     half = tuple(b / 2 for b in each.backward)
     text = f"interleaved:chunks={made.chunks}" if made.chunks > 1 else made.schedule
-    columns = Columns(made.copies) if made.copies else None
-    spans = simulate(
-        parse(text), StageTimes(each.forward, half, half, each.transfer), made.stages, made.micro_batches, columns
-    )
-    ends_s = max(span.end_ns for span in spans) / 1e9
+    columns, times = Columns(made.copies) if made.copies else None, StageTimes(each.forward, half, half, each.transfer)
+    if made.schedule in ("pipedream", "pipedream-2bw"):
+        ends_s = made.micro_batches * period_s(times, made.stages)
+    else:
+        m = made.micro_batches // made.accumulated
+        spans = simulate(parse(text), times, made.stages, m, columns)
+        ends_s = made.accumulated * max(span.end_ns for span in spans) / 1e9
     others = sum(closed.terms[name] for name in ("replicas", "optimizer", "waiting"))
     return replace(closed, terms=dict.fromkeys(closed.terms, 0.0) | {"compute": ends_s + others})
+
+
+def period_s(times: StageTimes, stages: int) -> float:
+    """Of a micro-batch, of a stream that is under way; of up to 4 stages 12 are a whole number of its rounds."""
+    run = timeline(parse("pipedream"), times, stages, 200)
+    ends = [each.end_ns for each in run if each.worker == stages - 1 and each.action.kind == "backward"]
+    return (ends[150] - ends[150 - 12 * 5]) / (12 * 5) / 1e9
 
 
 def best_of_all(workload: Plain, on: Cluster, asked: Asked, habits: Habits) -> float | None:
@@ -146,6 +184,8 @@ def test_all_that_is_proposed_is_carried() -> None:
     workload = Plain(milliseconds=(1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 3.0, 1.0), parameters=16, global_batch=16)
     hidden = Habits(send_overlap=1.0)  # so that 1F1B waits for messages where GPipe does not
     found = search(workload, cluster(hosts=2, per_host=4), Asked(simulated=3000), hidden).plans
+    counted = search(workload, cluster(per_host=2), Asked("goodput", 20.0, simulated=ALL, replicas=1), hidden).plans
+    found = (*found, *(plan for plan in counted if plan.cost.staleness and plan.arrangement.samples == 16))
     model = [layer for _ in range(4) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU())]
     data = torch.zeros(64, 4), torch.zeros(64, 4)
     program = Program(
@@ -156,7 +196,8 @@ def test_all_that_is_proposed_is_carried() -> None:
         global_batch_size=16,
     )
     kinds = {kind(plan.arrangement): plan for plan in found}
-    assert {each[0] for each in kinds} == {"1f1b", "gpipe", "zero-bubble", "interleaved"}
+    assert {each[0] for each in kinds} == {*names()}
+    assert {each[4] for each in kinds} == {each[5] for each in kinds} == {False, True}
     assert {each[1] for each in kinds} == {"none", "full", "stage"}
     assert {each[3] for each in kinds} == {False, True}
     for plan in kinds.values():
@@ -169,7 +210,38 @@ def test_all_that_is_proposed_is_carried() -> None:
 def kind(made: Arrangement) -> tuple[object, ...]:
     """What is refused or not together, whatever the sizes."""
     several = tuple(size > 1 for size in (made.replicas, made.shards, made.micro_batches))
-    return made.schedule, made.recompute, made.divided, bool(made.copies), several
+    unlike = bool(made.copies), bool(made.stage_shards)
+    return made.schedule, made.recompute, made.divided, *unlike, made.accumulated > 1, several
+
+
+def test_stages_may_have_different_shards() -> None:
+    """Three workers for four layers, none of which may be cut into three: two have three halves, one a whole."""
+    workload = Plain(global_batch=1, most_shards=2)
+    best = search(workload, cluster(per_host=3), Asked("memory")).plans[0]
+    assert best.strategy is not None
+    assert (best.strategy.stages, best.strategy.shards, best.cost.cut) == (2, (1, 2), (1,))
+    assert [held.parameters for held in best.cost.held] == [4 * 1000, 3 * 4 * 500]
+
+
+def test_streams_compete_where_stale_samples_count_for_what_they_are_worth() -> None:
+    """Sums over replicas take longer than computing; with much noise weights may be old, without any they may not."""
+    workload, on = Plain(parameters=10**5, output_bytes=1, most_shards=1), cluster(memory_bytes=1e9, latency_s=0.0)
+    noisy, exact = (search(workload, on, Asked("goodput", x)).plans[0] for x in (1e12, 0.0))
+    assert noisy.cost.staleness > 0 == exact.cost.staleness
+    assert noisy.arrangement.schedule.startswith("pipedream")
+    throughput = search(workload, on, Asked(simulated=ALL)).plans
+    assert {plan.cost.staleness for plan in throughput} == {0.0}  # nobody would tell what that costs
+
+
+def test_who_computes_nothing_again_is_not_left_out_for_one_who_does() -> None:
+    """Updating so many parameters takes longer than computing: divided, with forward once more, it is done sooner."""
+    known = Known.of(Plain(parameters=10**6), cluster(memory_bytes=1e9, bytes_per_s=1e12))
+    once, again = (
+        known.plan(replace(Arrangement(2, micro_batch=4), recompute=recompute, divided=divided))
+        for recompute, divided in (("none", 0), ("full", 1))
+    )
+    assert again.cost.step_s < once.cost.step_s
+    assert undominated([again, once]) == [again, once]
 
 
 def test_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:

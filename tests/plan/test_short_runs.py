@@ -1,28 +1,31 @@
-"""What workers hold beside what can be counted."""
+"""Each kind of worker, run shortly, beside its pieces."""
 
 import pytest
 
-from paceline.core.records import WorkerFigures
-from paceline.plan.base import Numerics
-from paceline.plan.host.profile import Line, Unit
-from paceline.plan.host.short_runs import held_beside, own_bytes
+from paceline.plan.host.profile import kind
+from paceline.plan.host.profiling import profile
+from paceline.plan.host.short_runs import plainest, short_runs
+from tests.plan.profiles import PROFILE
 from tests.plan.test_probe import Branching, program
 
-NUMERICS = Numerics(4, 4, 8)
 
-
-def test_what_is_counted_of_a_worker() -> None:
-    """With 100 elements: parameters, gradients, the moments of who has an optimizer, and what was saved."""
-    figures = WorkerFigures(0, 0, 0, 3, 0.0, None, None, 1000, 400, peak_saved_bytes=70)
-    assert own_bytes(figures, "stages", NUMERICS, 9.0) == 1600 + 70
-    alone = WorkerFigures(0, 0, 0, 3, 0.0, None, None, 1000, 400)
-    assert own_bytes(alone, "replicas", NUMERICS, 9.0) == 800 + 9
+def test_of_each_kind_a_plain_one_is_run() -> None:
+    found = plainest(program(), 2, PROFILE)
+    assert {name: kind(plan.arrangement) for name, plan in found.items()} == {
+        name: name for name in ("alone", "replicas", "stages", "shards")
+    }
+    for name, plan in found.items():
+        assert plan.strategy is not None
+        assert (plan.strategy.schedule, plan.strategy.accumulate, plan.strategy.recompute) == ("1f1b", 1, "none")
+        assert plan.strategy.workers == (1 if name == "alone" else 2)
 
 
 @pytest.mark.timeout(240.0)  # runs in processes that each import torch
 def test_kinds_that_a_model_can_not_have_are_left_out() -> None:
-    units = (Unit("the whole model", 12, Line(), Line()),)
-    base = dict.fromkeys(("alone", "replicas", "stages", "shards"), 0)
-    found = held_beside(program(Branching, width=3, classes=3), 2, base, NUMERICS, units, 8)
+    measured = profile(program(Branching, width=3, classes=3), 2, runs=False)
+    found = short_runs(program(Branching, width=3, classes=3), 2, measured)
     assert set(found) == {"alone", "replicas"}
-    assert min(found.values()) > 0  # a process holds far more than twelve elements
+    for name, run in found.items():
+        assert kind(run.arrangement) == name
+        assert min(run.step_s, run.pieces.compute_s, run.closed_s, run.closed_compute_s) > 0
+        assert run.beside_bytes > 0  # a process holds far more than twelve elements

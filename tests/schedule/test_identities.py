@@ -12,8 +12,9 @@ import pytest
 from paceline.core.columns import Columns
 from paceline.plan.base import Arrangement
 from paceline.plan.cost import bubble_s
-from paceline.plan.division import Stage, busiest, turns
+from paceline.plan.division import Stage, busiest
 from paceline.plan.held import in_flight as foretold_in_flight
+from paceline.plan.sizes import turns
 from paceline.schedule import Schedule, StageTimes, in_flight, parse, timeline
 
 PAIRS = 200

@@ -66,7 +66,7 @@ class Delay:
 
     def slowed(self, replicas: int, seed: int) -> frozenset[ReplicaId]:
         """The replicas that draw delays: ``round(fraction * replicas)`` of them."""
-        return frozenset(_order(replicas, seed)[: round(self.fraction * replicas)])
+        return _first(round(self.fraction * replicas), replicas, seed)
 
     def stream(self, replica: ReplicaId, replicas: int, seed: int) -> Iterator[Seconds] | None:
         """The delays of a replica's gradients, without end; None where it is not slowed."""
@@ -76,5 +76,6 @@ class Delay:
 
 
 @lru_cache(maxsize=4)
-def _order(replicas: int, seed: int) -> tuple[ReplicaId, ...]:
-    return tuple(np.random.default_rng([seed, _CHOICE, replicas]).permutation(replicas).tolist())
+def _first(count: int, replicas: int, seed: int) -> frozenset[ReplicaId]:
+    """So many of all in an order that is drawn; remembered, for each replica asks."""
+    return frozenset(np.random.default_rng([seed, _CHOICE, replicas]).permutation(replicas)[:count].tolist())

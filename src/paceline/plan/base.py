@@ -116,7 +116,7 @@ class Arrangement:
     micro_batch: float = 1
     """b, samples; not whole where a few rows say so."""
     micro_batches: int = 1
-    """m: of a pipeline's mini-batch, times accumulated micro-steps."""
+    """m, of a whole step of a replica."""
     schedule: str = "1f1b"
     copies: tuple[int, ...] = ()
     """Columns that take turns at each stage; empty: one at each."""
@@ -131,11 +131,22 @@ class Arrangement:
     """Workers that divide a sequence among them beside all else; with :attr:`experts`, for published rows alone."""
     experts: int = 1
     """Among how many replicas experts are divided."""
+    accumulated: int = 1
+    """Mini-batches of a pipeline's step, each of which fills and empties it anew: they have m together."""
+    stage_shards: tuple[int, ...] = ()
+    """Shards of each stage, where they differ: :attr:`shards` is then the most of them; empty: all alike."""
+
+    @property
+    def replica_workers(self) -> int:
+        """Of one replica."""
+        if not self.stage_shards:
+            return self.shards * (sum(self.copies) if self.copies else self.stages)
+        return sum(n * t for n, t in zip(self.copies or (1,) * self.stages, self.stage_shards, strict=True))
 
     @property
     def workers(self) -> int:
         """All of them."""
-        return self.replicas * self.context * self.shards * (sum(self.copies) if self.copies else self.stages)
+        return self.replicas * self.context * self.replica_workers
 
     @property
     def samples(self) -> float:
@@ -205,6 +216,8 @@ class Cost:
     """By a worker, at the most: to ``shards``, ``stages``, ``replicas``."""
     cut: tuple[int, ...] = ()
     """The first layer of each stage after the first."""
+    staleness: float = 0.0
+    """Updates between reading A and applying Δ, mean over A's elements; above 0 where stages don't wait for a flush."""
 
     @property
     def step_s(self) -> Seconds:

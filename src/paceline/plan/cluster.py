@@ -167,15 +167,16 @@ class Cluster:
         """Those of one stage of one replica."""
         return self.group(arrangement.shards, 1)
 
-    def replicas(self, arrangement: Arrangement) -> Group:
-        """Those that have the same part of the model."""
-        inner = arrangement.stages if arrangement.next_to_shards == "stages" else 1
+    def replicas(self, arrangement: Arrangement, copies: int = 1) -> Group:
+        """Those that have the same part of the model: of each replica as many as take turns at the stage."""
+        inside = arrangement.next_to_shards == "replicas"
+        stride = arrangement.shards if inside else arrangement.replica_workers
         many = arrangement.replicas * arrangement.context
-        return self.group(many, arrangement.shards * inner)
+        apart, beside = self.group(many, stride), self.group(copies, arrangement.shards)
+        return Group(many * copies, apart.on_host * beside.on_host)
 
     def neighbours(self, arrangement: Arrangement) -> Group:
         """Two stages, of which the second takes what the first has made; between hosts, if any are."""
         inner = arrangement.replicas * arrangement.context if arrangement.next_to_shards == "replicas" else 1
-        apart = arrangement.shards * inner
-        inside = apart * arrangement.stages <= self.devices_per_host
+        inside = arrangement.replica_workers * inner <= self.devices_per_host
         return Group(2, 2 if inside else 1)

@@ -6,16 +6,19 @@
     stages     |    0   | 1  |     2      |      with v chunks every p-th part
 """
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import ceil
 
 from paceline.core.types import Seconds
 from paceline.plan.base import Arrangement, LayerCost, Workload
 from paceline.plan.cluster import Cluster
 from paceline.plan.partition import balanced
+from paceline.plan.partition_unlike import balanced_unlike
+from paceline.plan.sizes import shards_of, turns, with_shards
+from paceline.plan.streams import STREAMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,52 @@ def divide(
     return Division(layers, cuts, stages(layers, cuts, arrangement, cluster))
 
 
+def divide_unlike(
+    layers: Sequence[Sequence[LayerCost]],
+    seconds: Sequence[Sequence[Seconds]],
+    cluster: Cluster,
+    arrangement: Arrangement,
+) -> Division:
+    """The same where stages have different numbers of shards: layers, and what they take, are told for each stage."""
+    p, parts = arrangement.stages, range(arrangement.stages * arrangement.chunks)
+    cuts = balanced_unlike([seconds[part % p] for part in parts], arrangement.copies)
+    ends = pairwise([0, *cuts, len(layers[0])])
+    chosen = [layer for part, (start, end) in zip(parts, ends, strict=True) for layer in layers[part % p][start:end]]
+    return Division(chosen, cuts, stages(chosen, cuts, arrangement, cluster))
+
+
+def division_of(workload: Workload, cluster: Cluster, arrangement: Arrangement) -> Division:
+    """Of a workload's own layers."""
+    each = {t: layers_of(workload, at) for t in set(shards_of(arrangement)) for at in [with_shards(arrangement, t)]}
+    seconds = {
+        t: [layer_s(layer, cluster, with_shards(arrangement, t)) for layer in layers] for t, layers in each.items()
+    }
+    if not arrangement.stage_shards:
+        return divide(each[arrangement.shards], seconds[arrangement.shards], cluster, arrangement)
+    own = arrangement.stage_shards
+    return divide_unlike([each[t] for t in own], [seconds[t] for t in own], cluster, arrangement)
+
+
+def may_tear(arrangement: Arrangement) -> bool:
+    """Whether :func:`torn` has to be looked at."""
+    return bool(arrangement.stage_shards) or arrangement.schedule in STREAMS
+
+
+def torn(division: Division, arrangement: Arrangement) -> bool:
+    """Whether layers share parameters across stages that can't be kept alike.
+
+    Those of different numbers of shards have different parts of them, and those that move their weights by themselves
+    move them at different times.
+    """
+    kept = arrangement.schedule not in STREAMS
+    shards, where = shards_of(arrangement), dict[str, set[int]]()
+    for place, layer in enumerate(division.layers):
+        if layer.tied:
+            stage = bisect_right(division.cuts, place) % arrangement.stages
+            where.setdefault(layer.tied, set()).add(shards[stage] if kept else stage)
+    return any(len(found) > 1 for found in where.values())
+
+
 def layer_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Seconds:
     """All of one layer for one micro-batch."""
     return layer.forward_s + layer.backward_s + calls_s(layer, cluster, arrangement)
@@ -90,17 +139,12 @@ def stages(layers: Sequence[LayerCost], cuts: Sequence[int], arrangement: Arrang
     parts = [layers[start:end] for start, end in pairwise(ends)]
     received = [0, *(layers[cut - 1].output_bytes for cut in cuts)]
     p, made, row = arrangement.stages, dict[Hashable, Stage](), list[Stage]()
-    for j in range(p):
+    for j, shards in enumerate(shards_of(arrangement)):
         own = tuple(tuple(map(id, part)) for part in parts[j::p]), tuple(received[j::p])
         if own not in made:
-            made[own] = stage(parts[j::p], received[j::p], arrangement, cluster)
+            made[own] = stage(parts[j::p], received[j::p], with_shards(arrangement, shards), cluster)
         row.append(made[own])
     return row
-
-
-def distinct(row: Sequence[Stage]) -> Sequence[Stage]:
-    """Each once."""
-    return list({id(stage): stage for stage in row}.values())
 
 
 def stage(
@@ -145,16 +189,13 @@ def calls_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Sec
     return max(0.0, found - layer.idle_s)
 
 
-def turns(arrangement: Arrangement, j: int) -> int:
-    """⌈m / n_j⌉: how many micro-batches the one has who begins, of those who take turns at a stage."""
-    return ceil(arrangement.micro_batches / (arrangement.copies[j] if arrangement.copies else 1))
-
-
 def busiest(row: Sequence[Stage], arrangement: Arrangement) -> int:
     """The stage with the most ⌈m / n_j⌉ · c_j."""
     return max(range(len(row)), key=lambda j: turns(arrangement, j) * row[j].seconds)
 
 
-def copies_of(arrangement: Arrangement) -> Sequence[int]:
-    """How many take turns at each stage."""
-    return arrangement.copies or (1,) * arrangement.stages
+def kinds_of(row: Sequence[Stage], arrangement: Arrangement) -> Sequence[int]:
+    """Of stages that are alike one."""
+    if not arrangement.copies:
+        return list({id(stage): j for j, stage in enumerate(row)}.values())
+    return range(len(row))

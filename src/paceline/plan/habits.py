@@ -21,3 +21,6 @@ class Habits:
     """What a worker's runtime holds."""
     fragmentation: float = 1.0
     """What activations and buffers really take, by what they are."""
+    added_moves: float = 3.0
+    """How many times each Δ of a step beyond the first moves its bytes: both are read and one is written; 0 where the
+    product that makes it adds it (Megatron-LM's ``gradient_accumulation_fusion``)."""

@@ -48,7 +48,7 @@ def why_not(plan: Plan, best: Plan, asked: Asked) -> str:
             return f"holds {bytes_text(held)} more, most of it {_worst_held(plan.cost.most, best.cost.most)}"
     worse = _worse_s(plan, best)
     total = sum(worse.values())
-    if asked.counts and plan.arrangement.samples != best.arrangement.samples:
+    if asked.counts and _worth(plan) != _worth(best):
         return _why_not_batch(plan, best, asked)
     if total > EQUAL * best.cost.step_s:
         return _slower(worse, total)
@@ -70,11 +70,18 @@ def _slower(worse: Mapping[str, Seconds], total: Seconds) -> str:
     return said + (gained if worse[better] < -EQUAL * abs(worse[name]) else "")
 
 
+def _worth(plan: Plan) -> tuple[float, float]:
+    """What it hangs on what a sample is worth."""
+    return plan.arrangement.samples, plan.cost.staleness
+
+
 def _why_not_batch(plan: Plan, best: Plan, asked: Asked) -> str:
     samples, reference = plan.arrangement.samples, best.arrangement.samples
-    worth = asked.efficiency(samples, reference)
+    old, of_best = plan.cost.staleness, asked.efficiency(reference, reference, best.cost.staleness)
+    worth = asked.efficiency(samples, reference, old) / of_best
     rate = plan.samples_per_s / best.samples_per_s
-    return f"{rate:.2f} times the samples a second, each worth {worth:.2f} times as much in batches of {samples:,.0f}"
+    said = f"{rate:.2f} times the samples a second, each worth {worth:.2f} times as much in batches of {samples:,.0f}"
+    return said + (f" from weights that are {old:.2g} updates old" if old else "")
 
 
 def _worst_held(held: Held, best: Held) -> str:

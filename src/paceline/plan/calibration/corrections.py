@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from math import exp
 
 from paceline.plan.base import Cost
+from paceline.plan.calibration import frameworks
 from paceline.plan.calibration.cases import Case
 from paceline.plan.cluster import Cluster, Described, Links
 from paceline.plan.habits import Habits
@@ -95,6 +96,7 @@ def habits_of(case: Case, corrections: Corrections) -> Habits:
     """Of the framework; older ones sum gradients after backward."""
     return replace(
         EXPECTED_HABITS,
+        added_moves=0.0 if frameworks.adds_in_products(case.row) else EXPECTED_HABITS.added_moves,
         overlap=min(1.0, EXPECTED_HABITS.overlap * corrections.overlap) if case.newer else 0.0,
         step_s=EXPECTED_HABITS.step_s * corrections.step,
         micro_batch_s=EXPECTED_HABITS.micro_batch_s * corrections.micro_batch,

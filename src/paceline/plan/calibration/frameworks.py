@@ -33,6 +33,15 @@ def kernels(row: Row) -> Kernels:
 TITAN = "torchtitan"
 
 
+def adds_in_products(row: Row) -> bool:
+    """Whether a product of matrices adds the gradient that it makes to those before: Megatron's own, not DeepSpeed's.
+
+    >>> [adds_in_products(Row({"framework": name})) for name in ("NeMo/Megatron-Core", "Megatron-DeepSpeed")]
+    [True, False]
+    """
+    return "Megatron" in row.text("framework") and "DeepSpeed" not in row.text("framework")
+
+
 def sequence_divided(row: Row) -> bool:
     """Whether shards divide what lies between operators as well: newer ones do, and whoever says so."""
     return newer(row) or "seqpar" in row.text("recompute")

@@ -34,7 +34,7 @@ def choose(program: Program, tell: Tell = silent, known: Profile | None = None) 
     Raises:
         InputError: nothing fits this host.
     """
-    found = plans_here(program, Asked(), known, tell, foretold=TRIED, empty=None)
+    found = plans_here(program, Asked(), known, tell, foretold=TRIED)
     if not found.plans or found.plans[0].why_not or found.plans[0].strategy is None:
         raise InputError(
             f"strategy={AUTO}: no way to train {program.name} fits this host's memory; run paceline plan for the "

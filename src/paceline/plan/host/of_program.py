@@ -1,12 +1,13 @@
 """Plans of a program for this host: what was measured of it, every arrangement, and the best few foretold anew."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from paceline.core.errors import InputError
-from paceline.plan.base import Arrangement, Held, Plan, Workload
+from paceline.plan.base import Plan, Workload
 from paceline.plan.cluster import Cluster
 from paceline.plan.host.by_pieces import foretell
+from paceline.plan.host.closed import asked_here, closed_plans, once, workload_of
 from paceline.plan.host.here import cores
 from paceline.plan.host.measured import MeasuredWorkload, cluster_of
 from paceline.plan.host.profile import Profile, kind
@@ -14,14 +15,13 @@ from paceline.plan.host.profiling import Tell, profile, silent
 from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.carried import plainness
 from paceline.plan.searching.ranking import key
-from paceline.plan.searching.search import search
 from paceline.program import Program
 
 FORETOLD = 4
 """So many of the best are foretold from pieces."""
 
-KEPT = 200
-"""Of a search for each number of workers, so that each kind of replica is among them."""
+TIMES = 3
+"""What is not measured may look better than what was: then it is measured too, up to so many times as many plans."""
 
 EVEN = 0.05
 """Plans that differ by less are as good: pieces foretell steps within 2 to 6 % here (benchmarks/hybrid)."""
@@ -49,7 +49,6 @@ def plans_here(
     tell: Tell = silent,
     *,
     foretold: int = FORETOLD,
-    empty: bool | None = True,
 ) -> Found:
     """Of a program.
 
@@ -60,7 +59,6 @@ def plans_here(
         known: its profile; None: it is measured.
         tell: of how far it is.
         foretold: how many of the best are foretold from their pieces; 0: none.
-        empty: whether runs without a model are made for a profile, see there.
 
     Raises:
         InputError: the program can't make a step, or more workers than cores are asked for.
@@ -71,32 +69,36 @@ def plans_here(
             f"workers={most}, but this process may use {cores()} cores, and workers that share one can't be measured; "
             f"write workers={cores()}, or cluster= for another machine"
         )
-    measured = known or profile(program, most, tell, empty=empty)
-    own = program.global_batch_size is None
-    asked = replace(asked, workers=most, engine="local", fixed="replica" if own else "global", simulated=KEPT)
+    measured = known or profile(program, most, tell)
+    asked = asked_here(program, asked, most)
     workload = workload_of(program, measured, most)
 
     def by(plan: Plan) -> float:
         return rank(plan, workload, asked)
 
-    every = [plan for count in range(1, most + 1) for plan in _of_workers(program, measured, asked, count)]
+    every = [plan for count in range(1, most + 1) for plan in closed_plans(program, measured, asked, count)]
     ranked = sorted(every if asked.objective == "memory" else once(every), key=by)
-    chosen = select(ranked, 0 if asked.delay else foretold, workload, asked)
-    anew = foretell(chosen, program, measured, tell) if chosen else []
-    best = plainest_first(sorted((plan for plan in anew if not plan.why_not), key=by), workload, asked)
-    others = [*best[1:], *(plan for plan in ranked if plan not in chosen)]
-    best = [*best[:1], *sorted(others, key=by), *(plan for plan in anew if plan.why_not)]
-    return Found(best, measured, workload, cluster_of(measured, most), asked)
+    chosen = select(apart(ranked), 0 if asked.delay else foretold, workload, asked)
+    anew = list[Plan]()
+    while chosen and len(anew) < TIMES * foretold:
+        anew += foretell(chosen, program, measured, tell)
+        ranked = [plan for plan in ranked if plan not in chosen]
+        found = [by(plan) for plan in had(anew)]
+        chosen = [plan for plan in apart(ranked) if not found or by(plan) < min(found)][:foretold]
+    best = plainest_first(sorted(had(anew), key=by), workload, asked)
+    others = sorted([*best[1:], *ranked], key=by)
+    plans = [*best[:1], *others, *(plan for plan in anew if plan.why_not)]
+    return Found(plans, measured, workload, cluster_of(measured, most), asked)
 
 
-def workload_of(program: Program, measured: Profile, workers: int) -> MeasuredWorkload:
-    """For so many workers at work at the same time; its batch is one replica's, where a program says no global one."""
-    return MeasuredWorkload(measured, workers, program.global_batch_size or measured.batch)
+def apart(plans: Sequence[Plan]) -> list[Plan]:
+    """Those whose steps end: what never does is not put together of the pieces of one."""
+    return [plan for plan in plans if not plan.cost.staleness]
 
 
-def once(plans: Sequence[Plan]) -> Sequence[Plan]:
-    """Those that compute nothing again, which costs time, where some of them fit."""
-    return [plan for plan in plans if plan.arrangement.recompute == "none"] or plans
+def had(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that can be had."""
+    return [plan for plan in plans if not plan.why_not]
 
 
 def select(ranked: Sequence[Plan], count: int, workload: Workload, asked: Asked) -> list[Plan]:
@@ -113,39 +115,6 @@ def firsts(ranked: Sequence[Plan], workload: Workload, asked: Asked) -> dict[str
     for plan in ranked:
         by_kind.setdefault(kind(plan.arrangement), []).append(plan)
     return {name: plainest_first(plans, workload, asked)[0] for name, plans in by_kind.items()}
-
-
-def _of_workers(program: Program, measured: Profile, asked: Asked, count: int) -> Iterator[Plan]:
-    """Those that have exactly so many: how long operators take depends on how many are at work."""
-    workload, cluster = workload_of(program, measured, count), cluster_of(measured, count)
-    for plan in search(workload, cluster, asked.of_workers(count)).plans:
-        said = plan.strategy
-        accumulates = program.global_batch_size is None and said is not None and said.accumulate > 1
-        if said is not None and plan.arrangement.workers == count and not accumulates:
-            yield with_beside(plan, measured)
-
-
-def with_beside(plan: Plan, measured: Profile) -> Plan:
-    """With what a step of its kind takes, and its workers hold, beside what the model asks for."""
-    arrangement, cost = plan.arrangement, plan.cost
-    added = max(-0.9 * cost.step_s, measured.beside(arrangement)) + measured.actions(arrangement)
-    terms = {**cost.terms, "waiting": cost.terms["waiting"] + added}
-    held = tuple(_held(each, arrangement, measured) for each in cost.held)
-    scale = (cost.step_s + added) / cost.step_s
-    return replace(
-        plan,
-        cost=replace(cost, terms=terms, held=held),
-        low_s=plan.low_s * scale,
-        high_s=plan.high_s * scale,
-        samples_per_s=plan.samples_per_s / scale,
-        utilisation=None if plan.utilisation is None else plan.utilisation / scale,
-    )
-
-
-def _held(held: Held, arrangement: Arrangement, measured: Profile) -> Held:
-    """Replicas of one worker have no optimizer: who holds A has it."""
-    whole = kind(arrangement) in ("alone", "replicas")
-    return replace(held, context=measured.base(arrangement), optimizer=0.0 if whole else held.optimizer)
 
 
 def plainest_first(ranked: Sequence[Plan], workload: Workload, asked: Asked) -> list[Plan]:

@@ -22,6 +22,7 @@ from paceline.engine.setup import Setup, first_batch, first_state
 from paceline.engine.team.crew import Answering
 from paceline.engine.team.leisure import excused
 from paceline.engine.team.team import Team
+from paceline.engine.virtual.pieces.repeats import WARM, repeats_within
 from paceline.engine.virtual.pieces.sending import collectives, meet, message
 from paceline.engine.virtual.pieces.silent import Call
 from paceline.plan.base import Collective
@@ -32,12 +33,6 @@ from paceline.replica.base import Batch, Replica
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.loss import rows
 from paceline.replica.state import State
-
-MOST_REPEATS, LEAST_REPEATS, WARM = 15, 3, 2
-"""Passes of each size that count, and before them passes that don't."""
-
-SHARE_S: Seconds = 4.0
-"""So long each kind of measurement may take, where the fewest repeats don't take longer."""
 
 SIZES = (2**10, 2**14, 2**18, 2**22)
 """Bytes of the collectives that are measured: 1 KiB to 4 MiB."""
@@ -169,15 +164,6 @@ def timed(replica: Replica, state: State, batch: Batch) -> Seconds:
     began = time.perf_counter()
     replica.advance(batch, 0)
     return time.perf_counter() - began
-
-
-def repeats_within(once_s: Seconds) -> int:
-    """How often something can be done that takes so long.
-
-    >>> repeats_within(0.001), repeats_within(0.5), repeats_within(10.0)
-    (15, 8, 3)
-    """
-    return max(LEAST_REPEATS, min(MOST_REPEATS, int(SHARE_S / max(once_s, 1e-9))))
 
 
 def products_per_s() -> float:

@@ -140,6 +140,56 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
+class Pieces:
+    """Of one step."""
+
+    compute_s: Seconds
+    """Of the workers of a replica, from the first to the last of them."""
+    copies_s: Seconds
+    """To have A and to give Δ."""
+    update_s: Seconds
+    low: float
+    """The 5th of 100 passes, of their median."""
+    high: float
+    """The 95th."""
+
+    @property
+    def step_s(self) -> Seconds:
+        """All of them."""
+        return self.compute_s + self.copies_s + self.update_s
+
+    def times(self, factor: float) -> "Pieces":
+        """So many times as long."""
+        return Pieces(self.compute_s * factor, self.copies_s * factor, self.update_s * factor, self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortRun:
+    """Some steps of the program itself by one kind of worker, beside what was foretold of them."""
+
+    arrangement: Arrangement
+    step_s: Seconds
+    """As it was run."""
+    pieces: Pieces
+    closed_s: Seconds
+    """A step by closed forms alone."""
+    closed_compute_s: Seconds
+    """Of that, what the workers of a replica do together."""
+    beside_bytes: float
+    """What the worker that held most held beside what is counted."""
+
+    @property
+    def beside_s(self) -> Seconds:
+        """What a step takes beside its pieces."""
+        return max(0.0, self.step_s - self.pieces.step_s)
+
+    @property
+    def share(self) -> float:
+        """Of its pieces that a step takes: less than all where they count something twice or were slowed."""
+        return min(1.0, self.step_s / self.pieces.step_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Profile:
     """All of it."""
 
@@ -155,14 +205,8 @@ class Profile:
     numerics: Numerics
     update_s: Seconds
     """Of all parameters, by one worker."""
-    base_bytes: Mapping[str, int]
-    """Of a worker that has no model, by its kind: ``alone``, or of several ``replicas``, ``stages`` or ``shards``."""
-    beside_bytes: Mapping[str, float]
-    """For each element of the model, what a worker holds beside its own parameters, gradients and optimizer."""
-    beside_s: Mapping[str, Seconds]
-    """What a step takes beside its pieces, by the same; below 0 where these count something twice."""
-    action_s: Seconds
-    """What a stage takes for a micro-batch beside computing, forward and backward."""
+    base_bytes: int
+    """Of a process that has no model."""
     flops: float | None
     """Of one sample, forward and backward."""
     flops_per_s: float
@@ -171,21 +215,14 @@ class Profile:
     """Elements of the model."""
     batch: int
     """Samples of one replica in a step, where all is as the program says."""
+    runs: Mapping[str, ShortRun] = field(default_factory=dict[str, ShortRun])
+    """By kind of worker; none of kinds that the program can't have."""
     provenance: Provenance = field(default_factory=dict[str, str])
 
-    def base(self, arrangement: Arrangement) -> float:
-        """Bytes of a worker of this arrangement beside its own part of the model: of the runtime, and of copies."""
-        own = kind(arrangement)
-        return self.base_bytes.get(own, 0) + self.beside_bytes.get(own, 0.0) * self.parameters
-
-    def beside(self, arrangement: Arrangement) -> Seconds:
-        """What its step takes beside its pieces."""
-        return self.beside_s.get(kind(arrangement), 0.0)
-
-    def actions(self, arrangement: Arrangement) -> Seconds:
-        """What its step takes beside computing, where it goes by micro-batches: as many as pass through all stages."""
-        passed = arrangement.micro_batches + arrangement.stages - 1
-        return passed * self.action_s if pipelined(arrangement) else 0.0
+    def context_bytes(self, arrangement: Arrangement) -> float:
+        """Of a worker beside its own part of the model: of the runtime, and of copies."""
+        run = self.runs.get(kind(arrangement))
+        return self.base_bytes if run is None else max(0.0, run.beside_bytes)
 
     def at_work(self, workers: int) -> Busy:
         """What was measured with as many workers, or else with the next more, or with most."""

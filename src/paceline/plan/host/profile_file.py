@@ -14,7 +14,7 @@ from paceline.core.errors import InputError
 from paceline.plan.host.profile import Machine, Profile
 from paceline.trace.files import replacing
 
-FORMAT = 1
+FORMAT = 2
 """Counted up where older files can't be read any more."""
 
 
@@ -101,6 +101,6 @@ def _plain(kind: Any, value: Any, origin: Any, inner: Sequence[Any]) -> Any:
         if value not in inner:
             raise ValueError(f"{value!r} is none of {', '.join(map(str, inner))}")
         return value
-    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+    if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value

@@ -4,7 +4,7 @@
 
     alone    one process with all threads                       what replicas=1 computes
     all      as many processes as workers, their threads each   what any of the others computes, and what it sends
-    empty    runs of the engine in which next to nothing is computed: what a step takes, and a worker holds, beside
+    runs     of the program itself, some steps of each kind of worker: what a step takes, and a worker holds, beside
 """
 
 import datetime
@@ -18,18 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.comm.nursery import Nursery
 from paceline.core.errors import InputError
-from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.engine.setup import first_batch, threads
 from paceline.engine.team.crew import PRELOAD, Crew
 from paceline.engine.virtual.pieces.forecast import update_s
 from paceline.plan.base import Numerics
-from paceline.plan.host.empty_runs import KINDS, Empty, empty_runs
 from paceline.plan.host.here import job_for
 from paceline.plan.host.probe import Captured, Heard, Probe
-from paceline.plan.host.profile import Busy, Line, Profile, Unit
+from paceline.plan.host.profile import Busy, Line, Profile, ShortRun, Unit
 from paceline.plan.host.profile_file import this_machine
-from paceline.plan.host.short_runs import held_beside
+from paceline.plan.host.short_runs import short_runs
 from paceline.program import Program, call
 from paceline.replica.pipeline.preparation import copies
 from paceline.replica.undisturbed import undisturbed
@@ -42,25 +40,20 @@ WHOLE = "the whole model"
 """What the one unit of a model is called that can't be captured."""
 
 
-SHORT_S: Seconds = 0.1
-"""Of a pass: what a step takes beside its pieces is about a millisecond."""
-
-
 def silent(what: str, done: float) -> None:
     """Tells nobody."""
     del what, done
 
 
-def profile(program: Program, workers: int, tell: Tell = silent, *, empty: bool | None = True) -> Profile:
+def profile(program: Program, workers: int, tell: Tell = silent, *, runs: bool = True) -> Profile:
     """Measure a program on this host; within a minute, but for models whose single steps take seconds.
 
     Args:
         program: what is to be trained.
         workers: the most that plans are to be made for.
         tell: of how far it is.
-        empty: whether runs without a model, and short ones with it, are made as well; None: those without a model where
-            a step is so short that what they tell counts. Without them a worker's memory is what can be counted and
-            that of a process that measures, and a step takes nothing beside its pieces.
+        runs: whether short ones are made as well. Without them a worker's memory is what can be counted and that of a
+            process that measures, and a step takes nothing beside its pieces.
 
     Raises:
         InputError: the program can't make a step.
@@ -69,18 +62,18 @@ def profile(program: Program, workers: int, tell: Tell = silent, *, empty: bool 
     tell("a first step", 0.0)
     job = job_for(program, Strategy())
     batch = first_batch(job).samples
-    counts = sorted({1, workers})
-    heard = _heard(job, counts, _sizes(batch), tell)
-    tell("runs without a model", 0.75)
-    wanted = _quickest_s(heard) < SHORT_S if empty is None else empty
-    beside = empty_runs(workers) if wanted else _of_probe(heard[counts[-1]])
-    made = _Made(program, job, heard, beside).profile(batch)
-    if empty:
-        tell("short runs", 0.85)
-        held = held_beside(program, workers, beside.base_bytes, made.numerics, made.units, batch)
-        made = replace(made, beside_bytes=held)
+    heard = _heard(job, sorted({1, workers}), _sizes(batch), tell)
+    made = _Made(program, job, heard).profile(batch)
+    if runs:
+        tell("short runs", 0.5)
+        made = _with_runs(made, short_runs(program, workers, made))
     tell("done", 1.0)
     return made
+
+
+def _with_runs(made: Profile, runs: Mapping[str, ShortRun]) -> Profile:
+    told = f"measured here of short runs of {', '.join(runs)}, {made.provenance['context'].partition(', ')[2]}"
+    return replace(made, runs=runs, provenance={**made.provenance, "context": told}) if runs else made
 
 
 def _sizes(batch: int) -> list[int]:
@@ -97,19 +90,13 @@ def _heard(job: Job, counts: Sequence[int], sizes: Sequence[int], tell: Tell) ->
     nursery, found = Nursery.start((*PRELOAD, "paceline.plan.host.probe")), dict[int, Sequence[Heard]]()
     try:
         for number, count in enumerate(counts):
-            tell(f"operators, {count} at work", 0.05 + 0.7 * number / len(counts))
+            tell(f"operators, {count} at work", 0.05 + 0.45 * number / len(counts))
             shards = _shards(count) if count == counts[-1] else []
             with Crew(Probe(job, sizes, shards), count, threads(job, count), nursery) as crew:
                 found[count] = crew.ask(None)
     finally:
         nursery.close()
     return found
-
-
-def _quickest_s(heard: Mapping[int, Sequence[Heard]]) -> Seconds:
-    """A pass of a whole batch, where that is quickest."""
-    each = (one.passes for ranks in heard.values() for one in ranks)
-    return min(statistics.median(passes[max(passes)]) for passes in each)
 
 
 def _shards(workers: int) -> list[int]:
@@ -121,11 +108,6 @@ def _shards(workers: int) -> list[int]:
     return [n for n in range(2, workers + 1) if workers % n == 0 or n & (n - 1) == 0]
 
 
-def _of_probe(heard: Sequence[Heard]) -> Empty:
-    base = max(each.base_bytes for each in heard)
-    return Empty(dict.fromkeys(KINDS, base), {})
-
-
 @dataclass(frozen=True)
 class _Made:
     """What was heard, put together."""
@@ -133,7 +115,6 @@ class _Made:
     program: Program
     job: Job
     heard: Mapping[int, Sequence[Heard]]
-    beside: Empty
 
     def profile(self, batch: int) -> Profile:
         most = self.heard[max(self.heard)]
@@ -149,15 +130,12 @@ class _Made:
             tuple(most[0].points),
             numerics_of(self.program),
             update_s(self.job, 1),
-            self.beside.base_bytes,
-            {},
-            self.beside.beside_s,
-            self.beside.action_s,
+            max(each.base_bytes for each in most),
             flops_of(self.program, self.job),
             min(each.flops_per_s for each in most),
             elements(self.program),
             batch,
-            self._provenance(),
+            provenance=self._provenance(),
         )
 
     def _whole(self) -> Unit:
@@ -178,14 +156,13 @@ class _Made:
         where = f"on {machine.cores} cores of {machine.processor}, {day}"
         many = {len(times) for ranks in self.heard.values() for each in ranks for times in each.passes.values()}
         repeats = " or ".join(str(n) for n in sorted(many))
-        found = {
+        return {
             "compute": f"measured here, {repeats} passes of each size, {where}",
             "messages": f"measured here among {max(self.heard)} processes, medians of 9, {where}",
             "optimizer": f"measured here, the median of 9 updates, {where}",
             "memory": f"counted: parameters, gradients, optimizer, what each operator saves; {where}",
+            "context": f"measured here of processes that measured, {where}",
         }
-        how = "runs without a model" if self.beside.beside_s else "processes that measured"
-        return found | {"context": f"measured here of {how}, {where}"}
 
 
 def numerics_of(program: Program) -> Numerics:

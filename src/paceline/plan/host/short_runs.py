@@ -1,80 +1,156 @@
-"""A few steps of the program itself by each kind of worker: what a worker holds beside what can be counted.
+"""A few steps of the program itself by each kind of worker, beside what can be counted and what its pieces take.
 
 ::
 
-    held        what was measured of the worker that held most
-    - base      of a worker that has no model                       empty_runs.py
-    - own       its parameters, gradients, optimizer and what it saves for backward
-    = beside    copies of the model: A as the server has it, Δs on their way, what preparing it has left behind
+    a step, as it was run     |---------------------------------------|
+    its pieces, measured      |- pull -|-- compute --|- push -|- update -|        what is left is beside them
+
+    held      what was measured of the worker that held most
+    - counted its parameters, gradients, optimizer and what it saves for backward
+    = beside  the runtime, copies of the model: A as the server has it, Δs on their way, what preparing it left behind
+
+What a kind of worker takes and holds beside hangs little on how many micro-batches there are, or by which schedule: so
+one plain arrangement is run of each kind, and what it tells is taken for all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
 
+from paceline.comm.nursery import Nursery
 from paceline.core.errors import PacelineError
-from paceline.core.records import WorkerFigures
-from paceline.engine.base import Engine
+from paceline.core.types import Seconds
+from paceline.engine.base import Budget, Engine, Job, Progress
 from paceline.engine.local.engine import LocalEngine
-from paceline.plan.base import Numerics
-from paceline.plan.host.empty_runs import unwatched
+from paceline.engine.virtual.pieces.forecast import NEEDS
+from paceline.plan.base import Arrangement, Plan
+from paceline.plan.host.closed import asked_here, closed_plans, corrected, once, staged_s, workload_of
 from paceline.plan.host.here import job_for
-from paceline.plan.host.profile import Unit
+from paceline.plan.host.measured import cluster_of
+from paceline.plan.host.pieces import pieces_of
+from paceline.plan.host.profile import Profile, ShortRun, kind
+from paceline.plan.searching.asked import Asked
+from paceline.plan.searching.carried import pipelined
+from paceline.plan.searching.known import Known
 from paceline.program import Program
 
-RUNS = 2
-"""Of each kind."""
+ROUNDS = 2
+"""In which each kind runs once: what disturbs the machine for a while disturbs all alike."""
 
-STEPS = 6
-"""Of each run: Δs of several steps may be on their way at once."""
+RUN_S: Seconds = 1.0
+"""A run trains for so long, and for longer where that is not enough for some steps."""
+
+STEPS = 5
+"""That are enough: Δs of several may be on their way at once."""
+
+LONG_S: Seconds = 0.5
+"""Of a step: where it takes longer there is one round."""
+
+TOGETHER = (("alone", "replicas"), ("stages", "shards"))
+"""Kinds whose fork server imports the same."""
 
 
-def held_beside(
-    program: Program, workers: int, base_bytes: Mapping[str, int], numerics: Numerics, units: Sequence[Unit], batch: int
-) -> dict[str, float]:
-    """By kind of worker, in bytes for each element of the model; none of kinds that the program can't have.
+class Tried(NamedTuple):
+    """One run."""
+
+    step_s: Seconds
+    """The median of its steps."""
+    held_bytes: int
+    """By the worker that held most."""
+
+
+def short_runs(program: Program, workers: int, measured: Profile) -> dict[str, ShortRun]:
+    """By kind of worker; none of kinds that the program can't have.
 
     Args:
         program: is run.
         workers: in all.
-        base_bytes: of workers without a model.
-        numerics: bytes for each parameter.
-        units: what they save of a batch.
-        batch: samples of one replica in a step.
+        measured: of it, without short runs.
     """
-    saved = sum(unit.saved.of(batch) for unit in units)
-    elements = sum(parameter.numel() for parameter in program.build().parameters())
-    found: dict[str, float] = {}
-    for kinds in (("alone", "replicas"), ("stages", "shards")):  # those whose fork server imports the same
-        with LocalEngine() as engine:
-            for kind in kinds:
-                most = _most(program, kind, workers, engine) if kind == "alone" or workers > 1 else None
-                if most is not None:
-                    counted = base_bytes[kind] + own_bytes(most, kind, numerics, saved)
-                    found[kind] = ((most.peak_memory_bytes or 0) - counted) / elements
+    kinds = {name: _Kind(program, plan) for name, plan in plainest(program, workers, measured).items()}
+    found: dict[str, list[Tried]] = {name: [] for name in kinds}
+    rounds = 1 if any(each.plan.cost.step_s > LONG_S for each in kinds.values()) else ROUNDS
+    for number in range(rounds):
+        for together in TOGETHER[:: -1 if number % 2 else 1]:
+            for name, tried in _round([(name, kinds[name]) for name in together if name in kinds]):
+                found[name].append(tried)
+    nursery = Nursery.start(NEEDS)
+    try:
+        return {name: kinds[name].told(runs, nursery) for name, runs in found.items() if runs}
+    finally:
+        nursery.close()
+
+
+def plainest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
+    """Of each kind the quickest by closed forms that has all workers, as it is in the usual order."""
+    asked, found = asked_here(program, Asked(), workers), dict[str, Plan]()
+    for count in sorted({1, workers}):
+        known = Known.of(workload_of(program, measured, count), cluster_of(measured, count))
+        plans = sorted(closed_plans(program, measured, asked, count), key=lambda plan: -plan.samples_per_s)
+        for plan in once(plans):
+            plain = usual(plan.arrangement)
+            if kind(plain) not in found and plain.workers == count:  # as it is not where stages differ
+                found[kind(plain)] = corrected(known.plan(plain), measured)
     return found
 
 
-def own_bytes(most: WorkerFigures, kind: str, numerics: Numerics, saved: float) -> float:
-    """What can be counted of a worker: replicas of one worker have no optimizer, for who holds A has it."""
-    own = most.parameter_bytes or 0
-    whole = kind in ("alone", "replicas")
-    each = numerics.parameter + numerics.gradient + (0.0 if whole else numerics.optimizer)
-    return own * each / numerics.parameter + (saved if most.peak_saved_bytes is None else most.peak_saved_bytes)
+def usual(arrangement: Arrangement) -> Arrangement:
+    """The same in the usual order, without accumulating."""
+    plain = replace(arrangement, schedule="1f1b", chunks=1, copies=(), stage_shards=(), accumulated=1, divided=0)
+    if pipelined(plain):
+        return plain
+    return replace(plain, micro_batch=plain.micro_batch * plain.micro_batches, micro_batches=1)
 
 
-def _most(program: Program, kind: str, workers: int, engine: Engine) -> WorkerFigures | None:
-    """The worker that holds most, in the run in which that is less; None: the program can't be divided so.
+@dataclass(frozen=True)
+class _Kind:
+    """What is run of a kind."""
 
-    Pages that processes share are counted in equal parts to them, so one that ends early adds to what others hold: in
-    one of a few runs by half as much again.
-    """
-    try:
-        job = job_for(program, "replicas=1" if kind == "alone" else f"{kind}={workers}", STEPS)
-        engine.refuse(job)
-        seen = [engine.run(job, unwatched).account.workers for _ in range(RUNS)]
-    except PacelineError:  # a worker may be the first to find out
-        return None
-    return min((max(each, key=_held) for each in seen), key=_held)
+    program: Program
+    plan: Plan
+
+    @property
+    def job(self) -> Job:
+        assert self.plan.strategy is not None, "what is not carried is not run"
+        seconds = max(RUN_S, STEPS * self.plan.cost.step_s)
+        return replace(job_for(self.program, self.plan.strategy), budget=Budget("seconds", seconds, seconds))
+
+    def run(self, engine: Engine) -> Tried | None:
+        """Once; None: no step was done in time."""
+        seen = engine.run(self.job, unwatched).account.workers
+        times = [each.step_time_s for each in seen if each.step_time_s is not None]
+        return Tried(median(times), max(each.peak_memory_bytes or 0 for each in seen)) if times else None
+
+    def told(self, runs: Sequence[Tried], nursery: Nursery) -> ShortRun:
+        """With what its pieces take."""
+        cost = self.plan.cost
+        counted = cost.most.total - cost.most.context
+        return ShortRun(
+            self.plan.arrangement,
+            median(each.step_s for each in runs),
+            pieces_of(self.job, nursery),
+            cost.step_s,
+            staged_s(cost),
+            median(each.held_bytes for each in runs) - counted,
+        )
 
 
-def _held(worker: WorkerFigures) -> int:
-    return worker.peak_memory_bytes or 0
+def _round(kinds: Sequence[tuple[str, _Kind]]) -> Iterator[tuple[str, Tried]]:
+    """One run of each."""
+    if not kinds:
+        return
+    with LocalEngine() as engine:
+        for name, each in kinds:
+            try:
+                engine.refuse(each.job)
+                found = each.run(engine)
+            except PacelineError:  # a worker may be the first to find out that the program can't be divided so
+                continue
+            if found is not None:
+                yield name, found
+
+
+def unwatched(progress: Progress) -> None:
+    """Tells nobody how a run stands."""
+    del progress

@@ -11,6 +11,7 @@ The k-th draws of a replica are those that the virtual engine has for the same s
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import repeat
+from operator import add
 from typing import Any, NamedTuple, final
 
 from paceline.aggregation import Aggregation
@@ -190,13 +191,20 @@ def attempts(
     times: Times, delay: Delay | None, replica: ReplicaId, replicas: int, seed: int, micro_steps: int
 ) -> Iterator[Seconds]:
     """From when a replica is sent A to when its Δ is there, one attempt after the other, without end."""
-    compute, transfer = times.compute_stream(replica, seed), times.transfer_stream(replica, seed)
-    assert compute is not None, "nothing is measured here"
-    slowed = delay.stream(replica, replicas, seed) if delay else None
-    late = slowed if slowed is not None else repeat(0.0)
+    compute = _computing(times, replica, seed)
+    late = delay.stream(replica, replicas, seed) if delay else None
     if micro_steps == 1 and times.transfer == _NOTHING:
-        return map(sum, zip(compute, late, strict=False))
-    return _several(compute, late, transfer, micro_steps)
+        return compute if late is None else map(add, compute, late)
+    return _several(compute, late or repeat(0.0), times.transfer_stream(replica, seed), micro_steps)
+
+
+def _computing(times: Times, replica: ReplicaId, seed: int) -> Iterator[Seconds]:
+    """Nothing has to be drawn for what is always the same."""
+    if isinstance(times.compute, Constant):
+        return repeat(times.compute.value)
+    stream = times.compute_stream(replica, seed)
+    assert stream is not None, "nothing is measured here"
+    return stream
 
 
 def _several(

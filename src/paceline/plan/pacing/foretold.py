@@ -4,6 +4,7 @@
 
     synchronous; K-sync              E[X_{K:P}]
     asynchronous; K-batch-async      K / Σ 1 / E[X_r]       staleness (P - 1) / K
+    H local steps, synchronous       E[max of Σ of H X]     where delays are exponential, or always the same
     stale-synchronous                T_i(c) = max(T_i(c - 1), max_j T_j(c - 1 - s)) + X_i(c), over drawn X
 
 Quick for any number of replicas; all other policies are simulated.
@@ -16,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.aggregation import Aggregation, Asynchronous, Buffered, StaleSynchronous, Synchronous
+from paceline.aggregation import Aggregation, Asynchronous, Buffered, LocalSteps, StaleSynchronous, Synchronous
 from paceline.clock.delay import Delay
-from paceline.clock.distributions import Constant
+from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
 from paceline.clock.times import Times
 from paceline.core.types import Seconds
 from paceline.plan.pacing.arrivals import Pace, attempts
-from paceline.plan.pacing.order_statistics import Alike, alike, expected_s
+from paceline.plan.pacing.order_statistics import Alike, alike, erlang, expected_s
 from paceline.plan.pacing.stragglers import Clocks, k_batch_async_staleness, stale_synchronous
 
 
@@ -59,8 +60,10 @@ def foretold(policy: Aggregation[Any], team: Team) -> Pace | None:
     >>> team = Team(4, 0.1, Delay.parse("fraction=0.5 0.3"))
     >>> [foretold(parse(text), team).step_s(4).__round__(4) for text in ("synchronous", "buffered:k=2,cancel=true")]
     [0.4, 0.2]
-    >>> foretold(parse("asynchronous"), team).step_s(4).__round__(4), foretold(parse("local-steps"), team)
+    >>> foretold(parse("asynchronous"), team).step_s(4).__round__(4), foretold(parse("smooth-switch:every=9"), team)
     (0.16, None)
+    >>> foretold(parse("local-steps:period=8"), team).step_s(4).__round__(4)
+    0.4
     """
     match policy:
         case Synchronous(backups=0):
@@ -73,12 +76,37 @@ def foretold(policy: Aggregation[Any], team: Team) -> Pace | None:
             return _k_batch_async(1, team)
         case StaleSynchronous(bound=bound):
             return _stale_synchronous(bound, team)
+        case LocalSteps(period=period, over=Synchronous(backups=0)):
+            return _own_steps(period, team)
     return None
 
 
 def _k_sync(k: int, team: Team) -> Pace:
     update_s = expected_s(k, team.groups) if team.batch_s or team.delay else 0.0
     return Pace(update_s, k, 0.0, 1.0, 1 - k / team.replicas, team.batch_s)
+
+
+def _own_steps(period: int, team: Team) -> Pace | None:
+    """Of all replicas at once, each after so many steps: of sums that are known."""
+    steady = alike(team.replicas - team.slowed, Constant(period * team.batch_s))
+    late = None if team.delay is None else _sums(period, team)
+    if team.delay is not None and late is None:
+        return None
+    update_s = expected_s(team.replicas, [steady] if late is None else [steady, late])
+    return Pace(update_s, period * team.replicas, 0.0, 1.0, 0.0, team.batch_s)
+
+
+def _sums(period: int, team: Team) -> Alike | None:
+    """Of as many times of a replica that is slowed; None where their distribution has no name."""
+    assert team.delay is not None, "nobody is slowed"
+    match team.delay.distribution:
+        case Constant(value):
+            return alike(team.slowed, Constant(period * (team.batch_s + value)))
+        case Exponential(mean) if mean:
+            return erlang(team.slowed, team.batch_s, mean, period)
+        case ShiftedExponential(shift, mean) if mean:
+            return erlang(team.slowed, team.batch_s + shift, mean, period)
+    return None
 
 
 def _k_batch_async(k: int, team: Team) -> Pace:

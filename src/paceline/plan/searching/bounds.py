@@ -6,7 +6,10 @@ stages of v chunks::
     busiest stage   x  ≥  max(C / p, c, ⌈n / p⌉ s)     of Σ n_j workers, where some take turns, C / Σ n_j
     compute, bubble    ≥  m x + (C - x) / v            which grows with x; with turns m x + C - x max n_j
     zero-bubble        ≥  m x + max(0, max(F, B / 2) - x)
-    stages             ≥  (2 (p - 1) + what is seen of 2 m v) · the shortest message
+    sequential         ≥  m C
+    stages             ≥  (2 (p - 1) + what is seen of 2 m v) · the shortest message; sequential 2 (p - 1) m of them
+    accumulated        ≥  as many times what fills and empties the pipeline
+    stages that differ ≥  m · each layer on that of their shards where it takes least, by all workers
     replicas           ≥  sums of a stage's parameters, less what may hide in all of backward
     held               ≥  a stage's states, divided as far as they are, and activations: with f_j micro-batches in
                           flight on stage j the most of all is no less than any mean of them, so than one by 1 / f_j
@@ -14,6 +17,7 @@ stages of v chunks::
 No step takes less by the closed forms of cost.py, so what is left out by these is no loss.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import ceil
@@ -24,10 +28,12 @@ from numpy.typing import NDArray
 
 from paceline.plan.base import Arrangement, Recomputed, Workload
 from paceline.plan.cluster import Cluster
+from paceline.plan.division import layers_of
 from paceline.plan.habits import Habits
 from paceline.plan.held import in_flight
-from paceline.plan.searching.candidates import Frame, Option
-from paceline.plan.searching.sums import Sums, summed
+from paceline.plan.searching.candidates import Frame, Option, Unlike
+from paceline.plan.searching.sums import Sums, seconds, summed
+from paceline.plan.streams import STREAMS
 
 Real: TypeAlias = NDArray[np.float64]
 
@@ -40,6 +46,9 @@ class Bounds:
     cluster: Cluster
     habits: Habits
     _sums: dict[tuple[int, int, Recomputed], Sums] = field(default_factory=dict[tuple[int, int, Recomputed], Sums])
+    _least: dict[tuple[int, frozenset[int], Recomputed], float] = field(
+        default_factory=dict[tuple[int, frozenset[int], Recomputed], float]
+    )
     _spent: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
     _messages: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
@@ -54,6 +63,10 @@ class Bounds:
     def step_s(self, frame: Frame, option: Option) -> float:
         """Of one arrangement, at the least."""
         sums, m, p = self.sums(frame.micro_batch, frame.shards, option.recompute), frame.micro_batches, frame.stages
+        habits, again = self.habits, m if option.schedule == "sequential" else option.accumulated
+        if frame.stage_shards:
+            least = self.least_s(frame.micro_batch, frozenset(frame.stage_shards), option.recompute)
+            return m * least / Unlike(frame.copies or (1,) * p, frame.stage_shards).workers + habits.step_s
         if frame.copies:
             busiest = sums.seconds / sum(frame.copies)
             rest = sums.seconds - max(frame.copies) * busiest
@@ -61,10 +74,39 @@ class Bounds:
             busiest = max(sums.seconds / p, sums.longest, ceil(sums.alike.many / p) * sums.alike.seconds)
             filled = option.schedule == "zero-bubble"
             rest = max(0.0, (sums.gaps if filled else sums.seconds) - busiest) / option.chunks
-        hops = 2 * (p - 1) + 2 * m * option.chunks * (1 - self.habits.send_overlap) if p > 1 else 0.0
+        always = habits.step_s + habits.micro_batch_s * m + self.update_s(frame, option)
+        if option.schedule in STREAMS:
+            return m * busiest + always
+        hops = 2.0 * (p - 1) * again
+        if p > 1 and option.schedule != "sequential":
+            hops += 2 * m * option.chunks * (1 - habits.send_overlap)
         messages = hops * self.message_s(frame.micro_batch, frame.shards, p) if hops else 0.0
-        beside = self.habits.step_s + self.habits.micro_batch_s * m
-        return m * busiest + rest + messages + self.exposed_s(frame, option) + self._update_s(frame, option) + beside
+        return m * busiest + again * rest + messages + self.exposed_s(frame, option) + always
+
+    def update_s(self, frame: Frame, option: Option) -> float:
+        """Of the stage that has most, at the least: its states, and Δ of each micro-batch that is added to others."""
+        numerics, among = self.workload.numerics, frame.replicas * max(frame.copies, default=1)
+        added = (
+            self.habits.added_moves
+            * numerics.gradient
+            * max(0, frame.micro_batches // max(frame.copies, default=1) - 1)
+        )
+        moved = 2 * numerics.total / (among if option.divided else 1) + added / (among if option.divided == 3 else 1)
+        size = self.sums(frame.micro_batch, frame.shards).parameters / frame.stages
+        return moved * size / self.cluster.device.memory_bytes_per_s
+
+    def least_s(self, micro_batch: int, shards: frozenset[int], recompute: Recomputed = "none") -> float:
+        """Of all layers for a micro-batch, each with that of these numbers of shards with which it takes least."""
+        key = micro_batch, shards, recompute
+        if key not in self._least:
+            each = [self._seconds(Arrangement(shards=t, micro_batch=micro_batch, recompute=recompute)) for t in shards]
+            self._least[key] = float(np.min(each, axis=0).sum())
+        return self._least[key]
+
+    def _seconds(self, plain: Arrangement) -> Sequence[float]:
+        layers = layers_of(self.workload, plain)
+        each = seconds(layers, self.cluster, plain)
+        return [each[id(layer)] for layer in layers]
 
     def message_s(self, micro_batch: int, shards: int, stages: int) -> float:
         """The shortest between two stages; remembered."""
@@ -94,18 +136,20 @@ class Bounds:
         gathered = found("all_gather", size * numerics.parameter, group)
         return found("reduce_scatter", size * numerics.gradient, group) + gathered
 
-    def _update_s(self, frame: Frame, option: Option) -> float:
-        size = self.sums(frame.micro_batch, frame.shards).parameters / frame.stages
-        among = frame.replicas if option.divided else 1
-        return 2 * self.workload.numerics.total * size / among / self.cluster.device.memory_bytes_per_s
-
     def held_bytes(self, frame: Frame, option: Option) -> float:
-        """By the worker that holds most, at the least."""
-        numerics, among = self.workload.numerics, frame.replicas
+        """By the worker that holds most, at the least.
+
+        Where stages have different shards of parameters alone, over all of these together: no shard of t has less than
+        1/t of its stage's.
+        """
+        numerics, among = self.workload.numerics, frame.replicas * max(frame.copies, default=1)
         parted = [among if option.divided >= level else 1 for level in (1, 2, 3)]
         states = numerics.optimizer / parted[0] + numerics.gradient / parted[1] + numerics.parameter / parted[2]
-        sums = self.sums(frame.micro_batch, frame.shards, option.recompute)
-        flying = flights(option.schedule, option.chunks, frame.stages, frame.copies, frame.micro_batches)
+        sums = self.sums(frame.micro_batch, 1 if frame.stage_shards else frame.shards, option.recompute)
+        if frame.stage_shards:
+            return sums.parameters * states / sum(frame.stage_shards) + self.habits.context_bytes
+        mini_batch = frame.micro_batches // option.accumulated
+        flying = flights(option.schedule, option.chunks, frame.stages, frame.copies, mini_batch)
         kept = _kept_within(sums, option.chunks, flying) if option.recompute == "stage" else _kept(sums, flying)
         held = max(part.parameters * states + part.saved * self.habits.fragmentation for part in kept)
         return held + self.habits.context_bytes
@@ -137,7 +181,7 @@ def flights(schedule: str, chunks: int, stages: int, copies: tuple[int, ...], mi
     >>> flights("1f1b", 1, 4, (), 3)
     Flights(stages=4, least=1.0, most=3.0, others=6.0, shares=2.1666666666666665)
     """
-    if copies:
+    if copies or schedule not in ("1f1b", "gpipe", "zero-bubble", "interleaved"):
         made = Arrangement(stages=stages, schedule=schedule, copies=copies, micro_batches=micro_batches)
         each = np.array([in_flight(made, j) for j in range(stages)], dtype=np.float64)
     else:

@@ -2,15 +2,16 @@
 
 ::
 
-    frame     replicas × stages × shards (or copies of stages), and the batch cut into R · m micro-batches of b samples
-    options   of a frame: schedule and chunks, what is computed again, what is divided among replicas
+    frame     replicas × stages × shards (or copies and shards of each stage), and the batch cut into R · m
+              micro-batches of b samples
+    options   of a frame: schedule and chunks, what is computed again, what is divided among replicas, mini-batches
 
 A frame is a row of numbers, so that a hundred thousand of them can be bounded at once (bounds.py); arrangements are
 made of those alone that may be among the best.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import NamedTuple
@@ -25,8 +26,23 @@ from paceline.plan.searching.asked import Asked
 
 Whole = NDArray[np.int64]
 
-MOST_TURNS, MOST_TURNING_STAGES = 8, 4
-"""Workers of a replica in which several take turns at a stage, and stages of it: more are not looked at."""
+MOST_WORKERS, MOST_OF_BOTH, MOST_UNLIKE_STAGES = 8, 4, 4
+"""Of a replica whose stages have different numbers of columns or of shards, of one whose stages have both, and stages
+of it: more are not looked at."""
+
+
+class Unlike(NamedTuple):
+    """How the stages of a replica differ."""
+
+    copies: tuple[int, ...]
+    """Columns that take turns at each."""
+    shards: tuple[int, ...]
+    """Of each."""
+
+    @property
+    def workers(self) -> int:
+        """Of a replica."""
+        return sum(n * t for n, t in zip(*self, strict=True))
 
 
 class Frame(NamedTuple):
@@ -38,6 +54,7 @@ class Frame(NamedTuple):
     micro_batch: int
     micro_batches: int
     copies: tuple[int, ...] = ()
+    stage_shards: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,12 +65,19 @@ class Frames:
     replicas: Whole
     stages: Whole
     shards: Whole
+    """Of the stage that has most."""
     micro_batch: Whole
-    copies: Sequence[tuple[int, ...]] = ()
-    """Of those at the end; the first of them have none."""
+    unlike: Sequence[Unlike] = ()
+    which: Whole = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Of these each of the last frames has; the stages of the first frames are alike."""
 
     def __len__(self) -> int:
         return len(self.replicas)
+
+    @property
+    def alike(self) -> int:
+        """How many have stages that are."""
+        return len(self) - len(self.which)
 
     @property
     def micro_batches(self) -> Whole:
@@ -63,10 +87,14 @@ class Frames:
 
     def at(self, row: int) -> Frame:
         """One of them."""
-        plain = len(self) - len(self.copies)
-        copies = self.copies[row - plain] if row >= plain else ()
         r, p, t, b = (int(each[row]) for each in (self.replicas, self.stages, self.shards, self.micro_batch))
-        return Frame(r, p, t, b, self.batch // (r * b), copies)
+        frame = Frame(r, p, t, b, self.batch // (r * b))
+        if row < self.alike:
+            return frame
+        copies, shards = self.unlike[self.which[row - self.alike]]
+        return frame._replace(
+            copies=copies if max(copies) > 1 else (), stage_shards=shards if len(set(shards)) > 1 else ()
+        )
 
 
 def frames(workload: Workload, cluster: Cluster, asked: Asked, batch: int) -> Frames:
@@ -78,11 +106,11 @@ def frames(workload: Workload, cluster: Cluster, asked: Asked, batch: int) -> Fr
     most = limit if can(cluster, asked, Arrangement(shards=2)) else 1
     shards = [t for t in range(1, most + 1) if _shards_fit(t, workload, cluster)]
     stages = np.arange(1, min(layers, limit) + 1)
-    rows = [_meshes(pairs, stages, t, limit) for t in shards]
-    turning = list(_turning(pairs, layers, limit))
-    columns = np.concatenate([*rows, np.array([frame[:4] for frame in turning], dtype=np.int64).reshape(-1, 4)])
+    unlike = _unlike(min(MOST_WORKERS, limit), min(MOST_UNLIKE_STAGES, layers), tuple(shards))
+    of_unlike, which = _unlike_meshes(pairs, unlike, limit)
+    columns = np.concatenate([*(_meshes(pairs, stages, t, limit) for t in shards), of_unlike])
     r, p, t, b = columns.T.copy()
-    return Frames(batch, r, p, t, b, [frame.copies for frame in turning])
+    return Frames(batch, r, p, t, b, unlike, which)
 
 
 def _batch_cuts(batch: int, limit: int, of_each: int | None) -> Whole:
@@ -109,13 +137,41 @@ def _shards_fit(shards: int, workload: Workload, cluster: Cluster) -> bool:
     return not straddles and workload.refusal(Arrangement(shards=shards)) is None
 
 
-def _turning(pairs: Whole, layers: int, limit: int) -> Iterator[Frame]:
-    """Where several take turns at a stage, and not as many at each: (3, 1), (1, 2, 1), ..."""
-    most = min(MOST_TURNS, limit)
-    for p in range(2, min(MOST_TURNING_STAGES, layers) + 1):
-        for copies in product(range(1, most), repeat=p):
-            if sum(copies) <= most and len(set(copies)) > 1:
-                yield from (Frame(int(r), p, 1, int(b), 0, copies) for r, b in pairs if r * sum(copies) <= limit)
+@cache
+def _unlike(workers: int, stages: int, shards: tuple[int, ...]) -> Sequence[Unlike]:
+    """(3, 1) take turns, (1, 2, 1) shards, ...; what is several times as many columns everywhere is more replicas."""
+    each = [(n, t) for t in shards for n in range(1, workers // t + 1)]
+    found = (Unlike(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in _rows(each, p, workers))
+    return [one for one in found if _looked_at(one)]
+
+
+def _looked_at(one: Unlike) -> bool:
+    turning, divided = len(set(one.copies)) > 1, len(set(one.shards)) > 1
+    if turning and divided:
+        return one.workers <= MOST_OF_BOTH
+    return turning or (divided and max(one.copies) == 1)
+
+
+def _rows(each: Sequence[tuple[int, int]], stages: int, workers: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Of so many stages with no more workers together."""
+    if not stages:
+        yield ()
+        return
+    for n, t in each:
+        if n * t <= workers - stages + 1:
+            yield from (((n, t), *rest) for rest in _rows(each, stages - 1, workers - n * t))
+
+
+def _unlike_meshes(pairs: Whole, unlike: Sequence[Unlike], limit: int) -> tuple[Whole, Whole]:
+    """Rows R, p, t, b, and which of these each has."""
+    if not unlike:
+        return np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=np.int64)
+    workers, sizes = (
+        np.array([one.workers for one in unlike]),
+        np.array([(len(one.copies), max(one.shards)) for one in unlike]),
+    )
+    which, pair = np.nonzero(workers[:, None] * pairs[None, :, 0] <= limit)
+    return np.column_stack([pairs[pair, 0], sizes[which], pairs[pair, 1]]), which
 
 
 @cache
@@ -136,6 +192,7 @@ class Option(NamedTuple):
     chunks: int
     recompute: Recomputed
     divided: int
+    accumulated: int = 1
 
 
 def options(frame: Frame, cluster: Cluster, asked: Asked) -> Iterator[Option]:
@@ -144,13 +201,16 @@ def options(frame: Frame, cluster: Cluster, asked: Asked) -> Iterator[Option]:
     for schedule, chunks in _schedules(frame, asked):
         for recompute, number in product(_recomputed(frame), divided):
             yield Option(schedule, chunks, recompute, number)
+    for accumulated in _accumulated(frame):
+        for recompute, number in product(_recomputed(frame), divided):
+            yield Option("1f1b", 1, recompute, number, accumulated)
 
 
 def arrangement(frame: Frame, option: Option, cluster: Cluster, asked: Asked) -> Arrangement | None:
     """The two as one; None where Paceline does not carry it."""
     made = Arrangement(
         *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
-        option.divided, option.recompute,
+        option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
     )  # fmt: skip
     if carried.never(made) is not None:
         return None
@@ -160,6 +220,14 @@ def arrangement(frame: Frame, option: Option, cluster: Cluster, asked: Asked) ->
 def divides(cluster: Cluster, asked: Asked) -> bool:
     """Whether replicas may divide what they have among them."""
     return can(cluster, asked, Arrangement(2, 2, divided=1))
+
+
+def streams(cluster: Cluster, asked: Asked) -> bool:
+    """Whether stages may move their weights without waiting for a flush.
+
+    It is another algorithm, from weights that are some updates old: it competes where the objective counts that.
+    """
+    return asked.counts and can(cluster, asked, Arrangement(stages=2, schedule="pipedream"))
 
 
 def can(cluster: Cluster, asked: Asked, arrangement: Arrangement) -> bool:
@@ -174,10 +242,21 @@ def _schedules(frame: Frame, asked: Asked) -> Iterator[tuple[str, int]]:
         return
     if frame.micro_batches > 1:
         yield "gpipe", 1
-    if not frame.copies:
-        yield "zero-bubble", 1
-        if frame.micro_batches % frame.stages == 0:
-            yield from (("interleaved", v) for v in range(2, asked.most_chunks + 1))
+    if frame.copies:
+        return
+    if frame.micro_batches > 1:
+        yield "sequential", 1
+    yield "zero-bubble", 1
+    if frame.micro_batches % frame.stages == 0:
+        yield from (("interleaved", v) for v in range(2, asked.most_chunks + 1))
+    if asked.counts and frame.replicas == 1:
+        yield ("pipedream" if frame.micro_batches == 1 else "pipedream-2bw"), 1
+
+
+def _accumulated(frame: Frame) -> Iterator[int]:
+    """Into how many mini-batches a pipeline's step may be cut so that fewer micro-batches are under way than stages."""
+    if frame.stages > 1:
+        yield from (a for a in divisors(frame.micro_batches) if 1 < frame.micro_batches // a < frame.stages and a > 1)
 
 
 def _recomputed(frame: Frame) -> tuple[Recomputed, ...]:
@@ -189,6 +268,6 @@ def _recomputed(frame: Frame) -> tuple[Recomputed, ...]:
 
 def _divided(frame: Frame) -> tuple[int, ...]:
     """ZeRO's numbers."""
-    if frame.replicas == 1:
+    if frame.replicas == 1 and not frame.copies:
         return (0,)
     return (0, 1, 3) if frame.stages == frame.shards == 1 else (0, 1)

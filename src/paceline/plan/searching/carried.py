@@ -9,6 +9,7 @@ from math import ceil
 from typing import Literal, TypeAlias
 
 from paceline.plan.base import Arrangement, Recomputed
+from paceline.plan.sizes import mini_batch
 from paceline.schedule import Schedule, parse
 from paceline.strategy import Recompute, Strategy
 
@@ -30,6 +31,8 @@ def strategy(arrangement: Arrangement, device: Literal["cpu", "cuda"] = "cpu") -
     replicas=2 stages=4 shards=2 schedule=interleaved:chunks=3 micro_batches=8
     >>> print(strategy(Arrangement(2, micro_batches=4, divided=3)))
     replicas=2 accumulate=4 shard_parameters=true
+    >>> print(strategy(Arrangement(stages=2, shards=2, stage_shards=(2, 1), micro_batches=8, accumulated=2)))
+    replicas=1 stages=2 shards=[2,1] micro_batches=4 accumulate=2
     """
     turns = bool(arrangement.copies) and max(arrangement.copies) > 1
     by_micro_batches = pipelined(arrangement)
@@ -37,11 +40,11 @@ def strategy(arrangement: Arrangement, device: Literal["cpu", "cuda"] = "cpu") -
     return Strategy(
         replicas=arrangement.replicas,
         stages=arrangement.copies if turns else arrangement.stages,
-        shards=arrangement.shards,
+        shards=arrangement.stage_shards or arrangement.shards,
         schedule=f"interleaved:chunks={arrangement.chunks}" if interleaved else arrangement.schedule,
-        micro_batches=arrangement.micro_batches if by_micro_batches else None,
+        micro_batches=mini_batch(arrangement) if by_micro_batches else None,
         recompute=RECOMPUTES[arrangement.recompute],
-        accumulate=1 if by_micro_batches else arrangement.micro_batches,
+        accumulate=arrangement.accumulated if by_micro_batches else arrangement.micro_batches,
         shard_optimizer=_shard_optimizer(arrangement),
         shard_parameters=arrangement.divided == 3,
         device=device,
@@ -55,10 +58,7 @@ def _shard_optimizer(arrangement: Arrangement) -> bool | None:
 
 def never(arrangement: Arrangement) -> str | None:
     """Why no engine carries it, as a clause; None: one does."""
-    t, p = arrangement.shards, arrangement.stages
-    order = (
-        parse(arrangement.schedule) if arrangement.chunks == 1 else parse(f"interleaved:chunks={arrangement.chunks}")
-    )
+    t, p, order = arrangement.shards, arrangement.stages, _order(arrangement.schedule, arrangement.chunks)
     if arrangement.divided == 2 or arrangement.recompute not in RECOMPUTES:
         return "gradients alone are not divided, and no activations of attention alone are made again"
     if arrangement.sequence_divided or arrangement.context > 1 or arrangement.experts > 1:
@@ -69,9 +69,23 @@ def never(arrangement: Arrangement) -> str | None:
         return "shards have no split backward passes and no recomputation within a stage"
     if arrangement.copies and max(arrangement.copies) > 1 and not order.takes_turns:
         return f"nobody takes turns under {arrangement.schedule}"
-    if arrangement.copies and max(arrangement.copies) > arrangement.micro_batches:
+    if arrangement.copies and max(arrangement.copies) > mini_batch(arrangement):
         return "some would never have a micro-batch"
+    if not order.flushes and (why := _no_stream(arrangement, order)):
+        return why
     return _too_few(arrangement)
+
+
+def _no_stream(arrangement: Arrangement, order: Schedule) -> str | None:
+    """Why a pipeline can't go on from step to step."""
+    a = arrangement
+    if a.replicas > 1 or a.shards > 1 or a.divided or a.accumulated > 1:
+        return f"under {a.schedule} each stage moves its weights by itself"
+    if order.updates_each and a.micro_batches > 1:
+        return f"under {a.schedule} each micro-batch is a step"
+    if a.stages == 1 or (not order.updates_each and a.micro_batches < a.stages):
+        return f"{a.schedule} takes as many micro-batches as there are stages, and two of them"
+    return None
 
 
 @cache
@@ -81,18 +95,26 @@ def _order(schedule: str, chunks: int) -> Schedule:
 
 def _too_few(arrangement: Arrangement) -> str | None:
     """Where sizes don't fit each other."""
-    if arrangement.divided and arrangement.replicas == 1:
-        return "there is only one replica to divide among"
-    if arrangement.chunks > 1 and (arrangement.stages == 1 or arrangement.micro_batches % arrangement.stages):
+    a = arrangement
+    if a.divided and a.replicas == 1 and max(a.copies, default=1) == 1:
+        return "nobody else has the same part of the optimizer's state"
+    if a.chunks > 1 and (a.stages == 1 or mini_batch(a) % a.stages):
         return "interleaved parts take turns by as many micro-batches as there are stages"
+    if a.accumulated > 1 and (not pipelined(a) or a.micro_batches % a.accumulated):
+        return "micro-batches are whole mini-batches of a pipeline"
     return None
 
 
-def plainness(arrangement: Arrangement) -> int:
-    """How much is said beside the plainest: 0 for a single process, 2 for replicas that divide their optimizer."""
+def plainness(arrangement: Arrangement) -> float:
+    """How much is said beside the plainest: 0 for a single process, 2 for replicas that divide their optimizer.
+
+    Each thing counts one, but for micro-batches, which count the more the more there are: 1 - 1/m.
+    """
     a = arrangement
-    said = (a.replicas > 1, a.stages > 1, a.shards > 1, a.micro_batches > 1, a.schedule != "1f1b", a.chunks > 2)
-    return sum(said) + sum((bool(a.copies), a.divided > 0, a.recompute != "none"))
+    accumulates = a.accumulated > 1 or (a.micro_batches > 1 and not pipelined(a))
+    said = (a.replicas > 1, a.stages > 1, a.shards > 1, accumulates, a.schedule != "1f1b", a.chunks > 2)
+    others = (bool(a.copies), bool(a.stage_shards), a.divided > 0, a.recompute != "none")
+    return sum(said) + sum(others) + 1 - 1 / a.micro_batches
 
 
 def unbuilt(arrangement: Arrangement, device: Literal["cpu", "cuda"], engine: EngineName | None = None) -> str | None:
@@ -101,6 +123,8 @@ def unbuilt(arrangement: Arrangement, device: Literal["cpu", "cuda"], engine: En
         return "shards on GPUs are not built yet"
     if device == "cuda" and arrangement.divided:
         return "optimizers and parameters are divided between CPUs alone yet"
+    if device == "cuda" and not _order(arrangement.schedule, arrangement.chunks).flushes:
+        return "stages on GPUs wait for a flush"
     whole = not pipelined(arrangement) and arrangement.shards == 1
     if engine == "local" and (arrangement.divided == 3 or (arrangement.divided == 1 and whole)):
         return "the local engine keeps A once for all replicas, so there is nothing to divide"

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from paceline.core.types import Seconds
 from paceline.plan.base import Arrangement, LayerCost, Workload
 from paceline.plan.cluster import Cluster
-from paceline.plan.division import Division, divide, layers_of
+from paceline.plan.division import Division, divide, divide_unlike, layers_of, may_tear, torn
 from paceline.plan.searching.sums import seconds
+from paceline.plan.sizes import shards_of, with_shards
 
 
 class Divisions:
@@ -18,8 +19,9 @@ class Divisions:
         self._divisions: dict[tuple[object, ...], Division] = {}
 
     def fits(self, arrangement: Arrangement) -> bool:
-        """Whether there are as many layers as parts."""
-        return arrangement.stages * arrangement.chunks <= self.count(arrangement)
+        """Whether there are as many layers as parts, and those that share parameters fall where they can be shared."""
+        many = arrangement.stages * arrangement.chunks <= self.count(arrangement)
+        return many and (not may_tear(arrangement) or not torn(self.of(arrangement), arrangement))
 
     def count(self, arrangement: Arrangement) -> int:
         """Of layers."""
@@ -27,11 +29,23 @@ class Divisions:
 
     def of(self, arrangement: Arrangement) -> Division:
         """How layers fall to the stages of an arrangement."""
-        key = (*_sizes(arrangement), arrangement.stages, arrangement.chunks, arrangement.copies)
+        key = (
+            *_sizes(arrangement),
+            arrangement.stages,
+            arrangement.chunks,
+            arrangement.copies,
+            arrangement.stage_shards,
+        )
         if key not in self._divisions:
-            layers, each = self._of_size(arrangement)
-            self._divisions[key] = divide(layers, each, self._cluster, arrangement)
+            self._divisions[key] = self._divided(arrangement)
         return self._divisions[key]
+
+    def _divided(self, arrangement: Arrangement) -> Division:
+        each = [self._of_size(with_shards(arrangement, t)) for t in shards_of(arrangement)]
+        if not arrangement.stage_shards:
+            return divide(*each[0], self._cluster, arrangement)
+        layers, times = zip(*each, strict=True)
+        return divide_unlike(layers, times, self._cluster, arrangement)
 
     def _of_size(self, arrangement: Arrangement) -> tuple[Sequence[LayerCost], Sequence[Seconds]]:
         key = _sizes(arrangement)

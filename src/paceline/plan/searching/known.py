@@ -6,12 +6,12 @@ import numpy as np
 
 from paceline.plan.base import Arrangement, Cost, Plan, Workload, merged
 from paceline.plan.cluster import Cluster, Remembered
-from paceline.plan.cost import cost
+from paceline.plan.cost import EXACT, cost
 from paceline.plan.habits import Habits
 from paceline.plan.searching import carried, simulated
 from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.bounds import Bounds
-from paceline.plan.searching.candidates import divides, frames
+from paceline.plan.searching.candidates import divides, frames, streams
 from paceline.plan.searching.divisions import Divisions
 from paceline.plan.searching.rows import Rows
 
@@ -38,11 +38,12 @@ class Known:
 
     def rows(self, batch: int, asked: Asked) -> Rows:
         """Bounds of all frames of a batch for as many workers as there may be, or more of them: remembered."""
-        key = batch, asked.fixed, asked.replicas, asked.unbuilt, asked.engine, asked.most_chunks
+        goes_on = streams(self.cluster, asked)
+        key = batch, asked.fixed, asked.replicas, asked.unbuilt, asked.engine, asked.most_chunks, goes_on
         limit = self.limit(asked)
         if key not in self._rows or self._rows[key][0] < limit:
             found = frames(self.workload, self.cluster, asked, batch)
-            self._rows[key] = limit, Rows(self.bounds, found, asked.most_chunks, divides(self.cluster, asked))
+            self._rows[key] = limit, Rows(self.bounds, found, asked.most_chunks, divides(self.cluster, asked), goes_on)
         return self._rows[key][1]
 
     def limit(self, asked: Asked) -> int:
@@ -64,7 +65,7 @@ class Known:
     def plan(self, arrangement: Arrangement, *, simulate: bool = True) -> Plan:
         """With its times simulated, if asked for and if there is anything to simulate."""
         found = self.cost(arrangement)
-        if simulate and arrangement.stages > 1:
+        if simulate and arrangement.stages > 1 and arrangement.schedule not in EXACT:
             found = self.simulated(arrangement, found)
         return plan_of(arrangement, found, self.workload, self.cluster, simulated=simulate)
 

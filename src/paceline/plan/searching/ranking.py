@@ -16,7 +16,7 @@ from paceline.plan.searching.candidates import Frame, Option, arrangement, optio
 from paceline.plan.searching.kinds import Kind, kind, kind_of
 from paceline.plan.searching.known import Known
 
-Key: TypeAlias = tuple[float, float, int]
+Key: TypeAlias = tuple[float, float, float]
 """What the objective says, then bytes held, then how much is asked for beside the plainest: less is better."""
 
 Entry: TypeAlias = tuple[tuple[float, ...], int, Arrangement]
@@ -130,7 +130,7 @@ def key(plan: Plan, workload: Workload, asked: Asked) -> Key:
 def key_of(arrangement: Arrangement, found: Cost, workload: Workload, asked: Asked) -> Key:
     """Seconds of a sample that counts, or bytes; then the other of the two; then what is asked for beside."""
     held, samples = found.most.total, arrangement.samples
-    seconds = found.step_s / (samples * asked.efficiency(samples, workload.global_batch))
+    seconds = found.step_s / (samples * asked.efficiency(samples, workload.global_batch, found.staleness))
     first, second = (held, seconds) if asked.objective == "memory" else (seconds, held)
     return _rounded(first), _rounded(second), carried.plainness(arrangement)
 
@@ -141,7 +141,10 @@ def _rounded(number: float) -> float:
 
 
 def undominated(plans: Sequence[Plan]) -> list[Plan]:
-    """Without those of the same sizes that another one beats or equals in time and in memory."""
+    """Without those of the same sizes that another one beats or equals in time and in memory.
+
+    What computes again is held to what does so too: a host's own plans leave it out where all fits.
+    """
     kept: list[Plan] = []
     for plan in plans:
         if not any(_sizes(other) == _sizes(plan) and other.cost.most.total <= plan.cost.most.total for other in kept):
@@ -150,5 +153,7 @@ def undominated(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def _sizes(plan: Plan) -> tuple[object, ...]:
+    """And whether anything is computed again: who wants none of that is to find what is best without."""
     a = plan.arrangement
-    return a.replicas, a.stages, a.shards, a.copies, a.micro_batch, a.micro_batches
+    again = a.recompute != "none"
+    return a.replicas, a.stages, a.shards, a.copies, a.stage_shards, a.micro_batch, a.micro_batches, again

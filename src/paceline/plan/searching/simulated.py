@@ -19,6 +19,7 @@ from paceline.plan.cluster import Cluster
 from paceline.plan.division import calls_s
 from paceline.plan.habits import Habits
 from paceline.plan.searching import slots
+from paceline.plan.sizes import mini_batch, shards_of, with_shards
 from paceline.schedule import Schedule, parse
 
 Step = tuple[bool, int, int]
@@ -54,7 +55,12 @@ def parts(
     """Of layers that are cut so: collectives of shards count where they are, messages as part of who sends them."""
     ends = [0, *cuts, len(layers)]
     cut = [layers[start:end] for start, end in pairwise(ends)]
-    passes = {id(layer): _passes_s(layer, arrangement, cluster) for layer in layers}
+    each = [with_shards(arrangement, t) for t in shards_of(arrangement)]
+    passes = {
+        id(layer): _passes_s(layer, each[place % len(each)], cluster)
+        for place, part in enumerate(cut)
+        for layer in part
+    }
     one = message_s([part[-1].output_bytes for part in cut[:-1]], arrangement, cluster)
     hidden = one * habits.send_overlap
     return Parts(
@@ -83,7 +89,8 @@ def message_s(sizes: Sequence[int], arrangement: Arrangement, cluster: Cluster) 
 
 
 def steps_s(arrangement: Arrangement, each: Sequence[Parts]) -> list[Seconds]:
-    """From the first forward to the last backward of one mini-batch, for each of several times that parts may take.
+    """From the first forward to the last backward of a step, one mini-batch after the other, for each of several times
+    that parts may take.
 
     A pipeline of two with equal parts, three micro-batches: (m + p - 1) (F + B):
 
@@ -94,7 +101,7 @@ def steps_s(arrangement: Arrangement, each: Sequence[Parts]) -> list[Seconds]:
     if not _in_slots(arrangement):
         return [by_events_s(arrangement, parts) for parts in held_up]
     durations = slots.Durations.of(*((parts.forward, parts.backward, parts.transfer) for parts in held_up))
-    return [float(end_s) for end_s in _by_slots_s(arrangement, durations)]
+    return [arrangement.accumulated * float(end_s) for end_s in _by_slots_s(arrangement, durations)]
 
 
 def _in_slots(arrangement: Arrangement) -> bool:
@@ -104,7 +111,7 @@ def _in_slots(arrangement: Arrangement) -> bool:
 
 
 def _by_slots_s(arrangement: Arrangement, durations: slots.Durations) -> slots.Real:
-    m = arrangement.micro_batches
+    m = mini_batch(arrangement)
     if arrangement.chunks > 1:
         return slots.interleaved_s(durations, arrangement.stages, m)
     if arrangement.schedule == "gpipe":
@@ -115,8 +122,8 @@ def _by_slots_s(arrangement: Arrangement, durations: slots.Durations) -> slots.R
 def by_events_s(arrangement: Arrangement, each: Parts) -> Seconds:
     """Of any schedule, with what is seen of messages in the times already."""
     copies = arrangement.copies or (1,) * arrangement.stages
-    orders = _orders(_text(arrangement), copies, arrangement.micro_batches)
-    return Run(orders, each, splits=arrangement.schedule == "zero-bubble").end_s()
+    orders = _orders(_text(arrangement), copies, mini_batch(arrangement))
+    return arrangement.accumulated * Run(orders, each, splits=arrangement.schedule == "zero-bubble").end_s()
 
 
 def _text(arrangement: Arrangement) -> str:

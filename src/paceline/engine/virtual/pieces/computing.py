@@ -1,13 +1,13 @@
 """What one rank of a few times of its own work, while all others are as busy with theirs."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.core.types import Seconds
 from paceline.engine.setup import Setup, first_batch, first_state
 from paceline.engine.team.team import Team
-from paceline.engine.virtual.pieces.sending import meet
+from paceline.engine.virtual.pieces.repeats import in_step
 from paceline.engine.virtual.pieces.silent import Call, Silent
 from paceline.replica.base import Batch, Replica
 from paceline.replica.state import Layout, State, read
@@ -16,9 +16,6 @@ from paceline.replica.tensor.preparation import Prepared, planned
 from paceline.replica.tensor.rewrite import keep_unused, rewritten
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.schedule import Dependencies
-
-REPEATS, WARM = 15, 2
-"""Passes that count, and before them passes that don't."""
 
 
 @dataclass(frozen=True)
@@ -85,22 +82,10 @@ def share_of(part: Layout, whole: Layout) -> float:
     return part.parameter_bytes / max(1, whole.parameter_bytes)
 
 
-def timed(team: Team, work: Callable[[], None]) -> list[Seconds]:
-    """A piece of work that all begin together; the first times don't count."""
-    found = []
-    for _ in range(WARM + REPEATS):
-        meet(team)
-        began = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - began)
-    return found[WARM:]
-
-
 def _passes(setup: Setup, team: Team, replica: Replica, state: State, shard: Silent | None = None) -> Sequence[Pass]:
     batches, out, found = setup.batches(team.world.rank % setup.replicas), state.layout.new(), list[Pass]()
     mine = state.clone()
-    for clock in range(WARM + REPEATS):
-        meet(team)
+    for clock, number in enumerate(in_step(team)):
         began = time.perf_counter()
         if shard is not None:  # it has its part of A for itself
             mine.copy_(state)
@@ -111,8 +96,9 @@ def _passes(setup: Setup, team: Team, replica: Replica, state: State, shard: Sil
         replica.finish(out)
         if shard is not None:
             mine.copy_(out)
-        found.append(Pass(adopted - began, pieces, time.perf_counter() - finished))
-    return found[WARM:]
+        if number >= 0:
+            found.append(Pass(adopted - began, pieces, time.perf_counter() - finished))
+    return found
 
 
 def _advanced(replica: Replica, batch: Batch, clock: int, shard: Silent | None) -> Sequence[Seconds]:

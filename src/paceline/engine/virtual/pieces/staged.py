@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from paceline.core.types import Seconds
 from paceline.engine.setup import Setup, first_batch
 from paceline.engine.team.team import Team
-from paceline.engine.virtual.pieces.computing import REPEATS, WARM, Found, Pass, share_of
-from paceline.engine.virtual.pieces.sending import meet
+from paceline.engine.virtual.pieces.computing import Found, Pass, share_of
+from paceline.engine.virtual.pieces.repeats import in_step
 from paceline.engine.virtual.pieces.silent import Call, Silent
 from paceline.replica.hybrid.division import divided
 from paceline.replica.pipeline.base import Cut, Part
@@ -85,8 +85,7 @@ class _Actor:
         """Of the passes that count."""
         times, passes, calls = defaultdict[Key, list[Seconds]](list), list[Pass](), dict[Key, Sequence[Call]]()
         mine, out = self._state.clone(), self._state.layout.new()
-        for number in range(WARM + REPEATS):
-            meet(self._team)
+        for number in in_step(self._team):
             began = time.perf_counter()
             self._place.tensors.bind(mine.copy_(self._state))
             pull = time.perf_counter() - began
@@ -94,7 +93,7 @@ class _Actor:
             began = time.perf_counter()
             torch._foreach_copy_(out.views.parameters, self._place.tensors.take_gradients())
             mine.copy_(out)  # where all parts of a Δ meet
-            if number >= WARM:
+            if number >= 0:
                 passes.append(Pass(pull, (), time.perf_counter() - began))
                 for key, each in taken.items():
                     times[key].append(statistics.fmean(each))
