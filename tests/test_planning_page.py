@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.plan.answers.several import MOST_MODELS, SHARES
 from paceline.plan.searching.asked import FEWER, MORE, Asked, Objective
-from paceline.plan.searching.candidates import MOST_TURNING_STAGES, MOST_TURNS
+from paceline.plan.searching.candidates import MOST_UNLIKE_STAGES, MOST_WORKERS
 from paceline.schedule import names, parse
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert "from a sixteenth to 64 times" in PAGE
     assert f"2 to {Asked().most_chunks} chunks" in PAGE
     assert f"best {Asked().simulated} are simulated" in PAGE
-    assert f"up to {MOST_TURNING_STAGES} stages with {MOST_TURNS} workers" in PAGE
+    assert f"up to {MOST_UNLIKE_STAGES} stages with {MOST_WORKERS} workers" in PAGE
     assert (MOST_MODELS, f"up to {SHARES} equal shares" in PAGE) == (6, True)
     ours = {each for each in names() if parse(each).flushes and each != "sequential"}
     assert all(f"`{each}`" in PAGE for each in ours if parse(each).__module__.startswith("paceline."))

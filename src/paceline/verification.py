@@ -70,6 +70,9 @@ def run_in_turns(
         program: what they are for; it is not scored.
         rounds: how often.
         progress: whether to draw how far it is; None: where stderr is a terminal.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, which a run takes for its end.
     """
     found: dict[int, list[Run]] = {number: [] for number in range(len(plans))}
     bare, done = _unscored(program), 0
@@ -91,7 +94,10 @@ def _run(plan: Plan, program: Program) -> Run:
     assert plan.strategy is not None, "what is not carried is not run"
     steps = steps_of(plan)
     with open_engine("local") as engine:
-        return train(program, plan.strategy, engine=engine, steps=steps, evaluate_every=steps, progress=False)
+        run = train(program, plan.strategy, engine=engine, steps=steps, evaluate_every=steps, progress=False)
+    if run.summary["interrupted"]:
+        raise KeyboardInterrupt
+    return run
 
 
 def _unscored(program: Program) -> Program:

@@ -16,7 +16,10 @@ MACHINE = {"processor": "p", "cores": "2", "system": "s", "torch": "t", "python"
 
 def foretold(side: str, strategy: str, step_s: float, **more: object) -> dict[str, str]:
     row = {"model": "m", "side": side, "strategy": strategy, "step_s": step_s, "closed_s": step_s * 2}
-    return {name: str(value) for name, value in (row | {"held_bytes": 2**20, "chosen": 0} | more | MACHINE).items()}
+    return {
+        name: str(value)
+        for name, value in (row | {"held_bytes": 2**20, "chosen": 0, "ran": 0} | more | MACHINE).items()
+    }
 
 
 def measured(side: str, number: int, step_s: float) -> dict[str, str]:
@@ -45,7 +48,7 @@ def test_the_page_says_how_far_off_and_what_a_choice_costs(load: Callable[[str],
     rows = [foretold("alone", "replicas=1", 0.010, chosen=1), foretold("replicas", "replicas=2", 0.012)]
     runs = [measured("alone", n, 0.0125) for n in range(9)] + [measured("replicas", n, 0.010) for n in range(9)]
     text = load("host_page").page(rows, runs)
-    assert "| m | replicas=1 | 10.00 | 12.50 (12.50 to 12.50) | 1.25 | 20.00 | 1 | 2 | 2.00 |" in text
+    assert "| m | replicas=1 | 10.00 | 12.50 (12.50 to 12.50) | 1.25 | 20.00 | no | 1 | 2 | 2.00 |" in text
     assert "- step time, from pieces: 20.0% on average, 20.0% at the most, 0 of 2 within 10 %" in text
     assert "- memory: 50.0% on average" in text
     assert "- m: replicas=1, 25.0% slower than replicas=2; their intervals don't overlap" in text

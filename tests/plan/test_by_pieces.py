@@ -19,7 +19,7 @@ from paceline.plan.host.profile import Pieces, Profile, kind
 from paceline.plan.searching.asked import Asked
 from paceline.plan.searching.search import search
 from paceline.program import Program
-from tests.plan.profiles import PROFILE
+from tests.plan.profiles import PROFILE, busy
 from tests.plan.test_probe import program
 
 WORKLOAD = MeasuredWorkload(PROFILE, 2, 8)
@@ -60,9 +60,9 @@ def test_where_a_run_took_less_than_its_pieces_a_step_takes_as_much_less() -> No
 
 
 def test_its_interval_is_that_of_passes_where_there_are_enough() -> None:
-    few = put_together(Forecast([1.0], 0.0, 0.0), 0.0)
-    assert (few.low, few.high) == (1.0, 1.0)
-    many = put_together(Forecast([float(n) for n in range(1, 102)], 1.0, 2.0), 4.0)
+    few = put_together(Forecast([1.0], 0.0, 0.0), 0.0, busy(2))
+    assert (few.low, few.high) == (0.9, 1.2)  # the profile's own
+    many = put_together(Forecast([float(n) for n in range(1, 102)], 1.0, 2.0), 4.0, busy(2))
     assert many == Pieces(51.0, 3.0, 4.0, pytest.approx(6 / 51), pytest.approx(96 / 51))
     found = with_pieces(of_kind("replicas"), many, PROFILE.runs["replicas"])
     assert (found.low_s, found.high_s) == pytest.approx((13 + 2e-4, 103 + 2e-4))
@@ -79,7 +79,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The strategies that are measured, all alike."""
     found: list[str] = []
 
-    def told(job: Job, nursery: object) -> Pieces:
+    def told(job: Job, nursery: object, busy: object) -> Pieces:
         found.append(str(job.strategy))
         return SEEN
 
@@ -138,7 +138,7 @@ def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
 
 @pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
 def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(job: object, nursery: object) -> Pieces:
+    def refused(job: object, nursery: object, busy: object) -> Pieces:
         raise error
 
     monkeypatch.setattr(by_pieces, "pieces_of", refused)

@@ -1,8 +1,15 @@
 """Each kind of worker, run shortly, beside its pieces."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from paceline.plan.host.profile import kind
+from paceline.core.errors import InputError, WorkerError
+from paceline.core.records import WorkerFigures
+from paceline.engine.base import Job
+from paceline.plan.host import short_runs as runs
+from paceline.plan.host.profile import Pieces, kind
 from paceline.plan.host.profiling import profile
 from paceline.plan.host.short_runs import plainest, short_runs
 from tests.plan.profiles import PROFILE
@@ -23,9 +30,54 @@ def test_of_each_kind_a_plain_one_is_run() -> None:
 @pytest.mark.timeout(240.0)  # runs in processes that each import torch
 def test_kinds_that_a_model_can_not_have_are_left_out() -> None:
     measured = profile(program(Branching, width=3, classes=3), 2, runs=False)
-    found = short_runs(program(Branching, width=3, classes=3), 2, measured)
+    found, refused = short_runs(program(Branching, width=3, classes=3), 2, measured)
+    assert not refused  # nothing else was proposed
     assert set(found) == {"alone", "replicas"}
     for name, run in found.items():
         assert kind(run.arrangement) == name
         assert min(run.step_s, run.pieces.compute_s, run.closed_s, run.closed_compute_s) > 0
         assert run.beside_bytes > 0  # a process holds far more than twelve elements
+
+
+class Engine:
+    """Runs nothing; of stages it says that they can't be had."""
+
+    interrupted = False
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def refuse(self, job: Job) -> None:
+        if job.strategy.stage_count > 1:
+            raise InputError("the model is one layer\nand more")
+
+    def run(self, job: Job, tell: object) -> Any:
+        figures = WorkerFigures(0, 0, 0, 3, 0.0, 0.25, None, 2**30, 0)
+        return SimpleNamespace(account=SimpleNamespace(workers=[figures], interrupted=self.interrupted))
+
+
+def test_a_kind_that_fails_says_why_and_the_others_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two rounds: stages fail at once, shards when their pieces are measured."""
+
+    def pieces(job: Job, nursery: object, busy: object) -> Pieces:
+        if job.strategy.tensor_parallel:
+            raise WorkerError("replica 0 died")
+        return Pieces(0.1, 0.0, 0.0, 1.0, 1.0)
+
+    monkeypatch.setattr(runs, "LocalEngine", Engine)
+    monkeypatch.setattr(runs, "pieces_of", pieces)
+    found, refused = short_runs(program(), 2, PROFILE)
+    assert refused == {"stages": "the model is one layer", "shards": "replica 0 died"}
+    assert {name: (run.step_s, run.pieces.compute_s) for name, run in found.items()} == {
+        "alone": (0.25, 0.1), "replicas": (0.25, 0.1)
+    }  # fmt: skip
+    assert all(2**30 - 10**6 < run.beside_bytes < 2**30 for run in found.values())
+
+
+def test_ctrl_c_ends_more_than_the_run_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "interrupted", True)
+    monkeypatch.setattr(runs, "LocalEngine", Engine)
+    with pytest.raises(KeyboardInterrupt):
+        short_runs(program(), 2, PROFILE)

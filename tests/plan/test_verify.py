@@ -13,8 +13,8 @@ from tests.plan.test_probe import program
 class Ran:
     """Stands for a run."""
 
-    def __init__(self, step_s: float) -> None:
-        self.summary = {"step_time_s": step_s, "peak_memory_bytes": [1000, 4000]}
+    def __init__(self, step_s: float, *, interrupted: bool = False) -> None:
+        self.summary = {"step_time_s": step_s, "peak_memory_bytes": [1000, 4000], "interrupted": interrupted}
 
 
 def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +35,12 @@ def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pyt
     assert found[0].ratio == pytest.approx(0.004 / one.cost.step_s)
     assert found[0].held_bytes == (4000, 4000, 4000)
     assert found[0].memory_ratio == pytest.approx(4000 / one.cost.most.total)
+
+
+def test_ctrl_c_ends_more_than_the_run_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verification, "train", lambda *what, **words: Ran(0.001, interrupted=True))
+    with pytest.raises(KeyboardInterrupt):
+        run_in_turns([of_kind("alone")], program(), progress=False)
 
 
 def test_a_line_says_predicted_and_measured() -> None:

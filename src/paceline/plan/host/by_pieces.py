@@ -18,6 +18,7 @@ from paceline.plan.host.here import job_for
 from paceline.plan.host.pieces import pieces_of
 from paceline.plan.host.profile import Pieces, Profile, ShortRun, kind
 from paceline.plan.host.profiling import Tell, silent
+from paceline.plan.host.short_runs import in_a_line
 from paceline.program import Program
 
 TOLD = "foretold from its pieces, each measured here on processes that were as busy as they will be"
@@ -48,9 +49,9 @@ def _foretold(plan: Plan, program: Program, profile: Profile, nursery: Nursery) 
     if run is not None and run.arrangement == plan.arrangement:
         return with_pieces(plan, run.pieces, run)
     try:
-        found = pieces_of(job_for(program, plan.strategy), nursery)
-    except (InputError, WorkerError) as error:  # of a failed worker the first line, without its traceback
-        return replace(plan, why_not=f"it can't be had: {str(error).partition(chr(10))[0]}")
+        found = pieces_of(job_for(program, plan.strategy), nursery, profile.at_work(plan.arrangement.workers))
+    except (InputError, WorkerError) as error:
+        return replace(plan, why_not=f"it can't be had: {in_a_line(error)}")
     return with_pieces(plan, found, run)
 
 

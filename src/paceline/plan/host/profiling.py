@@ -25,9 +25,9 @@ from paceline.engine.virtual.pieces.forecast import update_s
 from paceline.plan.base import Numerics
 from paceline.plan.host.here import job_for
 from paceline.plan.host.probe import Captured, Heard, Probe
-from paceline.plan.host.profile import Busy, Line, Profile, ShortRun, Unit
+from paceline.plan.host.profile import Busy, Line, Profile, Unit
 from paceline.plan.host.profile_file import this_machine
-from paceline.plan.host.short_runs import short_runs
+from paceline.plan.host.short_runs import Runs, short_runs
 from paceline.program import Program, call
 from paceline.replica.pipeline.preparation import copies
 from paceline.replica.undisturbed import undisturbed
@@ -71,9 +71,11 @@ def profile(program: Program, workers: int, tell: Tell = silent, *, runs: bool =
     return made
 
 
-def _with_runs(made: Profile, runs: Mapping[str, ShortRun]) -> Profile:
-    told = f"measured here of short runs of {', '.join(runs)}, {made.provenance['context'].partition(', ')[2]}"
-    return replace(made, runs=runs, provenance={**made.provenance, "context": told}) if runs else made
+def _with_runs(made: Profile, runs: Runs) -> Profile:
+    refused = "".join(f"; none of {kind}: {why}" for kind, why in runs.refused.items())
+    where = made.provenance["context"].partition(", ")[2]
+    told = f"measured here of short runs of {', '.join(runs.found) or 'nothing'}{refused}; {where}"
+    return replace(made, runs=runs.found, provenance={**made.provenance, "context": told})
 
 
 def _sizes(batch: int) -> list[int]:

@@ -60,8 +60,16 @@ class Tried(NamedTuple):
     """By the worker that held most."""
 
 
-def short_runs(program: Program, workers: int, measured: Profile) -> dict[str, ShortRun]:
-    """By kind of worker; none of kinds that the program can't have.
+class Runs(NamedTuple):
+    """Of all kinds."""
+
+    found: Mapping[str, ShortRun]
+    refused: Mapping[str, str]
+    """Why there is none of a kind, in one line."""
+
+
+def short_runs(program: Program, workers: int, measured: Profile) -> Runs:
+    """By kind of worker.
 
     Args:
         program: is run.
@@ -69,17 +77,33 @@ def short_runs(program: Program, workers: int, measured: Profile) -> dict[str, S
         measured: of it, without short runs.
     """
     kinds = {name: _Kind(program, plan) for name, plan in plainest(program, workers, measured).items()}
-    found: dict[str, list[Tried]] = {name: [] for name in kinds}
+    tried: dict[str, list[Tried]] = {name: [] for name in kinds}
+    refused: dict[str, str] = {}
     rounds = 1 if any(each.plan.cost.step_s > LONG_S for each in kinds.values()) else ROUNDS
     for number in range(rounds):
         for together in TOGETHER[:: -1 if number % 2 else 1]:
-            for name, tried in _round([(name, kinds[name]) for name in together if name in kinds]):
-                found[name].append(tried)
-    nursery = Nursery.start(NEEDS)
+            for name, came in _round([(name, kinds[name]) for name in together if name in kinds]):
+                if isinstance(came, str):
+                    refused[name] = came
+                else:
+                    tried[name].append(came)
+    return _with_pieces([(name, kinds[name], runs) for name, runs in tried.items() if runs], refused, measured)
+
+
+def _with_pieces(
+    kinds: "Sequence[tuple[str, _Kind, Sequence[Tried]]]", refused: Mapping[str, str], measured: Profile
+) -> Runs:
+    found, nursery = dict[str, ShortRun](), Nursery.start(NEEDS)
+    refused = dict(refused)
     try:
-        return {name: kinds[name].told(runs, nursery) for name, runs in found.items() if runs}
+        for name, each, runs in kinds:
+            try:
+                found[name] = each.told(runs, nursery, measured)
+            except PacelineError as error:
+                refused[name] = in_a_line(error)
     finally:
         nursery.close()
+    return Runs(found, {name: why for name, why in refused.items() if name not in found})
 
 
 def plainest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
@@ -117,38 +141,47 @@ class _Kind:
         return replace(job_for(self.program, self.plan.strategy), budget=Budget("seconds", seconds, seconds))
 
     def run(self, engine: Engine) -> Tried | None:
-        """Once; None: no step was done in time."""
-        seen = engine.run(self.job, unwatched).account.workers
-        times = [each.step_time_s for each in seen if each.step_time_s is not None]
-        return Tried(median(times), max(each.peak_memory_bytes or 0 for each in seen)) if times else None
+        """Once; None: no step was done in time.
 
-    def told(self, runs: Sequence[Tried], nursery: Nursery) -> ShortRun:
+        Raises:
+            KeyboardInterrupt: on Ctrl-C, which a run takes for its end.
+        """
+        account = engine.run(self.job, unwatched).account
+        if account.interrupted:
+            raise KeyboardInterrupt
+        times = [each.step_time_s for each in account.workers if each.step_time_s is not None]
+        return Tried(median(times), max(each.peak_memory_bytes or 0 for each in account.workers)) if times else None
+
+    def told(self, runs: Sequence[Tried], nursery: Nursery, measured: Profile) -> ShortRun:
         """With what its pieces take."""
         cost = self.plan.cost
         counted = cost.most.total - cost.most.context
         return ShortRun(
             self.plan.arrangement,
             median(each.step_s for each in runs),
-            pieces_of(self.job, nursery),
+            pieces_of(self.job, nursery, measured.at_work(self.plan.arrangement.workers)),
             cost.step_s,
             staged_s(cost),
             median(each.held_bytes for each in runs) - counted,
         )
 
 
-def _round(kinds: Sequence[tuple[str, _Kind]]) -> Iterator[tuple[str, Tried]]:
-    """One run of each."""
+def _round(kinds: Sequence[tuple[str, _Kind]]) -> Iterator[tuple[str, Tried | str]]:
+    """One run of each, or why there is none."""
     if not kinds:
         return
     with LocalEngine() as engine:
         for name, each in kinds:
             try:
                 engine.refuse(each.job)
-                found = each.run(engine)
-            except PacelineError:  # a worker may be the first to find out that the program can't be divided so
-                continue
-            if found is not None:
-                yield name, found
+                yield name, each.run(engine) or "no step was done in time"
+            except PacelineError as error:  # a worker may be the first to find out that it can't be divided so
+                yield name, in_a_line(error)
+
+
+def in_a_line(error: PacelineError) -> str:
+    """Of a failed worker without its traceback."""
+    return str(error).partition("\n")[0]
 
 
 def unwatched(progress: Progress) -> None:

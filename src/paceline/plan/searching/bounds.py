@@ -139,17 +139,18 @@ class Bounds:
     def held_bytes(self, frame: Frame, option: Option) -> float:
         """By the worker that holds most, at the least.
 
-        Where stages have different shards of parameters alone, over all of these together: no shard of t has less than
-        1/t of its stage's.
+        Where stages have different shards over all of these together: no shard of t has less than 1/t of its stage's.
         """
         numerics, among = self.workload.numerics, frame.replicas * max(frame.copies, default=1)
         parted = [among if option.divided >= level else 1 for level in (1, 2, 3)]
         states = numerics.optimizer / parted[0] + numerics.gradient / parted[1] + numerics.parameter / parted[2]
         sums = self.sums(frame.micro_batch, 1 if frame.stage_shards else frame.shards, option.recompute)
-        if frame.stage_shards:
-            return sums.parameters * states / sum(frame.stage_shards) + self.habits.context_bytes
         mini_batch = frame.micro_batches // option.accumulated
         flying = flights(option.schedule, option.chunks, frame.stages, frame.copies, mini_batch)
+        if frame.stage_shards:
+            saved = sums.saved if option.recompute == "stage" else flying.least * sums.saved
+            held = sums.parameters * states + saved / option.chunks * self.habits.fragmentation
+            return held / sum(frame.stage_shards) + self.habits.context_bytes
         kept = _kept_within(sums, option.chunks, flying) if option.recompute == "stage" else _kept(sums, flying)
         held = max(part.parameters * states + part.saved * self.habits.fragmentation for part in kept)
         return held + self.habits.context_bytes
