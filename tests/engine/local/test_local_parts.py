@@ -14,6 +14,7 @@ from paceline.comm.shipping import ship
 from paceline.core.errors import PacelineError
 from paceline.core.mesh import Place
 from paceline.core.records import Record
+from paceline.engine import gauge as gauges
 from paceline.engine.base import Budget, Job
 from paceline.engine.figures import Figures, told
 from paceline.engine.gauge import Gauge
@@ -189,6 +190,33 @@ def test_a_step_may_be_several_micro_steps(board: Board, per_step: int, steps: i
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
     assert len(board.step_times(1)) == steps
     assert told(Place(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
+
+
+@pytest.mark.parametrize(("steps", "looked"), [(2, 3), (3, 3), (4, 3), (20, 5)])
+def test_memory_is_read_while_others_are_there(
+    board: Board, steps: int, looked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After 1, 2, 4, 8 and 16 micro-steps; at the end only where it may have grown since."""
+    read: list[int] = []
+
+    def peak_bytes() -> int:
+        read.append(1000 + len(read))
+        return read[-1]
+
+    monkeypatch.setattr(gauges, "peak_bytes", peak_bytes)
+    gauge = Gauge(board, 1, NullRecorder(), step_bytes=100, per_step=1)
+    gauge.start()
+    for _ in range(steps):
+        gauge.stepped(pushed=True)
+    gauge.close()
+    assert len(read) == looked
+    assert board.figures(1).peak_memory_bytes == read[-1]
+
+
+def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = {"VmRSS": 60, "VmHWM": 100, "Pss": 25}
+    monkeypatch.setattr(gauges, "_told", lambda path, name: kernel[name])
+    assert gauges.peak_bytes() == 25 + 40
 
 
 def test_a_cancelled_step_counts_whole(board: Board) -> None:

@@ -73,8 +73,7 @@ def profile(program: Program, workers: int, tell: Tell = silent, *, runs: bool =
 
 def _with_runs(made: Profile, runs: Runs) -> Profile:
     refused = "".join(f"; none of {kind}: {why}" for kind, why in runs.refused.items())
-    where = made.provenance["context"].partition(", ")[2]
-    told = f"measured here of short runs of {', '.join(runs.found) or 'nothing'}{refused}; {where}"
+    told = f"measured here of short runs of {', '.join(runs.found) or 'nothing'}{refused}; {_where()}"
     return replace(made, runs=runs.found, provenance={**made.provenance, "context": told})
 
 
@@ -153,9 +152,7 @@ class _Made:
         return Busy(count, threads(self.job, count), forward, backward, float(low / middle), float(high / middle))
 
     def _provenance(self) -> dict[str, str]:
-        day = datetime.datetime.now(datetime.UTC).date().isoformat()
-        machine = this_machine()
-        where = f"on {machine.cores} cores of {machine.processor}, {day}"
+        where = _where()
         many = {len(times) for ranks in self.heard.values() for each in ranks for times in each.passes.values()}
         repeats = " or ".join(str(n) for n in sorted(many))
         return {
@@ -165,6 +162,12 @@ class _Made:
             "memory": f"counted: parameters, gradients, optimizer, what each operator saves; {where}",
             "context": f"measured here of processes that measured, {where}",
         }
+
+
+def _where() -> str:
+    """And when."""
+    machine = this_machine()
+    return f"on {machine.cores} cores of {machine.processor}, {datetime.datetime.now(datetime.UTC).date().isoformat()}"
 
 
 def numerics_of(program: Program) -> Numerics:

@@ -85,12 +85,9 @@ class Bounds:
 
     def update_s(self, frame: Frame, option: Option) -> float:
         """Of the stage that has most, at the least: its states, and Δ of each micro-batch that is added to others."""
-        numerics, among = self.workload.numerics, frame.replicas * max(frame.copies, default=1)
-        added = (
-            self.habits.added_moves
-            * numerics.gradient
-            * max(0, frame.micro_batches // max(frame.copies, default=1) - 1)
-        )
+        numerics, copies = self.workload.numerics, max(frame.copies, default=1)
+        among, further = frame.replicas * copies, max(0, frame.micro_batches // copies - 1)
+        added = self.habits.added_moves * numerics.gradient * further
         moved = 2 * numerics.total / (among if option.divided else 1) + added / (among if option.divided == 3 else 1)
         size = self.sums(frame.micro_batch, frame.shards).parameters / frame.stages
         return moved * size / self.cluster.device.memory_bytes_per_s

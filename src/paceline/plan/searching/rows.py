@@ -21,7 +21,6 @@ class Rows:
     most_chunks: int
     divides: bool
     """Whether replicas may divide what they have among them."""
-
     streams: bool
     """Whether the pipeline of one replica may go on from step to step."""
 
