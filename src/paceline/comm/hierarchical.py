@@ -20,7 +20,6 @@ from datetime import timedelta
 from itertools import groupby
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import (
@@ -33,6 +32,7 @@ from torch._C._distributed_c10d import (
     Store,
 )
 
+from paceline.comm.cpu_group import CpuGroup
 from paceline.comm.relay import Relay
 from paceline.comm.shm import door
 from paceline.comm.shm.group import Group
@@ -56,7 +56,7 @@ def _by_gloo(name: str) -> Callable[..., dist.Work]:
     return call
 
 
-class Hierarchical(dist.ProcessGroup):
+class Hierarchical(CpuGroup):
     """Ranks of several hosts.
 
     Args:
@@ -70,11 +70,10 @@ class Hierarchical(dist.ProcessGroup):
     def __init__(
         self, rank: int, hosts: Sequence[Sequence[int]], inside: Group, between: Any | None, gloo: Any
     ) -> None:
-        super().__init__(rank, sum(map(len, hosts)))  # type: ignore[call-arg]  # its stub lacks the one for subclasses
+        super().__init__(rank, sum(map(len, hosts)))
         self._hosts, self._inside, self._between = hosts, inside, between
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
         self.gloo, self._line = gloo, deque[Relay]()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Sum up inside, between, and spread inside."""
@@ -150,8 +149,16 @@ class Hierarchical(dist.ProcessGroup):
             self._between._set_default_timeout(timedelta(days=30))
 
     def shutdown(self) -> None:
-        """Let go of the memory and of the connections."""
+        """Let go of the memory, and of the connections.
+
+        Gloo's threads end here. One that lets go of a tensor when the interpreter ends takes the whole process with
+        it (torch 2.13), and somebody may hold this group until then.
+        """
         self._inside.shutdown()
+        self.gloo = self._between = None
+
+    def _get_backend(self, _device: Any) -> Any:
+        return self.gloo
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME

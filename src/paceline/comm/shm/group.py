@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
+from paceline.comm.cpu_group import CpuGroup
 from paceline.comm.shm import collectives, progress, sparse
 from paceline.comm.shm.calls import Kind, Rule
 from paceline.comm.shm.channels import Outbox
@@ -39,7 +40,7 @@ from paceline.core.types import Seconds
 NAME = "shm"
 
 
-class Group(dist.ProcessGroup):
+class Group(CpuGroup):
     """CPU ranks of one host.
 
     Args:
@@ -48,14 +49,13 @@ class Group(dist.ProcessGroup):
     """
 
     def __init__(self, room: Room, timeout_s: Seconds) -> None:
-        super().__init__(room.rank, room.size)  # type: ignore[call-arg]  # its stub lacks the one for subclasses
+        super().__init__(room.rank, room.size)
         self._room, self._timeout_s = room, timeout_s
         self._rounds, self._inbox, self._outbox = Rounds(room), Inbox(room), Outbox(room)
         self._calls: deque[Operation] = deque()
         self._sends: list[deque[Operation]] = [deque() for _ in range(room.size)]
         self._progress = progress.mine()
         self._together: list[Work] | None = None
-        self._name = self._description = ""
         self.barrier().wait()  # who went on and left would take its memory along before others have found it
 
     # ------------------------------------------------------------------------------------------------- collectives
@@ -255,28 +255,6 @@ class Group(dist.ProcessGroup):
 
     def name(self) -> str:
         return NAME
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """DCP and object collectives ask it where to put what they send."""
-        return [torch.device("cpu")]
-
-    def _get_backend(self, _device: Any) -> "Group":
-        return self
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
 
     def shutdown(self) -> None:
         """Let go of the memory; what has not been waited for is dropped."""
