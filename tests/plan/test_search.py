@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline import InputError, Program
@@ -20,6 +20,7 @@ from paceline.plan.division import division_of
 from paceline.plan.habits import Habits
 from paceline.plan.searching import carried
 from paceline.plan.searching.asked import Asked, Objective
+from paceline.plan.searching.candidates import arrangement, frames, options
 from paceline.plan.searching.known import Known
 from paceline.plan.searching.ranking import TIE, key, key_of, undominated
 from paceline.plan.searching.search import search
@@ -91,6 +92,17 @@ def arrangements(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iter
                 yield made
 
 
+def enumerated(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterator[Arrangement]:
+    """What the search looks at, before it leaves out what can't be the best."""
+    all_of_it = frames(workload, on, asked, batch)
+    for frame in map(all_of_it.at, range(len(all_of_it))):
+        for option in options(frame, on, asked):
+            made = arrangement(frame, option, on, asked)
+            cut = made and made.stages * made.chunks <= len(workload.milliseconds)
+            if made and cut and workload.refusal(made) is None:
+                yield made
+
+
 def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: Habits) -> Cost:
     """Closed forms, and where there are stages the schedule's own simulation."""
     closed = cost(workload, on, made, habits)
@@ -153,7 +165,12 @@ def test_nor_where_the_batch_may_vary() -> None:
     test_nothing_is_better_than_what_is_found.hypothesis.inner_test(workload, on, Habits(), "goodput")
 
 
-@settings(max_examples=10)
+INTERLEAVED = Plain(milliseconds=(0.5,) * 4, parameters=100, saved_bytes=2000, output_bytes=1, global_batch=4)
+"""Of which mini-batches of two hold least where stages have two chunks each."""
+
+
+@settings(max_examples=25)
+@example(INTERLEAVED, cluster(hosts=2, per_host=2, bytes_per_s=1e6), Habits(overlap=0.0, send_overlap=0.0), "memory")
 @given(INSTANCES, CLUSTERS, HABITS, st.sampled_from(("throughput", "memory")))
 def test_nothing_is_better_than_what_is_found(
     workload: Plain, on: Cluster, habits: Habits, objective: Objective
@@ -165,6 +182,23 @@ def test_nothing_is_better_than_what_is_found(
     if found and best is not None:
         # the schedule's simulation counts in whole nanoseconds, of steps of milliseconds with up to a hundred actions
         assert key(found[0], workload, asked)[0] == pytest.approx(best, rel=1e-4)
+
+
+@settings(max_examples=15)
+@given(INSTANCES, CLUSTERS, HABITS)
+def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Cluster, habits: Habits) -> None:
+    asked, batch = Asked(simulated=ALL), workload.global_batch
+
+    def found(made: Arrangement) -> tuple[float, float]:
+        each = by_the_obvious_way(made, workload, on, habits)
+        return each.step_s, each.most.total
+
+    named = set(enumerated(workload, on, asked, batch))
+    known = {made: found(made) for made in named}
+    for made in set(arrangements(workload, on, asked, batch)) - named:
+        step_s, held = found(made)
+        # simulations count in whole nanoseconds, of steps of milliseconds
+        assert any(s <= step_s * (1 + 1e-4) and h <= held * (1 + 1e-9) for s, h in known.values()), made
 
 
 @settings(max_examples=25)
@@ -185,7 +219,9 @@ def test_all_that_is_proposed_is_carried() -> None:
     hidden = Habits(send_overlap=1.0)  # so that 1F1B waits for messages where GPipe does not
     found = search(workload, cluster(hosts=2, per_host=4), Asked(simulated=3000), hidden).plans
     counted = search(workload, cluster(per_host=2), Asked("goodput", 20.0, simulated=ALL, replicas=1), hidden).plans
-    found = (*found, *(plan for plan in counted if plan.cost.staleness and plan.arrangement.samples == 16))
+    little = search(workload, cluster(hosts=2, per_host=4), Asked("memory", simulated=3000), hidden).plans
+    streams = (plan for plan in counted if plan.cost.staleness and plan.arrangement.samples == 16)
+    found = (*found, *little, *streams)
     model = [layer for _ in range(4) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU())]
     data = torch.zeros(64, 4), torch.zeros(64, 4)
     program = Program(

@@ -27,12 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.plan.base import Arrangement, Recomputed, Workload
-from paceline.plan.cluster import Cluster
+from paceline.plan.cluster import Cluster, Group
 from paceline.plan.division import layers_of
 from paceline.plan.habits import Habits
 from paceline.plan.held import in_flight
 from paceline.plan.searching.candidates import Frame, Option, Unlike
 from paceline.plan.searching.sums import Sums, seconds, summed
+from paceline.plan.sizes import copies_of
 from paceline.plan.streams import STREAMS
 
 Real: TypeAlias = NDArray[np.float64]
@@ -49,7 +50,7 @@ class Bounds:
     _least: dict[tuple[int, frozenset[int], Recomputed], float] = field(
         default_factory=dict[tuple[int, frozenset[int], Recomputed], float]
     )
-    _spent: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
+    _spent: dict[tuple[object, ...], float] = field(default_factory=dict[tuple[object, ...], float])
     _messages: dict[tuple[int, ...], float] = field(default_factory=dict[tuple[int, ...], float])
 
     def sums(self, micro_batch: int, shards: int, recompute: Recomputed = "none") -> Sums:
@@ -118,20 +119,24 @@ class Bounds:
         """Of what replicas say to each other; nothing of divided parameters, which may hide in both passes."""
         if frame.replicas == 1 or option.divided == 3:
             return 0.0
-        key = frame.replicas, frame.stages, frame.shards, int(option.divided > 0)
+        key = frame.replicas, frame.stages, frame.shards, frame.copies, option.divided > 0
         if key not in self._spent:
-            self._spent[key] = self._spent_s(*key)
+            self._spent[key] = self._spent_s(Arrangement(*key[:3], copies=frame.copies), divided=option.divided > 0)
         hides = self.sums(frame.micro_batch, frame.shards, option.recompute).backward
         return max(0.0, self._spent[key] - self.habits.overlap * hides)
 
-    def _spent_s(self, replicas: int, stages: int, shards: int, divided: int) -> float:
-        group = self.cluster.replicas(Arrangement(replicas, stages, shards))
+    def _spent_s(self, sizes: Arrangement, *, divided: bool) -> float:
+        """Of the stage that has most parameters, whichever of them that is: more columns may have more links."""
         numerics, found = self.workload.numerics, self.cluster.messages.seconds
-        size = self.sums(1, shards).parameters / stages
-        if not divided:
-            return found("all_reduce", size * numerics.gradient, group)
-        gathered = found("all_gather", size * numerics.parameter, group)
-        return found("reduce_scatter", size * numerics.gradient, group) + gathered
+        parameters = self.sums(1, sizes.shards).parameters / sizes.stages
+
+        def spent(group: Group) -> float:
+            if not divided:
+                return found("all_reduce", parameters * numerics.gradient, group)
+            gathered = found("all_gather", parameters * numerics.parameter, group)
+            return found("reduce_scatter", parameters * numerics.gradient, group) + gathered
+
+        return min(spent(self.cluster.replicas(sizes, copies)) for copies in set(copies_of(sizes)))
 
     def held_bytes(self, frame: Frame, option: Option) -> float:
         """By the worker that holds most, at the least.

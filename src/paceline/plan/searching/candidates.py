@@ -201,9 +201,9 @@ def options(frame: Frame, cluster: Cluster, asked: Asked) -> Iterator[Option]:
     for schedule, chunks in _schedules(frame, asked):
         for recompute, number in product(_recomputed(frame), divided):
             yield Option(schedule, chunks, recompute, number)
-    for accumulated in _accumulated(frame):
+    for schedule, chunks, accumulated in _accumulated(frame, asked):
         for recompute, number in product(_recomputed(frame), divided):
-            yield Option("1f1b", 1, recompute, number, accumulated)
+            yield Option(schedule, chunks, recompute, number, accumulated)
 
 
 def arrangement(frame: Frame, option: Option, cluster: Cluster, asked: Asked) -> Arrangement | None:
@@ -253,10 +253,22 @@ def _schedules(frame: Frame, asked: Asked) -> Iterator[tuple[str, int]]:
         yield ("pipedream" if frame.micro_batches == 1 else "pipedream-2bw"), 1
 
 
-def _accumulated(frame: Frame) -> Iterator[int]:
-    """Into how many mini-batches a pipeline's step may be cut so that fewer micro-batches are under way than stages."""
-    if frame.stages > 1:
-        yield from (a for a in divisors(frame.micro_batches) if 1 < frame.micro_batches // a < frame.stages and a > 1)
+def _accumulated(frame: Frame, asked: Asked) -> Iterator[tuple[str, int, int]]:
+    """With schedule and chunks, into how many mini-batches a step may be cut so that fewer micro-batches are under way.
+
+    1F1B and zero-bubble never have more than there are stages, whatever the mini-batch; interleaved stages do. GPipe
+    has all of a mini-batch, and does not become better than 1F1B by that.
+    """
+    m, p = frame.micro_batches, frame.stages
+    if p == 1:
+        return
+    for a in divisors(m)[1:]:
+        if 1 < m // a < p:
+            yield "1f1b", 1, a
+        if m // a < p and not frame.copies:
+            yield "zero-bubble", 1, a
+        if m // a == p and not frame.copies:
+            yield from (("interleaved", v, a) for v in range(2, asked.most_chunks + 1))
 
 
 def _recomputed(frame: Frame) -> tuple[Recomputed, ...]:

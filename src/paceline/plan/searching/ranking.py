@@ -68,16 +68,28 @@ class Ranking:
             yield float(least[row]), batch, place, rows.frames.at(int(row))
 
     def _frame(self, frame: Frame, batch: int) -> None:
-        """All options that may be best, and fit."""
-        known = self._known
-        for option in options(frame, known.cluster, self._asked):
-            held, step_s = known.bounds.held_bytes(frame, option), known.bounds.step_s(frame, option)
-            if held > self._room or self._value(step_s, held, batch) > self._last_of(frame, option) * (1 + TIE):
-                self.left_out += held > self._room
+        """All options that may be best, and fit.
+
+        A step in several mini-batches takes longer than in one, and is looked at where that would hold too much.
+        """
+        tight, little = set[Option](), self._asked.objective == "memory"
+        for option in options(frame, self._known.cluster, self._asked):
+            if option.accumulated > 1 and not little and option._replace(accumulated=1) not in tight:
                 continue
-            made = arrangement(frame, option, known.cluster, self._asked)
-            if made is not None and known.workload.refusal(made) is None and known.divisions.fits(made):
-                self._try(made)
+            if not self._fits(frame, option, batch):
+                self.left_out += 1
+                tight.add(option)
+
+    def _fits(self, frame: Frame, option: Option, batch: int) -> bool:
+        """Whether it does; then it is tried, if it may be among the best."""
+        known = self._known
+        held, step_s = known.bounds.held_bytes(frame, option), known.bounds.step_s(frame, option)
+        if held > self._room or self._value(step_s, held, batch) > self._last_of(frame, option) * (1 + TIE):
+            return held <= self._room
+        made = arrangement(frame, option, known.cluster, self._asked)
+        if made is not None and known.workload.refusal(made) is None and known.divisions.fits(made):
+            return self._try(made)
+        return True
 
     def _last_of(self, frame: Frame, option: Option) -> float:
         """What is as good as this is kept, as one of the best or of its kind."""
@@ -91,17 +103,17 @@ class Ranking:
             return held
         return step_s / (batch * self._asked.efficiency(batch, self._known.workload.global_batch))
 
-    def _try(self, arrangement: Arrangement) -> None:
+    def _try(self, arrangement: Arrangement) -> bool:
         found = self._known.cost(arrangement)
         self.costed += 1
         if found.most.total > self._room:
-            self.left_out += 1
-            return
+            return False
         ranked = tuple(-each for each in key_of(arrangement, found, self._known.workload, self._asked))
         entry = ranked, -next(self._numbers), arrangement
         _keep(self._heap, entry, self._asked.simulated)
         if self._of_each_kind:
             _keep(self._kinds.setdefault(kind_of(arrangement), []), entry, self._of_each_kind)
+        return True
 
     def best(self) -> Iterator[Arrangement]:
         """Those kept, best first."""
