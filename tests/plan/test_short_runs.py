@@ -8,23 +8,45 @@ import pytest
 from paceline.core.errors import InputError, WorkerError
 from paceline.core.records import WorkerFigures
 from paceline.engine.base import Job
+from paceline.plan.base import Arrangement
 from paceline.plan.host import short_runs as runs
+from paceline.plan.host.closed import asked_here, closed_plans, once
 from paceline.plan.host.profile import Pieces, kind
 from paceline.plan.host.profiling import profile
-from paceline.plan.host.short_runs import plainest, short_runs
+from paceline.plan.host.short_runs import alike, quickest, short_runs
+from paceline.plan.searching.asked import Asked
 from tests.plan.profiles import PROFILE
 from tests.plan.test_probe import Branching, program
 
 
-def test_of_each_kind_a_plain_one_is_run() -> None:
-    found = plainest(program(), 2, PROFILE)
+def test_of_each_kind_the_likely_best_is_run() -> None:
+    found = quickest(program(), 2, PROFILE)
     assert {name: kind(plan.arrangement) for name, plan in found.items()} == {
         name: name for name in ("alone", "replicas", "stages", "shards")
     }
     for name, plan in found.items():
         assert plan.strategy is not None
-        assert (plan.strategy.schedule, plan.strategy.accumulate, plan.strategy.recompute) == ("1f1b", 1, "none")
-        assert plan.strategy.workers == (1 if name == "alone" else 2)
+        assert (plan.strategy.accumulate, plan.strategy.recompute) == (1, "none")
+        workers = 1 if name == "alone" else 2
+        assert plan.strategy.workers == workers
+        every = closed_plans(program(), PROFILE, asked_here(program(), Asked(), 2), workers)
+        others = [p for p in once(list(every)) if kind(p.arrangement) == name and not p.cost.staleness]
+        assert plan.samples_per_s == max(other.samples_per_s for other in others)
+
+
+def test_what_is_run_has_stages_that_are_alike() -> None:
+    unlike = Arrangement(stages=2, stage_shards=(2, 1), shards=2, micro_batches=8, accumulated=2, micro_batch=2)
+    assert alike(unlike) == Arrangement(stages=2, shards=2, micro_batches=8, micro_batch=2)
+    assert alike(Arrangement(micro_batch=2, micro_batches=4, divided=1)) == Arrangement(micro_batch=8)
+
+
+@pytest.mark.parametrize(("takes_s", "rounds"), [(1.0, runs.ROUNDS), (9.0, 4), (40.0, 1)])
+def test_there_are_as_many_rounds_as_there_is_time_for(
+    monkeypatch: pytest.MonkeyPatch, takes_s: float, rounds: int
+) -> None:
+    times = iter([100.0, 100.0 + takes_s])
+    monkeypatch.setattr(runs.time, "monotonic", lambda: next(times))
+    assert list(runs._rounds()) == [False, True, False, True, False][:rounds]
 
 
 @pytest.mark.timeout(240.0)  # runs in processes that each import torch

@@ -10,9 +10,10 @@
     = beside  the runtime, copies of the model: A as the server has it, Δs on their way, what preparing it left behind
 
 What a kind of worker takes and holds beside hangs little on how many micro-batches there are, or by which schedule: so
-one plain arrangement is run of each kind, and what it tells is taken for all of them.
+one arrangement is run of each kind, the likely best, and what it tells is taken for all of them.
 """
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -35,17 +36,18 @@ from paceline.plan.searching.carried import pipelined
 from paceline.plan.searching.known import Known
 from paceline.program import Program
 
-ROUNDS = 2
-"""In which each kind runs once: what disturbs the machine for a while disturbs all alike."""
+ROUNDS = 5
+"""At the most; in each, every kind runs once: what disturbs the machine for a while disturbs all alike. A step of a few
+milliseconds takes a tenth more in one start of a process than in another."""
 
-RUN_S: Seconds = 1.0
+ROUNDS_S: Seconds = 36.0
+"""So long all rounds may take, where one doesn't take longer."""
+
+RUN_S: Seconds = 0.7
 """A run trains for so long, and for longer where that is not enough for some steps."""
 
 STEPS = 5
 """That are enough: Δs of several may be on their way at once."""
-
-LONG_S: Seconds = 0.5
-"""Of a step: where it takes longer there is one round."""
 
 TOGETHER = (("alone", "replicas"), ("stages", "shards"))
 """Kinds whose fork server imports the same."""
@@ -76,18 +78,26 @@ def short_runs(program: Program, workers: int, measured: Profile) -> Runs:
         workers: in all.
         measured: of it, without short runs.
     """
-    kinds = {name: _Kind(program, plan) for name, plan in plainest(program, workers, measured).items()}
+    kinds = {name: _Kind(program, plan) for name, plan in quickest(program, workers, measured).items()}
     tried: dict[str, list[Tried]] = {name: [] for name in kinds}
     refused: dict[str, str] = {}
-    rounds = 1 if any(each.plan.cost.step_s > LONG_S for each in kinds.values()) else ROUNDS
-    for number in range(rounds):
-        for together in TOGETHER[:: -1 if number % 2 else 1]:
+    for backwards in _rounds():
+        for together in TOGETHER[:: -1 if backwards else 1]:
             for name, came in _round([(name, kinds[name]) for name in together if name in kinds]):
                 if isinstance(came, str):
                     refused[name] = came
                 else:
                     tried[name].append(came)
     return _with_pieces([(name, kinds[name], runs) for name, runs in tried.items() if runs], refused, measured)
+
+
+def _rounds() -> Iterator[bool]:
+    """Whether a round goes backwards; as many rounds as there is time for."""
+    began = time.monotonic()
+    yield False
+    first_s = max(time.monotonic() - began, 1e-9)
+    for number in range(1, min(ROUNDS, int(ROUNDS_S / first_s))):
+        yield number % 2 == 1
 
 
 def _with_pieces(
@@ -106,23 +116,23 @@ def _with_pieces(
     return Runs(found, {name: why for name, why in refused.items() if name not in found})
 
 
-def plainest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
-    """Of each kind the quickest by closed forms that has all workers, as it is in the usual order."""
+def quickest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
+    """Of each kind the quickest by closed forms that has all workers and whose steps end."""
     asked, found = asked_here(program, Asked(), workers), dict[str, Plan]()
     for count in sorted({1, workers}):
         known = Known.of(workload_of(program, measured, count), cluster_of(measured, count))
-        plans = sorted(closed_plans(program, measured, asked, count), key=lambda plan: -plan.samples_per_s)
-        for plan in once(plans):
-            plain = usual(plan.arrangement)
+        plans = [plan for plan in closed_plans(program, measured, asked, count) if not plan.cost.staleness]
+        for plan in sorted(once(plans), key=lambda plan: -plan.samples_per_s):
+            plain = alike(plan.arrangement)
             if kind(plain) not in found and plain.workers == count:  # as it is not where stages differ
                 found[kind(plain)] = corrected(known.plan(plain), measured)
     return found
 
 
-def usual(arrangement: Arrangement) -> Arrangement:
-    """The same in the usual order, without accumulating."""
-    plain = replace(arrangement, schedule="1f1b", chunks=1, copies=(), stage_shards=(), accumulated=1, divided=0)
-    if pipelined(plain):
+def alike(arrangement: Arrangement) -> Arrangement:
+    """The same with stages that have as many workers each, and without accumulating."""
+    plain = replace(arrangement, copies=(), stage_shards=(), accumulated=1, divided=0)
+    if pipelined(arrangement):
         return plain
     return replace(plain, micro_batch=plain.micro_batch * plain.micro_batches, micro_batches=1)
 
