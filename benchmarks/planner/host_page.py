@@ -16,10 +16,10 @@ HEAD = """\
 
 Six models, each by one process and by two workers as replicas, stages and shards: what `paceline.plan` foretells of
 the best of each kind, beside runs of all four in turns. Plans are foretold from measured pieces and from a profile,
-which has run one plain strategy of each kind for about two seconds; *before* says whether it was this one. A step is
-the median of a run's, then of the runs, with the 95 % interval of that median by order statistics; memory is of the
-worker that holds most. The aim: each within 10 %, and a choice that can't be told from the best measured, or is at
-most 5 % slower.
+which has run the likely best strategy of each kind for less than a second, three to five times; *before* says whether
+it was this one. A step is the median of a run's, then of the runs, with the 95 % interval of that median by order
+statistics; memory is of the worker that holds most. The aim: each within 10 %, and a choice that can't be told from the
+best measured, or is at most 5 % slower.
 """
 
 NORMAL = 1.96
