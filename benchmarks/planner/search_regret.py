@@ -60,8 +60,7 @@ Of all arrangements that fit, closed forms choose which are simulated: the fifty
 kind. Here all of them are, of batches of {BATCH} samples, and of the largest model, {EACH} samples a device, the
 best {MOST:,}. *found*: what the search tells, without those that another of their sizes beats in time and memory.
 *place*: where closed forms have the best of all. *regret*: how much longer a step takes with the plan that the search
-calls best. Seconds are of a processor: of the search, and of simulating all. Rows of 2026-11-22 are from before
-streams, accumulating pipelines and stages of different shards were looked at, and adding gradients had a price.
+calls best. Seconds are of a processor: of the search, and of simulating all.
 """
 
 

@@ -38,7 +38,7 @@ from paceline.program import Program
 
 ROUNDS = 5
 """At the most; in each, every kind runs once: what disturbs the machine for a while disturbs all alike. A step of a few
-milliseconds takes a tenth more in one start of a process than in another."""
+milliseconds differs by a tenth from one run to the next."""
 
 ROUNDS_S: Seconds = 30.0
 """So long all rounds may take, where one doesn't take longer."""
