@@ -31,7 +31,7 @@ def page(rows: Sequence[Row]) -> str:
         HEAD.format(replicas=replicas, updates=f"{int(updates):,}" if updates.isdigit() else updates),
         grid(head, map(_line, rows)),
         f"\nOff by {fmean(errors):.2%} on average and {max(errors):.2%} at the most. A simulation took {min(took):.1f} "
-        f"to {max(took):.1f} s beside other work on {told(rows)}.\n",
+        f"to {max(took):.1f} s on {told(rows)}.\n",
     ]
     return "\n".join(parts)
 
