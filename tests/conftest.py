@@ -13,9 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from hypothesis import settings
 
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 from paceline.engine.local.engine import HOSTING, TEAMS, WITH_OPTIMIZERS, LocalEngine
-from paceline.engine.team.crew import PRELOAD
+from paceline.engine.spmd.worker_pool import PRELOAD
 from tests import ranks
 
 collect_ignore_glob = ["*_script.py"]
@@ -45,12 +45,12 @@ def engine() -> Iterator[LocalEngine]:
 
 
 @pytest.fixture(scope="session")
-def fork_server(engine: LocalEngine) -> Nursery:
+def fork_server(engine: LocalEngine) -> ForkServer:
     """The engine's."""
     return engine._nursery_with(PRELOADED)
 
 
 @pytest.fixture(scope="session")
-def play(fork_server: Nursery) -> ranks.Play:
+def play(fork_server: ForkServer) -> ranks.Play:
     """Starts ranks."""
     return functools.partial(ranks.play, fork_server)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline import Program
 from paceline.clock.times import Times
-from paceline.core.order import Order
-from paceline.replica.autograd import step_seed
+from paceline.core.data_order import DataOrder
+from paceline.replica.single import step_seed
 
 Values = dict[str, Tensor]
 """Parameters and buffers by full name."""
@@ -83,9 +83,9 @@ def feed(module: nn.Module, inputs: Any) -> Any:
     return module(*inputs) if isinstance(inputs, tuple) else module(inputs)
 
 
-def order(program: Program, replicas: int, accumulate: int = 1) -> Order:
+def order(program: Program, replicas: int, accumulate: int = 1) -> DataOrder:
     samples = len(program.train[1])
-    return Order(samples, program.per_replica_batch(replicas, accumulate), replicas, program.seed)
+    return DataOrder(samples, program.per_replica_batch(replicas, accumulate), replicas, program.seed)
 
 
 def one_process(program: Program, replicas: int, steps: int, accumulate: int = 1) -> Values:

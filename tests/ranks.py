@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import FileStore
 
-from paceline.comm.bell import Waiter
-from paceline.comm.nursery import Child, Nursery
-from paceline.engine.team import group
+from paceline.comm.fork_server import ForkServer, ProcessHandle
+from paceline.comm.wakeup import Poller
+from paceline.engine.spmd import process_group
 
 WITHIN_S = 240.0
 WELL = "exit code 0"
@@ -30,7 +30,7 @@ class Play(Protocol):
     def __call__(self, script: Path, *words: str, size: int, folder: Path) -> None: ...
 
 
-def play(nursery: Nursery, script: Path, *words: str, size: int, folder: Path) -> None:
+def play(nursery: ForkServer, script: Path, *words: str, size: int, folder: Path) -> None:
     """As :class:`Play` says.
 
     Raises:
@@ -48,9 +48,9 @@ def play(nursery: Nursery, script: Path, *words: str, size: int, folder: Path) -
             nursery.forget(child)
 
 
-def _first_ill(nursery: Nursery, children: list[Child]) -> str | None:
+def _first_ill(nursery: ForkServer, children: list[ProcessHandle]) -> str | None:
     """Which one failed, as soon as one has, or who are not done in time; None: all ended well."""
-    deadline, waiter = time.monotonic() + WITHIN_S, Waiter[Child]()
+    deadline, waiter = time.monotonic() + WITHIN_S, Poller[ProcessHandle]()
     with contextlib.closing(waiter):
         for child in children:
             waiter.add(child.pidfd, child)
@@ -69,7 +69,7 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     number, size = str(args["rank"]), str(args["size"])
     os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
-    group._met = FileStore(args["store"], args["size"])
+    process_group._met = FileStore(args["store"], args["size"])
     torch.set_num_threads(1)
     sys.argv = args["arguments"]
     with _said(Path(sys.argv[1]), args["rank"]).open("w") as said:

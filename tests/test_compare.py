@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compare import compare
+from paceline.api.compare import compare
 from paceline.comparison import Comparison, load_comparison, slug
 from paceline.core.errors import InputError, PacelineError
-from paceline.core.records import Departure, Record
+from paceline.core.records import Record, ReplicaExit
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.program import Program
 from paceline.run import Run, load
@@ -92,14 +92,14 @@ def make_run(strategy: Strategy, seed: int, **changes: Any) -> Run:
         "start_digest": f"digest {seed}",
     }
     history = [Record(0.0, 0, 0, 1, None, 2.3, 2.4, 0.1), Record(1.0, 9, 9, 1, 0.5, 0.3, 0.4, accuracy)]
-    left = [Departure(1, "killed by SIGKILL", 0.5)] if seed == 8 else []
+    left = [ReplicaExit(1, "killed by SIGKILL", 0.5)] if seed == 8 else []
     return Run("digits", strategy, "none", {"w": torch.ones(2)}, summary | changes, history, left)
 
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     made = World()
-    module = sys.modules["paceline.compare"]
+    module = sys.modules["paceline.api.compare"]
     for name in ("check", "open_engine", "train"):
         monkeypatch.setattr(module, name, getattr(made, name))
     return made
@@ -237,7 +237,7 @@ def test_each_run_is_saved_before_the_next_begins(
         saved.append(sum(len(e["rounds"]) for e in json.loads(file.read_text())["strategies"]) if file.exists() else 0)
         return world.train(*args, **options)
 
-    monkeypatch.setattr(sys.modules["paceline.compare"], "train", train)
+    monkeypatch.setattr(sys.modules["paceline.api.compare"], "train", train)
     found = compare(PROGRAM, [A, B], rounds=2, seconds=5, out=tmp_path / "c")
     assert saved == [0, 1, 2, 3]
     assert load_comparison(tmp_path / "c").to_json() == found.to_json()
@@ -301,7 +301,7 @@ def test_a_saved_comparison_comes_back(tmp_path: Path) -> None:
     back = load_comparison(tmp_path / "c")
     assert back.to_json() == saved.to_json()
     assert back.table() == saved.table()
-    assert back.runs[A][1].left == [Departure(1, "killed by SIGKILL", 0.5)]
+    assert back.runs[A][1].left == [ReplicaExit(1, "killed by SIGKILL", 0.5)]
     assert os.listdir(tmp_path) == ["c"]
 
 

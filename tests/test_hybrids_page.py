@@ -9,8 +9,8 @@ import torch
 
 from paceline import InputError, Program, Strategy, show_mesh
 from paceline.aggregation.registry import registered
+from paceline.api.train import check
 from paceline.schedule import Dependencies, draw, parse
-from paceline.train import check
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = (DOCS / "hybrids.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.core.columns import Columns
+from paceline.core.mesh import StageReplicas
 from paceline.schedule import draw, names, parse
 from paceline.strategy import Strategy
 
@@ -23,7 +23,7 @@ def test_each_drawing_is_what_the_schedule_does(schedule: str, workers: str, mic
 
 def test_the_drawing_of_columns_that_take_turns() -> None:
     ((schedule, copies, micro_batches, drawn),) = TURNS
-    columns = Columns(tuple(map(int, copies.split(","))))
+    columns = StageReplicas(tuple(map(int, copies.split(","))))
     assert draw(parse(schedule), len(columns.copies), int(micro_batches), columns) == drawn
     assert "lasts 3m + 6 units, with one worker at each stage 6m + 1" in PAGE  # tests/schedule/test_turns.py
 

@@ -1,4 +1,4 @@
-"""paceline.plan: a program here, a program elsewhere, a shape; and the package of the same name."""
+"""paceline.plan: a program on this host, a program on another machine, a shape."""
 
 import subprocess
 import sys
@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline import planning, verification
+from paceline.api import plan, plan_verification
+from paceline.api.plan_verification import Verified
 from paceline.core.errors import InputError
-from paceline.plan.base import Plan
-from paceline.plan.cluster import Cluster, Described, Device, Links
-from paceline.plan.host import of_program, profiling
-from paceline.plan.host.profile import Profile
-from paceline.plan.host.profile_file import load, save
-from paceline.verification import Verified
+from paceline.planner.base import Plan
+from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.program import plans, profiling
+from paceline.planner.program.profile import Profile, load, save
 from tests.plan.profiles import PROFILE
 from tests.plan.test_probe import program
 
@@ -53,10 +52,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return list(plans)
 
     monkeypatch.setattr(profiling, "profile", profile)
-    monkeypatch.setattr(of_program, "profile", profile)
-    monkeypatch.setattr(of_program, "foretell", foretold)
-    monkeypatch.setattr("paceline.plan.host.here.cores", lambda: 2)
-    monkeypatch.setattr(of_program, "cores", lambda: 2)
+    monkeypatch.setattr(plans, "profile", profile)
+    monkeypatch.setattr(plans, "foretell", foretold)
+    monkeypatch.setattr("paceline.planner.program.closed_form.cores", lambda: 2)
+    monkeypatch.setattr(plans, "cores", lambda: 2)
     return measured
 
 
@@ -67,26 +66,12 @@ def run_python(code: str) -> str:
     return done.stdout.strip()
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import paceline.plan.searching.search",
-        "from paceline.plan.searching.search import search",
-        "from paceline.plan import base, cost",
-        "import importlib; importlib.import_module('paceline.plan.predict')",
-        "from paceline.planning import plan",
-        "import paceline.plan.cost as cost; assert cost.Habits",
-        "import paceline, paceline.plan.cost; paceline.plan; assert paceline.plan.cost.Habits",
-        "import paceline; paceline.plan; import paceline.plan.cost; assert paceline.plan.cost.Habits",
-    ],
-)
-def test_the_function_wins_over_the_package_of_its_name(first: str) -> None:
-    code = f"{first}\nimport paceline\nfrom paceline import plan\n"
-    code += "import sys; print(type(plan).__name__, paceline.plan is plan, 'torch' in sys.modules)"
-    assert run_python(code) == "function True False"
+def test_the_planner_needs_no_torch() -> None:
+    code = "import sys, paceline.planner.search.search, paceline.planner.predict; from paceline import plan"
+    assert run_python(f"{code}; print(type(plan).__name__, 'torch' in sys.modules)") == "function False"
 
 
-def test_a_part_of_the_package_runs_as_a_program() -> None:
+def test_predictions_of_rows_run_as_a_program() -> None:
     command = [sys.executable, "-m", "paceline.plan.predict", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -127,7 +112,7 @@ def test_the_best_are_verified(here: list[int], monkeypatch: pytest.MonkeyPatch)
     def in_turns(plans: Any, program: object, **words: Any) -> list[Verified]:
         return [Verified(plan, (2 * plan.cost.step_s,)) for plan in plans]
 
-    monkeypatch.setattr(verification, "run_in_turns", in_turns)
+    monkeypatch.setattr(plan_verification, "run_in_turns", in_turns)
     plans = paceline.plan(program(), verify=2, progress=False)
     assert [each.plan for each in plans.verified] == list(plans[:2])
     assert [each.ratio for each in plans.verified] == pytest.approx([2.0, 2.0])
@@ -178,7 +163,7 @@ def test_what_can_not_be_planned_is_refused(words: dict[str, Any], message: str,
 
 
 def test_where_nothing_fits_there_is_no_best() -> None:
-    plans = planning.Plans("big", (), None, ELSEWHERE, None)  # type: ignore[arg-type]
+    plans = plan.Plans("big", (), None, ELSEWHERE, None)  # type: ignore[arg-type]
     assert plans.text() == "nothing fits"
     with pytest.raises(InputError, match="nothing fits: no way to train big on two hosts"):
         plans.best  # noqa: B018

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.plan.answers.several import MOST_MODELS, SHARES
-from paceline.plan.searching.asked import FEWER, MORE, Asked, Objective
-from paceline.plan.searching.candidates import MOST_UNLIKE_STAGES, MOST_WORKERS
+from paceline.planner.multi_job import MOST_MODELS, SHARES
+from paceline.planner.search.candidates import MOST_UNLIKE_STAGES, MOST_WORKERS
+from paceline.planner.search.objective import FEWER, MORE, Objective, Objectives
 from paceline.schedule import names, parse
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "planning.md").read_text(encoding="utf-8")
@@ -50,8 +50,8 @@ def test_objectives_are_all_there_are() -> None:
 def test_numbers_are_those_of_the_code() -> None:
     assert (2**FEWER, 2**MORE) == (16, 64)
     assert "from a sixteenth to 64 times" in PAGE
-    assert f"2 to {Asked().most_chunks} chunks" in PAGE
-    assert f"best {Asked().simulated} are simulated" in PAGE
+    assert f"2 to {Objectives().most_chunks} chunks" in PAGE
+    assert f"best {Objectives().simulated} are simulated" in PAGE
     assert f"up to {MOST_UNLIKE_STAGES} stages with {MOST_WORKERS} workers" in PAGE
     assert (MOST_MODELS, f"up to {SHARES} equal shares" in PAGE) == (6, True)
     ours = {each for each in names() if parse(each).flushes and each != "sequential"}

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 import paceline
 from paceline import InputError, Program, predict, predictor
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import WorkerError
 from paceline.datasets import load_program
-from paceline.engine.team.crew import Crew
-from paceline.inference.predictors import Work
-from paceline.inference.question import Question, together
+from paceline.engine.inference.predictors import Work
+from paceline.engine.inference.worker import InferenceRequest, together
+from paceline.engine.spmd.worker_pool import WorkerPool
 from paceline.program import call, leaves
 from paceline.strategy import Strategy
 from tests import zoo
@@ -89,11 +89,11 @@ CASES = [
 
 @pytest.mark.parametrize(("job", "strategy", "samples"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_the_output_is_that_of_one_process(
-    fork_server: Nursery, job: Callable[[], zoo.Job], strategy: str, samples: int
+    fork_server: ForkServer, job: Callable[[], zoo.Job], strategy: str, samples: int
 ) -> None:
     given, state, inputs, split = program(job), moved(job), rows(job().inputs, samples), Strategy.parse(strategy)
     count = split.micro_batch_count if split.pipelined else 1
-    with Crew(Work(Question(given, split, state, 60.0)), split.workers, 1, fork_server) as crew:
+    with WorkerPool(Work(InferenceRequest(given, split, state, 60.0)), split.workers, 1, fork_server) as crew:
         for few in (samples, max(1, samples - 1)):  # the second time by what was made for the first
             some = rows(inputs, few)
             compare(together(crew.ask(some), few, count), itself(given, state, some))
@@ -124,10 +124,10 @@ def test_a_run_a_folder_and_a_state_say_what_is_asked(tmp_path: Path) -> None:
     assert leaks.files() == before
 
 
-def test_another_form_of_input_is_captured_anew(fork_server: Nursery) -> None:
+def test_another_form_of_input_is_captured_anew(fork_server: ForkServer) -> None:
     """And the first form is answered by what was made for it."""
     given, inputs = small(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()), small().train[0]  # type: ignore[index]
-    with Crew(Work(Question(given, Strategy(shards=2), None, 60.0)), 2, 1, fork_server) as crew:
+    with WorkerPool(Work(InferenceRequest(given, Strategy(shards=2), None, 60.0)), 2, 1, fork_server) as crew:
         for some in (inputs[:4], inputs.view(2, 6, 6), inputs[:3]):
             expected = itself(given, given.build().state_dict(), some)
             compare(together(crew.ask(some), len(some), 1), expected)
@@ -198,11 +198,11 @@ class Dies(nn.Module):
     ],
 )
 def test_what_fails_in_a_worker_reaches_the_caller_and_leaves_nobody(
-    fork_server: Nursery, how: str, kind: type[Exception], said: str
+    fork_server: ForkServer, how: str, kind: type[Exception], said: str
 ) -> None:
     before = leaks.files()
-    question = Question(small(functools.partial(Dies, how)), Strategy(shards=2), None, 20.0)
-    with pytest.raises(kind, match=said), Crew(Work(question), 2, 1, fork_server) as crew:
+    question = InferenceRequest(small(functools.partial(Dies, how)), Strategy(shards=2), None, 20.0)
+    with pytest.raises(kind, match=said), WorkerPool(Work(question), 2, 1, fork_server) as crew:
         crew.ask(torch.ones(3, 6))
     assert not fork_server._children
     assert leaks.files() == before

@@ -87,13 +87,6 @@ def test_importing_paceline_imports_no_torch() -> None:
     assert run_python("import sys, paceline; print('torch' in sys.modules)") == "False"
 
 
-@pytest.mark.parametrize("first", ["import paceline.train, paceline.compare", "from paceline.compare import compare"])
-def test_functions_win_over_the_modules_of_the_same_name(first: str) -> None:
-    code = f"{first}\nimport paceline\nfrom paceline import compare, train\n"
-    code += "print(*(type(f).__name__ for f in (train, compare, paceline.train, paceline.compare)))"
-    assert run_python(code) == "function function function function"
-
-
 def test_a_policy_from_the_package_is_the_one_from_its_module() -> None:
     from paceline.aggregation.smooth_switch import SmoothSwitch
 

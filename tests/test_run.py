@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import paceline.run
 from paceline.aggregation import SmoothSwitch
 from paceline.core.errors import InputError
-from paceline.core.records import RECORD_FIELDS, Departure, Record
+from paceline.core.records import RECORD_FIELDS, Record, ReplicaExit
 from paceline.program import Program
 from paceline.run import Run, check_out, load
-from paceline.storage import load_state, new_folder, save_state
+from paceline.safe_files import load_state, new_folder, save_state
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span
 
@@ -51,7 +51,7 @@ def program(model: Callable[[], nn.Module] = Tied) -> Program:
 
 def make_run(**changes: Any) -> Run:
     model = program().build()
-    left = [Departure(2, "killed by SIGKILL", 0.25)]
+    left = [ReplicaExit(2, "killed by SIGKILL", 0.25)]
     run = Run("digits", STRATEGY, "local", model.state_dict(), dict(SUMMARY), HISTORY, left, SPANS, model)
     return replace(run, **changes)
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from paceline import InputError, Strategy, show_mesh
-from paceline.engine.team.circles import Circles
-from paceline.engine.team.routes import Routes
-from paceline.engine.team.traffic import Traffic
-from paceline.show_mesh import Drawing, drawn
+from paceline.api.show import Drawing, drawn
+from paceline.engine.spmd.communicator import Communicator
+from paceline.engine.spmd.p2p import Routes
+from paceline.engine.spmd.rank_context import SubGroups
 
 MESHES = [
     "replicas=2 stages=2 shards=2",
@@ -44,7 +44,7 @@ def ranks(drawing: Drawing, kind: str) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("strategy", MESHES)
 def test_groups_are_those_that_the_engine_makes(strategy: str) -> None:
     mesh, drawing, engine = Strategy.parse(strategy).mesh, drawn(strategy), Remembers()
-    Circles.of(mesh, cast(Traffic, engine))
+    SubGroups.of(mesh, cast(Communicator, engine))
     for kind, made in zip(("shards", "copies", "peers"), engine.asked, strict=True):
         assert ranks(drawing, kind) == {tuple(circle) for circle in made if len(circle) > 1}, kind
     sent = {

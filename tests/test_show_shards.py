@@ -10,18 +10,17 @@ import torch
 from torch import nn
 
 from paceline import InputError, Program, Strategy, show_shards, train
+from paceline.api.show import divided
 from paceline.engine.base import Budget, Job
-from paceline.engine.setup import first_batch
-from paceline.replica.hybrid import division
-from paceline.replica.hybrid.table import StagedSharding
-from paceline.replica.pipeline.feeding import Fed, fed
-from paceline.replica.pipeline.preparation import cut_as_named, first_rows
-from paceline.replica.tensor.plan import Plan
-from paceline.replica.tensor.preparation import planned
+from paceline.engine.run_context import first_batch
+from paceline.replica import hybrid
+from paceline.replica.hybrid import StagedSharding
+from paceline.replica.pipeline.prepare import Fed, cut_as_named, fed, first_rows
+from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.table import Sharding
-from paceline.show_shards import divided
+from paceline.replica.tensor.sharding_plan import ShardingPlan
+from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.cases import own
 from tests.replica.tensor.threads import together
 
@@ -66,11 +65,11 @@ def program(model: Callable[[], nn.Module] = mlp, batch_size: int = 16) -> Progr
     )
 
 
-def cuts(shown: Sharding) -> dict[tuple[str, str], str]:
+def cuts(shown: ShardingReport) -> dict[tuple[str, str], str]:
     return {(row.module, row.operator): row.cut for row in shown.rows if "→" not in row.cut}
 
 
-def whys(shown: Sharding) -> dict[tuple[str, str], str]:
+def whys(shown: ShardingReport) -> dict[tuple[str, str], str]:
     return {(row.module, row.operator): row.why_whole for row in shown.rows if row.why_whole}
 
 
@@ -99,7 +98,7 @@ def test_what_it_says_is_what_shards_hold_and_do(name: str, k: int) -> None:
     captured, made = planned(given, given.build(), batch, k)
     inputs = captured.flat((batch.input, batch.target))
 
-    def work(shards: Shards) -> int:
+    def work(shards: TPCollectives) -> int:
         shard = own(rewritten(made, shards))
         (loss,) = shard.module(*inputs)
         loss.backward()
@@ -133,7 +132,7 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
     module, batch = made.build(), first_batch(Job(made, asked, Budget("steps", 1, 1)))
     cut = cut_as_named(made, asked, module, batch)
     leaves = cut.captured.flat(first_rows(asked, batch))
-    plans = division.planned(made, cut, module, leaves, [2, 2], asked.shard_rules)
+    plans = hybrid.planned(made, cut, module, leaves, [2, 2], asked.shard_rules)
     runs = fed(cut, leaves)
     for stage, plan, run in zip(shown.stages, plans, runs, strict=True):
         assert stage.sharding is not None
@@ -146,7 +145,7 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
     assert sum(stage.parameters for stage in shown.stages) == sum(p.numel() for p in made.build().parameters())
 
 
-def forward_and_backward(plan: Plan, run: Fed, shards: Shards) -> int:
+def forward_and_backward(plan: ShardingPlan, run: Fed, shards: TPCollectives) -> int:
     """Of a part, once: how many elements of parameters a shard holds."""
     shard = own(rewritten(plan, shards))
     given = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in run.given]
@@ -184,7 +183,7 @@ def test_branches_of_a_stage_are_balanced_without_a_clock(monkeypatch: pytest.Mo
     def measured(*_: object) -> None:
         raise AssertionError("somebody measures")
 
-    monkeypatch.setattr("paceline.replica.tensor.preparation.measured", measured)
+    monkeypatch.setattr("paceline.replica.tensor.prepare.measured", measured)
     given = program(lambda: nn.Sequential(nn.Linear(8, 8), Fork(), nn.Linear(12, 2)))
     shown = shards_of(given, "stages=2 cuts=2 shards=[2,1] shard_rules=1.b*:branch")
     assert shown.stages[0].sharding is not None

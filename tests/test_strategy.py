@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregation import Buffered, SmoothSwitch, Synchronous, text_of
+from paceline.core.data_order import Partition
 from paceline.core.errors import InputError
-from paceline.core.order import Partition
 from paceline.strategy import Device, Recompute, Strategy
 from tests.aggregation.policy_values import policies
 from tests.comm.compression_values import methods

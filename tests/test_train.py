@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 import paceline
 from paceline import InputError, Program, Run, train
+from paceline.api.train import check, open_engine
 from paceline.engine.virtual.engine import VirtualEngine
-from paceline.train import check, open_engine
 from tests.engine import programs
 
 

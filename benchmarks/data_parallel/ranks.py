@@ -153,7 +153,7 @@ def _row(member: Member, cell: Cell, side: str, found: Rounds) -> dict[str, Any]
 
 def _payload(side: str, turn: Turn, elements: int, ranks: int) -> dict[str, Any]:
     """What all ranks send in a step, and who says so."""
-    from paceline.metrics.payload import ring_payload_bytes
+    from paceline.metrics.memory import ring_payload_bytes
 
     if turn.payload_bytes is not None:
         return {"payload_bytes": round(turn.payload_bytes), "payload_by": "its summary"}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import paceline
-from paceline.comm.free import FIRST, ROOT, SECOND, limited
+from paceline.comm.linux import FIRST, ROOT, SECOND, limited
 
 MIB = 1 << 20
 

@@ -9,7 +9,7 @@ from latency import MODELS, WAYS
 from meshes import HEADS, LENGTH, MICRO_BATCHES, SAMPLES, WORDS, Mesh
 from sides import ONE, OURS, THEIRS
 
-from paceline.replica.amounts import amount
+from paceline.core.formatting import amount
 
 HEAD = f"""\
 # One model under every mesh

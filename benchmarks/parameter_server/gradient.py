@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 
 
 class Gradient:
@@ -37,7 +37,7 @@ class Gradient:
         self._loss(self._model(self._inputs[indices]), self._targets[indices]).backward()
 
 
-def ordered(order: Order, worker: int) -> Iterator[Tensor]:
+def ordered(order: DataOrder, worker: int) -> Iterator[Tensor]:
     """The very batches that Paceline gives this worker."""
     return (torch.from_numpy(order.batch(worker, k)) for k in itertools.count())
 

@@ -12,10 +12,10 @@ from table import OURS, Figures, alternate, head, middle, ratio, row
 from turn import take
 from window import WARM_UP_S
 
+from paceline.api.train import train
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
 from paceline.program import Program
-from paceline.train import train
 
 TRIVIAL = [
     (2, 22_000, "sgd"),

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from window import WARM_UP_S, Window, counted
 
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 
 Vector: TypeAlias = NDArray[np.float32]
 """A or a Δ, flat."""
@@ -130,7 +130,7 @@ class Computed:
         self,
         model: Callable[[], nn.Module],
         loss: Callable[..., torch.Tensor],
-        order: Order,
+        order: DataOrder,
         worker: int,
         inputs: NDArray[np.float32],
         targets: NDArray[np.int64],
@@ -157,7 +157,7 @@ def cnn(*, data: str | None, workers: int, seconds: float) -> dict[str, float]:
     """Gradients a second of each design, of the CNN."""
     program = programs.images(data)
     inputs, targets = programs.pair_of(program)
-    order = Order(len(inputs), program.per_replica_batch(workers), workers, program.seed)
+    order = DataOrder(len(inputs), program.per_replica_batch(workers), workers, program.seed)
     start = parameters_to_vector(program.build().parameters()).detach().numpy()
     with _started():
         server = Server.remote(start, program.optimizer)

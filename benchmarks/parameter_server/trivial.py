@@ -5,9 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from paceline.engine.local import worker
-from paceline.engine.setup import Setup
+from paceline.engine.run_context import RunContext
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.state import State
+from paceline.replica.flat_state import FlatState
 
 
 class Trivial(Replica):
@@ -16,13 +16,13 @@ class Trivial(Replica):
     def __init__(self) -> None:
         self._written: set[int] = set()
 
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: FlatState) -> None:
         """Nothing is read."""
 
     def advance(self, batch: Batch, clock: int) -> float:
         return 0.5
 
-    def finish(self, out: State) -> Measured:
+    def finish(self, out: FlatState) -> Measured:
         if id(out) not in self._written:
             self._written.add(id(out))
             for vector in out.vectors:
@@ -39,5 +39,5 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     def batches(*_: object) -> Iterator[Batch]:
         return (Batch(None, None, 1) for _ in itertools.count())
 
-    Setup.replica, Setup.batches = replica, batches  # type: ignore[assignment,method-assign]
+    RunContext.replica, RunContext.batches = replica, batches  # type: ignore[assignment,method-assign]
     worker.main(args, fds)

@@ -11,7 +11,7 @@ from matplotlib.ticker import NullFormatter, ScalarFormatter
 from saved import WAYS
 
 from paceline.report.figures import INK
-from paceline.report.sources import PALETTE
+from paceline.report.inputs import PALETTE
 
 LOOK: Any = {  # matplotlib's type for it lists the names that its newest version knows
     "svg.fonttype": "none",

@@ -19,22 +19,21 @@ from calibration_page import page
 from kit.sheet import Sheet
 from kit.work import guarded
 
-from paceline.plan.base import Cost
-from paceline.plan.calibration.calibrate import Calibration, calibrated
-from paceline.plan.calibration.calibrate_memory import MemoryCalibration, calibrated_memory
-from paceline.plan.calibration.cases import Case
-from paceline.plan.calibration.rows import GIB, Row, read
-from paceline.plan.cluster import Described
-from paceline.plan.clusters.cluster_file import EFFICIENCY
-from paceline.plan.clusters.devices import ROUND_S
-from paceline.plan.habits import Habits
-from paceline.plan.predict import blank, fits
+from paceline.planner.base import Cost, OverlapModel
+from paceline.planner.calibration.calibrate import Calibration, calibrated
+from paceline.planner.calibration.calibrate_memory import MemoryCalibration, calibrated_memory
+from paceline.planner.calibration.corrections import Case
+from paceline.planner.calibration.rows import GIB, PublishedRow, read
+from paceline.planner.cluster import Described
+from paceline.planner.cluster_file import EFFICIENCY
+from paceline.planner.devices import ROUND_S
+from paceline.planner.predict import blank, fits
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"
-WAYS: dict[str, Callable[[Row], object]] = {"model": lambda row: row.group, "source": lambda row: row.source}
+WAYS: dict[str, Callable[[PublishedRow], object]] = {"model": lambda row: row.group, "source": lambda row: row.source}
 """What is left out together."""
-DRAWN: dict[str, tuple[Callable[[Row], object], float]] = {
+DRAWN: dict[str, tuple[Callable[[PublishedRow], object], float]] = {
     "runs drawn": (lambda row: row.name, 0.25),
     "models drawn": (lambda row: row.group, 0.2),
 }
@@ -69,7 +68,7 @@ def write(data: Path, out: Path, *, again: bool) -> None:
     print(path)
 
 
-def parts(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
+def parts(rows: Sequence[PublishedRow]) -> Iterator[tuple[str, Sequence[PublishedRow]]]:
     """What is left out, and how that is called: each model, each source, and what is drawn, with a number."""
     for way, key in WAYS.items():
         for left in dict.fromkeys(map(key, rows)):
@@ -81,7 +80,7 @@ def parts(rows: Sequence[Row]) -> Iterator[tuple[str, Sequence[Row]]]:
             yield f"{way} {draw}", [row for row in rows if key(row) in left_out]
 
 
-def alone(rows: Sequence[Row]) -> dict[str, float]:
+def alone(rows: Sequence[PublishedRow]) -> dict[str, float]:
     """Seconds of each with a shape, as of `paceline plan`: data sheets, usual latencies, nothing overlaps."""
     found = {row.name: Case.of(blank(row)) for row in rows}
     return {name: of_data_sheets(case).step_s for name, case in found.items() if case}
@@ -91,10 +90,12 @@ def of_data_sheets(case: Case) -> Cost:
     """Where nothing was learnt."""
     assert isinstance(case.cluster.messages, Described), "a row's cluster is described"
     links = replace(case.cluster.messages.links, latency_s=ROUND_S, between_latency_s=2 * ROUND_S)
-    return case.cost(case.workload, replace(case.cluster, messages=Described(links, EFFICIENCY)), Habits())
+    return case.cost(case.workload, replace(case.cluster, messages=Described(links, EFFICIENCY)), OverlapModel())
 
 
-def left_out(rows: Sequence[Row], own: Sequence[Row], whole: Calibration, way: str) -> Iterator[dict[str, Any]]:
+def left_out(
+    rows: Sequence[PublishedRow], own: Sequence[PublishedRow], whole: Calibration, way: str
+) -> Iterator[dict[str, Any]]:
     """Some of the rows, foretold from all others."""
     others = [row for row in rows if row not in own]
     times = calibrated(others, whole.deviations, steps=STEPS.get(way.rstrip("0123456789 "), 3))
@@ -103,7 +104,7 @@ def left_out(rows: Sequence[Row], own: Sequence[Row], whole: Calibration, way: s
         yield line(row, times, memory, way)
 
 
-def line(row: Row, times: Calibration, memory: MemoryCalibration, way: str) -> dict[str, Any]:
+def line(row: PublishedRow, times: Calibration, memory: MemoryCalibration, way: str) -> dict[str, Any]:
     """Foretold and measured."""
     asked = blank(row)
     found, room = times.forecast(asked), memory.forecast(asked)

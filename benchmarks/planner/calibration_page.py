@@ -11,9 +11,9 @@ import numpy as np
 from kit.sheet import Row as Cells
 from kit.words import grid
 
-from paceline.plan.calibration.calibrate import Calibration
-from paceline.plan.calibration.corrections import Corrections
-from paceline.plan.calibration.rows import Row
+from paceline.planner.calibration.calibrate import Calibration
+from paceline.planner.calibration.corrections import Corrections
+from paceline.planner.calibration.rows import PublishedRow
 
 HEAD = """\
 # Published runs, foretold from others
@@ -35,7 +35,7 @@ AIMS = """
 CORRECTIONS = """\
 ## What was learnt
 
-Ten corrections of all rows, as factors of what is expected of them (`paceline/plan/calibration/corrections.py`); what
+Ten corrections of all rows, as factors of what is expected of them (`planner/calibration/corrections.py`); what
 sources, frameworks and devices are off beside that is in effects, which are shrunk towards none.
 """
 DECISIONS = """\
@@ -66,7 +66,7 @@ SHRUNK = (0.95, 0.9, 0.85, 0.8)
 class Pair(NamedTuple):
     """A run, and what was foretold of it."""
 
-    row: Row
+    row: PublishedRow
     cells: Cells
     alone_s: float | None
     """What data sheets say of it; None where it has no shape."""
@@ -101,7 +101,7 @@ class Pair(NamedTuple):
         return (self.row.number("gbs") or 1.0) / float(self.cells[column])
 
 
-def page(cells: Sequence[Cells], rows: Sequence[Row], whole: Calibration, alone: Mapping[str, float]) -> str:
+def page(cells: Sequence[Cells], rows: Sequence[PublishedRow], whole: Calibration, alone: Mapping[str, float]) -> str:
     """The whole text."""
     by_name = {row.name: row for row in rows}
     known = [Pair(by_name[c["row_id"]], c, alone.get(c["row_id"])) for c in cells if c["row_id"] in by_name]

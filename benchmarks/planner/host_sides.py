@@ -8,11 +8,10 @@ from kit.machine import machine
 from kit.sheet import Row, Sheet
 
 import paceline
-from paceline.plan.base import Plan
-from paceline.plan.host.by_pieces import TOLD, foretell
-from paceline.plan.host.of_program import Found, plans_here
-from paceline.plan.host.profile import kind
-from paceline.plan.searching.asked import Asked
+from paceline.planner.base import Plan
+from paceline.planner.program.plans import TOLD, Found, foretell, plans_here
+from paceline.planner.program.profile import kind
+from paceline.planner.search.objective import Objectives
 
 SIDES = ("alone", "replicas", "stages", "shards")
 """Kinds of replica; of each the best plan."""
@@ -38,8 +37,8 @@ class Sides:
         """A row for each side that can be had; none where they are known."""
         if any(known.find(self.name, side) for side in SIDES):
             return
-        found = plans_here(self._program, Asked(workers=WORKERS))
-        by_closed_forms = plans_here(self._program, Asked(workers=WORKERS), found.profile, foretold=0).plans
+        found = plans_here(self._program, Objectives(workers=WORKERS))
+        by_closed_forms = plans_here(self._program, Objectives(workers=WORKERS), found.profile, foretold=0).plans
         closed = {str(plan.strategy): plan for plan in by_closed_forms}
         ranked = [plan for plan in found.plans if plan.arrangement.recompute == "none" and not plan.why_not]
         sides: dict[str, Plan] = {}

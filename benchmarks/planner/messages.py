@@ -23,10 +23,9 @@ from kit.work import guarded
 from messages_page import page
 
 from paceline.core.errors import InputError
-from paceline.plan.cluster import Group
-from paceline.plan.clusters.collectives import Measurable, Measured
-from paceline.plan.clusters.knots import Knot, Knots
-from paceline.plan.shapes.products import Product, Products, fitted, relative_errors
+from paceline.planner.cluster import DeviceGroup
+from paceline.planner.collective_times import Knot, Knots, Measurable, Measured
+from paceline.planner.shapes.gemm_time import Product, Products, fitted, relative_errors
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner"
@@ -88,9 +87,9 @@ def groups(data: Path) -> Iterator[dict[str, Any]]:
     found = nccl(data)
     for device, workers in found:
         others = {n: points for (d, n), points in found.items() if d == device and n != workers}
-        messages = Measured({Measurable("all_reduce", Group(n, n)): Knots.of(p) for n, p in others.items()})
+        messages = Measured({Measurable("all_reduce", DeviceGroup(n, n)): Knots.of(p) for n, p in others.items()})
         errors = [
-            abs(messages.seconds("all_reduce", size, Group(workers, workers)) / took - 1)
+            abs(messages.seconds("all_reduce", size, DeviceGroup(workers, workers)) / took - 1)
             for size, took in found[device, workers]
         ]
         yield _row(device, workers, "from other numbers of workers", errors)

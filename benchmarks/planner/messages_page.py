@@ -11,7 +11,7 @@ HEAD = """\
 
     python benchmarks/planner/messages.py
 
-Nothing is measured here: what `knots` and `collectives` of `paceline.plan.clusters` and `paceline.plan.shapes.products`
+Nothing is measured here: what `knots` and `collectives` of `paceline.planner` and `paceline.planner.shapes.gemm_time`
 foretell is held to what others have published. An error is |foretold - measured| / measured; *mean* is over sizes and
 then over numbers of workers, *worst curve* the largest of the means over sizes, *worst* one size's.
 """

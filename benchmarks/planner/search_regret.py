@@ -13,13 +13,13 @@ from kit.sheet import Row, Sheet
 from kit.words import grid
 from kit.work import progress
 
-from paceline.plan.clusters import cluster_file
-from paceline.plan.clusters.assumed import assumed
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.known import Known
-from paceline.plan.searching.ranking import Ranking, key
-from paceline.plan.searching.search import OF_EACH_KIND, search
-from paceline.plan.shapes import shape_file
+from paceline.planner import cluster_file
+from paceline.planner.cluster_file import assumed
+from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.ranking import Ranking, key
+from paceline.planner.search.search import OF_EACH_KIND, search
+from paceline.planner.shapes import shape_file
 
 ALL, MOST = 10**9, 2000
 """How many are simulated on small clusters, and on large ones."""
@@ -79,7 +79,7 @@ def fill(sheet: Sheet) -> None:
 
 def measured(model: str, on: str, *, unbuilt: bool) -> dict[str, Any]:
     """One row."""
-    known, asked = _known(model, on), Asked(unbuilt=unbuilt)
+    known, asked = _known(model, on), Objectives(unbuilt=unbuilt)
     workload, cluster = known.workload, known.cluster
     began = time.process_time()
     found = search(workload, cluster, asked, known=known, of_each_kind=OF_EACH_KIND)
@@ -102,14 +102,14 @@ def measured(model: str, on: str, *, unbuilt: bool) -> dict[str, Any]:
     }
 
 
-def _known(model: str, on: str) -> Known:
+def _known(model: str, on: str) -> CostCache:
     cluster, habits = assumed(cluster_file.read(on, "bf16-mixed"))
     batch = EACH * cluster.workers if on in LARGE else BATCH
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shape.toml"
         path.write_text(SHAPE.format(*SIZES[model], batch), encoding="utf-8")
         shape = shape_file.read(path)
-    return Known.of(shape.workload(cluster.device), cluster, habits)
+    return CostCache.of(shape.workload(cluster.device), cluster, habits)
 
 
 def section(rows: Sequence[Row]) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from paceline.clock.text import show
+from paceline.clock.distributions import show
 
 
 @dataclass(frozen=True)

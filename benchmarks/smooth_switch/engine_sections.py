@@ -11,7 +11,7 @@ from sections import SCRIPT, Cells, grid
 from server_time import SIZES, WARM_UP_S, WINDOW_S, WORKERS, fit, medians, points_of, shortest
 from sheets import read
 
-from paceline.clock.text import show
+from paceline.clock.distributions import show
 
 ALGORITHMS = ("asynchronous", "smooth_switch")
 """As the columns of the sheet call them."""

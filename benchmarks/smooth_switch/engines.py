@@ -16,11 +16,11 @@ from sheets import Row
 from study import COMPARED
 from tables import BASELINE, SWITCH, paired
 
-from paceline.clock.text import show
+from paceline.api.train import open_engine
+from paceline.clock.distributions import show
 from paceline.core.types import Seconds
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.trace.spans import Span
-from paceline.train import open_engine
 
 COMBINES = ("sum", "mean")
 

@@ -15,7 +15,7 @@ from protocol import ALGORITHMS, TABLES, Configuration, Table
 from study import Study
 
 from paceline.report.figures import INK, PALE
-from paceline.report.sources import PALETTE
+from paceline.report.inputs import PALETTE
 
 COLOURS = dict(zip(ALGORITHMS, PALETTE, strict=False))
 DASHES: dict[str, Any] = dict(zip(ALGORITHMS, ("-", "--", "-"), strict=True))

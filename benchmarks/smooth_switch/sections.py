@@ -14,7 +14,7 @@ from sensitivity import NUMBERS, Effect
 from sheets import read
 from study import DEFAULTS, Study
 
-from paceline.engine.scoring import TRAIN_SAMPLE
+from paceline.engine.evaluation import TRAIN_SAMPLE
 
 SCRIPT = "python benchmarks/smooth_switch/measure.py"
 

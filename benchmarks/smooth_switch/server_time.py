@@ -24,10 +24,10 @@ from scipy.optimize import nnls
 from sheets import Row, read
 
 from paceline import Program, train
+from paceline.api.train import open_engine
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Engine
-from paceline.train import open_engine
 
 ENGINES = ("local", "ray")
 

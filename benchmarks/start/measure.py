@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
+from paceline.api.train import train
 from paceline.datasets import load_program
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.local.engine import LocalEngine
-from paceline.train import train
 
 REPEATS = 7
 REPLICAS = 25

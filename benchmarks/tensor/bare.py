@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.shm.calls import Rule
-from paceline.comm.shm.group import Group
-from paceline.replica.tensor.shards import Shards
+from paceline.comm.shm.process_group import ShmProcessGroup
+from paceline.comm.shm.staging import ReduceRule
+from paceline.replica.tensor.tp_group import TPCollectives
 
 
 @final
-class Bare(Shards):
+class Bare(TPCollectives):
     """One of them.
 
     Args:
@@ -27,9 +27,9 @@ class Bare(Shards):
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         del what
-        if isinstance(self._group, Group):  # as the engine does
+        if isinstance(self._group, ShmProcessGroup):  # as the engine does
             made = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._group.combine(tensor, made, Rule.max if largest else Rule.sum).wait()
+            self._group.combine(tensor, made, ReduceRule.max if largest else ReduceRule.sum).wait()
             return made
         made = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(made, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)

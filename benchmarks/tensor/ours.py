@@ -12,7 +12,7 @@ from sides import OPTIMIZER
 
 import paceline
 from paceline.replica.base import Batch
-from paceline.replica.tensor.preparation import prepared
+from paceline.replica.tensor.prepare import prepared
 
 Step: TypeAlias = Callable[[], None]
 

@@ -8,9 +8,9 @@ from statistics import median
 import torch
 from torch import nn
 
+from paceline.api.train import train
 from paceline.datasets import load_program
 from paceline.program import Program
-from paceline.train import train
 
 REPEATS = 9
 REPLICAS = 25

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
     from paceline.aggregation.smooth_switch import SmoothSwitch
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
-    from paceline.compare import Comparison, compare
+    from paceline.api.compare import Comparison, compare
+    from paceline.api.plan import Plans, plan
+    from paceline.api.predict import predict, predictor
+    from paceline.api.show import show_mesh, show_shards, show_stages
+    from paceline.api.train import launch, train
     from paceline.core.errors import (
         CollectiveError,
         InputError,
@@ -34,21 +38,15 @@ if TYPE_CHECKING:
         WaitTimeoutError,
         WorkerError,
     )
-    from paceline.engine.distributed.batchnorm import synchronised_batchnorm
+    from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim.lamb import Lamb
     from paceline.optim.lars import Lars
     from paceline.optim.rates import scaled_learning_rate, warmup
-    from paceline.planning import Plans, plan
-    from paceline.predict import predict, predictor
     from paceline.program import Program
-    from paceline.replica.cut_mark import cut
+    from paceline.replica.capture.capture import cut
     from paceline.run import Run, load
-    from paceline.show_mesh import show_mesh
-    from paceline.show_shards import show_shards
-    from paceline.show_stages import show_stages
     from paceline.strategy import Strategy
-    from paceline.train import launch, train
 
 __version__ = "0.1.0"
 
@@ -111,7 +109,11 @@ _NAMES = {
     "aggregation.smooth_switch": ("SmoothSwitch",),
     "aggregation.stale_synchronous": ("StaleSynchronous",),
     "aggregation.synchronous": ("Synchronous",),
-    "compare": ("Comparison", "compare"),
+    "api.compare": ("Comparison", "compare"),
+    "api.plan": ("Plans", "plan"),
+    "api.predict": ("predict", "predictor"),
+    "api.show": ("show_mesh", "show_shards", "show_stages"),
+    "api.train": ("launch", "train"),
     "core.errors": (
         "CollectiveError",
         "InputError",
@@ -120,29 +122,23 @@ _NAMES = {
         "WaitTimeoutError",
         "WorkerError",
     ),
-    "engine.distributed.batchnorm": ("synchronised_batchnorm",),
+    "engine.distributed.sync_batchnorm": ("synchronised_batchnorm",),
     "engine.worker": ("Worker",),
     "optim.lamb": ("Lamb",),
     "optim.lars": ("Lars",),
     "optim.rates": ("scaled_learning_rate", "warmup"),
-    "planning": ("Plans", "plan"),
-    "predict": ("predict", "predictor"),
     "program": ("Program",),
-    "replica.cut_mark": ("cut",),
+    "replica.capture.capture": ("cut",),
     "run": ("Run", "load"),
-    "show_mesh": ("show_mesh",),
-    "show_shards": ("show_shards",),
-    "show_stages": ("show_stages",),
     "strategy": ("Strategy",),
-    "train": ("launch", "train"),
 }
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 
 class _Package(ModuleType):
-    """``paceline.train``, ``compare``, ``show_mesh`` and the like: functions that live in modules of their names.
+    """Keep public functions where a submodule has their name: ``paceline.plan``, and the command of that package.
 
-    Importing a submodule sets it on its package; where a public function has that name, the function stays.
+    Importing a submodule sets it on its package, after which ``paceline.plan`` would be no function.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

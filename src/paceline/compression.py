@@ -21,8 +21,7 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.aggregation.checks import number, whole
-from paceline.aggregation.registry import declare, register
+from paceline.aggregation.registry import declare, number, register, whole
 from paceline.aggregation.text import read, text_of
 from paceline.core.errors import InputError
 

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from paceline.core.errors import InputError
-from paceline.core.records import RECORD_FIELDS, STATISTICS, Departure, Record
+from paceline.core.records import RECORD_FIELDS, STATISTICS, Record, ReplicaExit
 from paceline.metrics.summary import json_safe
 from paceline.program import Program
-from paceline.storage import (
+from paceline.safe_files import (
     State,
     check_out,
     load_into,
@@ -66,7 +66,7 @@ class Run:
     state: State
     summary: dict[str, Any]
     history: list[Record]
-    left: list[Departure] = field(default_factory=list[Departure])
+    left: list[ReplicaExit] = field(default_factory=list[ReplicaExit])
     spans: list[Span] = field(default_factory=list[Span])
     model: nn.Module | None = None
 
@@ -136,7 +136,7 @@ def load(path: str | Path, program: Program | None = None) -> Run:
     name, engine, strategy = _read_toml(folder / "strategy.toml")
     summary = read_json(folder / "summary.json")
     with reading(folder / "summary.json"):
-        left = [Departure(**row) for row in summary.pop("left")]
+        left = [ReplicaExit(**row) for row in summary.pop("left")]
     weights = folder / "model.safetensors"
     state = load_state(weights)
     return Run(

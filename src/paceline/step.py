@@ -1,8 +1,8 @@
 """The equation A_t = F(A_{t-1}, Δ(A_{t-1}, D)), as one replica lives it. All else is one of its letters.
 
 =======  ==================================================  ====================================================
-A        state: parameters, running buffers                   ``replica/state.py``; it lives in an ``engine/``
-D        batches: one seeded stream under every strategy      ``core/order.py``, ``replica/batches.py``
+A        state: parameters, running buffers                   ``replica/flat_state.py``; it lives in an ``engine/``
+D        batches: one seeded stream under every strategy      ``core/data_order.py``, ``replica/batches.py``
 Δ        delta: what a replica computes                       ``replica/``
 F        aggregation: which Δs, when, with what weights       ``aggregation/``
 t        version: how many updates A has had                  ``engine/coordinator.py``

@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
-from paceline.aggregation.checks import choice, flag, whole
+from paceline.aggregation.registry import choice, flag, whole
 from paceline.aggregation.text import read, show, split
+from paceline.core.data_order import Partition
 from paceline.core.errors import InputError, unknown
 from paceline.core.mesh import Mesh
-from paceline.core.order import Partition
 from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
 

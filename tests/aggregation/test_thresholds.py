@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.aggregation import Exponential, Linear, LossDriven, PerLearningRate, SmoothSwitch, Step, Threshold
-from paceline.aggregation.base import Arrival
-from paceline.aggregation.buffer import Buffer
+from paceline.aggregation.base import Arrival, Buffer
 from paceline.aggregation.loss_driven import Losses
 from paceline.aggregation.smooth_switch import Switch
 from paceline.aggregation.thresholds import Function

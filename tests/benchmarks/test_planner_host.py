@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline import Strategy
-from paceline.train import check
+from paceline.api.train import check
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 

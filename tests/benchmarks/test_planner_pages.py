@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.plan.shapes.products import Product, Products
+from paceline.planner.shapes.gemm_time import Product, Products
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.aggregation import SmoothSwitch, parse
+from paceline.api.train import open_engine
 from paceline.core.errors import InputError
 from paceline.core.records import Record
 from paceline.datasets.digits import digits
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.settings import Settings, job_of
 from paceline.trace.spans import SERVER, Action, Span
-from paceline.train import open_engine
+from paceline.train_options import TrainOptions, job_of
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "smooth_switch"
 
@@ -187,7 +187,7 @@ def carried() -> Any:
 
 
 def a_job() -> Job:
-    return job_of(digits(data=None, seed=0), "replicas=2", open_engine("virtual"), Settings(steps=1))
+    return job_of(digits(data=None, seed=0), "replicas=2", open_engine("virtual"), TrainOptions(steps=1))
 
 
 def test_another_engine_is_traced_as_it_is(load: Load) -> None:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from paceline.cli.main import app
-from paceline.core.records import Departure
+from paceline.core.records import ReplicaExit
 
 Invoke = Callable[..., Result]
 
@@ -32,7 +32,7 @@ class FakeRun:
 
     strategy: str = "replicas=4"
     summary: dict[str, Any] = field(default_factory=lambda: dict(SUMMARY))
-    left: list[Departure] = field(default_factory=list[Departure])
+    left: list[ReplicaExit] = field(default_factory=list[ReplicaExit])
 
     def to_json(self) -> dict[str, Any]:
         return {"strategy": self.strategy, "engine": "local", "summary": self.summary, "history": [], "left": []}
@@ -94,10 +94,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     recorded = Calls()
     for module, name, result in (
         ("paceline.datasets", "load_program", "the program"),
-        ("paceline.train", "train", FakeRun()),
-        ("paceline.show_stages", "show_stages", "the table"),
-        ("paceline.show_shards", "divided", FakeSharding()),
-        ("paceline.compare", "compare", FakeComparison()),
+        ("paceline.api.train", "train", FakeRun()),
+        ("paceline.api.show", "show_stages", "the table"),
+        ("paceline.api.show", "divided", FakeSharding()),
+        ("paceline.api.compare", "compare", FakeComparison()),
         ("paceline.report", "write_report", None),
     ):
         # By module, not by dotted text: ``paceline.train`` as an attribute is the function.

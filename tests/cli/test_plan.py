@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli.plan_tables import print_answer, print_shared
-from paceline.plan.answers.answer import answer
-from paceline.plan.answers.several import Job, shared
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.search import search
+from paceline.planner.answer import answer
+from paceline.planner.multi_job import SharedJob, shared
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import search
 from tests.cli.conftest import Invoke
 from tests.plan.plain_workload import Plain, cluster
 
@@ -183,7 +183,7 @@ def test_a_pipeline_shows_its_first_last_and_fullest_stage(capsys: pytest.Captur
         Plain(milliseconds=(1.0,) * 12, parameters=60_000, most_shards=1, global_batch=4),
         cluster(per_host=12),
     )
-    print_answer(answer("deep", search(workload, on).plans, workload, on, Asked()), "deep")
+    print_answer(answer("deep", search(workload, on).plans, workload, on, Objectives()), "deep")
     printed = capsys.readouterr().out
     assert "stages=12" in printed
     assert "stage 0 " in printed
@@ -192,6 +192,6 @@ def test_a_pipeline_shows_its_first_last_and_fullest_stage(capsys: pytest.Captur
 
 
 def test_models_that_fit_nowhere_together(capsys: pytest.CaptureFixture[str]) -> None:
-    jobs = [Job("large", Plain(parameters=10**9))]
+    jobs = [SharedJob("large", Plain(parameters=10**9))]
     print_shared(shared(jobs, cluster()), jobs)
     assert "nothing fits" in capsys.readouterr().out

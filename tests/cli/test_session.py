@@ -60,7 +60,7 @@ def test_what_the_program_prints_does_not_join_the_json(
         print("from the program")
         return calls.results["train"]
 
-    monkeypatch.setattr(import_module("paceline.train"), "train", train)
+    monkeypatch.setattr(import_module("paceline.api.train"), "train", train)
     done = invoke("train", "digits", "--json")
     assert json.loads(done.stdout)["engine"] == "local"
     assert done.stderr == "from the program\n"

@@ -12,7 +12,7 @@ from paceline import show_mesh
 from paceline.cli.options import DEFAULT_SECONDS, Shared
 from paceline.cli.train import default_strategy
 from paceline.core.errors import InputError
-from paceline.core.records import Departure
+from paceline.core.records import ReplicaExit
 
 ALONE = {
     "engine": "local",
@@ -96,7 +96,7 @@ def test_it_says_which_batches_are_worth_their_samples(invoke: Any, calls: Any) 
 
 
 def test_it_names_the_replicas_that_left(invoke: Any, calls: Any) -> None:
-    calls.results["train"].left = [Departure(3, "killed by [SIGKILL]", 1.25)]
+    calls.results["train"].left = [ReplicaExit(3, "killed by [SIGKILL]", 1.25)]
     assert "replica 3 left at 1.2 s: killed by [SIGKILL]\n" in invoke("train", "digits").stdout
 
 

@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.clock.base import Distribution
 from paceline.clock.distributions import (
     DISTRIBUTIONS,
     Constant,
+    Distribution,
     Exponential,
     Lognormal,
     Normal,
     Pareto,
     ShiftedExponential,
+    Trace,
     parse,
 )
-from paceline.clock.replay import Trace
 from paceline.core.errors import InputError
 
 positive = st.floats(1e-6, 1e6)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
-from paceline.comm.bell import Bell
+from paceline.comm.wakeup import EventFd
 
 Args = dict[str, Any]
 BOUND_S = 60.0
@@ -113,7 +113,7 @@ def inspect(args: Args, fds: list[int]) -> None:
 
 def answer_bell(args: Args, fds: list[int]) -> None:
     """Rings back, once for every ring."""
-    asked, answered = Bell(fds[0]), Bell(fds[1])
+    asked, answered = EventFd(fds[0]), EventFd(fds[1])
     for _ in range(args["times"]):
         assert asked.wait(60)
         asked.clear()

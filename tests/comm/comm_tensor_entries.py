@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from comm_entries import Args, reply
 
-from paceline.comm.segments import Arena, Segment
-from paceline.comm.shipping import Parcel, unpack
+from paceline.comm.shared_memory import Arena, SharedMemory
+from paceline.comm.shared_pickle import SharedObject, unpack
 
 
 def add_one(args: Args, fds: list[int]) -> None:
     """Adds 1 to a tensor in shared memory."""
-    segment = Segment.attach(fds[0], args["size_bytes"])
+    segment = SharedMemory.attach(fds[0], args["size_bytes"])
     arena = Arena()
     arena.add("first", (5,), torch.uint8)
     arena.add("second", (2, 3), torch.float64)
@@ -21,7 +21,7 @@ def add_one(args: Args, fds: list[int]) -> None:
 
 def receive(args: Args, fds: list[int]) -> None:
     """Unpacks a parcel, reads all of it, says what it is in memory, then writes into it."""
-    parcel = Parcel(fds[1])
+    parcel = SharedObject(fds[1])
     content = unpack(parcel)
     parcel.close()
     total = float(content["x"].sum() + content["a"].sum())

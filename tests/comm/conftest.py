@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 
 sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import comm_entries by it
 from comm_entries import Pipe
@@ -23,16 +23,16 @@ def pipe() -> Iterator[Pipe]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def nursery() -> Iterator[ForkServer]:
     """Shared by tests that leave it running."""
-    nursery = Nursery.start(["torch", "comm_entries", "comm_tensor_entries"])
+    nursery = ForkServer.start(["torch", "comm_entries", "comm_tensor_entries"])
     yield nursery
     nursery.close()
 
 
 @pytest.fixture
-def bare() -> Iterator[Nursery]:
+def bare() -> Iterator[ForkServer]:
     """One that a test may break; without torch, so it starts quickly."""
-    nursery = Nursery.start([])
+    nursery = ForkServer.start([])
     yield nursery
     nursery.close()

@@ -5,9 +5,8 @@ from typing import Any
 
 import pytest
 
-from paceline.comm import alarm as module
-from paceline.comm.alarm import FENCED, Alarm
-from paceline.comm.bell import Bell
+from paceline.comm import wakeup as module
+from paceline.comm.wakeup import FENCED, EventFd, Wakeup
 
 
 @pytest.fixture
@@ -17,13 +16,13 @@ def word() -> "memoryview[int]":
 
 @pytest.fixture
 def alarm(word: Any) -> Any:
-    bell = Bell()
-    yield Alarm(bell, word)
+    bell = EventFd()
+    yield Wakeup(bell, word)
     bell.close()
 
 
 @pytest.mark.skipif(not FENCED, reason="this machine's stores need a ring each")
-def test_who_is_awake_is_not_rung(alarm: Alarm, word: Any) -> None:
+def test_who_is_awake_is_not_rung(alarm: Wakeup, word: Any) -> None:
     alarm.ring()
     assert not alarm.bell.wait(0)
     word[0] = 1
@@ -32,13 +31,13 @@ def test_who_is_awake_is_not_rung(alarm: Alarm, word: Any) -> None:
     assert word[0] == 0  # the next one need not ring
 
 
-def test_without_fences_every_ring_rings(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_fences_every_ring_rings(alarm: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FENCED", False)
     alarm.ring()
     assert alarm.bell.wait(0)
 
 
-def test_who_has_something_to_see_does_not_block(alarm: Alarm, word: Any) -> None:
+def test_who_has_something_to_see_does_not_block(alarm: Wakeup, word: Any) -> None:
     seen: list[int] = []
 
     def ready() -> bool:
@@ -50,14 +49,14 @@ def test_who_has_something_to_see_does_not_block(alarm: Alarm, word: Any) -> Non
     assert word[0] == 0
 
 
-def test_nobody_sleeps_for_longer_than_asked(alarm: Alarm) -> None:
+def test_nobody_sleeps_for_longer_than_asked(alarm: Wakeup) -> None:
     bounds: list[float] = []
     for asked in (0.25, 1000.0):
         alarm.sleep(lambda: False, bounds.append, asked)
     assert bounds == [0.25, module.DOZE_S]
 
 
-def test_long_waits_are_looked_for_less_and_less(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_waits_are_looked_for_less_and_less(alarm: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, now = 0, 0
 
     def never() -> bool:
@@ -91,7 +90,7 @@ def test_long_waits_are_looked_for_less_and_less(alarm: Alarm, monkeypatch: pyte
     ],
 )
 def test_the_processor_is_held_for_a_short_wait_after_long_work(
-    alarm: Alarm, monkeypatch: pytest.MonkeyPatch, wait_ns: int, worked_ns: int, held_ns: int
+    alarm: Wakeup, monkeypatch: pytest.MonkeyPatch, wait_ns: int, worked_ns: int, held_ns: int
 ) -> None:
     now, yields = 0, list[int]()
 
@@ -111,9 +110,9 @@ def test_the_processor_is_held_for_a_short_wait_after_long_work(
 @pytest.mark.parametrize("spins", [True, False])
 def test_no_wake_is_lost(spins: bool) -> None:
     """Two threads hand a number to and fro; with no doze to end a sleep, a lost wake would be a hang."""
-    bells = Bell(), Bell()
+    bells = EventFd(), EventFd()
     words = memoryview(bytearray(16)).cast("q")
-    alarms = [Alarm(bell, words[i : i + 1]) for i, bell in enumerate(bells)]
+    alarms = [Wakeup(bell, words[i : i + 1]) for i, bell in enumerate(bells)]
     turn = memoryview(bytearray(8)).cast("q")
     rounds = 3000
 

@@ -1,12 +1,12 @@
 import os
 
 from paceline.comm import liveness
-from paceline.comm.bell import Bell, Waiter
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.wakeup import EventFd, Poller
 
 
 def test_rings_add_up_to_one_and_wait_until_cleared() -> None:
-    bell = Bell()
+    bell = EventFd()
     assert not bell.wait(0)
     bell.clear()
     bell.ring()
@@ -20,7 +20,7 @@ def test_rings_add_up_to_one_and_wait_until_cleared() -> None:
 
 
 def test_a_full_counter_still_rings() -> None:
-    bell = Bell()
+    bell = EventFd()
     os.eventfd_write(bell.fileno(), 2**64 - 2)
     bell.ring()
     assert bell.wait(0)
@@ -29,8 +29,8 @@ def test_a_full_counter_still_rings() -> None:
     bell.close()
 
 
-def test_two_processes_ring_each_other(nursery: Nursery) -> None:
-    asked, answered = Bell(), Bell()
+def test_two_processes_ring_each_other(nursery: ForkServer) -> None:
+    asked, answered = EventFd(), EventFd()
     child = nursery.spawn("comm_entries:answer_bell", {"times": 100}, [asked.fileno(), answered.fileno()])
     for _ in range(100):
         asked.ring()
@@ -44,7 +44,7 @@ def test_two_processes_ring_each_other(nursery: Nursery) -> None:
 
 def test_a_waiter_names_who_rang() -> None:
     before = os.listdir("/proc/self/fd")
-    bells, waiter = [Bell() for _ in range(5)], Waiter[int]()
+    bells, waiter = [EventFd() for _ in range(5)], Poller[int]()
     for i, bell in enumerate(bells):
         waiter.add(bell.fileno(), i)
     assert waiter.wait(0.001) == []
@@ -60,8 +60,8 @@ def test_a_waiter_names_who_rang() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_waiter_sees_a_process_end(nursery: Nursery) -> None:
-    waiter = Waiter[str]()
+def test_a_waiter_sees_a_process_end(nursery: ForkServer) -> None:
+    waiter = Poller[str]()
     child = nursery.spawn("comm_entries:hang", {})
     waiter.add(child.pidfd, "gone")
     assert waiter.wait(0) == []

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.comm.compression import parse
 from paceline.comm.compression.powersgd import LowRankReduction
-from paceline.comm.nursery import Nursery
-from paceline.metrics.payload import ring_payload_bytes
+from paceline.comm.fork_server import ForkServer
+from paceline.metrics.memory import ring_payload_bytes
 
 WORLDS = (1, 2, 3)
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
@@ -28,7 +28,7 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def worlds(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+def worlds(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
     """What each rank of each group saw."""
     pipe, folders = Pipe(), {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in WORLDS}
     for ranks, folder in folders.items():

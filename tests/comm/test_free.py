@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.free import FIRST, SECOND, available_bytes, left, limited
+from paceline.comm.linux import FIRST, SECOND, available_bytes, left, limited
 
 
 @pytest.mark.parametrize("names", [FIRST, SECOND])

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from paceline.comm import kernel
-from paceline.comm.kernel import considerate, prompt
+from paceline.comm import linux
+from paceline.comm.linux import considerate, prompt
 
 BLOCKS = """
 import ctypes, sys, torch
-from paceline.comm.kernel import keep_freed_memory
+from paceline.comm.linux import keep_freed_memory
 if sys.argv[1] == "keep":
     keep_freed_memory()
 class Told(ctypes.Structure):
@@ -35,7 +35,7 @@ def mapped(how: str) -> int:
 
 FREED = """
 import psutil, torch
-from paceline.comm.kernel import give_back_freed_memory, keep_freed_memory
+from paceline.comm.linux import give_back_freed_memory, keep_freed_memory
 keep_freed_memory()
 blocks = [torch.ones(1_000_000) for _ in range(20)]
 last = torch.ones(1_000)  # above them in the heap, so that its end can't simply be cut off
@@ -64,13 +64,13 @@ SLICE = "from paceline.comm import kernel; raise SystemExit(kernel._scheduling()
 
 
 def test_slices_are_short_for_as_long_as_asked() -> None:
-    before = kernel._scheduling()
+    before = linux._scheduling()
     with prompt(200_000):
-        now = kernel._scheduling()
+        now = linux._scheduling()
         assert (now is None) == (before is None)  # older kernels know no slices of one's own
         assert now is None or now.runtime_ns == 200_000
         assert now is None or subprocess.run([sys.executable, "-c", SLICE], timeout=60).returncode == 0
-    after = kernel._scheduling()
+    after = linux._scheduling()
     assert after is None or before is None or after._replace(flags=0) == before._replace(flags=0)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from paceline.comm.letters import LEAST_BYTES, Inbox, Outbox
+from paceline.comm.shared_pickle import LEAST_BYTES, ObjectReceiver, ObjectSender
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -22,7 +22,7 @@ def pairs() -> Iterator[list[Pair]]:
 
 
 def test_all_have_each_letter_and_keep_it(pairs: list[Pair]) -> None:
-    outbox, inboxes = Outbox(), [Inbox(theirs) for _, theirs in pairs]
+    outbox, inboxes = ObjectSender(), [ObjectReceiver(theirs) for _, theirs in pairs]
     letters = [{"small": 1}, torch.arange(50_000.0), torch.arange(LEAST_BYTES / 4 + 1), torch.ones(20_000), "last"]
     found: list[list[object]] = []
     for letter in letters:
@@ -35,7 +35,7 @@ def test_all_have_each_letter_and_keep_it(pairs: list[Pair]) -> None:
 
 def test_what_was_collected_may_be_written(pairs: list[Pair]) -> None:
     (mine, theirs), _ = pairs
-    outbox, inbox, letter = Outbox(), Inbox(theirs), torch.ones(50_000)
+    outbox, inbox, letter = ObjectSender(), ObjectReceiver(theirs), torch.ones(50_000)
     outbox.post(letter, [mine])
     inbox.collect().zero_()
     outbox.post(letter, [mine])
@@ -44,9 +44,9 @@ def test_what_was_collected_may_be_written(pairs: list[Pair]) -> None:
 
 def test_who_has_gone_is_told_apart(pairs: list[Pair]) -> None:
     pairs[0][1].close()
-    assert Outbox().post(torch.ones(50_000), [mine for mine, _ in pairs]) == [False, True]
+    assert ObjectSender().post(torch.ones(50_000), [mine for mine, _ in pairs]) == [False, True]
     pairs[1][0].close()
-    inbox = Inbox(pairs[1][1])
+    inbox = ObjectReceiver(pairs[1][1])
     assert torch.equal(inbox.collect(), torch.ones(50_000)), "what was said before is heard"
     with pytest.raises(EOFError, match="has gone"):
         inbox.collect()
@@ -54,7 +54,7 @@ def test_who_has_gone_is_told_apart(pairs: list[Pair]) -> None:
 
 def test_nothing_stays_open(pairs: list[Pair]) -> None:
     before = os.listdir("/proc/self/fd")
-    outbox, inbox = Outbox(), Inbox(pairs[0][1])
+    outbox, inbox = ObjectSender(), ObjectReceiver(pairs[0][1])
     for size in (50_000, LEAST_BYTES):
         outbox.post(torch.ones(size), [pairs[0][0]])
         inbox.collect()

@@ -14,13 +14,13 @@ import pytest
 from comm_entries import Pipe
 
 from paceline.comm import liveness
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError, PacelineError
 
 HERE = str(Path(__file__).parent)
 
 
-def ended(nursery: Nursery, pid: int) -> str | None:
+def ended(nursery: ForkServer, pid: int) -> str | None:
     """How a child ended, once it has."""
     assert liveness.wait_gone([nursery._children[pid].pidfd], 60)
     return nursery.status(pid)
@@ -58,26 +58,26 @@ def endless(pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe
         ({"signal": signal.SIGKILL}, "killed by SIGKILL"),
     ],
 )
-def test_status_says_how_a_child_ended(nursery: Nursery, args: dict[str, Any], status: str) -> None:
+def test_status_says_how_a_child_ended(nursery: ForkServer, args: dict[str, Any], status: str) -> None:
     child = nursery.spawn("comm_entries:fail", args)
     assert ended(nursery, child.pid) == status
     assert nursery.status(child.pid) == status
 
 
-def test_kill_minus_nine_from_outside(nursery: Nursery) -> None:
+def test_kill_minus_nine_from_outside(nursery: ForkServer) -> None:
     child = nursery.spawn("comm_entries:hang", {})
     assert nursery.status(child.pid) is None
     os.kill(child.pid, signal.SIGKILL)
     assert ended(nursery, child.pid) == "killed by SIGKILL"
 
 
-def test_arguments_and_descriptors_arrive(nursery: Nursery, pipe: Pipe) -> None:
+def test_arguments_and_descriptors_arrive(nursery: ForkServer, pipe: Pipe) -> None:
     args = {"text": "Δ", "list": [1, 2.5, None], "size": "x" * 50_000}
     nursery.spawn("comm_entries:echo", args, [pipe.fd])
     assert pipe.read() == args
 
 
-def test_a_child_is_a_clean_process(nursery: Nursery, pipe: Pipe) -> None:
+def test_a_child_is_a_clean_process(nursery: ForkServer, pipe: Pipe) -> None:
     nursery.spawn("comm_entries:hang", {})
     nursery.spawn("comm_entries:inspect", {"main": os.getpid()}, [pipe.fd])
     said = pipe.read()
@@ -93,12 +93,12 @@ def test_a_child_is_a_clean_process(nursery: Nursery, pipe: Pipe) -> None:
     assert said["pythonpath"] == os.environ.get("PYTHONPATH")
 
 
-def test_the_fork_server_forks_with_one_thread(nursery: Nursery) -> None:
+def test_the_fork_server_forks_with_one_thread(nursery: ForkServer) -> None:
     nursery.spawn("comm_entries:nothing", {})
     assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
 
 
-def test_what_cannot_be_sent_leaves_the_nursery_whole(nursery: Nursery, pipe: Pipe) -> None:
+def test_what_cannot_be_sent_leaves_the_nursery_whole(nursery: ForkServer, pipe: Pipe) -> None:
     with pytest.raises(InputError, match=r"arguments of 4,000,\d+ bytes with 0 file descriptors .*ship\(\)"):
         nursery.spawn("comm_entries:echo", {"text": "x" * 4_000_000})
     with pytest.raises(InputError, match="with 300 file descriptors"):
@@ -107,7 +107,7 @@ def test_what_cannot_be_sent_leaves_the_nursery_whole(nursery: Nursery, pipe: Pi
     assert pipe.read() == {"a": 1}
 
 
-def test_threads_may_spawn_at_once(nursery: Nursery, pipe: Pipe) -> None:
+def test_threads_may_spawn_at_once(nursery: ForkServer, pipe: Pipe) -> None:
     def spawn(i: int) -> None:
         nursery.spawn("comm_entries:echo", {"i": i}, [pipe.fd])
 
@@ -119,14 +119,14 @@ def test_threads_may_spawn_at_once(nursery: Nursery, pipe: Pipe) -> None:
     assert sorted(pipe.read()["i"] for _ in range(8)) == list(range(8))
 
 
-def test_an_answer_that_nobody_waited_for_is_passed_over(nursery: Nursery, pipe: Pipe) -> None:
+def test_an_answer_that_nobody_waited_for_is_passed_over(nursery: ForkServer, pipe: Pipe) -> None:
     nursery.wait_ready()
     nursery._link.send(b'{"id": -1, "do": "spawn", "entry": "comm_entries:nothing", "args": {}, "path": []}')
     nursery.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
     assert pipe.read() == {"a": 1}
 
 
-def test_a_main_without_free_descriptors_is_told(nursery: Nursery) -> None:
+def test_a_main_without_free_descriptors_is_told(nursery: ForkServer) -> None:
     nursery.wait_ready()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limit[1]))
@@ -149,7 +149,7 @@ def test_a_main_without_free_descriptors_is_told(nursery: Nursery) -> None:
 def test_close_leaves_no_process_zombie_or_descriptor(pipe: Pipe) -> None:
     before = os.listdir("/proc/self/fd")
     processes = psutil.Process().children()
-    nursery = Nursery.start([])
+    nursery = ForkServer.start([])
     children = [nursery.spawn("comm_entries:hang", {}) for _ in range(3)]
     nursery.spawn("comm_entries:hang_with_helper", {}, [pipe.fd])
     helper = liveness.open_pid(pipe.read())
@@ -164,7 +164,7 @@ def test_close_leaves_no_process_zombie_or_descriptor(pipe: Pipe) -> None:
 
 
 def test_a_forgotten_nursery_closes_itself() -> None:
-    nursery = Nursery.start([])
+    nursery = ForkServer.start([])
     pidfds = [liveness.open_pid(nursery.pid), os.dup(nursery.spawn("comm_entries:hang", {}).pidfd)]
     del nursery
     gc.collect()
@@ -174,7 +174,7 @@ def test_a_forgotten_nursery_closes_itself() -> None:
 
 
 def test_close_does_not_wait_for_the_imports(endless: Pipe) -> None:
-    nursery = Nursery.start(["endless_import"])
+    nursery = ForkServer.start(["endless_import"])
     pid = endless.read()
     assert pid == nursery.pid
     nursery.close()
@@ -182,7 +182,7 @@ def test_close_does_not_wait_for_the_imports(endless: Pipe) -> None:
 
 
 def test_a_failed_import_is_told_with_its_traceback() -> None:
-    nursery = Nursery.start(["no_such_module"])
+    nursery = ForkServer.start(["no_such_module"])
     with pytest.raises(PacelineError, match=r"(?s)Traceback.*No module named 'no_such_module'"):
         nursery.spawn("comm_entries:nothing", {})
     with pytest.raises(PacelineError, match="exit code 1"):
@@ -190,7 +190,7 @@ def test_a_failed_import_is_told_with_its_traceback() -> None:
     nursery.close()
 
 
-def test_children_live_on_without_the_fork_server(bare: Nursery, pipe: Pipe) -> None:
+def test_children_live_on_without_the_fork_server(bare: ForkServer, pipe: Pipe) -> None:
     hanging = bare.spawn("comm_entries:hang", {}, [pipe.fd])
     assert pipe.read() == hanging.pid
     other = bare.spawn("comm_entries:hang", {})
@@ -217,7 +217,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.append({here!r})
 from paceline.comm import liveness
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import Nursery
 os.write({fd}, b'"started"\\n')
 nursery = Nursery.start([])
 child = nursery.spawn("comm_entries:speak", {{"text": "from the child"}}, [{fd}])
@@ -249,7 +249,7 @@ FORKING = """
 import os, sys
 sys.path.append({here!r})
 from paceline.comm import liveness
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import Nursery
 nursery = Nursery.start([])
 child = nursery.spawn("comm_entries:hang", {{}})
 if os.fork() == 0:
@@ -267,7 +267,7 @@ def test_a_fork_of_main_closes_nothing() -> None:
 DYING = """
 import os, sys, threading
 sys.path[:0] = {path!r}
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import Nursery
 nursery = Nursery.start({preload})
 os.write({fd}, b"%d\\n" % nursery.pid)
 for entry in {entries}:
@@ -323,7 +323,7 @@ def test_children_without_a_fork_server_end_with_main_too(endless: Pipe) -> None
 SPAWNING = """
 import sys
 sys.path[:0] = {path!r}
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import Nursery
 nursery = Nursery.start([])
 while True:
     nursery.spawn("comm_entries:hang", {{}}, [{fd}])

@@ -9,19 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm import kernel, liveness
-from paceline.comm.nursery import Nursery
-from paceline.comm.segments import Arena, Segment
+from paceline.comm import linux, liveness
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.shared_memory import Arena, SharedMemory
 from paceline.core.errors import PacelineError
 
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 
 
-def test_a_child_and_main_write_the_same_memory(nursery: Nursery) -> None:
+def test_a_child_and_main_write_the_same_memory(nursery: ForkServer) -> None:
     arena = Arena()
     arena.add("first", (5,), torch.uint8)
     arena.add("second", (2, 3), torch.float64)
-    segment = Segment.create("test", arena.size_bytes)
+    segment = SharedMemory.create("test", arena.size_bytes)
     views = arena.tensors(segment)
     views["second"].copy_(torch.arange(6).view(2, 3))
     child = nursery.spawn("comm_tensor_entries:add_one", {"size_bytes": segment.size_bytes}, [segment.fd])
@@ -33,7 +33,7 @@ def test_a_child_and_main_write_the_same_memory(nursery: Nursery) -> None:
 
 
 def test_memory_is_sparse_until_it_is_reserved() -> None:
-    segment = Segment.create("test", 1 << 36)
+    segment = SharedMemory.create("test", 1 << 36)
     assert os.fstat(segment.fd).st_blocks == 0
     segment.reserve(4096, 1 << 20)
     assert os.fstat(segment.fd).st_blocks * 512 == 1 << 20
@@ -44,12 +44,12 @@ def test_memory_is_sparse_until_it_is_reserved() -> None:
 def test_an_impossible_size_is_a_clear_error(size_bytes: int) -> None:
     open_before = os.listdir("/proc/self/fd")
     with pytest.raises(PacelineError, match=f"{size_bytes:,} bytes of shared memory"):
-        Segment.create("test", size_bytes)
+        SharedMemory.create("test", size_bytes)
     assert os.listdir("/proc/self/fd") == open_before
 
 
 def test_reserving_more_than_there_is_names_the_bytes_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    segment = Segment.create("test", 1 << 45)
+    segment = SharedMemory.create("test", 1 << 45)
     with pytest.raises(PacelineError, match=r"35,184,372,088,832 bytes .* are free.*fewer replicas="):
         segment.reserve(0, 1 << 45)
 
@@ -64,10 +64,10 @@ def test_reserving_more_than_there_is_names_the_bytes_wanted(monkeypatch: pytest
 
 def test_what_lies_on_disk_has_room_and_no_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    segment = Segment.on_disk(1 << 20)
+    segment = SharedMemory.on_disk(1 << 20)
     assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20
     assert not any(tmp_path.iterdir())
-    twin = Segment.attach(os.dup(segment.fd), 1 << 20)
+    twin = SharedMemory.attach(os.dup(segment.fd), 1 << 20)
     segment.tensor(64, (4,), torch.int32).fill_(5)
     assert twin.tensor(64, (4,), torch.int32).tolist() == [5] * 4
     segment.close()
@@ -81,11 +81,11 @@ def test_a_full_disk_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(PacelineError, match=r"1,048,576 bytes .*No space left.*TMPDIR"):
-        Segment.on_disk(1 << 20)
+        SharedMemory.on_disk(1 << 20)
 
 
 def test_a_tensor_outlives_its_segment() -> None:
-    segment = Segment.create("test", 4096)
+    segment = SharedMemory.create("test", 4096)
     tensor = segment.tensor(64, (4,), torch.float32)
     segment.close()
     segment.close()
@@ -101,8 +101,8 @@ def test_close_gives_every_descriptor_and_mapping_back() -> None:
             return "memfd:paceline:given-back" in file.read()
 
     before = os.listdir("/proc/self/fd")
-    segment = Segment.create("given-back", 4096)
-    twin = Segment.attach(os.dup(segment.fd), 4096)
+    segment = SharedMemory.create("given-back", 4096)
+    twin = SharedMemory.attach(os.dup(segment.fd), 4096)
     segment.tensor(0, (4,), torch.int32).fill_(5)
     assert twin.tensor(0, (4,), torch.int32).tolist() == [5] * 4
     assert mapped()
@@ -124,7 +124,7 @@ def test_slots_are_aligned_and_apart_and_the_same_everywhere(entries: list[tuple
         assert slot.offset >= end
         end = slot.offset + slot.size_bytes
     assert arena.size_bytes >= max(end, 1)
-    segment = Segment.create("test", arena.size_bytes)
+    segment = SharedMemory.create("test", arena.size_bytes)
     for i, (name, tensor) in enumerate(arena.tensors(segment).items()):
         assert (tensor.shape, tensor.dtype) == (torch.Size(entries[i][0]), entries[i][1])
         assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
@@ -135,8 +135,8 @@ def test_slots_are_aligned_and_apart_and_the_same_everywhere(entries: list[tuple
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        (os, "memfd_create", lambda: kernel.memfd_create("test")),
-        (os, "pidfd_open", lambda: kernel.pidfd_open(os.getpid())),
+        (os, "memfd_create", lambda: linux.memfd_create("test")),
+        (os, "pidfd_open", lambda: linux.pidfd_open(os.getpid())),
     ],
 )
 def test_calls_that_this_python_lacks_are_made_by_number(
@@ -158,11 +158,11 @@ def test_calls_that_this_python_lacks_are_made_by_number(
 def test_a_failing_call_by_number_raises_as_the_ordinary_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "pidfd_open")
     with pytest.raises(ProcessLookupError, match="pidfd_open"):
-        kernel.pidfd_open(2**22 + 1)  # above any pid
+        linux.pidfd_open(2**22 + 1)  # above any pid
 
 
 def test_another_system_is_told_what_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(PacelineError, match=r"memfd_create is missing .* write engine='virtual'"):
-        Segment.create("test", 64)
+        SharedMemory.create("test", 64)

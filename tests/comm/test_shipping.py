@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.comm.nursery import Nursery
-from paceline.comm.shipping import SHARED_FROM_BYTES, parts_of, ship, unpack
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.shared_pickle import SHARED_FROM_BYTES, parts_of, share, unpack
 from paceline.core.errors import InputError
 
 LARGE = SHARED_FROM_BYTES // 4
@@ -21,7 +21,7 @@ LARGE = SHARED_FROM_BYTES // 4
 
 def round_trip(obj: Any) -> Any:
     """Ship, unpack and let go of the parcel, as a receiver does."""
-    parcel = ship(obj)
+    parcel = share(obj)
     try:
         return unpack(parcel)
     finally:
@@ -78,7 +78,7 @@ def test_arrays_of_numpy_seen_as_tensors(order: int) -> None:
 
 def test_each_storage_is_stored_once() -> None:
     x = torch.zeros(10 * LARGE)
-    parcel = ship([x, x[1:], TensorDataset(x, x.view(-1, 1)), lambda: x])
+    parcel = share([x, x[1:], TensorDataset(x, x.view(-1, 1)), lambda: x])
     assert parcel.size_bytes < 1.1 * x.nbytes
     parcel.close()
 
@@ -130,9 +130,9 @@ def test_nothing_is_something_too(empty: Any) -> None:
     assert getattr(got, "shape", None) == getattr(empty, "shape", None)
 
 
-def test_receivers_share_the_pages_and_not_each_others_writes(nursery: Nursery, pipe: Pipe) -> None:
+def test_receivers_share_the_pages_and_not_each_others_writes(nursery: ForkServer, pipe: Pipe) -> None:
     offset = 40
-    parcel = ship({"x": torch.ones(1 << 20), "a": np.ones(1 << 19), "f": lambda n: n + offset})
+    parcel = share({"x": torch.ones(1 << 20), "a": np.ones(1 << 19), "f": lambda n: n + offset})
     for _ in range(2):  # the second must not see what the first wrote
         nursery.spawn("comm_tensor_entries:receive", {}, [pipe.fd, parcel.fd])
         said = pipe.read()
@@ -147,7 +147,7 @@ def test_receivers_share_the_pages_and_not_each_others_writes(nursery: Nursery, 
 def test_what_cannot_be_sent_is_named() -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(InputError, match=r"dict can't be sent .*lock.*inside the functions"):
-        ship({"lock": threading.Lock()})
+        share({"lock": threading.Lock()})
     assert os.listdir("/proc/self/fd") == before
 
 

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core import order as module
+from paceline.core import data_order as module
+from paceline.core.data_order import DataOrder, Partition
 from paceline.core.errors import InputError
-from paceline.core.order import Order, Partition
 
 PARTITIONS: list[Partition] = ["global", "disjoint"]
 sizes = st.integers(1, 60), st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**40)
 
 
-def epoch_of(order: Order, epoch: int) -> list[int]:
+def epoch_of(order: DataOrder, epoch: int) -> list[int]:
     """All samples that all replicas see in one epoch, replica by replica."""
     return [
         sample
@@ -27,8 +27,8 @@ def epoch_of(order: Order, epoch: int) -> list[int]:
 def test_synchronous_replicas_see_what_one_process_with_the_whole_batch_sees(
     samples: int, batch_size: int, replicas: int, seed: int, k: int
 ) -> None:
-    order = Order(samples, batch_size, replicas, seed)
-    alone = Order(samples, batch_size * replicas, 1, seed)
+    order = DataOrder(samples, batch_size, replicas, seed)
+    alone = DataOrder(samples, batch_size * replicas, 1, seed)
     together = np.concatenate([order.batch(replica, k) for replica in range(replicas)])
     assert together.tolist() == alone.batch(0, k).tolist()
     assert order.rounds_per_epoch(0) == alone.rounds_per_epoch(0)
@@ -39,7 +39,7 @@ def test_synchronous_replicas_see_what_one_process_with_the_whole_batch_sees(
 def test_an_epoch_covers_every_sample_exactly_once(
     partition: Partition, samples: int, batch_size: int, replicas: int, seed: int, epoch: int
 ) -> None:
-    order = Order(max(samples, replicas), batch_size, replicas, seed, partition)
+    order = DataOrder(max(samples, replicas), batch_size, replicas, seed, partition)
     assert sorted(epoch_of(order, epoch)) == list(range(order.samples))
 
 
@@ -48,7 +48,7 @@ def test_an_epoch_covers_every_sample_exactly_once(
 def test_size_and_epoch_agree_with_the_batch(
     partition: Partition, samples: int, batch_size: int, replicas: int, seed: int, k: int, data: st.DataObject
 ) -> None:
-    order = Order(max(samples, replicas), batch_size, replicas, seed, partition)
+    order = DataOrder(max(samples, replicas), batch_size, replicas, seed, partition)
     replica = data.draw(st.integers(0, replicas - 1))
     assert order.size(replica, k) == len(order.batch(replica, k)) <= batch_size
     assert order.epoch(replica, k) * order.rounds_per_epoch(replica) <= k
@@ -68,13 +68,13 @@ def test_size_and_epoch_agree_with_the_batch(
 def test_the_last_round_is_spread_evenly(
     samples: int, batch_size: int, replicas: int, expected: list[list[int]]
 ) -> None:
-    order = Order(samples, batch_size, replicas, seed=1)
+    order = DataOrder(samples, batch_size, replicas, seed=1)
     rounds = [[order.size(replica, k) for replica in range(replicas)] for k in range(order.rounds_per_epoch(0))]
     assert rounds == expected
 
 
 def test_disjoint_subsets_are_fixed_and_shuffled_anew() -> None:
-    order = Order(samples=50, batch_size=4, replicas=3, seed=5, partition="disjoint")
+    order = DataOrder(samples=50, batch_size=4, replicas=3, seed=5, partition="disjoint")
     rounds = order.rounds_per_epoch(1)
     first, second = (
         np.concatenate([order.batch(1, epoch * rounds + k) for k in range(rounds)]).tolist() for epoch in (0, 1)
@@ -85,12 +85,12 @@ def test_disjoint_subsets_are_fixed_and_shuffled_anew() -> None:
 
 
 def test_disjoint_replicas_may_have_one_round_more() -> None:
-    order = Order(samples=9, batch_size=4, replicas=2, seed=0, partition="disjoint")
+    order = DataOrder(samples=9, batch_size=4, replicas=2, seed=0, partition="disjoint")
     assert [order.rounds_per_epoch(replica) for replica in range(2)] == [2, 1]
 
 
 def test_global_epochs_differ_and_seeds_differ() -> None:
-    order, other = Order(100, 10, 2, seed=0), Order(100, 10, 2, seed=1)
+    order, other = DataOrder(100, 10, 2, seed=0), DataOrder(100, 10, 2, seed=1)
     assert epoch_of(order, 0) != epoch_of(order, 1)
     assert epoch_of(order, 0) != epoch_of(other, 0)
 
@@ -98,11 +98,11 @@ def test_global_epochs_differ_and_seeds_differ() -> None:
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_what_was_asked_before_changes_nothing(partition: Partition, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_KEPT_INDICES", 0)
-    order = Order(64, 4, 4, 3, partition)
+    order = DataOrder(64, 4, 4, 3, partition)
     asked = [(replica, k) for replica in range(4) for k in range(40)]
     np.random.default_rng(0).shuffle(asked)
     for replica, k in asked:
-        fresh = Order(64, 4, 4, 3, partition)
+        fresh = DataOrder(64, 4, 4, 3, partition)
         assert order.batch(replica, k).tolist() == fresh.batch(replica, k).tolist()
 
 
@@ -115,7 +115,7 @@ def test_replicas_far_apart_share_few_permutations(monkeypatch: pytest.MonkeyPat
         return original(*key)
 
     monkeypatch.setattr(module, "_permutation", counted)
-    order = Order(samples=4000, batch_size=4, replicas=1000, seed=0)
+    order = DataOrder(samples=4000, batch_size=4, replicas=1000, seed=0)
     for step in range(50):
         for replica in range(1000):
             order.batch(replica, step * (1 + replica % 2))
@@ -123,7 +123,7 @@ def test_replicas_far_apart_share_few_permutations(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_batch_belongs_to_its_caller() -> None:
-    order = Order(10, 5, 1, seed=0)
+    order = DataOrder(10, 5, 1, seed=0)
     before = order.batch(0, 0).tolist()
     order.batch(0, 0)[:] = -1
     assert order.batch(0, 0).tolist() == before
@@ -132,10 +132,10 @@ def test_a_batch_belongs_to_its_caller() -> None:
 
 
 def test_equal_fields_are_equal_orders() -> None:
-    asked = Order(10, 2, 2, 0)
+    asked = DataOrder(10, 2, 2, 0)
     asked.batch(0, 0)
-    assert asked == Order(10, 2, 2, 0)
-    assert asked != Order(10, 2, 2, 0, "disjoint")
+    assert asked == DataOrder(10, 2, 2, 0)
+    assert asked != DataOrder(10, 2, 2, 0, "disjoint")
 
 
 @pytest.mark.parametrize(
@@ -151,4 +151,4 @@ def test_equal_fields_are_equal_orders() -> None:
 )
 def test_bad_fields_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Order(**({"samples": 10, "batch_size": 2, "replicas": 2, "seed": 0} | fields))  # type: ignore[arg-type]
+        DataOrder(**({"samples": 10, "batch_size": 2, "replicas": 2, "seed": 0} | fields))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.datasets.idx import read_idx
+from paceline.datasets.files import read_idx
 
 HEADER = struct.pack(">IIII", 0x803, 2, 28, 28)
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.datasets.pickles import ByteArray, read_pickle
+from paceline.datasets.files import ByteArray, read_pickle
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (4, 6), np.uint8)
 

@@ -3,11 +3,11 @@
 import torch
 import torch.distributed as dist
 
-from paceline.engine.team.aside import Aside
+from paceline.engine.spmd.p2p import WaitThread
 
 dist.init_process_group("gloo")
 other = 1 - dist.get_rank()
-asides = [Aside() for _ in range(3)]
+asides = [WaitThread() for _ in range(3)]
 for aside in asides * 20:
     sent, received = torch.ones(8), torch.empty(8)
     for work in (dist.isend(sent, other), dist.irecv(received, other)):

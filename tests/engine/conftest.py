@@ -19,5 +19,5 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watcher]:
     def watcher(*_: Any) -> Iterator[Watcher]:
         yield watchers.pop()
 
-    monkeypatch.setattr(importlib.import_module("paceline.train"), "watcher", watcher)
+    monkeypatch.setattr(importlib.import_module("paceline.api.train"), "watcher", watcher)
     return watchers

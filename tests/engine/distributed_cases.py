@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.checkpoint import checkpoint
 
 from paceline import Program, Run, train
-from paceline.engine.distributed.batchnorm import synchronised_batchnorm
+from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
 from paceline.optim.lamb import Lamb
 from tests.engine import programs
 

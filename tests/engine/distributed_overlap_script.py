@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline import launch, train
-from paceline.engine.distributed import buckets, overlap
+from paceline.engine.distributed import overlap
 from tests.engine import programs
 from tests.engine.distributed_cases import CASES, OVERLAPPED, UNDIVIDED, attempt, keep, program, told
 
@@ -23,7 +23,7 @@ QUIET: dict[str, Any] = {"engine": "distributed:gloo", "progress": False}
 
 def cut_fine() -> None:
     """Into a bucket for nearly each parameter of the small models here."""
-    buckets.BUCKET_BYTES, buckets.FIRST_BUCKET_BYTES = 64, 16
+    overlap.BUCKET_BYTES, overlap.FIRST_BUCKET_BYTES = 64, 16
     overlap.SENDING_CORES = -1  # also where ranks have no core for themselves
 
 

@@ -4,14 +4,14 @@ import os
 import sys
 from pathlib import Path
 
-from paceline.engine.distributed import buckets, overlap
+from paceline.engine.distributed import overlap
 from tests.engine.distributed_cases import keep, told
 from tests.engine.noise_cases import CASES, OVERLAPPED
 
 folder, ranks = Path(sys.argv[1]), int(os.environ["WORLD_SIZE"])
 for name, case in CASES.items():
     keep(folder, name, told(case.run(ranks // case.workers, "distributed")))
-buckets.BUCKET_BYTES, buckets.FIRST_BUCKET_BYTES = 64, 16
+overlap.BUCKET_BYTES, overlap.FIRST_BUCKET_BYTES = 64, 16
 overlap.SENDING_CORES = -1  # also where ranks have no core for themselves
 for name in OVERLAPPED:
     keep(folder, f"{name}, in buckets", told(CASES[name].run(ranks, "distributed:gloo")))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
 from paceline import Program, Run, train
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 from paceline.engine.base import Engine
 from paceline.replica.pipeline.micro_batches import sizes
 from tests import zoo
@@ -79,7 +79,7 @@ def quiet(model: Callable[[], nn.Module]) -> nn.Module:
 def one_process(program: Program, micro_batches: int) -> dict[str, Tensor]:
     """A plain loop over the same micro-batches: A at its end."""
     plain = Plain(program)
-    order = Order(zoo.SAMPLES, program.batch_size or 32, 1, program.seed)
+    order = DataOrder(zoo.SAMPLES, program.batch_size or 32, 1, program.seed)
     for k in range(STEPS):
         indices = torch.from_numpy(order.batch(0, k))
         total: dict[str, Tensor] = {}

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.optim.lr_scheduler import StepLR
 
 from paceline import Program, Strategy, train
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 from paceline.engine.base import Engine
 from paceline.replica.pipeline.micro_batches import sizes
 from tests import zoo
@@ -83,7 +83,7 @@ def versions(
     w(t+1) = w(t) - step(∇f(w_0(t - s_0), ..., w_{p-1}(t - s_{p-1}))), s_j of stage j.
     """
     plain = Plain(program)
-    order = Order(zoo.SAMPLES, program.batch_size or 32, 1, program.seed)
+    order = DataOrder(zoo.SAMPLES, program.batch_size or 32, 1, program.seed)
     history = [plain.values()]
     for t in range(steps):
         weights = {

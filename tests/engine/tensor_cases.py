@@ -11,8 +11,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from paceline import Program, Run, Strategy, train
 from paceline.replica.base import Batch
-from paceline.replica.tensor.layouts import Owned, Split
-from paceline.replica.tensor.preparation import planned
+from paceline.replica.tensor.placements import OnRank, Shard
+from paceline.replica.tensor.prepare import planned
 from paceline.shard_rules import ShardRules
 from tests import zoo
 
@@ -133,8 +133,8 @@ def largest_part(case: Case, shards: int) -> int:
     def held(shard: int) -> Iterator[int]:
         for name, parameter in module.named_parameters():
             how = plan.parameters.get(name)
-            part = how.take(parameter, shard) if isinstance(how, Split) else parameter
-            if not isinstance(how, Owned) or how.shard == shard:
+            part = how.take(parameter, shard) if isinstance(how, Shard) else parameter
+            if not isinstance(how, OnRank) or how.shard == shard:
                 yield part.nbytes
 
     return max(sum(held(shard)) for shard in range(shards))

@@ -8,30 +8,30 @@ from typing import Any
 
 import torch
 
-from paceline.engine.distributed.tensor import TensorShare
-from paceline.engine.team.here import Here
-from paceline.replica.tensor.layouts import Split
+from paceline.engine.distributed.rank_shard import TensorParallelShard
+from paceline.engine.spmd.rank_context import RankSetup
+from paceline.replica.tensor.placements import Shard
 from tests.engine.distributed_cases import keep
 from tests.engine.tensor_cases import CASES, largest_part
 
 folder, engine, shards = Path(sys.argv[1]), sys.argv[2], int(os.environ["WORLD_SIZE"])
-shares: list[TensorShare] = []
+shares: list[TensorParallelShard] = []
 
 
-def remembered(here: Here) -> TensorShare:
-    shares.append(TensorShare(here))
+def remembered(here: RankSetup) -> TensorParallelShard:
+    shares.append(TensorParallelShard(here))
     return shares[-1]
 
 
 importlib.import_module("paceline.engine.distributed.run").TensorShare = remembered  # type: ignore[attr-defined]
 
 
-def differing(share: TensorShare, whole: dict[str, Any]) -> list[str]:
+def differing(share: TensorParallelShard, whole: dict[str, Any]) -> list[str]:
     """The tensors of which this shard does not hold, to the bit, its part of what the run returned."""
     lies, found = share._sharding.prepared.shard.parameters, []
     for name, mine in share.state.named():
         how = lies.get(name)
-        part = how.take(whole[name], share.place.shard) if isinstance(how, Split) else whole[name]
+        part = how.take(whole[name], share.place.shard) if isinstance(how, Shard) else whole[name]
         if not torch.equal(mine, part):
             found.append(name)
     return found

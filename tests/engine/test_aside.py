@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from paceline.engine.team.aside import Aside
+from paceline.engine.spmd.p2p import WaitThread
 from tests.engine.distributed_cases import ended, torchrun
 
 
 def test_what_it_waits_for_is_what_comes_of_it() -> None:
-    aside, opened = Aside(), threading.Event()
+    aside, opened = WaitThread(), threading.Event()
     waiting = aside.begin(opened.wait)
     with pytest.raises(RuntimeError, match="not yet"):
         waiting.wait(timedelta(milliseconds=1))
@@ -26,12 +26,12 @@ def test_what_a_wait_raises_is_raised() -> None:
         raise RuntimeError("lost")
 
     with pytest.raises(RuntimeError, match="lost"):
-        Aside().begin(fails).wait()
+        WaitThread().begin(fails).wait()
 
 
 def test_its_thread_ends_with_it() -> None:
     before = set(threading.enumerate())
-    aside = Aside()
+    aside = WaitThread()
     (thread,) = set(threading.enumerate()) - before
     aside.begin(lambda: True).wait()
     del aside

@@ -8,14 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation, Asynchronous, parse
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 from paceline.core.records import Record
-from paceline.engine.allowance import Epochs, Steps, Unbounded
 from paceline.engine.base import Budget, Condition
-from paceline.engine.observe import Observer
-from paceline.engine.owner import Owner
-from paceline.engine.points import Meter, Points
-from paceline.engine.setup import first_state
+from paceline.engine.budget import BudgetMeter, Epochs, EvalSchedule, Steps, Unbounded
+from paceline.engine.run_context import first_state
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from tests.engine import programs
 
 
@@ -34,7 +32,7 @@ def test_steps_are_granted_to_each_and_no_more(steps: int, micro_steps: int, acc
 @pytest.mark.parametrize("epochs", [0.07, 0.28, 1.1, 2])
 def test_epochs_have_no_batch_too_many_from_rounding(epochs: float) -> None:
     """0.07 · 100 is a little more than 7 in binary."""
-    allowance = Epochs(epochs, Order(100, 1, 1, 0), 1, 100)
+    allowance = Epochs(epochs, DataOrder(100, 1, 1, 0), 1, 100)
     assert len(list(iter(lambda: allowance.grant(0), 0))) == round(epochs * 100)
 
 
@@ -48,7 +46,7 @@ def budget(every: float) -> Budget:
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=30), st.sampled_from([0.1, 0.3, 1.0, 7.0]))
 def test_points_are_met_once_each_in_order(times: list[float], every: float) -> None:
-    points, met = Points(budget(every)), 0
+    points, met = EvalSchedule(budget(every)), 0
     for time in sorted(times):
         if points.reached(time):
             met += 1
@@ -59,13 +57,13 @@ def test_points_are_met_once_each_in_order(times: list[float], every: float) -> 
 
 @pytest.mark.parametrize("every", [0.1, 1 / 3, 0.7])
 def test_points_do_not_drift(every: float) -> None:
-    points = Points(budget(every))
+    points = EvalSchedule(budget(every))
     assert [points.step_over() for _ in range(1000)] == [i * every for i in range(1000)]
 
 
 @pytest.mark.parametrize(("unit", "per_unit", "spent"), [("seconds", 0, 2.5), ("steps", 4, 3.0), ("epochs", 50, 2.0)])
 def test_a_meter_counts_in_the_budgets_unit(unit: Any, per_unit: float, spent: float) -> None:
-    assert Meter(unit, per_unit).spent(2.5, micro_steps=12, samples=100) == spent
+    assert BudgetMeter(unit, per_unit).spent(2.5, micro_steps=12, samples=100) == spent
 
 
 @pytest.mark.parametrize(
@@ -89,9 +87,9 @@ class Curious(Asynchronous):
     needs = frozenset({"norm", "agreement", "server"})  # type: ignore[assignment]
 
 
-def observer(policy: Aggregation[Any]) -> tuple[Observer, Owner]:
-    owner = Owner(programs.program(), policy, first_state(programs.program(), ())[1])
-    return Observer(policy, owner), owner
+def observer(policy: Aggregation[Any]) -> tuple[DeltaStatistics, ServerOptimizer]:
+    owner = ServerOptimizer(programs.program(), policy, first_state(programs.program(), ())[1])
+    return DeltaStatistics(policy, owner), owner
 
 
 def test_policies_are_told_what_they_ask_for() -> None:

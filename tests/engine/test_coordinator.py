@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation
 from paceline.aggregation.base import Apply, Arrival, Decision, Release
+from paceline.core.data_order import DataOrder
 from paceline.core.errors import InputError, PacelineError
-from paceline.core.order import Order
-from paceline.engine.allowance import Epochs, Steps
+from paceline.engine.budget import Epochs, Steps
 from paceline.replica.base import micro_steps
 from tests.aggregation.policy_values import policies
 from tests.engine.weightless import Weightless
@@ -71,7 +71,7 @@ def names(arrivals: list[Arrival]) -> list[tuple[int, int]]:
 def test_epochs_are_passes_of_all_together(
     samples: int, batch: int, replicas: int, epochs: float, aggregation: str
 ) -> None:
-    order = Order(samples, batch, replicas, 0)
+    order = DataOrder(samples, batch, replicas, 0)
     each = 3 if "local" in aggregation else 1
     run = Weightless(
         aggregation, replicas, "exponential:mean=1", Epochs(epochs, order, each, samples), order.size

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline import InputError
-from paceline.engine.distributed.units import units
+from paceline.api.train import check
+from paceline.engine.distributed.fsdp import units
 from paceline.optim.lamb import Lamb
-from paceline.train import check
 from tests import oracle
 from tests.engine import programs
 from tests.engine.distributed_cases import ACCUMULATED, STEPS, SYNCHRONISED, kept, program, told

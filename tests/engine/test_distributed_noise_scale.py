@@ -7,8 +7,8 @@ import torch
 
 from paceline import InputError, Strategy
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.rows import FIELDS, NORMS, Kind, Norm, Row, read, write
-from paceline.engine.noise_refusals import refuse_norms
+from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, Kind, Norm, RankStatus, read, write
+from paceline.engine.validation import refuse_norms
 from tests.engine.distributed_cases import kept
 from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED, still
 from tests.ranks import Play
@@ -49,7 +49,7 @@ def test_ranks_tell_what_virtual_time_tells(started: tuple[int, Path], name: str
 @pytest.mark.parametrize("norm", [Norm(), Norm(1 / 3, 4, 2e30, 1e-30, 70_000), Norm(7.0, 1, 2e60)])
 def test_norms_come_back_from_the_table(norm: Norm, dtype: torch.dtype, bound: float) -> None:
     """A length keeps 48 bits in two float32, so its square is known to 2·2^-48, and in float64 to some last bits."""
-    row, place = Row(Kind.delta, 8, True, False, 0.5, 9, norm), torch.zeros(FIELDS + NORMS, dtype=dtype)
+    row, place = RankStatus(Kind.delta, 8, True, False, 0.5, 9, norm), torch.zeros(FIELDS + NORMS, dtype=dtype)
     write(row, place)
     found = read(place.tolist(), norms=True)
     assert found[:-1] == row[:-1]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.engine.distributed import buckets
+from paceline.engine.distributed import overlap
 from tests import oracle
 from tests.engine.distributed_cases import ACCUMULATED, ONE_PROCESS, OVERLAPPED, STEPS, UNDIVIDED, ended, told, torchrun
 from tests.engine.distributed_cases import kept as kept_by_all
@@ -67,7 +67,7 @@ def test_it_is_what_virtual_time_says(started: tuple[int, Path], name: str) -> N
 @pytest.mark.parametrize("name", OVERLAPPED)
 def test_alone_there_is_nobody_to_send_to(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = told(OVERLAPPED[name].run(1, "distributed"))
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(overlap, "BUCKET_BYTES", 64)
     assert_same(told(OVERLAPPED[name].run(1, "distributed"))["state"], whole["state"], 0.0)
 
 

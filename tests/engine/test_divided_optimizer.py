@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from paceline import InputError, Run
+from paceline.api.train import check
 from paceline.core.mesh import Mesh
-from paceline.engine.distributed.parts import Even
+from paceline.engine.distributed.zero1 import Even
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.team.circles import holders
-from paceline.engine.team.traffic import Traffic
-from paceline.replica.state import Layout
-from paceline.train import check
+from paceline.engine.spmd.communicator import Communicator
+from paceline.engine.spmd.rank_context import holders
+from paceline.replica.flat_state import FlatLayout
 from tests.engine import hybrid_cases
 from tests.engine.divided_cases import CASES, held, whole_tensors
 from tests.engine.pipeline_cases import ADAM
@@ -85,13 +85,13 @@ class Listed:
 def test_who_has_the_same_part() -> None:
     """Two columns of two shards take turns at the first stage, in two replicas; ranks 4 and 9 have the second."""
     mesh, traffic = Mesh(2, (4, 1), (2, 1)), Listed()
-    numbers = [holders(mesh, rank, cast(Traffic, traffic), None).rank for rank in range(mesh.workers)]
+    numbers = [holders(mesh, rank, cast(Communicator, traffic), None).rank for rank in range(mesh.workers)]
     assert traffic.circles == [[0, 2, 5, 7], [1, 3, 6, 8], [4, 9]]
     assert all([numbers[rank] for rank in circle] == list(range(len(circle))) for circle in traffic.circles)
 
 
 def test_a_piece_knows_what_is_whose() -> None:
-    block = Layout.of(torch.nn.Linear(3, 2)).parameters[0]
+    block = FlatLayout.of(torch.nn.Linear(3, 2)).parameters[0]
     delta = torch.arange(8.0)
     pieces = [Even(block, torch.zeros(8), delta, rank, 3) for rank in range(3)]
     for rank, piece in enumerate(pieces):

@@ -9,15 +9,13 @@ import torch
 from paceline import Strategy, train
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Job
-from paceline.engine.setup import Setup
+from paceline.engine.run_context import RunContext
+from paceline.engine.step_profile import predict
+from paceline.engine.step_profile.comm import Call, FakeShards, Message
+from paceline.engine.step_profile.compute import Found, Pass
+from paceline.engine.step_profile.predict import Forecast, Heard
 from paceline.engine.virtual.engine import VirtualEngine
-from paceline.engine.virtual.foreseen import Foreseen
-from paceline.engine.virtual.pieces import forecast
-from paceline.engine.virtual.pieces.computing import Found, Pass
-from paceline.engine.virtual.pieces.forecast import Forecast
-from paceline.engine.virtual.pieces.sending import Message
-from paceline.engine.virtual.pieces.silent import Call, Silent
-from paceline.engine.virtual.pieces.work import Heard
+from paceline.engine.virtual.measured_durations import MeasuredDurations
 from paceline.schedule import Dependencies
 from tests import zoo
 from tests.engine.tensor_cases import Case
@@ -33,8 +31,8 @@ def job(strategy: str) -> Job:
 
 def of(monkeypatch: pytest.MonkeyPatch, strategy: str, heard: Sequence[Heard], word_s: Seconds = 0.0) -> Forecast:
     """The forecast where the processes have said this."""
-    monkeypatch.setattr(forecast, "_heard", lambda job, nursery: (heard, word_s))
-    return forecast.forecast(job(strategy))
+    monkeypatch.setattr(predict, "_heard", lambda job, nursery: (heard, word_s))
+    return predict.forecast(job(strategy))
 
 
 def heard(
@@ -44,7 +42,7 @@ def heard(
 
 
 def test_a_silent_shard_gives_what_has_the_right_shape_and_says_what_it_was_asked() -> None:
-    shard = Silent(1, 3)
+    shard = FakeShards(1, 3)
     shard.begin()
     assert shard.all_reduce(torch.ones(2, 3), "").shape == (2, 3)
     assert [each.shape for each in shard.all_gather(torch.ones(2), [(3,), (2,), (2,)], "")] == [(3,), (2,), (2,)]
@@ -54,7 +52,7 @@ def test_a_silent_shard_gives_what_has_the_right_shape_and_says_what_it_was_aske
     assert [(call.kind, call.elements) for call in shard.calls] == kinds
     assert len(shard.between()) == len(kinds) + 1
     for call in shard.calls:  # the same again, of the size that matters
-        call.make(again := Silent(0, 3))
+        call.make(again := FakeShards(0, 3))
         assert again.calls == [call]
 
 
@@ -109,8 +107,10 @@ def test_shards_wait_for_the_slowest_before_each_collective(monkeypatch: pytest.
 def test_replicas_draw_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each its own, the same from the same seed; an update takes what it takes for so many."""
     seen = of(monkeypatch, "replicas=2", [heard(Found([Pass(0.0, (float(n),), 0.0) for n in (1, 2, 3)]))])
-    draws = [[Foreseen(Setup.of(job("replicas=2")), seen).draw(r, 2).compute for _ in range(2)] for r in (0, 1)]
-    made = Foreseen(Setup.of(job("replicas=2")), seen)
+    draws = [
+        [MeasuredDurations(RunContext.of(job("replicas=2")), seen).draw(r, 2).compute for _ in range(2)] for r in (0, 1)
+    ]
+    made = MeasuredDurations(RunContext.of(job("replicas=2")), seen)
     assert [made.draw(0, 2).compute for _ in range(20)] != [made.draw(1, 2).compute for _ in range(20)]
     assert draws[0][0] == draws[0][1]
     assert {made.draw(0, 1).compute for _ in range(60)} == {1.0, 2.0, 3.0}
@@ -132,8 +132,10 @@ def test_a_worker_updates_its_own_part_of_a(monkeypatch: pytest.MonkeyPatch) -> 
     seen = of(monkeypatch, "shards=2", [heard(found) for found in shares])
     assert seen.steps_on == 0.75, "the step ends when the largest part is updated"
     asked = list[float]()
-    monkeypatch.setattr("paceline.engine.virtual.foreseen.update_s", lambda job, n, part: asked.append(part) or part)
-    assert Foreseen(Setup.of(job("shards=2")), seen).update(1) == 0.75
+    monkeypatch.setattr(
+        "paceline.engine.virtual.measured_durations.update_s", lambda job, n, part: asked.append(part) or part
+    )
+    assert MeasuredDurations(RunContext.of(job("shards=2")), seen).update(1) == 0.75
     assert asked == [0.75]
 
 
@@ -142,7 +144,7 @@ def test_parts_of_stages_and_shards_are_what_they_hold() -> None:
     for strategy in ("stages=2", "shards=2"):
         run = train(Case(zoo.tied).program, strategy, steps=1)
         share = max(run.summary["parameter_bytes"]) / whole
-        assert forecast.forecast(job(strategy)).steps_on == pytest.approx(share), strategy
+        assert predict.forecast(job(strategy)).steps_on == pytest.approx(share), strategy
 
 
 def of_parameters(module: torch.nn.Module) -> int:

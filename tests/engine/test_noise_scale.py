@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW
 
 from paceline import InputError, Run, load, train
+from paceline.api.train import check
 from paceline.core.records import STATISTICS
 from paceline.engine.local.engine import LocalEngine
 from paceline.metrics.efficiency import efficiency
-from paceline.train import check
 from tests.engine.noise_cases import BATCH, DIM, KEYS, SQUARE, START, TRACE, classifier, half_square, source, still
 
 BOUND = 0.05

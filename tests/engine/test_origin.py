@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from paceline.comm.spill import Spill
-from paceline.engine.team.origin import once_per_host
-from paceline.engine.team.peers import Peers
-from paceline.engine.team.team import Team
-from paceline.engine.team.world import World
+from paceline.comm.shared_memory import SpillAllocator
+from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.engine.spmd.rank_context import RankContext
+from paceline.engine.spmd.shared_model import build_once_per_host
+from paceline.engine.spmd.watchdog import RankRegistry
 
 
 class Forgetful(nn.Linear):
@@ -24,14 +24,14 @@ class Forgetful(nn.Linear):
         return {**vars(self), "scale": 1.0}
 
 
-def alone() -> Team:
-    world = World(0, 1, 1)
-    return Team(world, Peers(world, None), None, None)
+def alone() -> RankContext:
+    world = LaunchEnv(0, 1, 1)
+    return RankContext(world, RankRegistry(world, None), None, None)
 
 
 def received(module: nn.Module) -> nn.Module:
     """What a rank has of a model that the first rank of its host has made."""
-    with once_per_host(lambda _: module, alone()) as found:
+    with build_once_per_host(lambda _: module, alone()) as found:
         return found
 
 
@@ -58,12 +58,12 @@ def test_a_model_that_cannot_be_pickled_stays_where_it_is() -> None:
 
 
 def test_it_is_made_once() -> None:
-    made = list[Spill]()
+    made = list[SpillAllocator]()
 
-    def make(spill: Spill) -> nn.Module:
+    def make(spill: SpillAllocator) -> nn.Module:
         made.append(spill)
         return nn.Linear(256, 256)
 
-    with once_per_host(make, alone()) as found:
+    with build_once_per_host(make, alone()) as found:
         assert isinstance(found, nn.Linear)
     assert len(made) == 1

@@ -11,21 +11,20 @@ from torch import Tensor, nn
 
 from paceline import PacelineError, Strategy
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.buckets import cut
-from paceline.engine.distributed.freight import Freight
-from paceline.engine.distributed.overlap import Overlap, pays
-from paceline.engine.team.world import World
-from paceline.replica.state import Layout
+from paceline.engine.distributed.overlap import Overlap, cut, pays
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.spmd.process_group import LaunchEnv
+from paceline.replica.flat_state import FlatLayout
 from tests.engine import programs
 
 
-def layout(sizes: list[int], doubles: list[int]) -> Layout:
+def layout(sizes: list[int], doubles: list[int]) -> FlatLayout:
     module = nn.Module()
     for place, size in enumerate(sizes):
         module.register_parameter(f"single{place}", nn.Parameter(torch.zeros(size)))
     for place, size in enumerate(doubles):
         module.register_parameter(f"double{place}", nn.Parameter(torch.zeros(size, dtype=torch.float64)))
-    return Layout.of(module)
+    return FlatLayout.of(module)
 
 
 SIZES = st.lists(st.integers(1, 40), max_size=6)
@@ -72,12 +71,12 @@ class Wire:
         self.waited.append(what)
 
 
-def bucketed(**words: Any) -> tuple[Overlap, Wire, Freight]:
+def bucketed(**words: Any) -> tuple[Overlap, Wire, ReduceBuffer]:
     """Three buckets: of parameters 3 and 2, of 1, and of 0."""
     of = layout([2, 3, 1, 2], [])
     cuts = cut(of, 8, 12)
     assert [bucket.members for bucket in cuts] == [(3, 2), (1,), (0,)]
-    wire, freight = Wire(**words), Freight(of, 2)
+    wire, freight = Wire(**words), ReduceBuffer(of, 2)
     return Overlap(cuts, freight, wire), wire, freight  # type: ignore[arg-type]
 
 
@@ -133,4 +132,4 @@ def test_on_one_host_gloo_wants_cores(
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     job = Job(programs.program(), Strategy.parse("replicas=2 threads=1"), Budget("steps", 1, 1))
-    assert pays(job, World(rank=0, size=2, local_size=here), backend) == expected
+    assert pays(job, LaunchEnv(rank=0, size=2, local_size=here), backend) == expected

@@ -11,10 +11,10 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from paceline import Program
 from paceline.aggregation import Aggregation, parse
-from paceline.engine.owner import Owner
-from paceline.engine.setup import first_state
-from paceline.replica.kernels import rule_of
-from paceline.replica.state import State
+from paceline.engine.run_context import first_state
+from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.replica.flat_state import FlatState
+from paceline.replica.optimizer_kernels import rule_of
 from tests import oracle
 from tests.engine import programs
 from tests.engine.test_virtual_parity import TwoTypes
@@ -22,12 +22,12 @@ from tests.engine.test_virtual_parity import TwoTypes
 
 def pair(
     program: Program, aggregation: str = "synchronous", buffers: tuple[str, ...] = ()
-) -> tuple[Owner, oracle.Plain]:
+) -> tuple[ServerOptimizer, oracle.Plain]:
     policy: Aggregation[Any] = parse(aggregation)
-    return Owner(program, policy, first_state(program, buffers)[1]), oracle.Plain(program)
+    return ServerOptimizer(program, policy, first_state(program, buffers)[1]), oracle.Plain(program)
 
 
-def deltas(owner: Owner, count: int, seed: int) -> list[State]:
+def deltas(owner: ServerOptimizer, count: int, seed: int) -> list[FlatState]:
     generator = torch.Generator().manual_seed(seed)
     made = [owner.state.clone() for _ in range(count)]
     for state in made:
@@ -36,7 +36,7 @@ def deltas(owner: Owner, count: int, seed: int) -> list[State]:
     return made
 
 
-def same(owner: Owner, plain: oracle.Plain, bound: float = 0.0) -> None:
+def same(owner: ServerOptimizer, plain: oracle.Plain, bound: float = 0.0) -> None:
     for name, view in owner.state.named():
         torch.testing.assert_close(
             view, plain.values()[name], rtol=bound, atol=bound, msg=lambda m, n=name: f"{n}: {m}"

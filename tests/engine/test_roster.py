@@ -3,14 +3,16 @@
 import json
 from pathlib import Path
 
-from paceline.core.mesh import Place
-from paceline.engine.roster import Roster, remove_roster
+from paceline.core.mesh import Coordinate
+from paceline.engine.workers_file import WorkersFile, remove_workers_file
 
 
 def test_it_is_there_while_the_run_lasts(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    roster = Roster(
-        folder, {"coordinator": {"pid": 7}, "scorer": {"pid": 13}}, {Place(0): {"pid": 11}, Place(1): {"pid": 12}}
+    roster = WorkersFile(
+        folder,
+        {"coordinator": {"pid": 7}, "scorer": {"pid": 13}},
+        {Coordinate(0): {"pid": 11}, Coordinate(1): {"pid": 12}},
     )
     rows = json.loads((folder / "workers.json").read_text())
     assert [(row["role"], row["pid"]) for row in rows] == [
@@ -23,21 +25,21 @@ def test_it_is_there_while_the_run_lasts(tmp_path: Path) -> None:
 
 
 def test_a_node_is_named_where_there_are_several(tmp_path: Path) -> None:
-    Roster(tmp_path, {}, {Place(3): {"pid": 11, "node": "b"}})
+    WorkersFile(tmp_path, {}, {Coordinate(3): {"pid": 11, "node": "b"}})
     [row] = json.loads((tmp_path / "workers.json").read_text())
     assert (row["replica"], row["pid"], row["node"]) == (3, 11, "b")
 
 
 def test_a_run_without_a_folder_writes_nothing(tmp_path: Path) -> None:
-    roster = Roster(None, {"coordinator": {"pid": 7}}, {})
+    roster = WorkersFile(None, {"coordinator": {"pid": 7}}, {})
     assert roster.files == []
     roster.close()
 
 
 def test_taking_it_away_keeps_what_is_not_ours(tmp_path: Path) -> None:
-    Roster(tmp_path, {"scorer": {"pid": 1}}, {})
+    WorkersFile(tmp_path, {"scorer": {"pid": 1}}, {})
     (tmp_path / "mine").touch()
     (tmp_path / ".workers.json.partial").touch()  # main was killed while it wrote
-    remove_roster(tmp_path)
-    remove_roster(tmp_path)
+    remove_workers_file(tmp_path)
+    remove_workers_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

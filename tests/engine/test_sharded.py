@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from paceline import Program
-from paceline.engine.distributed.sharded import LEAST_ELEMENTS, LEAST_RANKS, pays
+from paceline.engine.distributed.zero1 import LEAST_ELEMENTS, LEAST_RANKS, pays
 from paceline.optim import Lamb
-from paceline.replica.state import Layout
+from paceline.replica.flat_state import FlatLayout
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -19,7 +19,7 @@ def would(optimizer: Any = MOMENTUM, backend: str = "shm", ranks: int = LEAST_RA
     module = nn.Linear(size, size, bias=False)
     data = (torch.zeros(1, size), torch.zeros(1, size))
     program = Program(lambda: module, nn.functional.mse_loss, optimizer, data)
-    return pays(program, Layout.of(module), backend, ranks)
+    return pays(program, FlatLayout.of(module), backend, ranks)
 
 
 @pytest.mark.parametrize(

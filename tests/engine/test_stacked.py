@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Program, train
-from paceline.core.order import Order
-from paceline.engine.setup import first_state
-from paceline.engine.virtual.attempts import Attempt, ordered_batches
-from paceline.engine.virtual.stacked import MOST, Stacked, StackedGradient, stackable
-from paceline.replica.autograd import Autograd
-from paceline.replica.single import Single
-from paceline.replica.state import State
+from paceline.core.data_order import DataOrder
+from paceline.engine.run_context import first_state
+from paceline.engine.virtual.pending_delta import PendingDelta, ordered_batches
+from paceline.engine.virtual.vmap_gradients import MOST, Stacked, StackedGradient, stackable
+from paceline.replica.flat_state import FlatState
+from paceline.replica.single import Autograd, Single
 from tests import oracle
 from tests.engine import programs
 
@@ -22,7 +21,7 @@ BOUND = 1e-13
 """Both add the same few hundred products of float64, in another order."""
 
 
-def order(program: Program, replicas: int = 1) -> Order:
+def order(program: Program, replicas: int = 1) -> DataOrder:
     return oracle.order(program, replicas)
 
 
@@ -64,7 +63,7 @@ def test_gradients_are_autograds(model: Any, loss: Any) -> None:
     gradients, losses = StackedGradient(program, module, state.layout)(states, inputs, targets)
     for i, alone in enumerate(states):
         plain = oracle.Plain(program).load(dict(alone.named()))
-        named = dict(State(state.layout, [gradients[i]], []).named())
+        named = dict(FlatState(state.layout, [gradients[i]], []).named())
         for name, expected in plain.gradient(rows[i]).items():
             torch.testing.assert_close(named[name], expected, rtol=BOUND, atol=BOUND)
         expected_loss = program.loss(plain.module(inputs[i]), targets[i])
@@ -151,9 +150,9 @@ def stacked() -> Stacked:
     return Stacked(program, module, state.layout, data, make, ordered_batches(program, data), stop=True)
 
 
-def attempts(count: int) -> list[Attempt]:
+def attempts(count: int) -> list[PendingDelta]:
     _, state = first_state(programs.program(), ())
-    return [Attempt(replica, 1, 0, state, 0, 1) for replica in range(count)]
+    return [PendingDelta(replica, 1, 0, state, 0, 1) for replica in range(count)]
 
 
 def test_those_that_have_waited_longest_are_computed_along(stacked: Stacked) -> None:
@@ -170,7 +169,7 @@ def test_those_that_have_waited_longest_are_computed_along(stacked: Stacked) -> 
 
 
 def test_no_more_than_the_bound_at_once(stacked: Stacked) -> None:
-    under_way = [Attempt(12, k, 0, attempts(1)[0].read, 0, 1) for k in range(MOST + 8)]
+    under_way = [PendingDelta(12, k, 0, attempts(1)[0].read, 0, 1) for k in range(MOST + 8)]
     for attempt in under_way:
         stacked.begin(attempt)
     stacked.compute(under_way[-1])

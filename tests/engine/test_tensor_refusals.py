@@ -13,17 +13,17 @@ from torch.utils.checkpoint import checkpoint
 
 import paceline
 from paceline import InputError
+from paceline.api.train import check
 from paceline.core.errors import PacelineError
 from paceline.engine.local.engine import LocalEngine
 from paceline.optim.lamb import Lamb
 from paceline.optim.lars import Lars
 from paceline.replica.base import Batch
-from paceline.replica.state import Layout
-from paceline.replica.tensor.layouts import Layout as Lies
-from paceline.replica.tensor.layouts import Owned, Split, shares
-from paceline.replica.tensor.optimizer import refuse_unless_elementwise
-from paceline.replica.tensor.preparation import planned
-from paceline.train import check
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
+from paceline.replica.tensor.placements import Layout as Lies
+from paceline.replica.tensor.placements import OnRank, Shard, shares
+from paceline.replica.tensor.prepare import planned
 from tests.engine import programs
 
 # ------------------------------------------------------------------------------------------------------- the strategy
@@ -198,10 +198,10 @@ def net() -> nn.Module:
 
 
 LIES: dict[str, Lies] = {
-    "0.weight": Split(-2, shares(8, 2)),
-    "0.bias": Split(-1, shares(8, 2)),
-    "2.weight": Split(-1, shares(8, 2)),
-    "2.bias": Owned(0),
+    "0.weight": Shard(-2, shares(8, 2)),
+    "0.bias": Shard(-1, shares(8, 2)),
+    "2.weight": Shard(-1, shares(8, 2)),
+    "2.bias": OnRank(0),
 }
 
 
@@ -226,8 +226,8 @@ ELEMENTWISE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_optimizers_that_treat_each_element_alone(name: str) -> None:
-    lies = LIES if name != "Lamb of vectors" else {"2.bias": Owned(0)}
-    refuse_unless_elementwise(ELEMENTWISE[name], Layout.of(net()), lies, 2)
+    lies = LIES if name != "Lamb of vectors" else {"2.bias": OnRank(0)}
+    refuse_unless_elementwise(ELEMENTWISE[name], FlatLayout.of(net()), lies, 2)
 
 
 WHOLE: dict[str, Any] = {
@@ -242,18 +242,18 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("shards", [2, 3])
 def test_optimizers_that_look_at_whole_tensors(name: str, shards: int) -> None:
-    lies = {key: Split(how.dim, shares(8, shards)) if isinstance(how, Split) else how for key, how in LIES.items()}
+    lies = {key: Shard(how.dim, shares(8, shards)) if isinstance(how, Shard) else how for key, how in LIES.items()}
     with pytest.raises(
         InputError,
         match=rf"shards={shards}: each shard steps on its part of a tensor, but {name} looks at more of \S+ than one "
         r"element at a time; write shards=1, or an optimizer that treats each element alone, as torch.optim.AdamW does",
     ):
-        refuse_unless_elementwise(WHOLE[name], Layout.of(net()), lies, shards)
+        refuse_unless_elementwise(WHOLE[name], FlatLayout.of(net()), lies, shards)
 
 
 def test_an_optimizer_that_wants_a_closure() -> None:
     with pytest.raises(InputError, match=r"but LBFGS fails on a step: .*; write shards=1, or an optimizer that"):
-        refuse_unless_elementwise(torch.optim.LBFGS, Layout.of(net()), LIES, 2)
+        refuse_unless_elementwise(torch.optim.LBFGS, FlatLayout.of(net()), LIES, 2)
 
 
 def matrices_alone() -> nn.Module:
@@ -264,10 +264,10 @@ def matrices_alone() -> nn.Module:
 def test_muon_looks_at_whole_matrices() -> None:
     lies = {"0.weight": LIES["0.weight"], "1.weight": LIES["2.weight"]}
     with pytest.raises(InputError, match=r"but Muon looks at more of 0\.weight than one element at a time"):
-        refuse_unless_elementwise(torch.optim.Muon, Layout.of(matrices_alone()), lies, 2)
+        refuse_unless_elementwise(torch.optim.Muon, FlatLayout.of(matrices_alone()), lies, 2)
 
 
 def test_trying_leaves_the_random_numbers_alone() -> None:
-    layout, before = Layout.of(net()), torch.random.get_rng_state()
+    layout, before = FlatLayout.of(net()), torch.random.get_rng_state()
     refuse_unless_elementwise(torch.optim.AdamW, layout, LIES, 2)
     assert torch.equal(torch.random.get_rng_state(), before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Program, train
-from paceline.replica.state import Layout, State
+from paceline.replica.flat_state import FlatLayout, FlatState
 from tests.engine import programs
 
 REPLICAS = 1000
@@ -22,11 +22,11 @@ class Census:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
         self.most = self._live = 0
         self._elements = elements
-        clone, new = State.clone, Layout.new
-        monkeypatch.setattr(State, "clone", lambda state: self._born(clone(state)))
-        monkeypatch.setattr(Layout, "new", lambda layout, *a: self._born(new(layout, *a)))
+        clone, new = FlatState.clone, FlatLayout.new
+        monkeypatch.setattr(FlatState, "clone", lambda state: self._born(clone(state)))
+        monkeypatch.setattr(FlatLayout, "new", lambda layout, *a: self._born(new(layout, *a)))
 
-    def _born(self, state: State) -> State:
+    def _born(self, state: FlatState) -> FlatState:
         self._live += 1
         self.most = max(self.most, self._live)
         weakref.finalize(state, self._gone)
@@ -97,15 +97,15 @@ def test_gradients_computed_ahead_take_the_place_of_what_they_read(monkeypatch: 
     program = programs.program(train=(inputs, targets), batch_size=1)
     elements = sum(p.numel() for p in programs.mlp().parameters())
     census = Census(monkeypatch, elements)
-    most, reads = 0, State.clone
+    most, reads = 0, FlatState.clone
 
-    def counted(state: State) -> State:
+    def counted(state: FlatState) -> FlatState:
         nonlocal most
         most = max(most, census.vectors())
         return reads(state)
 
     strategy = f"replicas={REPLICAS} aggregation=asynchronous"
-    monkeypatch.setattr(State, "clone", lambda state: counted(state) if torch.rand(()) < 0.02 else reads(state))
+    monkeypatch.setattr(FlatState, "clone", lambda state: counted(state) if torch.rand(()) < 0.02 else reads(state))
     run = train(program, strategy, engine="virtual", steps=2, times="compute=exponential:mean=1", progress=False)
     assert run.summary["notes"]["gradient_batching"] == "up to 32 attempts that wait in one call"
     assert REPLICAS / 2 < most <= REPLICAS + 8

@@ -4,13 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.core.mesh import Mesh, Place
-from paceline.engine.team.parts import Divided
-from paceline.engine.team.windows import Windows, answered_for
-from paceline.replica.state import Layout, State
-from paceline.replica.tensor.layouts import SHARED, Owned, Split
-from paceline.replica.tensor.layouts import Layout as Lies
-from paceline.replica.tensor.parts import part_of
+from paceline.core.mesh import Coordinate, Mesh
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding, answered_for
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.tensor.placements import SHARED, OnRank, Shard, part_of
+from paceline.replica.tensor.placements import Layout as Lies
 
 
 class Model(nn.Module):
@@ -24,11 +22,11 @@ class Model(nn.Module):
         self.owned = nn.Parameter(torch.zeros(2))
 
 
-LIES: dict[str, Lies] = {"blocks": Split(-1, (2, 1), outer=3), "rows": Split(-2, (2, 3)), "owned": Owned(1)}
+LIES: dict[str, Lies] = {"blocks": Shard(-1, (2, 1), outer=3), "rows": Shard(-2, (2, 3)), "owned": OnRank(1)}
 LIES["whole"] = SHARED
 
 
-def numbered(layout: Layout) -> State:
+def numbered(layout: FlatLayout) -> FlatState:
     state = layout.new()
     state.parameters[0].copy_(torch.arange(state.parameters[0].numel(), dtype=torch.float32))
     return state
@@ -36,41 +34,41 @@ def numbered(layout: Layout) -> State:
 
 @pytest.mark.parametrize("shard", [0, 1])
 def test_what_is_taken_is_what_the_layouts_say(shard: int) -> None:
-    whole = numbered(Layout.of(Model()))
+    whole = numbered(FlatLayout.of(Model()))
     part = part_of(whole.layout, LIES, shard).new()
-    Windows(part, whole, LIES, shard).take()
+    ShardViews(part, whole, LIES, shard).take()
     tensors = dict(whole.named())
     for name, mine in part.named():
         how = LIES[name]
-        assert torch.equal(mine, how.take(tensors[name], shard) if isinstance(how, Split) else tensors[name])
+        assert torch.equal(mine, how.take(tensors[name], shard) if isinstance(how, Shard) else tensors[name])
 
 
 def test_what_all_write_is_the_whole_and_each_tensor_is_written_once() -> None:
-    expected = numbered(Layout.of(Model()))
+    expected = numbered(FlatLayout.of(Model()))
     found = expected.layout.new()
     found.parameters[0].fill_(-1.0)
     parts = [part_of(expected.layout, LIES, shard) for shard in (0, 1)]
     mesh, written = Mesh(1, (2,)), list[str]()
     for shard, layout in enumerate(parts):
         part = layout.new()
-        Windows(part, expected, LIES, shard).take()
-        names = answered_for([Divided(LIES, parts)], mesh, mesh.place(shard))
-        Windows(part, found, LIES, shard, names).put()
+        ShardViews(part, expected, LIES, shard).take()
+        names = answered_for([StageSharding(LIES, parts)], mesh, mesh.place(shard))
+        ShardViews(part, found, LIES, shard, names).put()
         written += names
     assert torch.equal(found.parameters[0], expected.parameters[0])
     assert sorted(written) == ["blocks", "blocks", "owned", "rows", "rows", "whole"]
 
 
 def test_of_what_two_stages_have_the_first_one_answers_for() -> None:
-    layout = Layout.of(Model())
-    stages = [Divided({}, [layout.part({"rows", "whole"})]), Divided({}, [layout.part({"whole", "owned"})])]
+    layout = FlatLayout.of(Model())
+    stages = [StageSharding({}, [layout.part({"rows", "whole"})]), StageSharding({}, [layout.part({"whole", "owned"})])]
     mesh = Mesh(1, (1, 1))
-    assert answered_for(stages, mesh, Place(0, 0)) == {"rows", "whole"}
-    assert answered_for(stages, mesh, Place(0, 1)) == {"owned"}
+    assert answered_for(stages, mesh, Coordinate(0, 0)) == {"rows", "whole"}
+    assert answered_for(stages, mesh, Coordinate(0, 1)) == {"owned"}
 
 
 def test_of_those_that_take_turns_at_a_stage_the_first_one_answers() -> None:
-    layout = Layout.of(Model())
-    stages, mesh = [Divided({}, [layout], copies=2)], Mesh(1, (2,), (2,))
-    assert answered_for(stages, mesh, Place(0, 0, 0)) == set(layout.parameter_names)
-    assert answered_for(stages, mesh, Place(0, 0, 1)) == set()
+    layout = FlatLayout.of(Model())
+    stages, mesh = [StageSharding({}, [layout], copies=2)], Mesh(1, (2,), (2,))
+    assert answered_for(stages, mesh, Coordinate(0, 0, 0)) == set(layout.parameter_names)
+    assert answered_for(stages, mesh, Coordinate(0, 0, 1)) == set()

@@ -8,8 +8,8 @@ import numpy as np
 from paceline.aggregation import Aggregation, parse
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import parse as distribution
-from paceline.clock.events import EventQueue
-from paceline.engine.allowance import Allowance, Unbounded
+from paceline.clock.event_queue import EventQueue
+from paceline.engine.budget import StepQuota, Unbounded
 from paceline.engine.coordinator import Coordinator
 
 
@@ -28,7 +28,7 @@ class Weightless:
         aggregation: str | Aggregation[Any],
         replicas: int,
         compute: str | list[str],
-        allowance: Allowance | None = None,
+        allowance: StepQuota | None = None,
         samples: Any = lambda replica, k: 1,
         finite: Any = lambda replica, k: True,
     ) -> None:

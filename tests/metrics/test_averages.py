@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.metrics.averages import interval_mean, weighted_mean
+from paceline.metrics.repeats import interval_mean, weighted_mean
 
 FINITE = st.floats(-1e6, 1e6)
 

@@ -1,7 +1,7 @@
 """What a table of strategies shows."""
 
-from paceline.metrics.columns import BRIEF, NONE, PACE, REACHED, Entry, grid, labels
-from paceline.metrics.rounds import MEASURES, Estimate
+from paceline.metrics.repeats import MEASURES, Estimate
+from paceline.metrics.table_columns import BRIEF, NONE, PACE, REACHED, Entry, grid, labels
 
 MEAN = {"test_accuracy": 0.9512, "test_accuracy_mean": 0.8, "test_loss_mean": 0.25, "updates": 12345.0}
 

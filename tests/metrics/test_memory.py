@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.core.pieces import at_borders
+from paceline.core.partitioning import at_borders
 from paceline.metrics.memory import Memory, memory, peak_saved_bytes, stepped, stepped_at_borders
 from paceline.schedule import in_flight, parse
 

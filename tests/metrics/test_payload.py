@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.records import Account, WorkerFigures
-from paceline.metrics.payload import ring_payload_bytes, step_payload_bytes
+from paceline.metrics.memory import ring_payload_bytes, step_payload_bytes
 from paceline.metrics.summary import summarize
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.metrics.pipeline import Pace, WorkerFigures, ideal, pace, stage_times, windows, worker_figures
+from paceline.metrics.pipeline import Pace, PipelineWorkerFigures, ideal, pace, stage_times, windows, worker_figures
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.trace.spans import SERVER, Action, Span
 from tests.schedule.schedule_values import TEXTS, cases
@@ -35,7 +35,7 @@ def shifted(spans: list[Span], by_ns: int, step: int) -> list[Span]:
 )
 def test_the_sources_pipelines_of_four_workers(text: str, m: int, busy: float) -> None:
     figures = worker_figures(simulate(parse(text), StageTimes.equal(4), 4, m))
-    assert figures == {(w, 0): WorkerFigures(busy, 1 - busy, 0.0) for w in range(4)}
+    assert figures == {(w, 0): PipelineWorkerFigures(busy, 1 - busy, 0.0) for w in range(4)}
 
 
 def test_what_each_worker_does_with_a_step() -> None:
@@ -56,8 +56,8 @@ def test_what_each_worker_does_with_a_step() -> None:
     figures = worker_figures(spans)
     assert set(figures) == {(0, 0), (1, 0)}
     # The bubble is one minus a quotient: equal but for the last bit.
-    assert figures[0, 0] == WorkerFigures(0.5, pytest.approx(0.3, rel=1e-12), 30 / S)
-    assert figures[1, 0] == WorkerFigures(0.3, pytest.approx(0.5, rel=1e-12), 20 / S)
+    assert figures[0, 0] == PipelineWorkerFigures(0.5, pytest.approx(0.3, rel=1e-12), 30 / S)
+    assert figures[1, 0] == PipelineWorkerFigures(0.3, pytest.approx(0.5, rel=1e-12), 20 / S)
 
 
 def test_time_between_steps_is_no_time_of_theirs() -> None:
@@ -72,7 +72,7 @@ def test_steps_that_overlap_count_a_moment_once() -> None:
         span("backward", 30, 40),
         span("backward", 40, 50, step=2),
     ]
-    assert worker_figures(spans) == {(0, 0): WorkerFigures(0.8, pytest.approx(0.2, rel=1e-12), 0.0)}
+    assert worker_figures(spans) == {(0, 0): PipelineWorkerFigures(0.8, pytest.approx(0.2, rel=1e-12), 0.0)}
 
 
 def test_an_update_belongs_to_the_step_it_ends_whatever_its_own_number() -> None:
@@ -94,7 +94,7 @@ def test_an_update_belongs_to_the_step_it_ends_whatever_its_own_number() -> None
 def test_waiting_before_a_step_is_no_time_of_it() -> None:
     spans = [span("wait", 0, 50, stage=1), span("forward", 40, 60), span("forward", 60, 80, stage=1)]
     assert windows(spans) == {1: (40, 80)}
-    assert worker_figures(spans)[1, 0] == WorkerFigures(0.5, 0.5, 10 / S)
+    assert worker_figures(spans)[1, 0] == PipelineWorkerFigures(0.5, 0.5, 10 / S)
 
 
 def test_an_update_before_any_compute_is_of_no_step() -> None:
@@ -110,9 +110,9 @@ def test_other_replicas_owners_and_scoring_are_not_the_pipelines() -> None:
         span("pull", 500, 900),
         span("delay", 30, 60),
     ]
-    assert worker_figures(ours + others) == {(0, 0): WorkerFigures(1.0, 0.0, 0.0)}
+    assert worker_figures(ours + others) == {(0, 0): PipelineWorkerFigures(1.0, 0.0, 0.0)}
     assert paced(ours + others, "1f1b", 1, 1) == Pace(30 / S, 30 / S)
-    assert worker_figures([*ours, *others], replica=1) == {(0, 0): WorkerFigures(1.0, 0.0, 0.0)}
+    assert worker_figures([*ours, *others], replica=1) == {(0, 0): PipelineWorkerFigures(1.0, 0.0, 0.0)}
 
 
 def test_shards_are_workers() -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 from scipy import stats
 
-from paceline.metrics.rounds import MEASURES, difference, estimate, mean_summary
+from paceline.metrics.repeats import MEASURES, difference, estimate, mean_summary
 
 A, L, T = MEASURES
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.core.records import Account, Departure, Record, WorkerFigures
+from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
 from paceline.metrics.summary import json_safe, summarize
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.trace.spans import Action, Span
@@ -42,7 +42,7 @@ ACCOUNT = Account(
     samples=576,
     staleness={2: 6, 0: 12},
     workers=(worker(0, 10, 4.0, 0.4, 8_000), worker(1, 8, 2.0, 0.5, 6_400), worker(2, 2, 1.0, 2.0, 1_600)),
-    left=(Departure(2, "killed by SIGKILL", 1.5),),
+    left=(ReplicaExit(2, "killed by SIGKILL", 1.5),),
     start_digest="ab" * 32,
     notes={"batching": "one at a time"},
 )

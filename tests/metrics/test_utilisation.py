@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.metrics.utilisation import covered_ns, utilisation, worker_utilisation
+from paceline.metrics.pipeline import covered_ns, utilisation, worker_utilisation
 from paceline.trace.spans import SERVER, Action, Span
 
 

@@ -14,7 +14,7 @@ from paceline import Lamb, Lars, Run, train, warmup
 from paceline.aggregation.registry import registered
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 from tests import oracle
 from tests.engine import programs
 from tests.optim.literal import LiteralLamb, LiteralLars
@@ -116,7 +116,7 @@ def arrivals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 def scripted(engine: LocalEngine) -> Iterator[LocalEngine]:
     """An engine whose script is taken away afterwards."""
     yield engine
-    engine.script = Script()
+    engine.script = EventScript()
 
 
 @pytest.mark.parametrize("name", ["lars", "lamb"])
@@ -129,7 +129,7 @@ def test_every_policy_in_virtual_time_and_in_processes(
     expected = run(literal, strategy, "virtual", steps=6, times=TIMES)
     order = tuple(arrivals)
     virtual = run(program, strategy, "virtual", steps=6, times=TIMES)
-    scripted.script = Script().order(*order)
+    scripted.script = EventScript().order(*order)
     real = run(program, strategy, scripted, steps=6)
     assert expected.summary["updates"] == virtual.summary["updates"] == real.summary["updates"] > 0
     oracle.assert_same(virtual.model, expected.state, bound)

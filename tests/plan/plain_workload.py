@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.plan.base import Arrangement, Call, LayerCost, Numerics, Workload
-from paceline.plan.cluster import Cluster, Described, Device, Links
+from paceline.planner.base import Arrangement, Call, LayerCost, Numerics, Workload
+from paceline.planner.cluster import Cluster, Described, Device, Links
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,39 @@
 
 from dataclasses import replace
 
-from paceline.plan.base import Arrangement, Numerics
-from paceline.plan.host.profile import Busy, Division, Line, Part, Pieces, Point, Profile, Sent, ShortRun, Unit
-from paceline.plan.host.profile_file import this_machine
-
-UNITS = (
-    Unit("words", 100, Line(), Line(0.0, 40.0), "weight"),
-    Unit("middle", 20, Line(8.0, 40.0), Line(0.0, 40.0)),
-    Unit("head", 100, Line(0.0, 40.0), Line(0.0, 80.0), "weight"),
-    Unit("loss", 0, Line(0.0, 80.0), Line()),
+from paceline.planner.base import Arrangement, Numerics
+from paceline.planner.program.profile import (
+    Busy,
+    LineFit,
+    Pieces,
+    PipelinePart,
+    Point,
+    Profile,
+    Sent,
+    ShortRun,
+    Unit,
+    UnitSharding,
+    this_machine,
 )
 
-FORWARD = (Line(1e-3, 1e-4), Line(1e-3, 2e-4), Line(1e-3, 1e-4), Line(1e-3, 0.0))
+UNITS = (
+    Unit("words", 100, LineFit(), LineFit(0.0, 40.0), "weight"),
+    Unit("middle", 20, LineFit(8.0, 40.0), LineFit(0.0, 40.0)),
+    Unit("head", 100, LineFit(0.0, 40.0), LineFit(0.0, 80.0), "weight"),
+    Unit("loss", 0, LineFit(0.0, 80.0), LineFit()),
+)
 
-HALVES = Division(
+FORWARD = (LineFit(1e-3, 1e-4), LineFit(1e-3, 2e-4), LineFit(1e-3, 1e-4), LineFit(1e-3, 0.0))
+
+HALVES = UnitSharding(
     2,
     (
-        Part(1.0, 100, 1.0),
-        Part(0.5, 10, 0.5, backward=(Sent("all_reduce", Line(0.0, 40.0)),)),
-        Part(0.5, 50, 1.0, forward=(Sent("all_gather", Line(16.0, 80.0)),)),
-        Part(),
+        PipelinePart(1.0, 100, 1.0),
+        PipelinePart(0.5, 10, 0.5, backward=(Sent("all_reduce", LineFit(0.0, 40.0)),)),
+        PipelinePart(0.5, 50, 1.0, forward=(Sent("all_gather", LineFit(16.0, 80.0)),)),
+        PipelinePart(),
     ),
-    once=(Sent("all_reduce", Line(800.0, 0.0)),),
+    once=(Sent("all_reduce", LineFit(800.0, 0.0)),),
 )
 
 
@@ -56,7 +67,7 @@ PROFILE = Profile(
     this_machine(),
     UNITS,
     (busy(1), busy(2, 1.5)),
-    (HALVES, Division(3, refused="nothing can be divided into 3")),
+    (HALVES, UnitSharding(3, refused="nothing can be divided into 3")),
     "",
     (*points("all_reduce", 1e-4), *points("all_gather", 1e-4), *points("send", 5e-5)),
     Numerics(4, 4, 8),
@@ -73,6 +84,6 @@ PROFILE = Profile(
 
 def uncut() -> Profile:
     """Of a model that can't be captured."""
-    unit = Unit("the whole model", 120, Line(), Line())
+    unit = Unit("the whole model", 120, LineFit(), LineFit())
     one = tuple(replace(each, forward=each.forward[:1], backward=each.backward[:1]) for each in PROFILE.busy)
     return replace(PROFILE, units=(unit,), busy=one, divisions=(), uncut="it branches on values")

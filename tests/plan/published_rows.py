@@ -5,9 +5,8 @@ from math import exp
 
 import numpy as np
 
-from paceline.plan.calibration.cases import Case
-from paceline.plan.calibration.corrections import Corrections, predicted
-from paceline.plan.calibration.rows import Row
+from paceline.planner.calibration.corrections import Case, Corrections, predicted
+from paceline.planner.calibration.rows import PublishedRow
 
 COLUMNS = {
     "source_id": "made",
@@ -28,12 +27,12 @@ COLUMNS = {
 }
 
 
-def row(name: str, **columns: object) -> Row:
+def row(name: str, **columns: object) -> PublishedRow:
     """With what is not said as above."""
-    return Row(COLUMNS | {"row_id": name} | {column: str(text) for column, text in columns.items()})
+    return PublishedRow(COLUMNS | {"row_id": name} | {column: str(text) for column, text in columns.items()})
 
 
-def grid(source: str = "made", **columns: object) -> list[Row]:
+def grid(source: str = "made", **columns: object) -> list[PublishedRow]:
     """Models of three sizes, divided in every way among 8 devices; no outcomes."""
     found = []
     sizes = product((12, 24), (1024, 2048), (1, 2, 8), (1, 2, 4), (1, 4))
@@ -46,13 +45,15 @@ def grid(source: str = "made", **columns: object) -> list[Row]:
     return found
 
 
-def timed(rows: list[Row], corrections: Corrections, *, off: float = 0.0, noise: float = 0.0) -> list[Row]:
+def timed(
+    rows: list[PublishedRow], corrections: Corrections, *, off: float = 0.0, noise: float = 0.0
+) -> list[PublishedRow]:
     """The same with step times: as computed, times exp(off), and noise that is the same each time."""
     drawn = np.random.default_rng(7).normal(0.0, noise, len(rows))
     return [_timed(each, corrections, off + float(more)) for each, more in zip(rows, drawn, strict=True)]
 
 
-def _timed(made: Row, corrections: Corrections, off: float) -> Row:
+def _timed(made: PublishedRow, corrections: Corrections, off: float) -> PublishedRow:
     case = Case.of(made)
     assert case is not None
-    return Row({**made.told, "step_time_s": repr(predicted(case, corrections).step_s * exp(off))})
+    return PublishedRow({**made.told, "step_time_s": repr(predicted(case, corrections).step_s * exp(off))})

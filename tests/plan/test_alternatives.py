@@ -7,25 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import StaleSynchronous
-from paceline.plan.answers.alternatives import alternatives
-from paceline.plan.base import Arrangement, Plan
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.kinds import kind_of
-from paceline.plan.searching.known import Known
-from paceline.plan.searching.search import search
+from paceline.planner.answer import alternatives
+from paceline.planner.base import Arrangement, Plan
+from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.ranking import kind_of
+from paceline.planner.search.search import search
 from tests.plan.plain_workload import Plain, cluster
 
 
 def plan(arrangement: Arrangement, step_s: float, *, off: float = 0.1) -> Plan:
     """That takes so long, and may lie off so far."""
-    made = Known.of(Plain(), cluster()).plan(arrangement)
+    made = CostCache.of(Plain(), cluster()).plan(arrangement)
     terms = dict.fromkeys(made.cost.terms, 0.0) | {"compute": step_s}
     return replace(made, cost=replace(made.cost, terms=terms), low_s=step_s / (1 + off), high_s=step_s * (1 + off))
 
 
 def shown(plans: list[Plan], count: int = 5) -> tuple[list[int], int]:
     """Which of them, and how many are left out."""
-    found = alternatives(plans, Plain(), Asked(), count)
+    found = alternatives(plans, Plain(), Objectives(), count)
     return [plans.index(each) for each in found.plans], found.left_out
 
 
@@ -71,7 +71,7 @@ def test_only_those_before_the_last_that_is_shown_are_counted() -> None:
 def test_the_best_is_never_affected_and_all_stand_for_themselves(batch: int, memory_bytes: float) -> None:
     workload, on = Plain(global_batch=batch), cluster(hosts=2, memory_bytes=memory_bytes)
     plans = search(workload, on, of_each_kind=2).plans
-    found = alternatives(plans, workload, Asked(), 5)
+    found = alternatives(plans, workload, Objectives(), 5)
     assert found.plans[:1] == plans[:1]
     places = [plans.index(each) for each in found.plans]
     assert places == sorted(places)
@@ -81,7 +81,7 @@ def test_the_best_is_never_affected_and_all_stand_for_themselves(batch: int, mem
 
 def test_the_best_of_other_kinds_is_there_beside_the_best() -> None:
     workload, on = Plain(milliseconds=(1.0, 2.0, 4.0, 1.0), parameters=10), cluster()
-    alone, beside = (search(workload, on, Asked(simulated=1), of_each_kind=many).plans for many in (0, 1))
+    alone, beside = (search(workload, on, Objectives(simulated=1), of_each_kind=many).plans for many in (0, 1))
     assert len(alone) == 1
     assert alone[0] in beside
     kinds = [kind_of(each.arrangement) for each in beside]

@@ -6,12 +6,12 @@ import pytest
 
 import paceline
 from paceline import Strategy, compare, launch, train
+from paceline.api.train import check
 from paceline.core.errors import InputError
 from paceline.datasets import load_program
-from paceline.plan.host import auto
-from paceline.plan.host.auto import Chosen, why
+from paceline.planner.program import plans as auto
+from paceline.planner.program.plans import Chosen, why
 from paceline.strategy import is_auto
-from paceline.train import check
 from tests.plan.test_by_pieces import plans
 from tests.plan.test_probe import program
 

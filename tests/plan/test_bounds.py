@@ -3,14 +3,13 @@
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.base import Arrangement
-from paceline.plan.cluster import Cluster
-from paceline.plan.habits import Habits
-from paceline.plan.held import in_flight
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.bounds import flights
-from paceline.plan.searching.candidates import Frames, arrangement, frames, options
-from paceline.plan.searching.known import Known
+from paceline.planner.base import Arrangement, OverlapModel
+from paceline.planner.cluster import Cluster
+from paceline.planner.cost import in_flight
+from paceline.planner.search.candidates import Frames, arrangement, frames, options
+from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.lower_bounds import flights
+from paceline.planner.search.objective import Objectives
 from tests.plan.plain_workload import Plain, cluster
 
 ROUNDED = 1 + 1e-9
@@ -35,7 +34,7 @@ CLUSTERS = st.builds(
     bytes_per_s=st.sampled_from((1e4, 1e6, 1e9)),
 )
 HABITS = st.builds(
-    Habits,
+    OverlapModel,
     overlap=st.sampled_from((0.0, 0.6)),
     send_overlap=st.sampled_from((0.0, 0.8)),
     step_s=st.sampled_from((0.0, 1e-3)),
@@ -47,8 +46,8 @@ HABITS = st.builds(
 
 @settings(max_examples=100)
 @given(WORKLOADS, CLUSTERS, HABITS, st.data())
-def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: Habits, data: st.DataObject) -> None:
-    known, asked, tried = Known.of(workload, on, habits), Asked(unbuilt=True), 0
+def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: OverlapModel, data: st.DataObject) -> None:
+    known, asked, tried = CostCache.of(workload, on, habits), Objectives(unbuilt=True), 0
     rows = known.rows(workload.global_batch, asked)
     for place in data.draw(st.lists(st.integers(0, len(rows.frames) - 1), min_size=10, max_size=10)):
         frame = rows.frames.at(place)
@@ -82,8 +81,8 @@ def test_flights_are_those_of_what_is_held(kind: tuple[str, int], stages: int, m
 def test_frames_of_fewer_workers_are_among_those_of_all(workload: Plain, on: Cluster, workers: int) -> None:
     """Which is why they are bounded once for all."""
     workers, batch = min(workers, on.workers), workload.global_batch
-    rows = Known.of(workload, on).rows(batch, Asked())
-    fewer = frames(workload, on, Asked(workers=workers), batch)
+    rows = CostCache.of(workload, on).rows(batch, Objectives())
+    fewer = frames(workload, on, Objectives(workers=workers), batch)
     kept = [rows.frames.at(place) for place in range(len(rows.frames)) if rows.workers[place] <= workers]
     assert kept == _all(fewer)
 

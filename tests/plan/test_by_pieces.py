@@ -7,17 +7,16 @@ import pytest
 
 from paceline.core.errors import InputError, WorkerError
 from paceline.engine.base import Job
-from paceline.engine.virtual.pieces.forecast import Forecast
-from paceline.plan.base import Plan
-from paceline.plan.host import by_pieces, of_program
-from paceline.plan.host.by_pieces import foretell, with_pieces
-from paceline.plan.host.closed import corrected, once, staged_s
-from paceline.plan.host.measured import MeasuredWorkload, cluster_of
-from paceline.plan.host.of_program import firsts, plainest_first, plans_here, select
-from paceline.plan.host.pieces import put_together
-from paceline.plan.host.profile import Pieces, Profile, kind
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.search import search
+from paceline.engine.step_profile.predict import Forecast
+from paceline.planner.base import Plan
+from paceline.planner.program import plans as by_pieces
+from paceline.planner.program import plans as of_program
+from paceline.planner.program.closed_form import corrected, once, put_together, staged_s
+from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
+from paceline.planner.program.plans import firsts, foretell, plainest_first, plans_here, select, with_pieces
+from paceline.planner.program.profile import Pieces, Profile, kind
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import search
 from paceline.program import Program
 from tests.plan.profiles import PROFILE, busy
 from tests.plan.test_probe import program
@@ -26,7 +25,7 @@ WORKLOAD = MeasuredWorkload(PROFILE, 2, 8)
 
 
 def plans() -> tuple[Plan, ...]:
-    asked = Asked(workers=2, engine="local", fixed="replica", simulated=200)
+    asked = Objectives(workers=2, engine="local", fixed="replica", simulated=200)
     return search(WORKLOAD, cluster_of(PROFILE, 2), asked).plans
 
 
@@ -84,7 +83,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return SEEN
 
     monkeypatch.setattr(by_pieces, "pieces_of", told)
-    monkeypatch.setattr(by_pieces.Nursery, "start", lambda needs: Nothing())
+    monkeypatch.setattr(by_pieces.ForkServer, "start", lambda needs: Nothing())
     return found
 
 
@@ -110,7 +109,7 @@ def test_one_of_each_kind_is_chosen_that_is_near() -> None:
     every = once([corrected(plan, PROFILE) for plan in plans()])
     assert {plan.arrangement.recompute for plan in every} == {"none"}
     ranked = sorted(every, key=lambda plan: -plan.samples_per_s)
-    chosen = select(ranked, 4, WORKLOAD, Asked())
+    chosen = select(ranked, 4, WORKLOAD, Objectives())
     near = {kind(p.arrangement) for p in ranked if p.samples_per_s >= 0.5 * ranked[0].samples_per_s}
     assert {kind(plan.arrangement) for plan in chosen} >= near
     assert len(chosen) == 4
@@ -129,11 +128,11 @@ def lasting(plan: Plan, seconds: float) -> Plan:
 def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
     plain, other = of_kind("alone"), of_kind("stages")
     close = [lasting(other, 1.00), lasting(plain, 1.02)]
-    assert plainest_first(close, WORKLOAD, Asked())[0].strategy == plain.strategy
+    assert plainest_first(close, WORKLOAD, Objectives())[0].strategy == plain.strategy
     apart = [lasting(other, 1.0), lasting(plain, 1.2)]
-    assert plainest_first(apart, WORKLOAD, Asked())[0].strategy == other.strategy
-    assert plainest_first([], WORKLOAD, Asked()) == []
-    assert set(firsts(plans(), WORKLOAD, Asked())) == {"alone", "replicas", "stages", "shards"}
+    assert plainest_first(apart, WORKLOAD, Objectives())[0].strategy == other.strategy
+    assert plainest_first([], WORKLOAD, Objectives()) == []
+    assert set(firsts(plans(), WORKLOAD, Objectives())) == {"alone", "replicas", "stages", "shards"}
 
 
 @pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
@@ -142,7 +141,7 @@ def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pyte
         raise error
 
     monkeypatch.setattr(by_pieces, "pieces_of", refused)
-    monkeypatch.setattr(by_pieces.Nursery, "start", lambda needs: Nothing())
+    monkeypatch.setattr(by_pieces.ForkServer, "start", lambda needs: Nothing())
     (found,) = foretell([of_kind("replicas")], program(), PROFILE)
     assert found.why_not == "it can't be had: its loss is a sum"
 
@@ -155,11 +154,11 @@ def test_plans_of_a_program_are_those_of_its_profile_the_foretold_ones_first(mon
 
     monkeypatch.setattr(of_program, "foretell", foretold)
     monkeypatch.setattr(of_program, "cores", lambda: 2)
-    found = plans_here(program(), Asked(), PROFILE)
+    found = plans_here(program(), Objectives(), PROFILE)
     assert found.asked.fixed == "replica"
     assert kind(found.plans[0].arrangement) != "shards"
     assert all(plan.strategy is not None and plan.strategy.accumulate == 1 for plan in found.plans)
     refused = [plan for plan in found.plans if plan.why_not]
     assert found.plans[len(found.plans) - len(refused) :] == refused
     with pytest.raises(InputError, match="workers=3, but this process may use 2 cores"):
-        plans_here(program(), Asked(workers=3), PROFILE)
+        plans_here(program(), Objectives(workers=3), PROFILE)

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.plan.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, traits
-from paceline.plan.calibration.calibrate_memory import calibrated_memory
-from paceline.plan.calibration.corrections import Corrections
-from paceline.plan.calibration.effects import Effects, Scales, Traits, noise
-from paceline.plan.calibration.rows import GIB, Row, read
-from paceline.plan.predict import blank
+from paceline.planner.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, traits
+from paceline.planner.calibration.calibrate_memory import calibrated_memory
+from paceline.planner.calibration.corrections import Corrections
+from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, noise
+from paceline.planner.calibration.rows import GIB, PublishedRow, read
+from paceline.planner.predict import blank
 from tests.plan.published_rows import grid, row, timed
 
 SLOWER = Corrections(products=0.9, host=1.4, inside=0.9)
 
 
 @pytest.fixture(scope="module")
-def learnt_rows() -> list[Row]:
+def learnt_rows() -> list[PublishedRow]:
     """Two sources, of which one is a fifth slower; 2 % of noise."""
     other = grid("other")
     return timed(grid("made"), SLOWER, noise=0.02) + timed(other, SLOWER, off=log(1.2), noise=0.02)
 
 
-def test_rows_of_the_same_kind_are_foretold_within_their_noise(learnt_rows: list[Row]) -> None:
+def test_rows_of_the_same_kind_are_foretold_within_their_noise(learnt_rows: list[PublishedRow]) -> None:
     asked, others = learnt_rows[::5], [each for at, each in enumerate(learnt_rows) if at % 5]
     found = calibrated(others)
     errors = [abs(found.forecast(blank(each)).step_s / (each.step_s or 0) - 1) for each in asked]
@@ -35,14 +35,14 @@ def test_rows_of_the_same_kind_are_foretold_within_their_noise(learnt_rows: list
     assert fmean(errors) < 0.03
 
 
-def test_corrections_go_to_where_the_rows_were_made(learnt_rows: list[Row]) -> None:
+def test_corrections_go_to_where_the_rows_were_made(learnt_rows: list[PublishedRow]) -> None:
     found = calibrated(learnt_rows).corrections
     # Expected values pull them back, and effects take part of it: the direction is sure, not the amount.
     assert found.host > 1.15
     assert found.products < 1.0
 
 
-def test_an_interval_holds_nine_of_ten(learnt_rows: list[Row]) -> None:
+def test_an_interval_holds_nine_of_ten(learnt_rows: list[PublishedRow]) -> None:
     asked, others = learnt_rows[::3], [each for at, each in enumerate(learnt_rows) if at % 3]
     found = calibrated(others)
     forecasts = [(found.forecast(blank(each)), each.step_s or 0) for each in asked]
@@ -55,7 +55,7 @@ def test_an_interval_holds_nine_of_ten(learnt_rows: list[Row]) -> None:
 def test_a_source_whose_models_disagree_has_wider_intervals_for_one_that_nobody_saw() -> None:
     off = {"gpt-12-1024": 0.5, "gpt-12-2048": -0.5, "gpt-24-1024": 0.5, "gpt-24-2048": -0.5}
     calm, torn = timed(grid("calm"), Corrections()), timed(grid("torn"), Corrections())
-    torn = [Row({**r.told, "step_time_s": repr((r.step_s or 0.0) * exp(off[r.model]))}) for r in torn]
+    torn = [PublishedRow({**r.told, "step_time_s": repr((r.step_s or 0.0) * exp(off[r.model]))}) for r in torn]
     found = calibrated(calm + torn)
     new = {"model": "gpt-18-1536", "layers": 18, "hidden": 1536, "n_devices": 8, "dp": 8, "tp": 1, "pp": 1}
     asked = [row("a", source_id=source, mbs=1, ga=8, gbs=64, **new) for source in ("calm", "torn")]
@@ -63,13 +63,13 @@ def test_a_source_whose_models_disagree_has_wider_intervals_for_one_that_nobody_
     assert widths[1] > 1.5 * widths[0]
 
 
-def test_a_source_that_nobody_saw_has_a_wider_interval(learnt_rows: list[Row]) -> None:
+def test_a_source_that_nobody_saw_has_a_wider_interval(learnt_rows: list[PublishedRow]) -> None:
     found = calibrated(learnt_rows)
     known, unknown = (found.forecast(blank(each)) for each in (learnt_rows[0], grid("new", hw="V100-32GB")[0]))
     assert log(unknown.high_s / unknown.low_s) > 5 * log(known.high_s / known.low_s)
 
 
-def test_beyond_eight_times_as_many_devices_the_interval_is_wider(learnt_rows: list[Row]) -> None:
+def test_beyond_eight_times_as_many_devices_the_interval_is_wider(learnt_rows: list[PublishedRow]) -> None:
     found = calibrated(learnt_rows)
     widths = []
     for many in (8, 8 * EXTRAPOLATED, 8 * EXTRAPOLATED**2):
@@ -80,7 +80,7 @@ def test_beyond_eight_times_as_many_devices_the_interval_is_wider(learnt_rows: l
     assert widths == [1.0, 1.0, 2.0]
 
 
-def test_beyond_eight_times_as_large_a_model_the_interval_is_wider(learnt_rows: list[Row]) -> None:
+def test_beyond_eight_times_as_large_a_model_the_interval_is_wider(learnt_rows: list[PublishedRow]) -> None:
     found = calibrated(learnt_rows)
     named = [row("far", n_params=1e9 * times, n_devices=8) for times in (1, EXTRAPOLATED, EXTRAPOLATED**2)]
     assert [replace(found, most_active=1e9).beyond(each) for each in named] == [1.0, 1.0, 2.0]
@@ -196,7 +196,7 @@ def test_a_row_far_off_its_like_gets_more_noise_and_others_do_not() -> None:
 def test_memory_of_rows_that_were_told_teaches_others() -> None:
     rows = grid()
     plain = calibrated_memory([])
-    told = [Row({**each.told, "mem_gib": repr(1.3 * plain.forecast(each).bytes / GIB)}) for each in rows]
+    told = [PublishedRow({**each.told, "mem_gib": repr(1.3 * plain.forecast(each).bytes / GIB)}) for each in rows]
     found = calibrated_memory(told[::2])
     errors = [abs(found.forecast(blank(each)).bytes / (each.held_bytes or 0) - 1) for each in told[1::2]]
     # They were made a third larger without noise; corrections and effects take nearly all of it.
@@ -215,7 +215,7 @@ def test_rows_that_ran_tell_that_they_fit() -> None:
 
 
 @pytest.fixture(scope="module")
-def published(planner_data: Path) -> list[Row]:
+def published(planner_data: Path) -> list[PublishedRow]:
     return read(planner_data / "calibration.csv")
 
 
@@ -224,7 +224,7 @@ LEFT_OUT = (("vtrain1", "gpt-l24-h2048"), ("vtrainN", "gpt-l40-h6144"), ("vtrain
 """Of the twelve groups of these sources; all of them are in benchmarks/planner."""
 
 
-def test_models_left_out_are_foretold_within_the_aim(published: list[Row]) -> None:
+def test_models_left_out_are_foretold_within_the_aim(published: list[PublishedRow]) -> None:
     errors = []
     whole = calibrated(published)
     for group in LEFT_OUT:
@@ -235,7 +235,7 @@ def test_models_left_out_are_foretold_within_the_aim(published: list[Row]) -> No
     assert fmean(errors) <= AIM_TIME
 
 
-def test_memory_of_models_left_out_is_foretold_within_the_aim(published: list[Row]) -> None:
+def test_memory_of_models_left_out_is_foretold_within_the_aim(published: list[PublishedRow]) -> None:
     errors = []
     told = [each for each in published if each.held_bytes and each.source == "bigscience-a100"]
     for group in {each.group for each in told}:

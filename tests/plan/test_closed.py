@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.base import Plan
-from paceline.plan.host.closed import corrected, passes
-from paceline.plan.host.profile import kind
+from paceline.planner.base import Plan
+from paceline.planner.program.closed_form import corrected, passes
+from paceline.planner.program.profile import kind
 from tests.plan.profiles import PROFILE
 from tests.plan.test_by_pieces import of_kind, plans
 

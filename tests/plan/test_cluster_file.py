@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.plan.cluster import Links
-from paceline.plan.clusters.cluster_file import from_toml, read
-from paceline.plan.clusters.devices import SHEETS
+from paceline.planner.cluster import Links
+from paceline.planner.cluster_file import from_toml, read
+from paceline.planner.devices import SHEETS
 
 OWN = "hosts = {hosts}\ndevices_per_host = {per_host}\n[device]\nflops_per_s = 1e12\nmemory_bytes = 4e9\n"
 OWN += "memory_bytes_per_s = 1e11\n"

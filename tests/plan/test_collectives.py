@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.base import Call, Collective
-from paceline.plan.cluster import Described, Group, Links
-from paceline.plan.clusters.collectives import Measurable, Measured
-from paceline.plan.clusters.knots import Knot, Knots
+from paceline.planner.base import Call, Collective
+from paceline.planner.cluster import Described, DeviceGroup, Links
+from paceline.planner.collective_times import Knot, Knots, Measurable, Measured
 
 Points = list[tuple[float, float]]
 LINKS = Links(1e11, 1e10, 5e-6, 1e-5)
@@ -136,63 +135,65 @@ def test_a_message_of_no_size_is_refused(size: float) -> None:
 
 
 def test_what_was_measured_is_given_as_it_is(nccl: dict[tuple[str, int], Points]) -> None:
-    curves = {Measurable("all_reduce", Group(n, n)): Knots.of(points) for (_, n), points in nccl.items()}
+    curves = {Measurable("all_reduce", DeviceGroup(n, n)): Knots.of(points) for (_, n), points in nccl.items()}
     messages = Measured(curves)
     for known, curve in curves.items():
         assert messages.of(Call("all_reduce", 1 << 24), known.group) == curve.seconds(1 << 24)
 
 
 def test_one_worker_alone_sends_nothing() -> None:
-    messages = Measured({Measurable("all_reduce", Group(2, 2)): PAIR})
-    assert messages.seconds("all_reduce", 1e6, Group(1, 1)) == 0.0
+    messages = Measured({Measurable("all_reduce", DeviceGroup(2, 2)): PAIR})
+    assert messages.seconds("all_reduce", 1e6, DeviceGroup(1, 1)) == 0.0
 
 
 @pytest.mark.parametrize(
     ("collective", "share"), [("reduce_scatter", 0.5), ("all_gather", 0.5), ("all_to_all", 0.5), ("broadcast", 2 / 3)]
 )
 def test_other_collectives_follow_by_the_bytes_they_move(collective: Collective, share: float) -> None:
-    messages = Measured({Measurable("all_reduce", Group(4, 4)): PAIR})
-    whole, part = (messages.seconds(c, 1e12, Group(4, 4)) for c in ("all_reduce", collective))
+    messages = Measured({Measurable("all_reduce", DeviceGroup(4, 4)): PAIR})
+    whole, part = (messages.seconds(c, 1e12, DeviceGroup(4, 4)) for c in ("all_reduce", collective))
     assert part / whole == pytest.approx(share, rel=1e-6)  # a latency of 10 µs in 100 s
 
 
 def test_a_larger_group_follows_from_the_nearest(nccl: dict[tuple[str, int], Points]) -> None:
-    known = {Measurable("all_reduce", Group(n, n)): Knots.of(nccl["A100", n]) for n in (2, 4)}
+    known = {Measurable("all_reduce", DeviceGroup(n, n)): Knots.of(nccl["A100", n]) for n in (2, 4)}
     messages = Measured(known)
-    found = [abs(messages.seconds("all_reduce", size, Group(8, 8)) / took - 1) for size, took in nccl["A100", 8]]
+    found = [abs(messages.seconds("all_reduce", size, DeviceGroup(8, 8)) / took - 1) for size, took in nccl["A100", 8]]
     assert float(np.mean(found)) < 0.10  # links that all workers of a host share alike; V100's are a mesh, 40 % off
 
 
 def test_hosts_meet_by_links_where_they_were_not_measured() -> None:
-    messages = Measured({Measurable("all_reduce", Group(8, 8)): PAIR}, Described(LINKS))
-    there = messages.seconds("all_reduce", 1e9, Group(32, 8))
-    between = Described(LINKS).seconds("all_reduce", 1e9 / 8, Group(4, 1))
+    messages = Measured({Measurable("all_reduce", DeviceGroup(8, 8)): PAIR}, Described(LINKS))
+    there = messages.seconds("all_reduce", 1e9, DeviceGroup(32, 8))
+    between = Described(LINKS).seconds("all_reduce", 1e9 / 8, DeviceGroup(4, 1))
     assert there == PAIR.seconds(1e9) + between
-    assert messages.seconds("send", 1e9, Group(2, 1)) == Described(LINKS).seconds("send", 1e9, Group(2, 1))
+    assert messages.seconds("send", 1e9, DeviceGroup(2, 1)) == Described(LINKS).seconds("send", 1e9, DeviceGroup(2, 1))
 
 
 def test_hosts_that_were_measured_need_no_links() -> None:
-    inside, across = Measurable("all_reduce", Group(4, 4)), Measurable("all_reduce", Group(32, 8))
+    inside, across = Measurable("all_reduce", DeviceGroup(4, 4)), Measurable("all_reduce", DeviceGroup(32, 8))
     messages = Measured({inside: PAIR, across: Knots((Knot(4e9, 1.5312),))})
-    assert messages.seconds("all_reduce", 4e9, Group(32, 8)) == 1.5312
-    assert messages.seconds("all_reduce", 4e9, Group(64, 8)) == pytest.approx(1.5312 * (63 / 64) / (31 / 32))
+    assert messages.seconds("all_reduce", 4e9, DeviceGroup(32, 8)) == 1.5312
+    assert messages.seconds("all_reduce", 4e9, DeviceGroup(64, 8)) == pytest.approx(1.5312 * (63 / 64) / (31 / 32))
 
 
 def test_hosts_with_as_many_workers_each_are_nearest() -> None:
     sparse, dense = (Knots((Knot(1e9, took),)) for took in (1.0, 8.0))
-    messages = Measured({Measurable("all_reduce", Group(8, 1)): sparse, Measurable("all_reduce", Group(64, 8)): dense})
-    assert messages.seconds("all_reduce", 1e9, Group(32, 8)) == pytest.approx(8.0 * (31 / 32) / (63 / 64))
-    assert messages.seconds("all_reduce", 1e9, Group(16, 1)) == pytest.approx(1.0 * (15 / 16) / (7 / 8))
+    messages = Measured(
+        {Measurable("all_reduce", DeviceGroup(8, 1)): sparse, Measurable("all_reduce", DeviceGroup(64, 8)): dense}
+    )
+    assert messages.seconds("all_reduce", 1e9, DeviceGroup(32, 8)) == pytest.approx(8.0 * (31 / 32) / (63 / 64))
+    assert messages.seconds("all_reduce", 1e9, DeviceGroup(16, 1)) == pytest.approx(1.0 * (15 / 16) / (7 / 8))
 
 
 def test_a_group_of_which_nothing_is_known_is_refused() -> None:
-    messages = Measured({Measurable("all_reduce", Group(4, 4)): PAIR})
+    messages = Measured({Measurable("all_reduce", DeviceGroup(4, 4)): PAIR})
     with pytest.raises(InputError, match="4 hosts"):
-        messages.seconds("all_reduce", 1e6, Group(32, 8))
+        messages.seconds("all_reduce", 1e6, DeviceGroup(32, 8))
 
 
 def test_no_curves_and_lonely_ones_are_refused() -> None:
     with pytest.raises(InputError, match="no curve"):
         Measured({})
     with pytest.raises(InputError, match="alone"):
-        Measured({Measurable("all_reduce", Group(1, 1)): PAIR})
+        Measured({Measurable("all_reduce", DeviceGroup(1, 1)): PAIR})

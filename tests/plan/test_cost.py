@@ -4,15 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.base import TERMS, Arrangement, LayerCost, Numerics
-from paceline.plan.cluster import Cluster, Described, Device, Group, Links
-from paceline.plan.cost import bubble_s, cost, messages_s, optimizer_s, replicas_s
-from paceline.plan.division import Stage, division_of, stage, torn
-from paceline.plan.habits import Habits
-from paceline.plan.held import held_by, in_flight
-from paceline.plan.searching.simulated import Parts, steps_s
-from paceline.plan.shapes.described import DescribedWorkload
-from paceline.plan.shapes.shape import Shape
+from paceline.planner.base import TERMS, Arrangement, LayerCost, Numerics, OverlapModel
+from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
+from paceline.planner.cost import bubble_s, cost, held_by, in_flight, messages_s, optimizer_s, replicas_s
+from paceline.planner.search.event_simulation import Parts, steps_s
+from paceline.planner.shapes.shape import Shape
+from paceline.planner.shapes.shape_file import DescribedWorkload
+from paceline.planner.stage_division import Stage, division_of, stage, torn
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.schedule import in_flight as flying
 
@@ -34,7 +32,7 @@ def layer(name: str = "", parameters: int = 10, tied: str = "") -> LayerCost:
 
 @pytest.mark.parametrize(("size", "hosts"), [(8, 1), (16, 2), (32, 4)])
 def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, hosts: int) -> None:
-    group = Group(size, 8)
+    group = DeviceGroup(size, 8)
     assert group.hosts == hosts
     found = {c: CLUSTER.messages.seconds(c, 1e8, group) for c in ("all_reduce", "reduce_scatter", "all_gather")}
     # Sums in another order.
@@ -44,16 +42,18 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(size: int, hosts: i
 def test_a_collective_takes_its_bytes_and_its_rounds() -> None:
     inside = 3 * 1e-5 + 7 / 8 * 1e8 / 1e10
     between = 2 * 1e-4 + 3 / 4 * 1e8 / 8 / 1e9
-    assert CLUSTER.messages.seconds("all_gather", 1e8, Group(8, 8)) == pytest.approx(inside)
-    assert CLUSTER.messages.seconds("all_gather", 1e8, Group(32, 8)) == pytest.approx(inside + between)
-    assert CLUSTER.messages.seconds("send", 1e8, Group(2, 1)) == pytest.approx(1e-4 + 1e8 / 1e9)
-    assert CLUSTER.messages.seconds("all_reduce", 1e8, Group(1, 1)) == 0
+    assert CLUSTER.messages.seconds("all_gather", 1e8, DeviceGroup(8, 8)) == pytest.approx(inside)
+    assert CLUSTER.messages.seconds("all_gather", 1e8, DeviceGroup(32, 8)) == pytest.approx(inside + between)
+    assert CLUSTER.messages.seconds("send", 1e8, DeviceGroup(2, 1)) == pytest.approx(1e-4 + 1e8 / 1e9)
+    assert CLUSTER.messages.seconds("all_reduce", 1e8, DeviceGroup(1, 1)) == 0
 
 
 def test_half_of_the_bandwidth_is_twice_the_time_of_bytes() -> None:
     half = Described(Links(1e10, 1e9, 0.0, 0.0), efficiency=0.5)
     whole = replace(half, efficiency=1.0)
-    assert half.seconds("all_reduce", 1e8, Group(32, 8)) == 2 * whole.seconds("all_reduce", 1e8, Group(32, 8))
+    assert half.seconds("all_reduce", 1e8, DeviceGroup(32, 8)) == 2 * whole.seconds(
+        "all_reduce", 1e8, DeviceGroup(32, 8)
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- stages
@@ -87,7 +87,7 @@ def test_messages_between_stages_that_overlap_are_those_in_between() -> None:
     arrangement = Arrangement(stages=4, micro_batches=6)
     one = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(arrangement))
     for overlap, seen in ((0.0, 2 * 3 + 2 * 6), (1.0, 2 * 3)):
-        found = messages_s([PART] * 4, arrangement, CLUSTER, Habits(send_overlap=overlap))
+        found = messages_s([PART] * 4, arrangement, CLUSTER, OverlapModel(send_overlap=overlap))
         assert found == pytest.approx(seen * one)
 
 
@@ -105,7 +105,7 @@ def test_mini_batches_one_after_the_other(p: int, m: int, a: int) -> None:
 def test_schedules_whose_closed_forms_are_exact(schedule: str, m: int, overlap: float) -> None:
     made = Arrangement(stages=4, micro_batches=m, schedule=schedule)
     one_s = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(made))
-    found = messages_s([PART] * 4, made, CLUSTER, Habits(send_overlap=overlap))
+    found = messages_s([PART] * 4, made, CLUSTER, OverlapModel(send_overlap=overlap))
     each = Parts((PART.forward_s,) * 4, (PART.backward_s,) * 4, overlap * one_s, (1 - overlap) * one_s)
     if schedule == "sequential":
         assert m * PART.seconds + bubble_s([PART] * 4, made) + found == pytest.approx(steps_s(made, [each])[0])
@@ -126,19 +126,19 @@ def test_what_replicas_send(divided: int, gathers: int | None) -> None:
     if gathers is not None:
         expected = seconds("reduce_scatter", sums, group) + gathers * seconds("all_gather", parameters, group)
         expected *= 5 if divided == 3 else 1  # of each micro-batch: none keeps all of A, or of its own Δ
-    assert replicas_s(PART, WORK, arrangement, CLUSTER, Habits()) == pytest.approx(expected)
+    assert replicas_s(PART, WORK, arrangement, CLUSTER, OverlapModel()) == pytest.approx(expected)
 
 
 def test_summing_hides_in_backward_as_far_as_it_may() -> None:
     arrangement = Arrangement(replicas=8)
-    seen = [replicas_s(PART, WORK, arrangement, CLUSTER, Habits(overlap=share)) for share in (0.0, 0.01, 1.0)]
+    seen = [replicas_s(PART, WORK, arrangement, CLUSTER, OverlapModel(overlap=share)) for share in (0.0, 0.01, 1.0)]
     assert seen[0] - seen[1] == pytest.approx(0.01 * PART.backward_s)
     assert seen[2] == 0
 
 
 @pytest.mark.parametrize("divided", [0, 1, 2, 3])
 def test_states_are_divided_as_zero_says(divided: int) -> None:
-    held = held_by(PART, 0, WORK, Arrangement(replicas=4, divided=divided), Habits(), last=True)
+    held = held_by(PART, 0, WORK, Arrangement(replicas=4, divided=divided), OverlapModel(), last=True)
     # 1910.02054, figure 1: first the optimizer's, then gradients, then parameters.
     states = [NUMERICS.optimizer, NUMERICS.gradient, NUMERICS.parameter]
     expected = [PART.parameters * each / (4 if divided > at else 1) for at, each in enumerate(states)]
@@ -147,7 +147,7 @@ def test_states_are_divided_as_zero_says(divided: int) -> None:
 
 def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
     held = [
-        held_by(PART, 0, WORK, Arrangement(replicas=r, context=c, divided=3), Habits(), last=True)
+        held_by(PART, 0, WORK, Arrangement(replicas=r, context=c, divided=3), OverlapModel(), last=True)
         for r, c in ((4, 2), (8, 1))
     ]
     assert held[0] == held[1]
@@ -155,10 +155,10 @@ def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
 
 def test_who_takes_turns_at_a_stage_sums_its_gradients() -> None:
     turning = Arrangement(stages=2, copies=(3, 1), micro_batches=6)
-    each = [replicas_s(PART, WORK, turning, CLUSTER, Habits(), j) for j in (0, 1)]
-    assert each == [CLUSTER.messages.seconds("all_reduce", PART.parameters * NUMERICS.gradient, Group(3, 3)), 0.0]
+    each = [replicas_s(PART, WORK, turning, CLUSTER, OverlapModel(), j) for j in (0, 1)]
+    assert each == [CLUSTER.messages.seconds("all_reduce", PART.parameters * NUMERICS.gradient, DeviceGroup(3, 3)), 0.0]
     divided = replace(turning, divided=1)
-    held = [held_by(PART, j, WORK, divided, Habits(), last=j == 1).optimizer for j in (0, 1)]
+    held = [held_by(PART, j, WORK, divided, OverlapModel(), last=j == 1).optimizer for j in (0, 1)]
     assert held[1] == 3 * held[0]
 
 
@@ -170,16 +170,16 @@ def test_stages_of_a_replica_that_spans_hosts_talk_between_hosts() -> None:
 
 
 def test_each_further_micro_batch_adds_its_gradients() -> None:
-    one, four = (optimizer_s(PART, WORK, Arrangement(micro_batches=m), CLUSTER, Habits()) for m in (1, 4))
+    one, four = (optimizer_s(PART, WORK, Arrangement(micro_batches=m), CLUSTER, OverlapModel()) for m in (1, 4))
     assert four - one == pytest.approx(3 * 3 * NUMERICS.gradient * PART.parameters / DEVICE.memory_bytes_per_s)
-    fused = Habits(added_moves=0.0)
+    fused = OverlapModel(added_moves=0.0)
     assert optimizer_s(PART, WORK, Arrangement(micro_batches=4), CLUSTER, fused) == one
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])])
 def test_streams_keep_versions_of_their_weights(schedule: str, kept: list[int]) -> None:
     made = Arrangement(stages=3, schedule=schedule, micro_batches=1 if schedule == "pipedream" else 3)
-    held = [held_by(PART, j, WORK, made, Habits(), last=j == 2) for j in range(3)]
+    held = [held_by(PART, j, WORK, made, OverlapModel(), last=j == 2) for j in range(3)]
     assert [each.parameters / (NUMERICS.parameter * PART.parameters) for each in held] == kept
     assert [each.activations / PART.saved_bytes for each in held] == [3, 2, 1]
     assert {(each.gradients, each.optimizer) for each in held} == {(held[0].gradients, held[0].optimizer)}
@@ -202,9 +202,9 @@ def test_what_stages_share_has_to_be_alike_on_all_of_them(made: Arrangement, apa
 
 
 def test_the_update_reads_and_writes_all_states_once() -> None:
-    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER, Habits())
+    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER, OverlapModel())
     assert found == pytest.approx(2 * NUMERICS.total * PART.parameters / DEVICE.memory_bytes_per_s)
-    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER, Habits()) == found / 4
+    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER, OverlapModel()) == found / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole
@@ -222,7 +222,7 @@ def test_stages_that_share_parameters_sum_them() -> None:
     shape = WORK.shape
     apart, untied = WORK, replace(WORK, shape=replace(shape, tied=False))
     one, two = (Arrangement(stages=p) for p in (1, 2))
-    summed = CLUSTER.messages.seconds("all_reduce", shape.vocab * shape.hidden * NUMERICS.gradient, Group(2, 2))
+    summed = CLUSTER.messages.seconds("all_reduce", shape.vocab * shape.hidden * NUMERICS.gradient, DeviceGroup(2, 2))
     found = [cost(each, CLUSTER, a).terms["replicas"] for each in (apart, untied) for a in (one, two)]
     # The embedding has positions beside words, 3 % of it; what is shared is the larger of both layers.
     assert found == [0, pytest.approx(summed, rel=0.04), 0, 0]
@@ -231,7 +231,8 @@ def test_stages_that_share_parameters_sum_them() -> None:
 def test_habits_add_what_a_step_and_each_micro_batch_take() -> None:
     arrangement = Arrangement(micro_batches=6)
     bare, more = (
-        cost(WORK, CLUSTER, arrangement, habits) for habits in (Habits(), Habits(step_s=2, micro_batch_s=0.5))
+        cost(WORK, CLUSTER, arrangement, habits)
+        for habits in (OverlapModel(), OverlapModel(step_s=2, micro_batch_s=0.5))
     )
     assert more.step_s - bare.step_s == pytest.approx(2 + 6 * 0.5)
 

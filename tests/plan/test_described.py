@@ -4,28 +4,28 @@ import re
 
 import pytest
 
-from paceline.plan.base import Arrangement, Call, LayerCost
-from paceline.plan.cluster import Cluster, Device
-from paceline.plan.clusters.devices import device, messages
-from paceline.plan.cost import cost
-from paceline.plan.shapes import blocks
-from paceline.plan.shapes.described import DescribedWorkload
-from paceline.plan.shapes.kernels import Kernels, Part
-from paceline.plan.shapes.shape import Shape
+from paceline.planner.base import Arrangement, Call, LayerCost
+from paceline.planner.cluster import Cluster, Device
+from paceline.planner.cost import cost
+from paceline.planner.devices import device, messages
+from paceline.planner.shapes import blocks
+from paceline.planner.shapes.gemm_time import DeviceEfficiency, RankShare
+from paceline.planner.shapes.shape import Shape
+from paceline.planner.shapes.shape_file import DescribedWorkload
 
 GPT = Shape(4, 1024, 16, vocab=50304, sequence=512)
 LLAMA = Shape(4, 1024, 16, 2816, 32000, 512, 4, tied=False, gated=True, positions=False)
 A100 = device("A100-80GB")
-PLAIN = Kernels(fused_scores=False)
+PLAIN = DeviceEfficiency(fused_scores=False)
 S, H, A = 512, 1024, 16
 
 
-def layers(arrangement: Arrangement, shape: Shape = GPT, kernels: Kernels = PLAIN) -> tuple[LayerCost, ...]:
+def layers(arrangement: Arrangement, shape: Shape = GPT, kernels: DeviceEfficiency = PLAIN) -> tuple[LayerCost, ...]:
     """On an A100."""
     return tuple(DescribedWorkload(shape, A100, 64, kernels=kernels).layers(arrangement))
 
 
-def block(kernels: Kernels = PLAIN, **arranged: object) -> LayerCost:
+def block(kernels: DeviceEfficiency = PLAIN, **arranged: object) -> LayerCost:
     """The second layer."""
     return layers(Arrangement(**arranged), kernels=kernels)[1]  # type: ignore[arg-type]
 
@@ -40,7 +40,7 @@ def test_layers_have_all_parameters_of_the_shape(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
 def test_products_have_all_operations_of_the_shape(shape: Shape) -> None:
-    part = Part(1.0, 1, "none", False, 2)
+    part = RankShare(1.0, 1, "none", False, 2)
     products = [*blocks.matrix_products(shape, part), *blocks.score_products(shape, part)]
     head = 2 * shape.sequence * shape.hidden * shape.vocab
     assert 3 * (shape.layers * sum(each.flops for each in products) + head) == shape.flops
@@ -48,13 +48,13 @@ def test_products_have_all_operations_of_the_shape(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_products_are_divided_among_shards(shards: int) -> None:
-    whole, part = (Part(2.0, t, "none", False, 2) for t in (1, shards))
+    whole, part = (RankShare(2.0, t, "none", False, 2) for t in (1, shards))
     for products in (blocks.matrix_products, blocks.score_products):
         assert sum(p.flops for p in products(GPT, whole)) == shards * sum(p.flops for p in products(GPT, part))
 
 
 def test_more_shards_than_heads_of_keys_each_have_one() -> None:
-    row = [product.n for product in blocks.matrix_products(LLAMA, Part(1.0, 8, "none", False, 2))]
+    row = [product.n for product in blocks.matrix_products(LLAMA, RankShare(1.0, 8, "none", False, 2))]
     assert row[0] == 1024 // 8 + 2 * 64
 
 
@@ -81,11 +81,11 @@ def test_saved_bytes_with_selective_and_full_recomputation() -> None:
 
 
 def test_flash_attention_saves_no_scores() -> None:
-    assert block(Kernels(), micro_batch=2).saved_bytes == 34 * S * 2 * H
+    assert block(DeviceEfficiency(), micro_batch=2).saved_bytes == 34 * S * 2 * H
 
 
 def test_recomputation_makes_backward_longer_by_what_is_computed_again() -> None:
-    fast = Kernels(host_s=0.0, call_s=0.0, fused_scores=False)
+    fast = DeviceEfficiency(host_s=0.0, call_s=0.0, fused_scores=False)
     none, selective, full = (block(fast, micro_batch=8, recompute=r) for r in ("none", "selective", "full"))
     assert none.forward_s == selective.forward_s == full.forward_s
     assert none.backward_s == 2 * none.forward_s
@@ -96,7 +96,7 @@ def test_recomputation_makes_backward_longer_by_what_is_computed_again() -> None
 
 
 def test_a_small_block_takes_what_its_host_takes() -> None:
-    tiny = DescribedWorkload(Shape(1, 64, 2, vocab=100, sequence=8), A100, 1, kernels=Kernels(host_s=1e-3))
+    tiny = DescribedWorkload(Shape(1, 64, 2, vocab=100, sequence=8), A100, 1, kernels=DeviceEfficiency(host_s=1e-3))
     made = tiny.layers(Arrangement())[1]
     # The device's microseconds are lost in its fourth power beside milliseconds.
     assert made.forward_s == pytest.approx(blocks.FORWARD_KERNELS * 1e-3, rel=1e-6)
@@ -105,7 +105,7 @@ def test_a_small_block_takes_what_its_host_takes() -> None:
 
 
 def test_collectives_hide_while_the_device_waits_for_its_host() -> None:
-    slow, quick = Kernels(host_s=1e-2), Kernels(host_s=0.0, call_s=0.0)
+    slow, quick = DeviceEfficiency(host_s=1e-2), DeviceEfficiency(host_s=0.0, call_s=0.0)
     cluster = Cluster(1, 8, A100, messages("A100-80GB"))
     waits = [
         cost(DescribedWorkload(GPT, A100, 8, kernels=kernels), cluster, Arrangement(shards=8)).terms["shards"]
@@ -155,7 +155,7 @@ def test_what_can_be_divided_is_not_refused() -> None:
 
 
 def test_a_twice_as_quick_device_takes_half_as_long_where_nothing_else_counts() -> None:
-    bare = Kernels(host_s=0.0, call_s=0.0, product_start_s=0.0, waits=0.0)
+    bare = DeviceEfficiency(host_s=0.0, call_s=0.0, product_start_s=0.0, waits=0.0)
     one, two = (Device("", flops, 1e9, bandwidth) for flops, bandwidth in ((1e14, 1e12), (2e14, 2e12)))
     took = [DescribedWorkload(GPT, each, 8, kernels=bare).layers(Arrangement())[1].forward_s for each in (one, two)]
     assert took[0] == pytest.approx(2 * took[1], rel=1e-12)

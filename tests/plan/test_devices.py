@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.plan.clusters.devices import SHEETS, device, messages, of_precision, sheet
+from paceline.planner.devices import SHEETS, device, messages, of_precision, sheet
 
 
 @pytest.mark.parametrize("name", SHEETS)

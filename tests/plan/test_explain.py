@@ -4,47 +4,44 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.clock.delay import Delay
-from paceline.plan.answers.answer import answer
-from paceline.plan.answers.curve import Curve, Point, curve
-from paceline.plan.answers.explain import explained, gains, why_not
-from paceline.plan.answers.fitting import smallest_change
-from paceline.plan.answers.policies import Paced, policies, seconds_of_a_sample, under
-from paceline.plan.answers.quicker import MORE, Scaled, quicker
-from paceline.plan.answers.rules import rules
-from paceline.plan.base import Arrangement, Plan
-from paceline.plan.cluster import Described
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.known import Known
-from paceline.plan.searching.search import search
+from paceline.clock.times import Delay
+from paceline.planner.answer import answer, rules
+from paceline.planner.base import Arrangement, Plan
+from paceline.planner.cluster import Described
+from paceline.planner.explain import MORE, Curve, Point, Scaled, curve, explained, gains, quicker, why_not
+from paceline.planner.feasibility import smallest_change
+from paceline.planner.policies import Paced, policies, seconds_of_a_sample, under
+from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import search
 from tests.plan.plain_workload import Plain, cluster
 
 
 def plan(arrangement: Arrangement, workload: Plain | None = None) -> Plan:
-    return Known.of(workload or Plain(), cluster()).plan(arrangement)
+    return CostCache.of(workload or Plain(), cluster()).plan(arrangement)
 
 
 def test_a_runner_up_lost_by_its_largest_term() -> None:
     best, other = plan(Arrangement(4, micro_batch=2)), plan(Arrangement(2, micro_batch=4))
-    said = why_not(other, best, Asked())
+    said = why_not(other, best, Objectives())
     lost = other.cost.terms["compute"] - best.cost.terms["compute"]
     assert lost == pytest.approx(0.024)  # 4 layers of 3 ms a sample, two samples more
     assert "computing takes 24 ms more" in said
 
 
 def test_the_best_has_no_reason_and_all_others_have_one() -> None:
-    found = explained(search(Plain(), cluster()).plans, Asked())
+    found = explained(search(Plain(), cluster()).plans, Objectives())
     assert found[0].why_not == ""
     assert all(each.why_not for each in found[1:])
 
 
 def test_by_memory_the_reason_is_memory() -> None:
     small, large = plan(Arrangement(4, micro_batch=2, divided=3)), plan(Arrangement(4, micro_batch=2))
-    assert "more, most of it optimizer" in why_not(large, small, Asked(objective="memory"))
+    assert "more, most of it optimizer" in why_not(large, small, Objectives(objective="memory"))
 
 
 def test_another_batch_is_told_by_rate_and_worth() -> None:
-    asked = Asked(objective="goodput", noise_scale=8)
+    asked = Objectives(objective="goodput", noise_scale=8)
     best, other = plan(Arrangement(2, micro_batch=4)), plan(Arrangement(4, micro_batch=4))
     said = why_not(other, best, asked)
     assert "times the samples a second" in said
@@ -61,7 +58,7 @@ def test_a_tenth_more_of_the_only_thing_that_takes_time_gains_an_eleventh() -> N
 
 def test_bandwidth_between_hosts_is_the_bottleneck_of_replicas_on_several() -> None:
     workload, apart = Plain(parameters=10**5, milliseconds=(0.01,)), cluster(hosts=4, per_host=1, memory_bytes=1e9)
-    made = Known.of(workload, apart).plan(Arrangement(4, micro_batch=2))
+    made = CostCache.of(workload, apart).plan(Arrangement(4, micro_batch=2))
     assert gains(made, workload, apart)[0].resource == "between"
 
 
@@ -78,11 +75,11 @@ def test_measured_messages_are_scaled_as_described_ones_are() -> None:
 
 
 def test_the_curve_grows_and_knees_where_messages_begin_to_cost() -> None:
-    free = curve(Plain(parameters=0), cluster(bytes_per_s=1e15, latency_s=0.0), Asked())
+    free = curve(Plain(parameters=0), cluster(bytes_per_s=1e15, latency_s=0.0), Objectives())
     assert [point.workers for point in free.points] == [1, 2, 4]
     assert free.knee is None
     assert free.points[2].samples_per_s == pytest.approx(4 * free.points[0].samples_per_s, rel=1e-6)
-    dear = curve(Plain(milliseconds=(0.1,), parameters=10**4, most_shards=1), cluster(bytes_per_s=1e6), Asked())
+    dear = curve(Plain(milliseconds=(0.1,), parameters=10**4, most_shards=1), cluster(bytes_per_s=1e6), Objectives())
     assert dear.knee == 1
 
 
@@ -110,15 +107,15 @@ def test_a_knee_is_where_twice_the_workers_give_less_than_half_as_much_again() -
 def test_the_smallest_change_that_fits(batch: int, memory_bytes: float, said: str) -> None:
     """16 bytes of each of 4 · 1,000 parameters, 4 · 400 · b bytes of activations: 64,000 + 12,800 for 8 samples."""
     workload = Plain(global_batch=batch, saved_bytes=400, output_bytes=10)
-    found = smallest_change(Known.of(workload, cluster(memory_bytes=memory_bytes)), Asked())
+    found = smallest_change(CostCache.of(workload, cluster(memory_bytes=memory_bytes)), Objectives())
     assert said in found.text
     if found.arrangement is not None:
-        assert Known.of(workload, cluster()).cost(found.arrangement).most.total <= memory_bytes
+        assert CostCache.of(workload, cluster()).cost(found.arrangement).most.total <= memory_bytes
 
 
 def test_what_it_takes_when_nothing_fits_is_the_least() -> None:
     workload, small = Plain(global_batch=32, saved_bytes=400), cluster(memory_bytes=15e3)
-    said = smallest_change(Known.of(workload, small), Asked()).text
+    said = smallest_change(CostCache.of(workload, small), Objectives()).text
     times = int(said.split("it takes ")[1].split(" ")[0])
     for hosts, fits in ((times, True), (times - 1, False)):
         assert bool(search(workload, replace(small, hosts=hosts)).plans) == fits
@@ -127,18 +124,18 @@ def test_what_it_takes_when_nothing_fits_is_the_least() -> None:
 def test_rules_of_thumb_are_held_against_the_numbers() -> None:
     workload, on = Plain(milliseconds=(5.0,) * 4, parameters=10), cluster()
     found = search(workload, on).plans
-    fit = smallest_change(Known.of(workload, on), Asked())
-    small, shards, stages, pace = rules(found[0], found, fit, Known.of(workload, on), Asked())
+    fit = smallest_change(CostCache.of(workload, on), Objectives())
+    small, shards, stages, pace = rules(found[0], found, fit, CostCache.of(workload, on), Objectives())
     assert small.agrees is (found[0].arrangement.stages == found[0].arrangement.shards == 1)
     assert (shards.agrees, stages.agrees) == (None, None)
     assert pace.agrees in (True, None)
     many = replace(workload, global_batch=128)
-    assert rules(found[0], found, fit, Known.of(many, on), Asked())[0].agrees is None
+    assert rules(found[0], found, fit, CostCache.of(many, on), Objectives())[0].agrees is None
 
 
 def test_policies_compete_where_replicas_are_slow_at_times() -> None:
     """Half of the replicas are 100 ms late at every batch of 24 ms: those who don't wait make more samples a second."""
-    asked = Asked(delay=Delay.parse("fraction=0.5 constant:value=0.1"), engine="local", replicas=4, simulated=500)
+    asked = Objectives(delay=Delay.parse("fraction=0.5 constant:value=0.1"), engine="local", replicas=4, simulated=500)
     found = search(Plain(parameters=1), cluster(latency_s=0.0), asked).plans
     best, strict = found[0], next(p for p in found if p.strategy and "aggregation" not in str(p.strategy))
     assert best.strategy is not None
@@ -149,7 +146,7 @@ def test_policies_compete_where_replicas_are_slow_at_times() -> None:
 
 def test_staleness_counts_where_samples_do() -> None:
     """Without noise a Δ of 2 samples that is three updates old is worth what a sample of 8 is; with noise both are."""
-    asked = Asked(objective="time-to-loss", noise_scale=0, delay=Delay.parse("fraction=0.5 constant:value=0.02"))
+    asked = Objectives(objective="time-to-loss", noise_scale=0, delay=Delay.parse("fraction=0.5 constant:value=0.02"))
     assert asked.efficiency(2, 8, staleness=3) == asked.efficiency(8, 8) == 1
     assert asked.efficiency(2, 8) == 4
     found = under(plan(Arrangement(4, micro_batch=2)), "asynchronous", asked)
@@ -161,7 +158,7 @@ def test_staleness_counts_where_samples_do() -> None:
 
 def test_all_policies_that_are_offered_can_be_had() -> None:
     made, on = plan(Arrangement(4, micro_batch=2)), cluster()
-    asked, offered = Asked(delay=Delay.parse("fraction=0.5 constant:value=0.02")), list(policies(made, on))
+    asked, offered = Objectives(delay=Delay.parse("fraction=0.5 constant:value=0.02")), list(policies(made, on))
     assert {"synchronous:backups=1", "buffered:k=2", "buffered:k=3,cancel=true"} <= {*offered}
     assert all(under(made, policy, asked) for policy in offered)
     accumulating = plan(Arrangement(4, micro_batch=1, micro_batches=2))
@@ -179,24 +176,24 @@ def test_gpus_carry_stages_that_wait_for_each_other_alone() -> None:
 
 def test_a_policy_that_changes_has_the_pace_of_its_change() -> None:
     """K is 1, 2, 3 and then 4 for 500 Δs each: updates are made of 1 / (1/4 · (1 + 1/2 + 1/3 + 1/4)) of them."""
-    asked = Asked(delay=Delay.parse("fraction=0.5 constant:value=0.02"))
+    asked = Objectives(delay=Delay.parse("fraction=0.5 constant:value=0.02"))
     found = under(plan(Arrangement(4, micro_batch=2)), "smooth-switch:every=500", asked)
     assert found is not None
     assert found.pace.batches == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)  # of 1,041 updates
 
 
 def test_only_waiting_is_carried_between_hosts() -> None:
-    made = Known.of(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
+    made = CostCache.of(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
     assert list(policies(made, cluster(hosts=4, per_host=1))) == ["synchronous"]
     assert "asynchronous" in list(policies(made, cluster()))
-    paced = under(made, "synchronous", Asked(delay=Delay.parse("0")))
+    paced = under(made, "synchronous", Objectives(delay=Delay.parse("0")))
     assert paced is not None
     assert paced.plan.cost.step_s == pytest.approx(made.cost.step_s)
 
 
 def test_an_answer_where_nothing_fits_says_what_would() -> None:
     on = cluster(memory_bytes=10.0)
-    said = answer("plain", search(Plain(), on).plans, Plain(), on, Asked())
+    said = answer("plain", search(Plain(), on).plans, Plain(), on, Objectives())
     assert (said.plans, said.gains, said.rules, said.beyond, said.fit.fits) == ((), (), (), None, False)
 
 
@@ -204,7 +201,7 @@ def test_what_is_better_but_not_carried_is_named() -> None:
     on = cluster(bytes_per_s=1e12, latency_s=0.0)
     on = replace(on, device=replace(on.device, kind="cuda"))
     workload = Plain(milliseconds=(8.0,), global_batch=1)
-    said = answer("plain", search(workload, on).plans, workload, on, Asked())
+    said = answer("plain", search(workload, on).plans, workload, on, Objectives())
     assert said.plans[0].arrangement.shards == 1
     assert said.beyond is not None
     assert said.beyond.arrangement.shards == 4

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.base import Arrangement
-from paceline.plan.cluster import Cluster, Described, Device, Group, Links
-from paceline.plan.host.measured import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.search import search
+from paceline.planner.base import Arrangement
+from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
+from paceline.planner.program.measured_workload import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import search
 from tests.plan.profiles import PROFILE, uncut
 
 
@@ -70,17 +70,17 @@ def test_this_host_is_a_cluster_of_what_was_measured() -> None:
     assert (here.workers, here.device.flops_per_s, here.device.kind) == (2, 1e9, "cpu")
     assert here.device.memory_bytes * 2 == PROFILE.machine.memory_bytes
     assert 2 * 16 * 120 / here.device.memory_bytes_per_s == pytest.approx(1e-6)  # an update, as it was measured
-    assert here.messages.seconds("all_reduce", 2**20, Group(2, 2)) == pytest.approx(1e-4 + 2**20 * 1e-9)
+    assert here.messages.seconds("all_reduce", 2**20, DeviceGroup(2, 2)) == pytest.approx(1e-4 + 2**20 * 1e-9)
 
 
 def test_one_process_has_nobody_to_send_to() -> None:
     alone = cluster_of(replace(PROFILE, points=()), 1)
-    assert alone.messages.seconds("all_reduce", 1e6, Group(1, 1)) == 0
+    assert alone.messages.seconds("all_reduce", 1e6, DeviceGroup(1, 1)) == 0
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_search_finds_strategies_for_it(workers: int) -> None:
-    asked = Asked(workers=workers, engine="local", fixed="replica", simulated=200)
+    asked = Objectives(workers=workers, engine="local", fixed="replica", simulated=200)
     found = search(workload(workers), cluster_of(PROFILE, workers), asked).plans
     sizes = {(plan.arrangement.replicas, plan.arrangement.stages, plan.arrangement.shards) for plan in found}
     assert sizes == ({(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)} if workers == 2 else {(1, 1, 1)})

@@ -11,15 +11,14 @@ import pytest
 from paceline import train
 from paceline.aggregation import parse
 from paceline.clock import parse as distribution
-from paceline.clock.delay import Delay
 from paceline.clock.distributions import Constant, Exponential
-from paceline.clock.times import Times
+from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError
-from paceline.plan.pacing import stragglers
-from paceline.plan.pacing.arrivals import Simulation
-from paceline.plan.pacing.foretold import Team, foretold
-from paceline.plan.pacing.order_statistics import Alike, alike, expected_s
-from paceline.plan.pacing.pace import Pace, pace, waiting
+from paceline.planner import closed_forms
+from paceline.planner.closed_forms import Team, foretold
+from paceline.planner.order_statistics import Alike, alike, expected_s
+from paceline.planner.policies import Pace, pace, waiting
+from paceline.planner.policy_simulation import Simulation
 from tests.engine import programs
 
 BOUND = 0.01
@@ -64,47 +63,47 @@ def expected_square(k: int, group: Alike) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_synchronous(kind: str) -> None:
     found = simulated("synchronous", 3, kind, spread_of_last(kind, 3, 3))
-    assert found.update_s == pytest.approx(stragglers.synchronous_s(distribution(kind), 3), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.synchronous_s(distribution(kind), 3), rel=BOUND)
     assert (found.batches, found.staleness, found.fresh, found.discarded) == (3, 0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_sync(kind: str) -> None:
     found = simulated("buffered:k=2,cancel=true", 4, kind, spread_of_last(kind, 2, 4))
-    assert found.update_s == pytest.approx(stragglers.k_sync_s(distribution(kind), 2, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.k_sync_s(distribution(kind), 2, 4), rel=BOUND)
     assert (found.batches, found.staleness, found.fresh, found.discarded) == (2, 0, 1, 0.5)
 
 
 def test_k_batch_sync() -> None:
     found = simulated("buffered:k=2,hold=false,cancel=true", 4, EXPONENTIAL, 1 / math.sqrt(2))  # a sum of two
-    assert found.update_s == pytest.approx(stragglers.k_batch_sync_s(Exponential(2.0), 2, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.k_batch_sync_s(Exponential(2.0), 2, 4), rel=BOUND)
     assert found.staleness == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_async(kind: str) -> None:
     found = simulated("buffered:k=2", 5, kind, spread_of_last(kind, 1, 1))
-    exact = stragglers.order_statistic_s(distribution(kind), 2, 5)
+    exact = closed_forms.order_statistic_s(distribution(kind), 2, 5)
     if kind == EXPONENTIAL:
-        assert found.update_s == pytest.approx(stragglers.k_async_s(Exponential(2.0), 2, 5), rel=BOUND)
-        assert found.fresh == pytest.approx(stragglers.k_async_fresh(2, 5), rel=BOUND)
+        assert found.update_s == pytest.approx(closed_forms.k_async_s(Exponential(2.0), 2, 5), rel=BOUND)
+        assert found.fresh == pytest.approx(closed_forms.k_async_fresh(2, 5), rel=BOUND)
     if kind == SHIFTED:
         assert found.update_s < 0.99 * exact  # who has computed for long is soon done
-    assert found.update_s > stragglers.k_batch_async_s(distribution(kind), 2, 5) * (1 - BOUND)  # who never waits
-    assert found.staleness == pytest.approx(stragglers.k_async_staleness(2, 5), rel=BOUND)
+    assert found.update_s > closed_forms.k_batch_async_s(distribution(kind), 2, 5) * (1 - BOUND)  # who never waits
+    assert found.staleness == pytest.approx(closed_forms.k_async_staleness(2, 5), rel=BOUND)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_batch_async(kind: str) -> None:
     found = simulated("buffered:k=3,hold=false", 5, kind, spread_of_last(kind, 1, 1) / math.sqrt(3))
-    assert found.update_s == pytest.approx(stragglers.k_batch_async_s(distribution(kind), 3, 5), rel=BOUND)
-    assert found.staleness == pytest.approx(stragglers.k_batch_async_staleness(3, 5), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.k_batch_async_s(distribution(kind), 3, 5), rel=BOUND)
+    assert found.staleness == pytest.approx(closed_forms.k_batch_async_staleness(3, 5), rel=BOUND)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_asynchronous(kind: str) -> None:
     found = simulated("asynchronous", 8, kind, spread_of_last(kind, 1, 1))
-    assert found.update_s == pytest.approx(stragglers.asynchronous_s(distribution(kind), 8), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.asynchronous_s(distribution(kind), 8), rel=BOUND)
     assert found.staleness == pytest.approx(7, rel=BOUND)
     assert (found.batches, found.discarded) == (1, 0)
 
@@ -114,14 +113,14 @@ def test_backups(backups: int) -> None:
     k = 4 - backups
     found = simulated(f"synchronous:backups={backups}", 4, EXPONENTIAL, spread_of_last(EXPONENTIAL, k, 4))
     # K-sync's updates are sums of fewer of the same exponential waits, and so vary more
-    assert found.update_s == pytest.approx(stragglers.backups_s(Exponential(2.0), backups, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.backups_s(Exponential(2.0), backups, 4), rel=BOUND)
     assert found.batches == 4 - backups
     assert 0 < found.discarded < backups / 4
 
 
 def test_stale_synchronous_without_slack_is_synchronous() -> None:
     found = simulated("stale-synchronous:bound=0", 4, EXPONENTIAL)
-    assert found.step_s(4) == pytest.approx(stragglers.synchronous_s(Exponential(2.0), 4), rel=2 * BOUND)
+    assert found.step_s(4) == pytest.approx(closed_forms.synchronous_s(Exponential(2.0), 4), rel=2 * BOUND)
     # 25,000 rounds of 4 updates: a standard error of 0.4 %
 
 
@@ -161,7 +160,7 @@ def test_own_steps_of_other_distributions_are_simulated() -> None:
 
 def test_own_steps() -> None:
     found = pace(parse("local-steps:period=4"), 3, Exponential(2.0), updates=UPDATES // 4)
-    assert found.update_s == pytest.approx(stragglers.local_steps_s(Exponential(2.0), 4, 3), rel=BOUND)
+    assert found.update_s == pytest.approx(closed_forms.local_steps_s(Exponential(2.0), 4, 3), rel=BOUND)
     assert found.batches == 12
 
 
@@ -258,7 +257,7 @@ def test_without_delays_nobody_waits_for_long() -> None:
 
 def test_thousands_of_replicas_are_told_by_equations() -> None:
     found = waiting("synchronous", 4096, 1.0, "fraction=1 exponential:mean=0.1")
-    assert found.step_s(4096) == pytest.approx(1 + 0.1 * stragglers.harmonic(4096))
+    assert found.step_s(4096) == pytest.approx(1 + 0.1 * closed_forms.harmonic(4096))
     stale = waiting("stale-synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1")
     assert 1.1 < stale.step_s(1024) < waiting("synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1").step_s(1024)
 
@@ -295,8 +294,8 @@ def test_the_same_seed_gives_the_same_pace() -> None:
 
 def test_pace_needs_no_torch() -> None:
     """In an interpreter of its own, for this one has torch."""
-    modules = ["clusters.collectives", "shapes.products", "pacing.pace", "pacing.stragglers"]
-    used = "paceline.plan.pacing.pace.waiting('synchronous', 2, 0.1); print('torch' in sys.modules)"
-    program = f"import sys; import {', '.join(f'paceline.plan.{each}' for each in modules)}; {used}"
+    modules = ["collective_times", "shapes.gemm_time", "policies", "closed_forms"]
+    used = "paceline.planner.policies.waiting('synchronous', 2, 0.1); print('torch' in sys.modules)"
+    program = f"import sys; import {', '.join(f'paceline.planner.{each}' for each in modules)}; {used}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.partition import balanced, slowest
+from paceline.core.partitioning import balanced, slowest
 
 
 def best_of_all(seconds: list[int], turns: tuple[int, ...]) -> float:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.partition import balanced, slowest
-from paceline.plan.partition_unlike import balanced_unlike
+from paceline.core.partitioning import balanced, balanced_unlike, slowest
 
 ROWS = st.integers(1, 4).flatmap(
     lambda parts: st.integers(parts, 8).flatmap(

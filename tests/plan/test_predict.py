@@ -12,20 +12,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.calibration import work
-from paceline.plan.calibration.calibrate_memory import Room
-from paceline.plan.calibration.cases import Case
-from paceline.plan.calibration.corrections import Corrections
-from paceline.plan.calibration.frameworks import precision
-from paceline.plan.calibration.published import shape
-from paceline.plan.calibration.rows import GIB, Row, read
-from paceline.plan.predict import OUTCOMES, Foreteller, blank, fits, main
+from paceline.planner.calibration import rows
+from paceline.planner.calibration.calibrate_memory import Room
+from paceline.planner.calibration.corrections import Case, Corrections
+from paceline.planner.calibration.row_shapes import precision, shape
+from paceline.planner.calibration.rows import GIB, PublishedRow, read
+from paceline.planner.predict import OUTCOMES, RowPredictor, blank, fits, main
 from tests.plan.published_rows import COLUMNS, grid, row, timed
 
 ROOT = Path(__file__).parents[2] / "src"
 
 
-def write(path: Path, rows: list[Row]) -> Path:
+def write(path: Path, rows: list[PublishedRow]) -> Path:
     """A CSV file with all columns of all rows."""
     columns = list(dict.fromkeys(column for each in rows for column in each.told))
     with path.open("w", newline="") as file:
@@ -39,19 +37,23 @@ def write(path: Path, rows: list[Row]) -> Path:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Times and, of some, memory."""
     rows = timed(grid(), Corrections(host=1.3))
-    told = [Row({**each.told, "mem_gib": "12" if at % 4 == 0 else ""}) for at, each in enumerate(rows)]
+    told = [PublishedRow({**each.told, "mem_gib": "12" if at % 4 == 0 else ""}) for at, each in enumerate(rows)]
     return write(tmp_path_factory.mktemp("rows") / "measured.csv", told)
 
 
 STRANGE = [
     row("plain", model="gpt-12-1024", layers=12, hidden=1024, n_devices=8, dp=8, tp=1, pp=1, mbs=2, ga=4, gbs=64),
-    Row({"row_id": "nothing"}),
-    Row({"row_id": "parameters alone", "n_params": "7e9", "gbs": "64", "n_devices": "16"}),
-    Row({"row_id": "device of no family", "hw": "Abacus 2", "n_params": "7e9", "seq": "2048", "n_devices": "64"}),
-    Row(
+    PublishedRow({"row_id": "nothing"}),
+    PublishedRow({"row_id": "parameters alone", "n_params": "7e9", "gbs": "64", "n_devices": "16"}),
+    PublishedRow(
+        {"row_id": "device of no family", "hw": "Abacus 2", "n_params": "7e9", "seq": "2048", "n_devices": "64"}
+    ),
+    PublishedRow(
         {"row_id": "mixture", "model": "Qwen9_30B_a3B", "hw": "DGX-B200", "n_devices": "8", "seq": "4096", "gbs": "512"}
     ),
-    Row({"row_id": "images", "model": "resnet50v1.5", "hw": "A100-80GB", "n_devices": "8", "precision": "tf32"}),
+    PublishedRow(
+        {"row_id": "images", "model": "resnet50v1.5", "hw": "A100-80GB", "n_devices": "8", "precision": "tf32"}
+    ),
     row("a new framework", framework="Later/9.9", layers=12, hidden=1024, n_devices=8, gbs=64, mbs="", zero=""),
     row("not divisible", layers=7, hidden=1000, heads=16, n_devices=8, tp=8, pp=3, gbs=3, mbs=2),
     row("experts", model="DeepSeekV3", n_devices=256, ep=32, tp=1, pp=2, vpp=8, gbs=4096, mbs=1, framework="NeMo"),
@@ -83,10 +85,10 @@ def test_answers_are_numbers_above_0(written: dict[str, dict[str, str]], name: s
 
 
 def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = Row({**STRANGE[0].told, **dict.fromkeys(OUTCOMES, "1"), "status": "oom"})
+    told = PublishedRow({**STRANGE[0].told, **dict.fromkeys(OUTCOMES, "1"), "status": "oom"})
     lines = []
-    for rows in ([STRANGE[0]], [told]):
-        assert main([str(write(measured.parent / "one.csv", rows)), "--calibrate", str(measured)]) == 0
+    for table in ([STRANGE[0]], [told]):
+        assert main([str(write(measured.parent / "one.csv", table)), "--calibrate", str(measured)]) == 0
         lines.append(capsys.readouterr().out)
     assert lines[0] == lines[1]
     assert lines[0].endswith(",ok\n")
@@ -95,8 +97,8 @@ def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest
 def test_a_device_with_less_memory_than_is_needed_is_foretold(
     measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [Row({**each.told, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
-    named = [Row({**each.told, "row_id": str(at)}) for at, each in enumerate(rows)]
+    rows = [PublishedRow({**each.told, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
+    named = [PublishedRow({**each.told, "row_id": str(at)}) for at, each in enumerate(rows)]
     assert main([str(write(measured.parent / "small.csv", named)), "--calibrate", str(measured)]) == 0
     status = [line.rsplit(",", 1)[1] for line in capsys.readouterr().out.splitlines()[1:]]
     assert status == ["ok"] * 4 + ["oom"] * 4
@@ -129,14 +131,14 @@ CELLS = ("", "0", "1", "3", "16", "0.5", "64", "4096", "fp8", "full", "A100", "?
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_stands_in_cells_has_an_answer_or_a_reason(foreteller: Foreteller, data: st.DataObject) -> None:
+def test_whatever_stands_in_cells_has_an_answer_or_a_reason(foreteller: RowPredictor, data: st.DataObject) -> None:
     columns = data.draw(st.dictionaries(st.sampled_from(sorted(STRANGE[0].told)), st.sampled_from(CELLS), max_size=4))
-    asked = Row({**data.draw(st.sampled_from(STRANGE)).told, **columns, "row_id": "a"})
+    asked = PublishedRow({**data.draw(st.sampled_from(STRANGE)).told, **columns, "row_id": "a"})
     reason = _refusal(foreteller, asked)
     assert not reason or reason.startswith("row a: ")
 
 
-def _refusal(foreteller: Foreteller, asked: Row) -> str:
+def _refusal(foreteller: RowPredictor, asked: PublishedRow) -> str:
     """Empty where there is an answer."""
     try:
         line, forecast = foreteller.line(asked), foreteller.times.forecast(blank(asked))
@@ -149,8 +151,8 @@ def _refusal(foreteller: Foreteller, asked: Row) -> str:
 
 
 @pytest.fixture(scope="module")
-def foreteller(measured: Path) -> Foreteller:
-    return Foreteller.of(read(measured))
+def foreteller(measured: Path) -> RowPredictor:
+    return RowPredictor.of(read(measured))
 
 
 def test_a_calibration_without_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -165,10 +167,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    modules = (
-        "predict calibration.calibrate shapes.shape_file shapes.described clusters.devices clusters.cluster_file cost"
-    )
-    lines = [f"import paceline.plan.{name}" for name in modules.split()]
+    modules = "predict calibration.calibrate shapes.shape_file devices cluster_file cost"
+    lines = [f"import paceline.planner.{name}" for name in modules.split()]
     lines += ["import sys", "sys.exit('torch' in sys.modules)"]
     found = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"PYTHONPATH": str(ROOT)}, timeout=60)
     assert found.returncode == 0
@@ -193,8 +193,8 @@ def test_without_layers_it_has_megatrons_shape_of_so_many_parameters() -> None:
 
 @pytest.mark.parametrize("text", ["", " ", "nan", "NaN", "n/a"])
 def test_what_tables_write_for_nothing_is_nothing(text: str) -> None:
-    assert Row({"mbs": text}).number("mbs") is None
-    assert Row({"recompute": text}).text("recompute") == ""
+    assert PublishedRow({"mbs": text}).number("mbs") is None
+    assert PublishedRow({"recompute": text}).text("recompute") == ""
 
 
 def test_replicas_count_devices_where_nobody_did() -> None:
@@ -237,17 +237,17 @@ def test_doubtful_rows_are_those_that_leave_a_pipeline_open() -> None:
 
 
 def test_operations_of_a_model_are_what_other_rows_tell() -> None:
-    told = Row({"model": "M", "n_devices": "2", "samples_per_s": "4", "tflops_per_dev": "1", "seq": "10"})
-    assert work.flops(Row({"model": "m", "seq": "20"}), work.rates([told])) == 2e12 / 40 * 20
+    told = PublishedRow({"model": "M", "n_devices": "2", "samples_per_s": "4", "tflops_per_dev": "1", "seq": "10"})
+    assert rows.flops(PublishedRow({"model": "m", "seq": "20"}), rows.rates([told])) == 2e12 / 40 * 20
 
 
 def test_a_device_of_80_gb_has_80_gib_and_one_that_is_not_told_all_that_it_may_have() -> None:
-    assert fits(Row({"gpu_mem_gb": "80"}), Room(80 * GIB, 0, 0))
-    assert not fits(Row({"gpu_mem_gb": "80"}), Room(80.1 * GIB, 0, 0))
-    assert fits(Row({"hw": "A100"}), Room(85 * GIB, 75 * GIB, 0))
-    assert not fits(Row({"hw": "A100"}), Room(95 * GIB, 81 * GIB, 0))
+    assert fits(PublishedRow({"gpu_mem_gb": "80"}), Room(80 * GIB, 0, 0))
+    assert not fits(PublishedRow({"gpu_mem_gb": "80"}), Room(80.1 * GIB, 0, 0))
+    assert fits(PublishedRow({"hw": "A100"}), Room(85 * GIB, 75 * GIB, 0))
+    assert not fits(PublishedRow({"hw": "A100"}), Room(95 * GIB, 81 * GIB, 0))
 
 
 def test_precisions_are_known_by_part_of_their_names() -> None:
-    assert precision(Row({"precision": "float8-rowwise"})) == "fp8-mixed"
-    assert blank(Row(COLUMNS | {"row_id": "a", "step_time_s": "3"})).step_s is None
+    assert precision(PublishedRow({"precision": "float8-rowwise"})) == "fp8-mixed"
+    assert blank(PublishedRow(COLUMNS | {"row_id": "a", "step_time_s": "3"})).step_s is None

@@ -8,16 +8,15 @@ from torch import Tensor, nn
 
 from paceline import Program, show_shards
 from paceline.core.errors import InputError
-from paceline.engine.virtual.pieces.repeats import repeats_within
-from paceline.plan.host.dividing import division_of
-from paceline.plan.host.here import job_for
-from paceline.plan.host.outlined import outline, seconds_of, units_of
-from paceline.plan.host.probe import part
-from paceline.plan.host.profile import Division, Line, Unit
-from paceline.plan.host.profiling import flops_of, profile
+from paceline.engine.step_profile.compute import repeats_within
+from paceline.planner.program.closed_form import job_for
+from paceline.planner.program.graph_profile import division_of, outline, seconds_of, units_of
+from paceline.planner.program.profile import LineFit, Unit, UnitSharding
+from paceline.planner.program.profiler_worker import part
+from paceline.planner.program.profiling import flops_of, profile
 from paceline.replica.base import Batch
 from paceline.replica.pipeline.costs import Costs, measure
-from paceline.replica.pipeline.units import Units
+from paceline.replica.pipeline.cut_groups import Units
 
 
 class Tied(nn.Module):
@@ -87,11 +86,11 @@ def test_units_of_a_perceptron_in_numbers() -> None:
     """x (n × 8) → Linear(8, 16) → ReLU → Linear(16, 4) → loss, in numbers of 4 bytes."""
     first_, relu, last, loss = units_of(*units(program()))
     assert [each.parameters for each in (first_, relu, last, loss)] == [8 * 16 + 16, 0, 16 * 4 + 4, 0]
-    assert first_.saved == Line(0.0, 8 * 4)  # its input
-    assert relu.saved == Line(0.0, 16 * 4)  # what it has made, which the next one's weight gradient needs too
-    assert last.saved == Line()
-    assert [each.output for each in (first_, relu, last)] == [Line(0.0, n * 4) for n in (16, 16, 4)]
-    assert loss.output == Line()
+    assert first_.saved == LineFit(0.0, 8 * 4)  # its input
+    assert relu.saved == LineFit(0.0, 16 * 4)  # what it has made, which the next one's weight gradient needs too
+    assert last.saved == LineFit()
+    assert [each.output for each in (first_, relu, last)] == [LineFit(0.0, n * 4) for n in (16, 16, 4)]
+    assert loss.output == LineFit()
     assert [each.name for each in (first_, relu, last)] == ["0", "1", "2"]
 
 
@@ -112,7 +111,7 @@ def test_seconds_of_units_are_shares_of_what_passes_take() -> None:
         assert total == pytest.approx(seconds, rel=0.35)
 
 
-def divided(of: Program, shards: int = 2) -> tuple[Division, tuple[Unit, ...]]:
+def divided(of: Program, shards: int = 2) -> tuple[UnitSharding, tuple[Unit, ...]]:
     made = outline(of, of.build(), first(of), (shards,))
     costs = costs_of(made.units, first(of), (8,))
     return division_of(made.units, made.plans[shards], shards, costs[8], 8), units_of(made.units, costs)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.plan.shapes.products import Product, Products, fitted, product_s, relative_errors
+from paceline.planner.shapes.gemm_time import Product, Products, fitted, product_s, relative_errors
 
 H100_MULTIPROCESSORS = 132
 REAL = Products(2e14, 3e-6, 0.4, 108)

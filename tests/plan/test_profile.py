@@ -10,22 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.base import Arrangement
-from paceline.plan.host.profile import Line, kind
-from paceline.plan.host.profile_file import load, save, this_machine
+from paceline.planner.base import Arrangement
+from paceline.planner.program.profile import LineFit, kind, load, save, this_machine
 from tests.plan.profiles import PROFILE, uncut
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.sets(st.integers(1, 1000), min_size=2, max_size=5))
 def test_a_line_is_found_again(fixed: float, each: float, sizes: set[int]) -> None:
-    found = Line.through({size: fixed + each * size for size in sizes})
+    found = LineFit.through({size: fixed + each * size for size in sizes})
     for size in sizes:  # sums of a few doubles: their rounding, far below what is measured
         assert found.of(size) == pytest.approx(fixed + each * size, rel=1e-9, abs=1e-9)
 
 
 @given(st.dictionaries(st.integers(1, 1000), st.floats(0, 100), min_size=1, max_size=5))
 def test_no_line_is_below_zero_anywhere(points: dict[int, float]) -> None:
-    found = Line.through(points)
+    found = LineFit.through(points)
     assert found.fixed >= 0 <= found.each
 
 

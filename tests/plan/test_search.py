@@ -12,21 +12,20 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline import InputError, Program
-from paceline.core.columns import Columns
-from paceline.plan.base import Arrangement, Cost
-from paceline.plan.cluster import Cluster
-from paceline.plan.cost import cost
-from paceline.plan.division import division_of
-from paceline.plan.habits import Habits
-from paceline.plan.searching import carried
-from paceline.plan.searching.asked import Asked, Objective
-from paceline.plan.searching.candidates import arrangement, frames, options
-from paceline.plan.searching.known import Known
-from paceline.plan.searching.ranking import TIE, key, key_of, undominated
-from paceline.plan.searching.search import search
-from paceline.plan.searching.simulated import parts
+from paceline.api.train import check
+from paceline.core.mesh import StageReplicas
+from paceline.planner.base import Arrangement, Cost, OverlapModel
+from paceline.planner.cluster import Cluster
+from paceline.planner.cost import cost
+from paceline.planner.search import carried
+from paceline.planner.search.candidates import arrangement, frames, options
+from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.event_simulation import parts
+from paceline.planner.search.objective import Objective, Objectives
+from paceline.planner.search.ranking import TIE, key, key_of, undominated
+from paceline.planner.search.search import search
+from paceline.planner.stage_division import division_of
 from paceline.schedule import StageTimes, names, parse, simulate, timeline
-from paceline.train import check
 from tests.plan.plain_workload import Plain, cluster
 
 ALL = 10**6
@@ -73,7 +72,7 @@ def whole(shards: int, on: Cluster) -> bool:
     return on.hosts == 1 or on.devices_per_host % shards == 0 or shards % on.devices_per_host == 0
 
 
-def arrangements(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterator[Arrangement]:
+def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) -> Iterator[Arrangement]:
     """Every one that is carried."""
     schedules = [(each, 1) for each in ("1f1b", "gpipe", "zero-bubble", "sequential")]
     schedules += [("interleaved", v) for v in range(2, 9)]
@@ -92,9 +91,9 @@ def arrangements(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iter
                 yield made
 
 
-def enumerated(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterator[Arrangement]:
+def enumerated(workload: Plain, on: Cluster, asked: Objectives, batch: int) -> Iterator[Arrangement]:
     """What the search looks at, before it leaves out what can't be the best."""
-    known, cuts = Known.of(workload, on), frames(workload, on, asked, batch)
+    known, cuts = CostCache.of(workload, on), frames(workload, on, asked, batch)
     for frame in map(cuts.at, range(len(cuts))):
         for option in options(frame, on, asked):
             made = arrangement(frame, option, on, asked)
@@ -102,7 +101,7 @@ def enumerated(workload: Plain, on: Cluster, asked: Asked, batch: int) -> Iterat
                 yield made
 
 
-def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: Habits) -> Cost:
+def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: OverlapModel) -> Cost:
     """Closed forms, and where there are stages the schedule's own simulation."""
     closed = cost(workload, on, made, habits)
     if made.stages == 1:
@@ -111,7 +110,10 @@ def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: 
     each = parts(division.layers, division.cuts, made, on, habits).held_up()
     half = tuple(b / 2 for b in each.backward)
     text = f"interleaved:chunks={made.chunks}" if made.chunks > 1 else made.schedule
-    columns, times = Columns(made.copies) if made.copies else None, StageTimes(each.forward, half, half, each.transfer)
+    columns, times = (
+        StageReplicas(made.copies) if made.copies else None,
+        StageTimes(each.forward, half, half, each.transfer),
+    )
     if made.schedule in ("pipedream", "pipedream-2bw"):
         ends_s = made.micro_batches * period_s(times, made.stages)
     else:
@@ -129,7 +131,7 @@ def period_s(times: StageTimes, stages: int) -> float:
     return (ends[150] - ends[150 - 12 * 5]) / (12 * 5) / 1e9
 
 
-def best_of_all(workload: Plain, on: Cluster, asked: Asked, habits: Habits) -> float | None:
+def best_of_all(workload: Plain, on: Cluster, asked: Objectives, habits: OverlapModel) -> float | None:
     """The objective of the best, or None where nothing fits."""
     found = []
     for batch in asked.batches(workload):
@@ -156,26 +158,26 @@ CLUSTERS = st.builds(
     memory_bytes=st.sampled_from((30e3, 200e3, 1e9)),
     bytes_per_s=st.sampled_from((1e6, 1e9)),
 )
-HABITS = st.builds(Habits, overlap=st.sampled_from((0.0, 0.6)), send_overlap=st.sampled_from((0.0, 0.8)))
+HABITS = st.builds(OverlapModel, overlap=st.sampled_from((0.0, 0.6)), send_overlap=st.sampled_from((0.0, 0.8)))
 
 
 def test_nor_where_the_batch_may_vary() -> None:
     workload, on = Plain(milliseconds=(1.0, 2.0), fixed_ms=0.7, global_batch=2), cluster(per_host=2)
-    test_nothing_is_better_than_what_is_found.hypothesis.inner_test(workload, on, Habits(), "goodput")
+    test_nothing_is_better_than_what_is_found.hypothesis.inner_test(workload, on, OverlapModel(), "goodput")
 
 
 INTERLEAVED = Plain(milliseconds=(0.5,) * 4, parameters=100, saved_bytes=2000, output_bytes=1, global_batch=4)
 """Of which mini-batches of two hold least where stages have two chunks each."""
-TWICE_TWO, PLAIN = cluster(hosts=2, per_host=2, bytes_per_s=1e6), Habits(overlap=0.0, send_overlap=0.0)
+TWICE_TWO, PLAIN = cluster(hosts=2, per_host=2, bytes_per_s=1e6), OverlapModel(overlap=0.0, send_overlap=0.0)
 
 
 @settings(max_examples=25)
 @example(INTERLEAVED, TWICE_TWO, PLAIN, "memory")
 @given(INSTANCES, CLUSTERS, HABITS, st.sampled_from(("throughput", "memory")))
 def test_nothing_is_better_than_what_is_found(
-    workload: Plain, on: Cluster, habits: Habits, objective: Objective
+    workload: Plain, on: Cluster, habits: OverlapModel, objective: Objective
 ) -> None:
-    asked = Asked(objective=objective, noise_scale=10.0, simulated=ALL)
+    asked = Objectives(objective=objective, noise_scale=10.0, simulated=ALL)
     found = search(workload, on, asked, habits).plans
     best = best_of_all(workload, on, asked, habits)
     assert (best is None) == (not found)
@@ -187,8 +189,8 @@ def test_nothing_is_better_than_what_is_found(
 @settings(max_examples=15)
 @example(INTERLEAVED, TWICE_TWO, PLAIN)
 @given(INSTANCES, CLUSTERS, HABITS)
-def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Cluster, habits: Habits) -> None:
-    asked, batch = Asked(simulated=ALL), workload.global_batch
+def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Cluster, habits: OverlapModel) -> None:
+    asked, batch = Objectives(simulated=ALL), workload.global_batch
 
     def found(made: Arrangement) -> tuple[float, float]:
         each = by_the_obvious_way(made, workload, on, habits)
@@ -204,9 +206,9 @@ def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Clus
 
 @settings(max_examples=25)
 @given(INSTANCES, CLUSTERS, HABITS)
-def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, habits: Habits) -> None:
+def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, habits: OverlapModel) -> None:
     """With room for few, the same as the first of all."""
-    few, all_ = (Asked(simulated=count) for count in (1, ALL))
+    few, all_ = (Objectives(simulated=count) for count in (1, ALL))
     kept, first = search(workload, on, few, habits), search(workload, on, all_, habits)
     assert len(kept.plans) == min(1, len(first.plans))
     if kept.plans:
@@ -217,10 +219,12 @@ def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, habits:
 def test_all_that_is_proposed_is_carried() -> None:
     """By the engine that the plan names; nothing is started."""
     workload = Plain(milliseconds=(1.0, 2.0, 4.0, 1.0, 1.0, 1.0, 3.0, 1.0), parameters=16, global_batch=16)
-    hidden = Habits(send_overlap=1.0)  # so that 1F1B waits for messages where GPipe does not
-    found = search(workload, cluster(hosts=2, per_host=4), Asked(simulated=3000), hidden).plans
-    counted = search(workload, cluster(per_host=2), Asked("goodput", 20.0, simulated=ALL, replicas=1), hidden).plans
-    little = search(workload, cluster(hosts=2, per_host=4), Asked("memory", simulated=3000), hidden).plans
+    hidden = OverlapModel(send_overlap=1.0)  # so that 1F1B waits for messages where GPipe does not
+    found = search(workload, cluster(hosts=2, per_host=4), Objectives(simulated=3000), hidden).plans
+    counted = search(
+        workload, cluster(per_host=2), Objectives("goodput", 20.0, simulated=ALL, replicas=1), hidden
+    ).plans
+    little = search(workload, cluster(hosts=2, per_host=4), Objectives("memory", simulated=3000), hidden).plans
     streams = (plan for plan in counted if plan.cost.staleness and plan.arrangement.samples == 16)
     found = (*found, *little, *streams)
     model = [layer for _ in range(4) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU())]
@@ -254,7 +258,7 @@ def kind(made: Arrangement) -> tuple[object, ...]:
 def test_stages_may_have_different_shards() -> None:
     """Three workers for four layers, none of which may be cut into three: two have three halves, one a whole."""
     workload = Plain(global_batch=1, most_shards=2)
-    best = search(workload, cluster(per_host=3), Asked("memory")).plans[0]
+    best = search(workload, cluster(per_host=3), Objectives("memory")).plans[0]
     assert best.strategy is not None
     assert (best.strategy.stages, best.strategy.shards, best.cost.cut) == (2, (1, 2), (1,))
     assert [held.parameters for held in best.cost.held] == [4 * 1000, 3 * 4 * 500]
@@ -263,16 +267,16 @@ def test_stages_may_have_different_shards() -> None:
 def test_streams_compete_where_stale_samples_count_for_what_they_are_worth() -> None:
     """Sums over replicas take longer than computing; with much noise weights may be old, without any they may not."""
     workload, on = Plain(parameters=10**5, output_bytes=1, most_shards=1), cluster(memory_bytes=1e9, latency_s=0.0)
-    noisy, exact = (search(workload, on, Asked("goodput", x)).plans[0] for x in (1e12, 0.0))
+    noisy, exact = (search(workload, on, Objectives("goodput", x)).plans[0] for x in (1e12, 0.0))
     assert noisy.cost.staleness > 0 == exact.cost.staleness
     assert noisy.arrangement.schedule.startswith("pipedream")
-    throughput = search(workload, on, Asked(simulated=ALL)).plans
+    throughput = search(workload, on, Objectives(simulated=ALL)).plans
     assert {plan.cost.staleness for plan in throughput} == {0.0}  # nobody would tell what that costs
 
 
 def test_who_computes_nothing_again_is_not_left_out_for_one_who_does() -> None:
     """Updating so many parameters takes longer than computing: divided, with forward once more, it is done sooner."""
-    known = Known.of(Plain(parameters=10**6), cluster(memory_bytes=1e9, bytes_per_s=1e12))
+    known = CostCache.of(Plain(parameters=10**6), cluster(memory_bytes=1e9, bytes_per_s=1e12))
     once, again = (
         known.plan(replace(Arrangement(2, micro_batch=4), recompute=recompute, divided=divided))
         for recompute, divided in (("none", 0), ("full", 1))
@@ -291,7 +295,7 @@ def test_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
         global_batch_size=16,
     )
     workload = Plain(milliseconds=(1.0, 1.0), global_batch=16)
-    found = search(workload, cluster(per_host=4), Asked(simulated=1000, engine="distributed")).plans
+    found = search(workload, cluster(per_host=4), Objectives(simulated=1000, engine="distributed")).plans
     assert {plan.arrangement.divided for plan in found} == {0, 1, 3}
     for plan in found:
         assert plan.strategy is not None
@@ -304,7 +308,7 @@ def test_under_torchrun_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_gpus_do_not_have_yet_is_proposed_only_when_asked_for() -> None:
     workload, on = Plain(), cluster()
     on = replace(on, device=replace(on.device, kind="cuda"))
-    built, all_ = (search(workload, on, Asked(unbuilt=unbuilt, simulated=ALL)).plans for unbuilt in (False, True))
+    built, all_ = (search(workload, on, Objectives(unbuilt=unbuilt, simulated=ALL)).plans for unbuilt in (False, True))
     assert all(plan.arrangement.shards == 1 and plan.arrangement.divided == 0 for plan in built)
     assert any(plan.arrangement.shards > 1 for plan in all_)
     assert {plan.strategy.device for plan in built if plan.strategy} == {"cuda"}
@@ -316,7 +320,7 @@ def test_nothing_fits() -> None:
 
 def test_batches_that_go_with_replicas() -> None:
     """Of one replica 8 samples: 4 replicas make 32 of them in no more time than one."""
-    best = search(Plain(), cluster(bytes_per_s=1e12, latency_s=0.0), Asked(fixed="replica")).plans[0]
+    best = search(Plain(), cluster(bytes_per_s=1e12, latency_s=0.0), Objectives(fixed="replica")).plans[0]
     assert best.arrangement.samples == 8 * best.arrangement.replicas
     assert best.arrangement.replicas == 4
 
@@ -325,7 +329,8 @@ def test_goodput_prefers_a_batch_as_large_as_its_noise_allows() -> None:
     """A fixed part of 10 ms a step favours large batches; a small noise scale says that they are worth little."""
     workload, on = Plain(fixed_ms=10.0), cluster(per_host=1, memory_bytes=1e9)
     small, large = (
-        search(workload, on, Asked(objective="goodput", noise_scale=x)).plans[0].arrangement.samples for x in (1, 1e5)
+        search(workload, on, Objectives(objective="goodput", noise_scale=x)).plans[0].arrangement.samples
+        for x in (1, 1e5)
     )
     assert small < large
 
@@ -342,10 +347,10 @@ def test_goodput_prefers_a_batch_as_large_as_its_noise_allows() -> None:
 )
 def test_refusals(words: dict[str, object], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        Asked(**words)  # type: ignore[arg-type]
+        Objectives(**words)  # type: ignore[arg-type]
 
 
 def test_no_torch() -> None:
-    code = "import sys, paceline.plan.searching.search; print('torch' in sys.modules)"
+    code = "import sys, paceline.planner.search.search; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.stdout.strip() == "False", done.stderr

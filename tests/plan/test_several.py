@@ -7,16 +7,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.plan.answers.several import Job, partitions, shared
-from paceline.plan.searching.asked import Asked
-from paceline.plan.searching.search import search
+from paceline.planner.multi_job import SharedJob, partitions, shared
+from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import search
 from tests.plan.plain_workload import Plain, cluster
 
 
-def best_of_all(jobs: list[Job], workers: int) -> float:
+def best_of_all(jobs: list[SharedJob], workers: int) -> float:
     """Every job is dealt a group, every group a number of workers; a group takes turns."""
     took = {
-        (place, count): search(job.workload, cluster(per_host=workers), Asked(workers=count)).plans[0].cost.step_s
+        (place, count): search(job.workload, cluster(per_host=workers), Objectives(workers=count)).plans[0].cost.step_s
         for place, job in enumerate(jobs)
         for count in range(1, workers + 1)
     }
@@ -34,7 +34,7 @@ def best_of_all(jobs: list[Job], workers: int) -> float:
 
 JOBS = st.lists(
     st.builds(
-        Job,
+        SharedJob,
         st.just("one"),
         st.builds(
             Plain,
@@ -51,7 +51,7 @@ JOBS = st.lists(
 
 @settings(max_examples=10)
 @given(JOBS, st.integers(1, 4))
-def test_no_other_way_is_done_sooner(jobs: list[Job], workers: int) -> None:
+def test_no_other_way_is_done_sooner(jobs: list[SharedJob], workers: int) -> None:
     found = shared(jobs, cluster(per_host=workers)).best
     assert found is not None
     assert found.seconds == pytest.approx(best_of_all(jobs, workers), rel=1e-9)  # the same few sums in another order
@@ -60,7 +60,7 @@ def test_no_other_way_is_done_sooner(jobs: list[Job], workers: int) -> None:
 
 
 def test_models_that_gain_nothing_from_more_workers_are_split() -> None:
-    alone = Job("alone", Plain(milliseconds=(1.0,), global_batch=1, most_shards=1))
+    alone = SharedJob("alone", Plain(milliseconds=(1.0,), global_batch=1, most_shards=1))
     found = shared([alone, alone], cluster(per_host=2))
     assert str(found.best) == "split"
     assert found.turns is not None
@@ -70,7 +70,7 @@ def test_models_that_gain_nothing_from_more_workers_are_split() -> None:
 def test_models_that_gain_all_take_turns_or_do_as_well() -> None:
     """Twice the workers, half the time, with nothing to say to each other: turns and a split end together."""
     free = cluster(per_host=4, bytes_per_s=1e15, latency_s=0.0)
-    job = Job("free", Plain(parameters=0))
+    job = SharedJob("free", Plain(parameters=0))
     found = shared([job, job], free)
     assert found.turns is not None
     assert found.split is not None
@@ -79,13 +79,13 @@ def test_models_that_gain_all_take_turns_or_do_as_well() -> None:
 
 
 def test_a_model_that_fits_nowhere() -> None:
-    found = shared([Job("large", Plain(parameters=10**9)), Job("small", Plain())], cluster())
+    found = shared([SharedJob("large", Plain(parameters=10**9)), SharedJob("small", Plain())], cluster())
     assert (found.best, found.turns, found.split) == (None, None, None)
 
 
 def test_too_many() -> None:
     with pytest.raises(InputError, match="7 models, but 1 to 6"):
-        shared([Job("one", Plain())] * 7, cluster())
+        shared([SharedJob("one", Plain())] * 7, cluster())
 
 
 @given(st.integers(0, 6))

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.plan.shapes.shape import Shape
-from paceline.plan.shapes.shape_file import Job, read
+from paceline.planner.shapes.shape import Shape
+from paceline.planner.shapes.shape_file import ShapeJob, read
 
 LLAMA = {"tied": False, "gated": True, "positions": False}
 PUBLISHED = [
@@ -101,7 +101,7 @@ def test_a_file_says_model_and_training(tmp_path) -> None:
     path = tmp_path / "small.toml"
     path.write_text(MODEL + 'tied = false\n[train]\nglobal_batch = 16\nprecision = "fp32"\noptimizer = "sgd"\n')
     shape = Shape(2, 8, 2, tied=False, name="small")
-    assert read(path) == Job(shape, 16, "fp32", "sgd")
+    assert read(path) == ShapeJob(shape, 16, "fp32", "sgd")
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_a_file_says_model_and_training(tmp_path) -> None:
 )
 def test_what_a_file_says_wrongly_is_refused(text: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        Job.from_toml(text)
+        ShapeJob.from_toml(text)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path) -> None:

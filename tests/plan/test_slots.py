@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.plan.base import Arrangement
-from paceline.plan.searching.simulated import Parts, by_events_s, steps_s
-from paceline.plan.searching.slots import Rhythm
+from paceline.planner.base import Arrangement
+from paceline.planner.search.event_simulation import Parts, Rhythm, by_events_s, steps_s
 
 SHORT = st.sampled_from((0.25, 1.0, 1.0, 1.001, 3.0))
 """Many alike, some hardly apart, so that what holds a pipeline up changes late."""

@@ -13,10 +13,9 @@ from paceline.clock import Distribution, parse
 from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.plan.pacing import how_many, stragglers
-from paceline.plan.pacing.order_statistics import alike, erlang, expected_s
-from paceline.plan.pacing.quadrature import integral
-from paceline.plan.pacing.stragglers import order_statistic_s
+from paceline.planner import closed_forms
+from paceline.planner.closed_forms import order_statistic_s
+from paceline.planner.order_statistics import alike, erlang, expected_s, integral
 
 KINDS = (
     "0.3",
@@ -99,7 +98,7 @@ def test_tails_too_heavy_for_a_mean_have_none(shape: float, k: int, infinite: bo
 
 def test_many_replicas_are_no_harder() -> None:
     exponential = Exponential(1.0)
-    assert integrated_s(exponential, 10_000, 10_000) == pytest.approx(stragglers.harmonic(10_000), rel=INTEGRATED)
+    assert integrated_s(exponential, 10_000, 10_000) == pytest.approx(closed_forms.harmonic(10_000), rel=INTEGRATED)
 
 
 def test_integrals_that_are_known() -> None:
@@ -120,13 +119,13 @@ def test_integrals_that_are_known() -> None:
 @given(st.integers(1, 12), st.floats(0.1, 10))
 def test_waiting_for_all_and_for_one(replicas: int, mean: float) -> None:
     exponential = Exponential(mean)
-    assert stragglers.k_sync_s(exponential, 1, replicas) == pytest.approx(mean / replicas)
-    assert stragglers.k_async_s(exponential, 1, replicas) == pytest.approx(
-        stragglers.asynchronous_s(exponential, replicas)
+    assert closed_forms.k_sync_s(exponential, 1, replicas) == pytest.approx(mean / replicas)
+    assert closed_forms.k_async_s(exponential, 1, replicas) == pytest.approx(
+        closed_forms.asynchronous_s(exponential, replicas)
     )
-    assert stragglers.synchronous_s(exponential, replicas) == stragglers.k_sync_s(exponential, replicas, replicas)
-    assert stragglers.backups_s(exponential, 0, replicas) == pytest.approx(
-        stragglers.synchronous_s(exponential, replicas)
+    assert closed_forms.synchronous_s(exponential, replicas) == closed_forms.k_sync_s(exponential, replicas, replicas)
+    assert closed_forms.backups_s(exponential, 0, replicas) == pytest.approx(
+        closed_forms.synchronous_s(exponential, replicas)
     )
 
 
@@ -134,52 +133,54 @@ def test_waiting_for_all_and_for_one(replicas: int, mean: float) -> None:
 def test_who_cancels_is_quicker_than_who_lets_late_ones_finish(replicas: int, backups: int) -> None:
     backups = min(backups, replicas - 1)
     exponential = Exponential(1.0)
-    cancelled = stragglers.k_sync_s(exponential, replicas - backups, replicas)
-    finished = stragglers.backups_s(exponential, backups, replicas)
-    assert cancelled < finished < stragglers.synchronous_s(exponential, replicas - backups) + 1.0
+    cancelled = closed_forms.k_sync_s(exponential, replicas - backups, replicas)
+    finished = closed_forms.backups_s(exponential, backups, replicas)
+    assert cancelled < finished < closed_forms.synchronous_s(exponential, replicas - backups) + 1.0
 
 
 def test_two_replicas_with_a_backup_by_hand() -> None:
     """One late, one at work: 1/2 until one is done; half the time it is the late one, and then two are at work: 1/2."""
-    assert stragglers.backups_s(Exponential(1.0), 1, 2) == pytest.approx(0.5 + 0.5 * 0.5)
+    assert closed_forms.backups_s(Exponential(1.0), 1, 2) == pytest.approx(0.5 + 0.5 * 0.5)
 
 
 def test_published_times_for_sixteen_replicas() -> None:
     """1803.01113's model, P = 16: K-sync waits H_16 - H_8 for 8 of them, K-async of shifted times less than that."""
-    assert stragglers.k_sync_s(Exponential(1.0), 8, 16) == pytest.approx(0.662872, abs=1e-6)
-    assert stragglers.k_sync_s(ShiftedExponential(1.0, 0.5), 8, 16) == pytest.approx(1.331436, abs=1e-6)
-    assert stragglers.k_batch_async_s(ShiftedExponential(1.0, 0.5), 8, 16) == 0.75
-    assert stragglers.k_batch_sync_s(Exponential(1.0), 8, 16) == 0.5
+    assert closed_forms.k_sync_s(Exponential(1.0), 8, 16) == pytest.approx(0.662872, abs=1e-6)
+    assert closed_forms.k_sync_s(ShiftedExponential(1.0, 0.5), 8, 16) == pytest.approx(1.331436, abs=1e-6)
+    assert closed_forms.k_batch_async_s(ShiftedExponential(1.0, 0.5), 8, 16) == 0.75
+    assert closed_forms.k_batch_sync_s(Exponential(1.0), 8, 16) == 0.5
 
 
 def test_equal_times_go_in_step() -> None:
     equal = Constant(2.0)
-    assert [stragglers.k_async_s(equal, k, 8) for k in (1, 2, 3, 5, 8)] == [0.25, 0.5, 1.0, 2.0, 2.0]
-    assert [stragglers.k_batch_sync_s(equal, k, 8) for k in (1, 8, 9, 17)] == [2.0, 2.0, 4.0, 6.0]
+    assert [closed_forms.k_async_s(equal, k, 8) for k in (1, 2, 3, 5, 8)] == [0.25, 0.5, 1.0, 2.0, 2.0]
+    assert [closed_forms.k_batch_sync_s(equal, k, 8) for k in (1, 8, 9, 17)] == [2.0, 2.0, 4.0, 6.0]
 
 
 @pytest.mark.parametrize("period", [1, 4, 32])
 def test_own_steps_even_times_out(period: int) -> None:
     exponential = Exponential(1.0)
-    found = stragglers.local_steps_s(exponential, period, 8)
+    found = closed_forms.local_steps_s(exponential, period, 8)
     drawn = np.random.default_rng(0).exponential(1.0, (40_000, 8, period)).sum(axis=2).max(axis=1)
     assert abs(found - drawn.mean()) <= 4 * drawn.std() / math.sqrt(len(drawn))
-    assert period <= found <= period * stragglers.synchronous_s(exponential, 8) * (1 + 1e-9)
+    assert period <= found <= period * closed_forms.synchronous_s(exponential, 8) * (1 + 1e-9)
 
 
 def test_a_shift_is_taken_once_a_step() -> None:
-    without, shifted = (stragglers.local_steps_s(d, 5, 4) for d in (Exponential(1.0), ShiftedExponential(0.5, 1.0)))
+    without, shifted = (closed_forms.local_steps_s(d, 5, 4) for d in (Exponential(1.0), ShiftedExponential(0.5, 1.0)))
     assert shifted == pytest.approx(without + 5 * 0.5)
-    assert expected_s(4, [erlang(4, 0.0, 1.0, 1)]) == pytest.approx(stragglers.harmonic(4))
+    assert expected_s(4, [erlang(4, 0.0, 1.0, 1)]) == pytest.approx(closed_forms.harmonic(4))
 
 
 @given(st.integers(1, 20), st.integers(1, 20))
 def test_staleness_and_freshness_meet_at_their_ends(k: int, replicas: int) -> None:
     k = min(k, replicas)
-    assert stragglers.k_async_staleness(replicas, replicas) == 0
-    assert stragglers.k_async_staleness(1, replicas) == stragglers.k_batch_async_staleness(1, replicas) == replicas - 1
-    assert stragglers.k_async_fresh(replicas, replicas) == 1
-    assert stragglers.k_async_staleness(k, replicas) <= stragglers.k_batch_async_staleness(k, replicas)
+    assert closed_forms.k_async_staleness(replicas, replicas) == 0
+    assert (
+        closed_forms.k_async_staleness(1, replicas) == closed_forms.k_batch_async_staleness(1, replicas) == replicas - 1
+    )
+    assert closed_forms.k_async_fresh(replicas, replicas) == 1
+    assert closed_forms.k_async_staleness(k, replicas) <= closed_forms.k_batch_async_staleness(k, replicas)
 
 
 # -------------------------------------------------------------------------------------------------- stale-synchronous
@@ -189,7 +190,7 @@ def test_staleness_and_freshness_meet_at_their_ends(k: int, replicas: int) -> No
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 10**6))
 def test_nobody_is_further_ahead_than_the_bound(replicas: int, bound: int, seed: int) -> None:
     times = np.random.default_rng(seed).exponential(1.0, (30, replicas))
-    found = stragglers.stale_synchronous(times, bound)
+    found = closed_forms.stale_synchronous(times, bound)
     assert np.allclose(found.end_s - found.begin_s, times)
     for clock in range(bound + 1, 30):
         assert (found.begin_s[clock] >= found.end_s[clock - 1 - bound].max()).all()
@@ -199,10 +200,10 @@ def test_nobody_is_further_ahead_than_the_bound(replicas: int, bound: int, seed:
 
 def test_bounds_go_from_lockstep_to_free_running() -> None:
     times = np.random.default_rng(0).exponential(1.0, (50, 6))
-    lockstep, free = (stragglers.stale_synchronous(times, bound).end_s for bound in (0, 50))
+    lockstep, free = (closed_forms.stale_synchronous(times, bound).end_s for bound in (0, 50))
     assert lockstep[-1].max() == pytest.approx(times.max(axis=1).sum())
     assert np.allclose(free, np.cumsum(times, axis=0))
-    ends = [stragglers.stale_synchronous(times, bound).end_s[-1].max() for bound in range(8)]
+    ends = [closed_forms.stale_synchronous(times, bound).end_s[-1].max() for bound in range(8)]
     assert ends == sorted(ends, reverse=True)
 
 
@@ -210,16 +211,16 @@ def test_bounds_go_from_lockstep_to_free_running() -> None:
 
 
 def test_backups_pay_where_a_few_are_very_late() -> None:
-    assert how_many.best_backups(Constant(1.0), 16)[0] == 0
-    assert how_many.best_backups(ShiftedExponential(1.0, 0.02), 16)[0] == 0
-    late = [how_many.best_backups(ShiftedExponential(1.0, mean), 16)[0] for mean in (0.1, 0.5, 2.0)]
+    assert closed_forms.best_backups(Constant(1.0), 16)[0] == 0
+    assert closed_forms.best_backups(ShiftedExponential(1.0, 0.02), 16)[0] == 0
+    late = [closed_forms.best_backups(ShiftedExponential(1.0, mean), 16)[0] for mean in (0.1, 0.5, 2.0)]
     assert late == sorted(late)
     assert late[-1] > late[0] >= 1
 
 
 def test_backups_are_the_best_of_all_choices() -> None:
     distribution, noise = parse("lognormal:median=1,sigma=0.7"), 20
-    backups, update_s = how_many.best_backups(distribution, 12, lambda k: 1 + noise / k)
+    backups, update_s = closed_forms.best_backups(distribution, 12, lambda k: 1 + noise / k)
     whole = {b: order_statistic_s(distribution, 12 - b, 12) * (1 + noise / (12 - b)) for b in range(12)}
     assert backups == min(whole, key=lambda b: whole[b])
     assert update_s == order_statistic_s(distribution, 12 - backups, 12)
@@ -227,13 +228,13 @@ def test_backups_are_the_best_of_all_choices() -> None:
 
 @given(st.integers(1, 8), st.integers(1, 10**6))
 def test_adasync_solves_its_equation_and_never_waits_for_fewer(initial: int, ratio: int) -> None:
-    k = how_many.adasync_k(initial, ratio, 8)
+    k = closed_forms.adasync_k(initial, ratio, 8)
     assert initial <= k <= 8
     if initial < k < 7:  # the root lies between k and k + 1
         wanted = initial**2 / (8 - initial) * ratio
         assert k**2 / (8 - k) <= wanted * (1 + 1e-9)
         assert (k + 1) ** 2 / (8 - (k + 1)) > wanted * (1 - 1e-9)
-    by_batches = how_many.adasync_k(initial, ratio, 8, batches=True)
+    by_batches = closed_forms.adasync_k(initial, ratio, 8, batches=True)
     assert by_batches == max(initial, min(8, math.isqrt(initial**2 * ratio)))
 
 
@@ -243,16 +244,16 @@ def test_adasync_solves_its_equation_and_never_waits_for_fewer(initial: int, rat
         lambda: order_statistic_s(Constant(1.0), 0, 4),
         lambda: order_statistic_s(Constant(1.0), 5, 4),
         lambda: expected_s(3, [alike(2, Constant(1.0))]),
-        lambda: stragglers.k_batch_sync_s(Exponential(1.0), 0, 4),
-        lambda: stragglers.k_batch_sync_s(ShiftedExponential(1.0, 1.0), 2, 4),
-        lambda: stragglers.k_async_s(ShiftedExponential(1.0, 1.0), 2, 4),
-        lambda: stragglers.local_steps_s(parse("normal:mean=1,std=1"), 2, 4),
-        lambda: stragglers.backups_s(ShiftedExponential(1.0, 1.0), 2, 4),
-        lambda: stragglers.backups_s(Exponential(1.0), 4, 4),
-        lambda: stragglers.stale_synchronous(np.ones(3), 1),
-        lambda: stragglers.stale_synchronous(np.ones((3, 2)), -1),
-        lambda: how_many.adasync_k(2, 0.0, 4),
-        lambda: how_many.adasync_k(5, 1.0, 4),
+        lambda: closed_forms.k_batch_sync_s(Exponential(1.0), 0, 4),
+        lambda: closed_forms.k_batch_sync_s(ShiftedExponential(1.0, 1.0), 2, 4),
+        lambda: closed_forms.k_async_s(ShiftedExponential(1.0, 1.0), 2, 4),
+        lambda: closed_forms.local_steps_s(parse("normal:mean=1,std=1"), 2, 4),
+        lambda: closed_forms.backups_s(ShiftedExponential(1.0, 1.0), 2, 4),
+        lambda: closed_forms.backups_s(Exponential(1.0), 4, 4),
+        lambda: closed_forms.stale_synchronous(np.ones(3), 1),
+        lambda: closed_forms.stale_synchronous(np.ones((3, 2)), -1),
+        lambda: closed_forms.adasync_k(2, 0.0, 4),
+        lambda: closed_forms.adasync_k(5, 1.0, 4),
     ],
 )
 def test_what_has_no_answer_is_refused(call: Callable[[], object]) -> None:

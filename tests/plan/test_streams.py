@@ -6,7 +6,7 @@ from math import lcm
 
 import pytest
 
-from paceline.plan.streams import STREAMS, micro_batch_s, stage_staleness, staleness, versions
+from paceline.planner.stage_division import STREAMS, micro_batch_s, stage_staleness, staleness, versions
 from paceline.schedule import StageTimes, parse, timeline
 
 CASES = 40

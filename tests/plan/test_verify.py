@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
-from paceline import Strategy, verification
-from paceline.verification import LEAST_STEPS, MOST_STEPS, Verified, run_in_turns, steps_of
+from paceline import Strategy
+from paceline.api import plan_verification
+from paceline.api.plan_verification import LEAST_STEPS, MOST_STEPS, Verified, run_in_turns, steps_of
 from tests.plan.test_by_pieces import of_kind
 from tests.plan.test_probe import program
 
@@ -26,7 +27,7 @@ def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pyt
         ran.append(str(strategy))
         return Ran(0.001 * len(ran))
 
-    monkeypatch.setattr(verification, "train", train)
+    monkeypatch.setattr(plan_verification, "train", train)
     one, other = of_kind("alone"), of_kind("replicas")
     found = run_in_turns([one, other], program(), rounds=3, progress=False)
     first, second = str(one.strategy), str(other.strategy)
@@ -38,7 +39,7 @@ def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pyt
 
 
 def test_ctrl_c_ends_more_than_the_run_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "train", lambda *what, **words: Ran(0.001, interrupted=True))
+    monkeypatch.setattr(plan_verification, "train", lambda *what, **words: Ran(0.001, interrupted=True))
     with pytest.raises(KeyboardInterrupt):
         run_in_turns([of_kind("alone")], program(), progress=False)
 
@@ -53,16 +54,16 @@ def test_a_line_says_predicted_and_measured() -> None:
 
 def test_runs_are_as_long_as_they_have_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = of_kind("replicas")
-    monkeypatch.setattr(verification, "RUN_S", 100 * plan.cost.step_s)
+    monkeypatch.setattr(plan_verification, "RUN_S", 100 * plan.cost.step_s)
     assert steps_of(plan) == 100
-    monkeypatch.setattr(verification, "RUN_S", 0.0)
+    monkeypatch.setattr(plan_verification, "RUN_S", 0.0)
     assert steps_of(plan) == LEAST_STEPS
-    monkeypatch.setattr(verification, "RUN_S", 1e9)
+    monkeypatch.setattr(plan_verification, "RUN_S", 1e9)
     assert steps_of(plan) == MOST_STEPS
 
 
 @pytest.mark.timeout(240.0)  # runs in processes that each import torch
 def test_real_runs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verification, "RUN_S", 0.0)
+    monkeypatch.setattr(plan_verification, "RUN_S", 0.0)
     (found,) = run_in_turns([of_kind("alone")], program(), rounds=1, progress=False)
     assert found.step_s > 0 < found.held_bytes[0]

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 from paceline import InputError
-from paceline.core.order import Order
+from paceline.core.data_order import DataOrder
 from paceline.replica.base import Batch
 from paceline.replica.batches import as_batch, fetcher, stream
 from tests.engine import programs
@@ -25,7 +25,7 @@ class Numbers(Dataset[Any]):
 
 
 TENSORS = (torch.arange(10), -torch.arange(10))
-ORDER = Order(samples=10, batch_size=3, replicas=3, seed=1)
+ORDER = DataOrder(samples=10, batch_size=3, replicas=3, seed=1)
 """An epoch is one full round and one in which a single sample is left."""
 
 

@@ -7,13 +7,12 @@ import torch
 from torch import nn
 
 from paceline import Program
-from paceline.comm.spill import Spill
+from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
-from paceline.replica.built import built
-from paceline.replica.capture import capture
-from paceline.replica.selfcheck import check
-from paceline.replica.state import Layout, digest_of
-from paceline.replica.undisturbed import tensors_of
+from paceline.replica.capture.capture import capture
+from paceline.replica.capture.verify import check
+from paceline.replica.flat_state import FlatLayout, digest_of
+from paceline.replica.module_utils import materialize, tensors_of
 
 WIDTH = 512
 """A weight of this many rows and columns is as large as what may lie on disk has to be."""
@@ -50,9 +49,9 @@ def mapped() -> int:
 
 def test_it_has_the_same_bits_and_ties(program: Program) -> None:
     before = mapped()
-    module, plain = built(program, Spill(roomy_bytes=0)), program.build()
+    module, plain = materialize(program, SpillAllocator(roomy_bytes=0)), program.build()
     assert mapped() - before == 2, "the tied weight and the mask; a third tensor is somebody else's as well"
-    layout = Layout.of(plain, ("mask",))
+    layout = FlatLayout.of(plain, ("mask",))
     assert digest_of(module, layout) == digest_of(plain, layout)
     assert isinstance(module, Model)
     assert module.second.weight is module.first.weight
@@ -61,7 +60,7 @@ def test_it_has_the_same_bits_and_ties(program: Program) -> None:
 
 def test_nothing_is_left_behind(program: Program) -> None:
     before = mapped()
-    module = built(program, Spill(roomy_bytes=0))
+    module = materialize(program, SpillAllocator(roomy_bytes=0))
     del module
     assert mapped() == before
     program.build()
@@ -69,8 +68,8 @@ def test_nothing_is_left_behind(program: Program) -> None:
 
 
 def test_gradients_are_compared_one_by_one_on_disk_too(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.replica.selfcheck.Spill", lambda: Spill(roomy_bytes=0))
-    module, inputs = built(program, Spill(roomy_bytes=0)), torch.randn(4, WIDTH)
+    monkeypatch.setattr("paceline.replica.capture.verify.SpillAllocator", lambda: SpillAllocator(roomy_bytes=0))
+    module, inputs = materialize(program, SpillAllocator(roomy_bytes=0)), torch.randn(4, WIDTH)
     module.first.weight.grad = mine = torch.ones_like(module.first.weight)
     captured = capture(module, inputs)
     assert module.first.weight.grad is mine, "what was there is there again"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from paceline.program import call, leaves, map_tree
-from paceline.replica.capture import Captured, capture
+from paceline.replica.capture.capture import Captured, capture
 from tests.zoo import SAMPLES, ZOO, Job, gpt2, installed, masked, tied
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
-from paceline.replica import exported
-from paceline.replica.capture import capture, check
-from paceline.replica.undisturbed import tensors_of
+from paceline.replica.capture import export
+from paceline.replica.capture.capture import capture, check
+from paceline.replica.module_utils import tensors_of
 
 
 class Model(nn.Module):
@@ -227,7 +227,7 @@ def test_sizes_that_cannot_be_left_open_are_said_where_another_comes(monkeypatch
             raise RuntimeError("too many open sizes")
         return torch.export.export(module, args, dynamic_shapes=dynamic_shapes, strict=strict)
 
-    monkeypatch.setattr(exported, "export", refusing)
+    monkeypatch.setattr(export, "export", refusing)
     captured = capture(model(halves), numbers(6, 8, 4))
     captured.flat(numbers(3, 8, 4))
     with pytest.raises(

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.core.errors import InputError
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 
 
 def numbers(*shape: int) -> Tensor:

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from paceline import InputError, Program, Strategy
 from paceline.replica.base import Batch
-from paceline.replica.hybrid.division import divided
-from paceline.replica.pipeline.preparation import prepared
-from paceline.replica.tensor.layouts import Layout, Owned, Split
-from paceline.replica.tensor.preparation import to_itself
+from paceline.replica.hybrid import divided
+from paceline.replica.pipeline.prepare import prepared
+from paceline.replica.tensor.placements import Layout, OnRank, Shard
+from paceline.replica.tensor.prepare import to_itself
 from paceline.shard_rules import ShardRules
 
 
@@ -50,14 +50,14 @@ def test_each_part_is_divided_for_itself() -> None:
     assert {name.partition(".")[0] for name in second} == {"2", "4"}
     weights = [how for part in (first, second) for name, how in part.items() if name.endswith("weight")]
     assert len(weights) == 5
-    assert all(isinstance(how, Split) for how in weights)
+    assert all(isinstance(how, Shard) for how in weights)
 
 
 def test_a_pattern_is_for_the_parts_that_it_fits() -> None:
     first, second = lies({"1.b*": "branch", "4": "whole"})
-    assert {first["1.b1.weight"], first["1.b2.weight"]} == {Owned(0), Owned(1)}
-    assert not isinstance(second["4.weight"], (Split, Owned))
-    assert isinstance(second["2.weight"], Split)
+    assert {first["1.b1.weight"], first["1.b2.weight"]} == {OnRank(0), OnRank(1)}
+    assert not isinstance(second["4.weight"], (Shard, OnRank))
+    assert isinstance(second["2.weight"], Shard)
 
 
 def test_a_pattern_that_fits_no_part_is_refused() -> None:
@@ -68,4 +68,4 @@ def test_a_pattern_that_fits_no_part_is_refused() -> None:
 def test_a_stage_of_one_worker_is_left_as_it_is() -> None:
     first, second = lies({"4": "column"}, counts=(1, 2))
     assert first == {}
-    assert isinstance(second["4.weight"], Split)
+    assert isinstance(second["4.weight"], Shard)

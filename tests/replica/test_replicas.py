@@ -13,21 +13,20 @@ from torch.optim import SGD, Adam
 
 from paceline import Program
 from paceline.core.delta import Keep, Mix, Replace
-from paceline.replica.autograd import Autograd, step_seed
 from paceline.replica.base import Batch, finite
 from paceline.replica.batches import EMPTY
-from paceline.replica.own_steps import OwnSteps, WritesInPlace
-from paceline.replica.single import Single
-from paceline.replica.state import Layout, State, read
+from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.local_sgd import LocalSGD, WritesInPlace
+from paceline.replica.single import Autograd, Single, step_seed
 from tests import oracle
 from tests.engine import programs
 
 ROUNDING = 1e-14
 
 
-def autograd(program: Program, replica: int = 0, buffers: tuple[str, ...] = ()) -> tuple[Autograd, State]:
+def autograd(program: Program, replica: int = 0, buffers: tuple[str, ...] = ()) -> tuple[Autograd, FlatState]:
     module = oracle.Plain(program).module
-    layout = Layout.of(module, buffers)
+    layout = FlatLayout.of(module, buffers)
     return Autograd(program, module, layout, replica, "cpu"), read(module, layout.new())
 
 
@@ -36,7 +35,7 @@ def batch(program: Program, *indices: int) -> Batch:
     return Batch(inputs[list(indices)], targets[list(indices)], len(indices))
 
 
-def same(state: State, expected: oracle.Values, bound: float = ROUNDING) -> None:
+def same(state: FlatState, expected: oracle.Values, bound: float = ROUNDING) -> None:
     for name, value in state.named():
         torch.testing.assert_close(value, expected[name], rtol=bound, atol=bound)
 
@@ -126,7 +125,7 @@ def test_own_steps(optimizer: Any, rule: Any, alpha: float, distance: bool) -> N
     """Two rounds of two steps, between which A has moved elsewhere."""
     program = programs.program(optimizer=optimizer, clip_norm=0.5)
     mine, state = autograd(program)
-    replica, plain = OwnSteps(program, mine, rule, distance=distance), oracle.Plain(program)
+    replica, plain = LocalSGD(program, mine, rule, distance=distance), oracle.Plain(program)
     out = state.layout.new()
     for round_ in range(2):
         replica.adopt(state)
@@ -146,7 +145,7 @@ def test_own_steps(optimizer: Any, rule: Any, alpha: float, distance: bool) -> N
 def test_own_steps_begin_anew_after_what_is_not_finite() -> None:
     program = programs.program(optimizer=functools.partial(Adam, lr=0.01))
     mine, state = autograd(program)
-    replica = OwnSteps(program, mine, Mix(0.5), distance=True)
+    replica = LocalSGD(program, mine, Mix(0.5), distance=True)
     out = state.layout.new()
     replica.adopt(state)
     good = batch(program, 1, 2)

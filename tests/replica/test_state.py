@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import InputError
-from paceline.replica.state import Layout, read, write
+from paceline.replica.flat_state import FlatLayout, read, write
 from tests.engine import programs
 
 
@@ -30,7 +30,7 @@ RUNNING = ("mean", "count", "mask")
 
 
 def test_what_trains_is_laid_out_once_by_dtype() -> None:
-    layout = Layout.of(Mixed(), RUNNING)
+    layout = FlatLayout.of(Mixed(), RUNNING)
     names = [[e.name for e in block.entries] for block in (*layout.parameters, *layout.buffers)]
     assert names == [["scale"], ["none", "linear.weight", "linear.bias"], ["mean"], ["count"], ["mask"]]
     assert [b.elements for b in layout.parameters] == [1, 8]
@@ -38,14 +38,14 @@ def test_what_trains_is_laid_out_once_by_dtype() -> None:
 
 
 def test_entries_tile_their_vector() -> None:
-    for block in Layout.of(Mixed(), RUNNING).parameters:
+    for block in FlatLayout.of(Mixed(), RUNNING).parameters:
         edges = [(e.start, e.stop) for e in block.entries]
         assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
         assert all(stop - start == e.shape.numel() for (start, stop), e in zip(edges, block.entries, strict=True))
 
 
 def test_two_processes_lay_out_alike() -> None:
-    assert Layout.of(Mixed(), RUNNING) == Layout.of(Mixed(), reversed(RUNNING))
+    assert FlatLayout.of(Mixed(), RUNNING) == FlatLayout.of(Mixed(), reversed(RUNNING))
 
 
 def test_what_is_read_can_be_written_back() -> None:
@@ -55,7 +55,7 @@ def test_what_is_read_can_be_written_back() -> None:
             tensor.copy_(
                 torch.rand_like(tensor, dtype=torch.float64) > 0.5 if tensor.dtype is torch.bool else tensor + 1
             )
-    state = read(source, Layout.of(source, RUNNING).new())
+    state = read(source, FlatLayout.of(source, RUNNING).new())
     write(target, state)
     changed = {*dict(source.named_parameters()), *RUNNING} - {"frozen", "constant"}
     for name, value in (*source.named_parameters(), *source.named_buffers()):
@@ -64,7 +64,7 @@ def test_what_is_read_can_be_written_back() -> None:
 
 
 def test_views_are_the_vectors_own_memory() -> None:
-    state = read(Mixed(), Layout.of(Mixed(), RUNNING).new())
+    state = read(Mixed(), FlatLayout.of(Mixed(), RUNNING).new())
     views = dict(state.named())
     views["linear.bias"].fill_(9)
     assert state.parameters[1].tolist()[6:8] == [9, 9]
@@ -73,7 +73,7 @@ def test_views_are_the_vectors_own_memory() -> None:
 
 
 def test_a_clone_is_apart_and_a_copy_follows() -> None:
-    state = read(Mixed(), Layout.of(Mixed(), RUNNING).new())
+    state = read(Mixed(), FlatLayout.of(Mixed(), RUNNING).new())
     other = state.clone()
     assert other.digest() == state.digest()
     state.buffers[0].add_(1)
@@ -84,7 +84,7 @@ def test_a_clone_is_apart_and_a_copy_follows() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_any_dtype_has_a_digest(dtype: torch.dtype) -> None:
     model = programs.mlp(dtype)
-    state = read(model, Layout.of(model).new())
+    state = read(model, FlatLayout.of(model).new())
     assert len(state.digest()) == 64
 
 
@@ -95,10 +95,10 @@ def test_memory_may_come_from_elsewhere() -> None:
         asked.append((elements, dtype))
         return torch.zeros(elements, dtype=dtype)
 
-    Layout.of(Mixed(), RUNNING).new(allocate)
+    FlatLayout.of(Mixed(), RUNNING).new(allocate)
     assert asked == [(1, torch.float64), (8, torch.float32), (3, torch.float32), (1, torch.int64), (2, torch.bool)]
 
 
 def test_a_model_with_nothing_to_train() -> None:
     with pytest.raises(InputError, match=r"no parameter to train .* unfreeze a layer"):
-        Layout.of(nn.Linear(2, 2).requires_grad_(False))
+        FlatLayout.of(nn.Linear(2, 2).requires_grad_(False))

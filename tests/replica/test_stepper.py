@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica.state import Layout, State
-from paceline.replica.stepper import Stepper
+from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_state import FlatLayout, FlatState
 
 OPTIMIZERS = {
     "plain": functools.partial(torch.optim.SGD, lr=0.1),
@@ -16,7 +16,7 @@ OPTIMIZERS = {
 }
 
 
-def filled(layout: Layout, seed: int) -> State:
+def filled(layout: FlatLayout, seed: int) -> FlatState:
     made, draw = layout.new(), torch.Generator().manual_seed(seed)
     for vector in made.parameters:
         vector.normal_(generator=draw)
@@ -28,9 +28,9 @@ def filled(layout: Layout, seed: int) -> State:
 def test_tensor_by_tensor_is_as_all_at_once(name: str, weight: float) -> None:
     """Of two dtypes, with a gradient that is laid out otherwise."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 7).double())
-    layout = Layout.of(model)
+    layout = FlatLayout.of(model)
     states = [filled(layout, 1) for _ in range(2)]
-    whole, apart = (Stepper(OPTIMIZERS[name], None, state, layout.new()) for state in states)
+    whole, apart = (FlatOptimizer(OPTIMIZERS[name], None, state, layout.new()) for state in states)
     for step in range(3):
         gradient = filled(layout, 2 + step)
         pieces = [p.t().contiguous().t() if p.dim() == 2 else p.clone() for p in gradient.views.parameters]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comparison import Comparison
-from paceline.core.records import Account, Departure, Record, WorkerFigures
+from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
 from paceline.metrics.summary import summarize
 from paceline.run import Run
 from paceline.strategy import Strategy
@@ -31,7 +31,7 @@ def run(text: str = SWITCHING, seed: int = 0, *, traced: bool = True) -> Run:
     """One run of a strategy above."""
     random_ = random.Random(f"{text} {seed}")
     threshold = 8 if text == SYNCHRONOUS else 1
-    left = [Departure(3, "killed by SIGKILL", 7.4)] if (text, seed) == (SWITCHING, 1) else []
+    left = [ReplicaExit(3, "killed by SIGKILL", 7.4)] if (text, seed) == (SWITCHING, 1) else []
     spans = _spans(text, random_) if traced else []
     luck = random_.uniform(0.85, 1.15)
     history = [_record(text, k, threshold, luck, random_) for k in range(21)]
@@ -59,7 +59,7 @@ def _record(text: str, k: int, threshold: int, luck: float, random_: random.Rand
     return Record(time_s, updates, gradients, threshold, staleness, 0.95 * loss, loss, accuracy)
 
 
-def _account(text: str, last: Record, left: Sequence[Departure], random_: random.Random) -> Account:
+def _account(text: str, last: Record, left: Sequence[ReplicaExit], random_: random.Random) -> Account:
     histogram = Counter(0 if text == SYNCHRONOUS else round(random_.gammavariate(8, 7 / 8)) for _ in range(2000))
     busy = [1.0 if text != SYNCHRONOUS or r % 2 else 0.45 + 0.1 * random_.random() for r in range(8)]
     steps = [int(last.gradients / 8 * (1 if text == SYNCHRONOUS else 0.6 + 0.8 * (r % 2 == 0))) for r in range(8)]

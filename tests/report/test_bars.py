@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.report.bars import _binned, _reach
+from paceline.report.figures import _binned, _reach
 
 
 def test_bars_reach_to_where_99_percent_lie() -> None:

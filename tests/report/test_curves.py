@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from paceline.core.records import Record
-from paceline.report.curves import band
-from paceline.report.stretch import step_s, swimlanes
+from paceline.report.figures import band
+from paceline.report.page import step_s, swimlanes
 from paceline.trace.spans import SERVER, Span
 from tests.report.plausible import ASYNCHRONOUS, SYNCHRONOUS, run
 

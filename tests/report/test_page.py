@@ -12,10 +12,10 @@ import pytest
 
 from paceline.comparison import Comparison
 from paceline.core.errors import InputError
-from paceline.core.records import STATISTICS, Departure
+from paceline.core.records import STATISTICS, ReplicaExit
 from paceline.report import write_report
+from paceline.report.inputs import Source, sections
 from paceline.report.page import page
-from paceline.report.sources import Source, sections
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.strategy import Strategy
 from tests.report.plausible import ASYNCHRONOUS, SWITCHING, SYNCHRONOUS, comparison, run
@@ -126,7 +126,7 @@ def test_what_users_wrote_is_escaped(tmp_path: Path) -> None:
     evil = '<script>alert("x")</script>&$x_1$'
     summary = run().summary | {"notes": {evil: evil}, "interrupted": True, "nonfinite": 3}
     made = replace(
-        run(), program_name=evil, strategy=f"aggregation={evil}", summary=summary, left=[Departure(0, evil, 1.0)]
+        run(), program_name=evil, strategy=f"aggregation={evil}", summary=summary, left=[ReplicaExit(0, evil, 1.0)]
     )
     found = Page(
         write(tmp_path, Comparison({f"aggregation={evil}": [made], SYNCHRONOUS: [run(SYNCHRONOUS)]}, SYNCHRONOUS))

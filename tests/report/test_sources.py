@@ -6,7 +6,7 @@ import pytest
 
 from paceline.comparison import Comparison
 from paceline.core.errors import InputError
-from paceline.report.sources import PALETTE, Source, sections
+from paceline.report.inputs import PALETTE, Source, sections
 from tests.report.plausible import ASYNCHRONOUS, SWITCHING, SYNCHRONOUS, comparison, run
 
 

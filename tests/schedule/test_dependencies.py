@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.columns import Columns
 from paceline.core.errors import InputError
+from paceline.core.mesh import StageReplicas
 from paceline.schedule import Dependencies, Need, StageTimes, draw, parse, simulate, timeline
 from tests.schedule.schedule_values import FLUSHING, cases
 
@@ -76,7 +76,7 @@ def test_those_who_take_turns_at_a_branch() -> None:
     part 3   |      F0F1F2F3B3--B2--B1--B0--            |
     """
     times = StageTimes((1.0, 2.0, 1.0, 1.0), (1.0, 2.0, 1.0, 1.0), (1.0, 2.0, 1.0, 1.0))
-    spans = simulate(parse("gpipe"), times, 4, 4, Columns((1, 2, 1, 1)), Dependencies.parse(4, FORK))
+    spans = simulate(parse("gpipe"), times, 4, 4, StageReplicas((1, 2, 1, 1)), Dependencies.parse(4, FORK))
     ends = {(s.stage, s.shard, s.action, s.micro_batch): s.end_ns // S for s in spans}
     assert [ends[1, i % 2, "forward", i] for i in range(4)] == [3, 4, 5, 6]
     assert [ends[3, 0, "forward", i] for i in range(4)] == [4, 5, 6, 7]

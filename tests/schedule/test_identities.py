@@ -9,12 +9,11 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.core.columns import Columns
-from paceline.plan.base import Arrangement
-from paceline.plan.cost import bubble_s
-from paceline.plan.division import Stage, busiest
-from paceline.plan.held import in_flight as foretold_in_flight
-from paceline.plan.sizes import turns
+from paceline.core.mesh import StageReplicas
+from paceline.planner.base import Arrangement
+from paceline.planner.cost import bubble_s
+from paceline.planner.cost import in_flight as foretold_in_flight
+from paceline.planner.stage_division import Stage, busiest, turns
 from paceline.schedule import Schedule, StageTimes, in_flight, parse, timeline
 
 PAIRS = 200
@@ -42,7 +41,7 @@ def times(parts: int, forward_ns: float, backward_ns: float) -> StageTimes:
     return StageTimes.equal(parts, forward=forward_ns / 1e9, backward_input=half, backward_weight=half)
 
 
-def makespan_s(schedule: Schedule, times: StageTimes, p: int, m: int, columns: Columns | None = None) -> float:
+def makespan_s(schedule: Schedule, times: StageTimes, p: int, m: int, columns: StageReplicas | None = None) -> float:
     return max(each.end_ns for each in timeline(schedule, times, p, m, columns)) / 1e9
 
 
@@ -139,7 +138,7 @@ def test_what_those_hold_who_take_turns(text: str) -> None:
     rng = random.Random(8)
     for p, m, _, _ in drawn(8):
         copies = tuple(rng.randint(1, 4) for _ in range(p))
-        held = [in_flight(parse(text), stage, p, m, Columns(copies)) for stage in range(p)]
+        held = [in_flight(parse(text), stage, p, m, StageReplicas(copies)) for stage in range(p)]
         assert [foretold_in_flight(arranged(text, p, m, copies=copies), stage) for stage in range(p)] == held
 
 
@@ -187,7 +186,7 @@ def taking_turns(text: str) -> list[float]:
         copies = tuple(rng.randint(1, 3) for _ in range(p))
         forward = [share * count for share, count in zip(shares, copies, strict=True)]
         planned = planned_s(row(forward, [2 * f for f in forward]), arranged(text, p, m, copies=copies))
-        simulated = makespan_s(parse(text), StageTimes(*(tuple(forward),) * 3), p, m, Columns(copies))
+        simulated = makespan_s(parse(text), StageTimes(*(tuple(forward),) * 3), p, m, StageReplicas(copies))
         found.append(planned / simulated - 1)
     return found
 

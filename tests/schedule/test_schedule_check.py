@@ -4,7 +4,7 @@ import pytest
 
 from paceline.core.errors import InputError
 from paceline.schedule import Action, Dependencies, Schedule, StageTimes, check, in_flight, simulate
-from paceline.schedule.walk import makes, needs
+from paceline.schedule.check import makes, needs
 from tests.schedule.schedule_values import Scripted, Split, Streaming
 
 SOUND = [

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.metrics.utilisation import utilisation
+from paceline.metrics.pipeline import utilisation
 from paceline.schedule import Schedule, StageTimes, Timed, draw, parse, simulate, timeline
 from tests.schedule.schedule_values import STREAMING, TEXTS, Scripted, cases
 

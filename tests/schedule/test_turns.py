@@ -7,26 +7,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.columns import Column, Columns
-from paceline.core.mesh import Mesh, Place
+from paceline.core.mesh import Coordinate, Mesh, StageReplica, StageReplicas
 from paceline.schedule import Action, Dependencies, Schedule, StageTimes, in_flight, names, parse, simulate, timeline
-from paceline.schedule.walk import walk
+from paceline.schedule.check import walk
 from tests.schedule.schedule_values import TEXTS
 
 TURNS = [text for text in TEXTS if parse(text).takes_turns]
 
 CHECK = settings(max_examples=60, deadline=None)
 
-columns_of = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple).map(Columns)
+columns_of = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple).map(StageReplicas)
 
 
 def length(text: str, times: StageTimes, micro_batches: int, copies: Sequence[int]) -> float:
     """Of a step, in seconds."""
-    spans = simulate(parse(text), times, times.parts, micro_batches, Columns(tuple(copies)))
+    spans = simulate(parse(text), times, times.parts, micro_batches, StageReplicas(tuple(copies)))
     return max(span.end_ns for span in spans) / 1e9
 
 
-def orders(schedule: Schedule, columns: Columns, micro_batches: int) -> list[list[Action]]:
+def orders(schedule: Schedule, columns: StageReplicas, micro_batches: int) -> list[list[Action]]:
     return [list(schedule.column(column, columns, micro_batches)) for column in columns]
 
 
@@ -37,17 +36,17 @@ def test_who_takes_turns() -> None:
 
 @CHECK
 @given(columns_of, st.integers(0, 50))
-def test_columns_are_numbered_stage_by_stage(columns: Columns, i: int) -> None:
+def test_columns_are_numbered_stage_by_stage(columns: StageReplicas, i: int) -> None:
     assert [columns.number(column) for column in columns] == list(range(len(columns)))
     assert list(map(columns.column, range(len(columns)))) == list(columns)
     for stage, count in enumerate(columns.copies):
-        assert columns.column(columns.of(stage, i)) == Column(stage, i % count)
-        assert list(columns.same(stage)) == [columns.number(Column(stage, copy)) for copy in range(count)]
+        assert columns.column(columns.of(stage, i)) == StageReplica(stage, i % count)
+        assert list(columns.same(stage)) == [columns.number(StageReplica(stage, copy)) for copy in range(count)]
 
 
 @CHECK
 @given(columns_of, st.integers(1, 3), st.integers(1, 2))
-def test_each_rank_is_one_shard_of_one_column(columns: Columns, shards: int, replicas: int) -> None:
+def test_each_rank_is_one_shard_of_one_column(columns: StageReplicas, shards: int, replicas: int) -> None:
     mesh = Mesh(replicas, tuple(n * shards for n in columns.copies), columns.copies)
     ranks = [rank for r in range(replicas) for column in columns for rank in mesh.column_ranks(r, column)]
     assert ranks == list(range(mesh.workers))
@@ -60,14 +59,14 @@ def test_one_column_at_each_stage_is_the_mesh_as_it_was() -> None:
     mesh = Mesh(2, (2, 1))
     assert [mesh.shard(mesh.place(rank)) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
     assert {mesh.column(mesh.place(rank)).copy for rank in range(6)} == {0}
-    assert mesh.column(Place(1, 1)) == Column(1, 0)
+    assert mesh.column(Coordinate(1, 1)) == StageReplica(1, 0)
 
 
 @pytest.mark.parametrize("text", TURNS)
 @CHECK
 @given(columns_of, st.integers(1, 24), st.data())
 def test_each_does_its_own_once_and_nobody_waits_for_ever(
-    text: str, columns: Columns, m: int, data: st.DataObject
+    text: str, columns: StageReplicas, m: int, data: st.DataObject
 ) -> None:
     """Also where the last micro-batches are left out, for a batch that is too small for all."""
     kept = data.draw(st.integers(1, m))
@@ -84,13 +83,13 @@ def test_each_does_its_own_once_and_nobody_waits_for_ever(
 @CHECK
 @given(st.integers(1, 5), st.integers(1, 12))
 def test_one_column_at_each_stage_is_the_schedule_as_it_was(text: str, p: int, m: int) -> None:
-    schedule, columns = parse(text), Columns((1,) * p)
+    schedule, columns = parse(text), StageReplicas((1,) * p)
     assert orders(schedule, columns, m) == [list(schedule.actions(worker, p, m)) for worker in range(p)]
 
 
 @CHECK
 @given(columns_of, st.integers(1, 60))
-def test_what_a_column_holds_under_1f1b(columns: Columns, m: int) -> None:
+def test_what_a_column_holds_under_1f1b(columns: StageReplicas, m: int) -> None:
     """All of a stage together: what the next holds, and one for each of its own; and no more than it is given."""
     window = 0
     for stage, count in reversed(list(enumerate(columns.copies))):
@@ -104,7 +103,7 @@ seconds = st.integers(1, 9).map(float)
 
 
 @st.composite
-def slow_stages(draw: st.DrawFn) -> tuple[StageTimes, Columns]:
+def slow_stages(draw: st.DrawFn) -> tuple[StageTimes, StageReplicas]:
     """Stages that take some time for forward, twice that for backward, and some columns at each."""
     columns = draw(columns_of)
     forward = tuple(draw(seconds) for _ in columns.copies)
@@ -114,7 +113,7 @@ def slow_stages(draw: st.DrawFn) -> tuple[StageTimes, Columns]:
 @CHECK
 @given(slow_stages(), st.integers(1, 40))
 def test_a_step_lasts_as_long_as_the_busiest_column_and_the_way_through(
-    case: tuple[StageTimes, Columns], m: int
+    case: tuple[StageTimes, StageReplicas], m: int
 ) -> None:
     """With all forward first, forward: a row of stages of n_s columns each; then the same back."""
     times, columns = case
@@ -128,7 +127,7 @@ def test_a_step_lasts_as_long_as_the_busiest_column_and_the_way_through(
 @CHECK
 @given(st.sampled_from(["gpipe", "1f1b"]), columns_of, st.integers(1, 12), seconds)
 def test_stages_that_take_n_times_the_time_with_n_columns_keep_the_pace(
-    text: str, columns: Columns, rounds: int, second: float
+    text: str, columns: StageReplicas, rounds: int, second: float
 ) -> None:
     """PipeDream's load balance: but for the way through, a step is as long as if all stages took the same."""
     copies = columns.copies
@@ -149,10 +148,10 @@ def test_twice_the_time_and_twice_the_workers(m: int, alone: float, turns: float
 
 
 def test_spans_say_which_of_a_stage() -> None:
-    spans = simulate(parse("1f1b"), StageTimes.equal(2), 2, 3, Columns((1, 2)))
+    spans = simulate(parse("1f1b"), StageTimes.equal(2), 2, 3, StageReplicas((1, 2)))
     assert {(s.stage, s.shard, s.micro_batch) for s in spans} == {
         *((0, 0, i) for i in range(3)),
         *((1, i % 2, i) for i in range(3)),
     }
-    found = list(timeline(parse("1f1b"), StageTimes.equal(2), 2, 3, Columns((1, 2))))
+    found = list(timeline(parse("1f1b"), StageTimes.equal(2), 2, 3, StageReplicas((1, 2))))
     assert {each.worker for each in found} == {0, 1, 2}

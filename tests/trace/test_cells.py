@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.trace import Span
-from paceline.trace.cells import innermost
+from paceline.trace.swimlane import innermost
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), max_size=8)
 

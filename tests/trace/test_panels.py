@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from paceline.trace import Panel, Span, panels_svg, panels_text
-from paceline.trace.drawing import COLOURS
+from paceline.trace.svg import COLOURS
 from tests.trace.conftest import span
 from tests.trace.test_picture import SVG, drawn, words
 

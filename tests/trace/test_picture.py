@@ -8,9 +8,8 @@ import pytest
 
 from paceline.core.errors import InputError
 from paceline.trace import ACTIONS, SERVER, Action, Span, svg
-from paceline.trace.boxes import boxes
-from paceline.trace.drawing import COLOURS
 from paceline.trace.lanes import Stretch
+from paceline.trace.svg import COLOURS, boxes
 
 SVG = "{http://www.w3.org/2000/svg}"
 CYCLE: list[Action] = ["pull", "forward", "backward", "push", "wait"]

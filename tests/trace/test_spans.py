@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
+from paceline.core.safe_files import replacing
 from paceline.trace import ACTIONS, Span, read_spans, write_spans
-from paceline.trace.files import replacing
 
 numbers = st.integers(0, 2**62)
 spans = st.builds(

@@ -5,9 +5,8 @@ from functools import cached_property
 from typing import Any, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Arrival, Combine, Need
-from paceline.aggregation.checks import choice, whole
 from paceline.aggregation.plateau import Plateau
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import choice, register, whole
 from paceline.aggregation.thresholds import Threshold
 from paceline.aggregation.throughput import Throughput
 

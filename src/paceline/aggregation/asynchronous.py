@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
-from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Release, combined
-from paceline.aggregation.buffer import updates
-from paceline.aggregation.checks import choice
-from paceline.aggregation.registry import register
+from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Release, combined, updates
+from paceline.aggregation.registry import choice, register
 from paceline.core.types import LeaveReason, ReplicaId, Version
 
 Damping: TypeAlias = Literal["none", "staleness"]

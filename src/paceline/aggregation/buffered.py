@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import final, get_args
 
-from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision
-from paceline.aggregation.buffer import Buffer
-from paceline.aggregation.checks import choice, flag, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision
+from paceline.aggregation.registry import choice, flag, register, whole
 from paceline.core.errors import InputError
 from paceline.core.types import LeaveReason, ReplicaId
 

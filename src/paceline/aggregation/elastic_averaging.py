@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release
-from paceline.aggregation.checks import number, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import number, register, whole
 from paceline.core.delta import Adopt, Delta, Distance, Mix
 from paceline.core.types import LeaveReason, ReplicaId
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from paceline.aggregation.base import Aggregation, Arrival, Decision, Need
-from paceline.aggregation.checks import flag, number, positive, whole
-from paceline.aggregation.registry import declare, register
+from paceline.aggregation.registry import declare, flag, number, positive, register, whole
 from paceline.aggregation.synchronous import Synchronous
 from paceline.core.delta import Change, Delta, Gradient
 from paceline.core.errors import InputError

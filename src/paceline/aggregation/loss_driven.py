@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.checks import positive, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import positive, register, whole
 from paceline.aggregation.thresholds import Threshold
 
 

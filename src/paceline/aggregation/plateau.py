@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.checks import number, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import number, register, whole
 from paceline.aggregation.thresholds import Sought
 
 _ROUNDS = 2

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
-from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Need
-from paceline.aggregation.buffer import Buffer, updates
-from paceline.aggregation.checks import choice, flag, positive
-from paceline.aggregation.registry import register
+from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision, Need, updates
+from paceline.aggregation.registry import choice, flag, positive, register
 from paceline.aggregation.thresholds import Function, PerLearningRate, Step, Threshold
 from paceline.core.errors import InputError
 from paceline.core.types import LeaveReason, ReplicaId

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, final, get_args
 
-from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard
-from paceline.aggregation.buffer import released
-from paceline.aggregation.checks import choice, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard, released
+from paceline.aggregation.registry import choice, register, whole
 from paceline.core.types import Clock, LeaveReason, ReplicaId
 
 

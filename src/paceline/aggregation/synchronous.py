@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import NamedTuple, final, get_args
 
-from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Discard, Release
-from paceline.aggregation.buffer import Buffer, updates
-from paceline.aggregation.checks import choice, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision, Discard, Release, updates
+from paceline.aggregation.registry import choice, register, whole
 from paceline.core.errors import InputError
 from paceline.core.types import LeaveReason, ReplicaId
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
 from paceline.aggregation.base import Arrival, Combine, Need
-from paceline.aggregation.checks import number, positive
-from paceline.aggregation.registry import declare, register
+from paceline.aggregation.registry import declare, number, positive, register
 from paceline.core.errors import InputError
 
 M = TypeVar("M")

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival
-from paceline.aggregation.checks import number, whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import number, register, whole
 from paceline.aggregation.thresholds import Sought
 from paceline.core.types import Seconds
 

@@ -5,8 +5,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from paceline.cli.console import end, print_json, session
 from paceline.cli.options import Json, ProgramName, Shared, with_shared
-from paceline.cli.session import end, print_json, session
 
 
 @with_shared
@@ -25,8 +25,8 @@ def compare(
 ) -> None:
     """Train PROGRAM under several strategies, from the same start and under the same budget."""
     with session(json_output=json):
-        from paceline.compare import compare
-        from paceline.engine.setup import tells
+        from paceline.api.compare import compare
+        from paceline.engine.run_context import tells
         from paceline.report import write_report
 
         tell = tells(shared.engine)

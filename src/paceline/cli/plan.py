@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from paceline.cli.console import FAILED, print_json, session
 from paceline.cli.options import Json
-from paceline.cli.session import FAILED, print_json, session
 from paceline.core.errors import InputError
 
 if TYPE_CHECKING:
-    from paceline.planning import Plans
+    from paceline.api.plan import Plans
 
 _HERE, _ASKED = "Where", "What for"
 
@@ -64,7 +64,7 @@ def plan(
 ) -> None:
     """Say which strategy trains PROGRAM best, how fast, how much memory it takes, and why."""
     with session(json_output=json):
-        from paceline.planning import plan
+        from paceline.api.plan import plan
 
         _refuse(programs, steps, verify)
         asked: dict[str, Any] = {"workers": workers, "cluster": cluster, "objective": objective}
@@ -94,12 +94,12 @@ def _refuse(programs: list[str], steps: list[int] | None, verify: int) -> None:
 def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], bool]:
     """Of a program by itself; printed here where it is not for JSON."""
     from paceline.cli.plan_tables import print_answer
-    from paceline.plan.answers.answer import answer
-    from paceline.plan.answers.json_form import answer_json
-    from paceline.plan.habits import Habits
+    from paceline.planner.answer import answer
+    from paceline.planner.base import OverlapModel
+    from paceline.planner.json_form import answer_json
 
     here = plans.profile is not None and plans.asked.engine == "local"
-    held = Habits(context_bytes=plans.plans[0].cost.most.context) if here and plans.plans else None
+    held = OverlapModel(context_bytes=plans.plans[0].cost.most.context) if here and plans.plans else None
     habits = plans.habits or held
     of = plans.workload, plans.cluster, plans.asked, habits, plans.known
     said = answer(plans.name, plans.plans, *of, measured=here)
@@ -114,11 +114,11 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
 
 def _several(found: "list[Plans]", steps: list[int] | None, *, json: bool) -> tuple[dict[str, Any], bool]:
     from paceline.cli.plan_tables import print_shared
-    from paceline.plan.answers.json_form import shared_json
-    from paceline.plan.answers.several import Job, shared
+    from paceline.planner.json_form import shared_json
+    from paceline.planner.multi_job import SharedJob, shared
 
     many = steps or [1] * len(found)
-    jobs = [Job(each.name, each.workload, count) for each, count in zip(found, many, strict=True)]
+    jobs = [SharedJob(each.name, each.workload, count) for each, count in zip(found, many, strict=True)]
     best = shared(jobs, found[0].cluster, found[0].asked, found[0].habits)
     if not json:
         print_shared(best, jobs)

@@ -7,11 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from paceline.plan.answers.answer import Answer
-from paceline.plan.answers.json_form import exposed, line_of, provenance
-from paceline.plan.answers.several import Division, Job, Shared
-from paceline.plan.base import Held, Plan
-from paceline.plan.words import bytes_text, seconds_text
+from paceline.core.formatting import bytes_text, seconds_text
+from paceline.planner.answer import PlanReport
+from paceline.planner.base import Held, Plan
+from paceline.planner.json_form import exposed, line_of, provenance
+from paceline.planner.multi_job import Shared, SharedJob, WorkerDivision
 
 LEAST_WIDTH = 112
 """Characters that the tables need."""
@@ -20,7 +20,7 @@ STAGES_SHOWN = 8
 """Of a pipeline's memory: beyond, the first, the last and the one that holds most."""
 
 
-def print_answer(answer: Answer, program: str, verified: Iterable[object] = ()) -> None:
+def print_answer(answer: PlanReport, program: str, verified: Iterable[object] = ()) -> None:
     """Tables, then what they mean, then the line to run."""
     console = _console()
     _say(console, f"{answer.name} on {_where(answer)}, objective {answer.asked.objective}", "bold")
@@ -49,7 +49,7 @@ def _say(console: Console, text: str, style: str = "") -> None:
         console.print(Text(text, style=style), soft_wrap=True)
 
 
-def _where(answer: Answer) -> str:
+def _where(answer: PlanReport) -> str:
     cluster = answer.cluster
     return f"{cluster.name or cluster.device.name or 'this host'}, up to {answer.workers:,} workers"
 
@@ -78,7 +78,7 @@ def _figures(plan: Plan) -> tuple[str, ...]:
     )
 
 
-def _lost(answer: Answer) -> Iterable[str]:
+def _lost(answer: PlanReport) -> Iterable[str]:
     for number, plan in enumerate(answer.plans, start=1):
         yield f"{number}  {plan.strategy}"
         if plan.why_not:
@@ -109,7 +109,7 @@ def _stages(plan: Plan) -> Sequence[int]:
     return sorted({0, most, len(held) - 1})
 
 
-def _meaning(answer: Answer) -> Iterable[str]:
+def _meaning(answer: PlanReport) -> Iterable[str]:
     if answer.gains:
         yield f"first bottleneck   {answer.gains[0]}"
         yield from (f"then               {gain}" for gain in answer.gains[1:3] if gain.seconds > 0)
@@ -129,14 +129,14 @@ def _how(plan: Plan) -> str:
     return "simulated event by event; " if plan.simulated and plan.arrangement.stages > 1 else "by closed forms; "
 
 
-def _beyond(answer: Answer) -> Iterable[str]:
+def _beyond(answer: PlanReport) -> Iterable[str]:
     if answer.beyond is not None:
         plan, kind = answer.beyond, answer.cluster.device.kind
         took = f"{seconds_text(plan.cost.step_s)} a step, {plan.samples_per_s:,.4g} samples/s"
         yield f"not carried on {kind} yet, and better: {plan.strategy}, {took} (--unbuilt proposes such)"
 
 
-def print_shared(found: Shared, jobs: Sequence[Job]) -> None:
+def print_shared(found: Shared, jobs: Sequence[SharedJob]) -> None:
     """Who has which workers."""
     console = _console()
     if found.best is None:
@@ -148,7 +148,7 @@ def print_shared(found: Shared, jobs: Sequence[Job]) -> None:
             _say(console, "\n".join(_shares(way, jobs)))
 
 
-def _shares(way: Division, jobs: Sequence[Job]) -> Iterable[str]:
+def _shares(way: WorkerDivision, jobs: Sequence[SharedJob]) -> Iterable[str]:
     for share in way.shares:
         for job, plan in zip(share.jobs, share.plans, strict=True):
             step = seconds_text(plan.cost.step_s)

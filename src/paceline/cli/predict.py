@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json, ProgramName
-from paceline.cli.session import print_json, session, write_target
 
 
 def predict(
@@ -26,8 +26,8 @@ def predict(
     with session(json_output=json):
         import torch
 
+        from paceline.api.predict import predict, read_inputs
         from paceline.datasets import load_program
-        from paceline.predict import predict, read_inputs
         from paceline.program import leaves, map_tree
 
         target = write_target("--out", out)

@@ -6,8 +6,8 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
+from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json
-from paceline.cli.session import print_json, session, write_target
 
 
 def report(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json
-from paceline.cli.session import print_json, session, write_target
 from paceline.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -1,4 +1,6 @@
-"""The ``hierarchical`` backend of torch.distributed: shared memory inside each host, Gloo between hosts.
+"""A call made of several, each begun once the one before it has ended.
+
+The ``hierarchical`` backend of torch.distributed: shared memory inside each host, Gloo between hosts.
 
 ::
 
@@ -11,9 +13,7 @@ many ranks it has. All-reduce, broadcast and barrier, which data parallelism is 
 goes through Gloo as it is.
 """
 
-# mypy: disable-error-code="override"
-# torch's stubs give each method several signatures; torch calls the first.
-
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -31,13 +31,118 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     Store,
 )
+from torch.futures import Future
 
-from paceline.comm.cpu_group import CpuGroup
-from paceline.comm.relay import Relay
-from paceline.comm.shm import door
-from paceline.comm.shm.group import Group
-from paceline.comm.shm.room import meet
-from paceline.comm.shm.vectors import plain, vector
+from paceline.comm.shm import wakeup_page
+from paceline.comm.shm.process_group import PythonProcessGroup, ShmProcessGroup
+from paceline.comm.shm.progress import completed
+from paceline.comm.shm.region import meet
+from paceline.comm.shm.tensor_ops import plain, vector
+
+
+class ChainedWork(dist.Work):
+    """One such call. It goes on while somebody waits: for it, or for a later one in its line.
+
+    Args:
+        line: of calls that go one after the other; this one joins its end.
+        legs: what it is made of, begun as they are asked for.
+        outputs: its results, once it has ended.
+    """
+
+    def __init__(self, line: "deque[ChainedWork]", legs: Iterator[dist.Work], outputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._line, self._legs, self._outputs = line, legs, outputs
+        self._now: dist.Work | None = None
+        self._done = False
+        self._error: BaseException | None = None
+        line.append(self)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until it has ended.
+
+        Raises:
+            RuntimeError: it can't end; or ``timeout`` is up, and then it may be waited for again.
+        """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout else None
+        while not self._done:
+            self._line[0]._run(deadline)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        while not self._done and self._line[0]._moves():
+            pass
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """What went wrong."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def result(self) -> list[Tensor]:
+        """What it was made for; waits for it."""
+        self.wait()
+        return list(self._outputs)
+
+    def get_future(self) -> "Future[list[Tensor]]":
+        """A future that is complete."""
+        return completed(self.result())
+
+    def _run(self, deadline: float | None) -> None:
+        """One leg of the first in line, to its end."""
+        leg = self._leg()
+        if leg is None:
+            return
+        try:
+            if deadline is None:
+                leg.wait()
+            else:
+                leg.wait(timedelta(seconds=max(1e-6, deadline - time.monotonic())))
+        except Exception as error:
+            if not leg.is_completed():
+                raise
+            self._end(error)
+        else:
+            self._now = None
+
+    def _moves(self) -> bool:
+        """Go on to the next leg, if this one has ended."""
+        leg = self._leg()
+        if leg is None:
+            return True
+        if not leg.is_completed():
+            return False
+        self._run(None)
+        return True
+
+    def _leg(self) -> dist.Work | None:
+        """The one under way; None: there is none left."""
+        try:
+            self._now = self._now or next(self._legs, None)
+        except Exception as error:
+            self._end(error)
+            return None
+        if self._now is None:
+            self._end(None)
+        return self._now
+
+    def _end(self, error: BaseException | None) -> None:
+        self._done, self._error, self._now = True, error, None
+        self._line.popleft()
+
+
+# mypy: disable-error-code="override"
+# torch's stubs give each method several signatures; torch calls the first.
+
 
 NAME = "hierarchical"
 
@@ -56,7 +161,7 @@ def _by_gloo(name: str) -> Callable[..., dist.Work]:
     return call
 
 
-class Hierarchical(CpuGroup):
+class Hierarchical(PythonProcessGroup):
     """Ranks of several hosts.
 
     Args:
@@ -68,17 +173,17 @@ class Hierarchical(CpuGroup):
     """
 
     def __init__(
-        self, rank: int, hosts: Sequence[Sequence[int]], inside: Group, between: Any | None, gloo: Any
+        self, rank: int, hosts: Sequence[Sequence[int]], inside: ShmProcessGroup, between: Any | None, gloo: Any
     ) -> None:
         super().__init__(rank, sum(map(len, hosts)))
         self._hosts, self._inside, self._between = hosts, inside, between
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-        self.gloo, self._line = gloo, deque[Relay]()
+        self.gloo, self._line = gloo, deque[ChainedWork]()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """Sum up inside, between, and spread inside."""
         rule: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
-        return Relay(self._line, self._sums(tensors, rule), tensors)
+        return ChainedWork(self._line, self._sums(tensors, rule), tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """As one after the other."""
@@ -102,7 +207,7 @@ class Hierarchical(CpuGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         """To the first of the root's host, from there to those of the others, and inside."""
-        return Relay(self._line, self._copies(tensors, opts.rootRank if opts else 0), tensors)
+        return ChainedWork(self._line, self._copies(tensors, opts.rootRank if opts else 0), tensors)
 
     def _copies(self, tensors: Sequence[Tensor], root: int) -> Iterator[dist.Work]:
         origin = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
@@ -121,7 +226,7 @@ class Hierarchical(CpuGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """All of a host are there; all hosts are; so tell all."""
-        return Relay(self._line, self._meetings(opts), ())
+        return ChainedWork(self._line, self._meetings(opts), ())
 
     def _meetings(self, opts: Any) -> Iterator[dist.Work]:
         yield self._inside.barrier(opts)
@@ -186,13 +291,13 @@ def create(options: Any, _backend_options: Any) -> Hierarchical:
     first = rank == hosts[mine][0]
     between = ProcessGroupGloo(PrefixStore("between", store), mine, len(hosts), timeout=timeout) if first else None
     gloo = ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout=timeout)
-    return Hierarchical(rank, hosts, Group(inside, timeout.total_seconds()), between, gloo)
+    return Hierarchical(rank, hosts, ShmProcessGroup(inside, timeout.total_seconds()), between, gloo)
 
 
 def _hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:
     """The ranks of each host, hosts in the order of their first ranks."""
     keys = [f"host of {other}" for other in range(size)]
-    store.set(keys[rank], door.host())
+    store.set(keys[rank], wakeup_page.host())
     store.wait(keys, timeout)
     names = [store.get(key).decode() for key in keys]
     order = sorted(range(size), key=lambda other: (names.index(names[other]), other))

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from paceline.comm import kernel
+from paceline.comm import linux
 
 _last_acts: list[Callable[[], None]] = []
 
@@ -22,7 +22,7 @@ ORPHANED = 86
 
 def open_pid(pid: int) -> int:
     """A pidfd, to be closed by ``os.close``; raises ProcessLookupError where no such process exists."""
-    return kernel.pidfd_open(pid)
+    return linux.pidfd_open(pid)
 
 
 def alive(pidfd: int) -> bool:
@@ -33,7 +33,7 @@ def alive(pidfd: int) -> bool:
 def kill(pidfd: int, number: int = signal.SIGKILL) -> None:
     """Send a signal; nothing happens where the process has gone."""
     try:
-        kernel.pidfd_send_signal(pidfd, number)
+        linux.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
         return
 

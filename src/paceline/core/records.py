@@ -67,7 +67,7 @@ A, 0 to 1; ``efficiency``: (φ + m₀)/(φ + m), how much a sample advances trai
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class ReplicaExit:
     """A replica that ended before it was done."""
 
     replica: ReplicaId
@@ -117,7 +117,7 @@ class Account:
     staleness: Mapping[int, int]
     """staleness -> how many applied Δs had it."""
     workers: tuple[WorkerFigures, ...]
-    left: tuple[Departure, ...]
+    left: tuple[ReplicaExit, ...]
     start_digest: str
     """SHA-256 of A_0's bytes: equal digests, equal starts."""
     notes: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.datasets.files import find_files
-from paceline.datasets.images import class_labels, normalised
-from paceline.datasets.models import cnn
-from paceline.datasets.pickles import ByteArray, read_pickle
+from paceline.datasets.files import ByteArray, find_files, read_pickle
+from paceline.datasets.models import class_labels, cnn, normalised
 from paceline.program import Program
 
 _SIDE = 32

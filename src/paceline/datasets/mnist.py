@@ -6,10 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.datasets.files import find_files
-from paceline.datasets.idx import read_idx
-from paceline.datasets.images import class_labels, normalised
-from paceline.datasets.models import cnn
+from paceline.datasets.files import find_files, read_idx
+from paceline.datasets.models import class_labels, cnn, normalised
 from paceline.program import Program
 
 _SIDE = 28

@@ -8,8 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from paceline.clock.delay import Delay
-from paceline.clock.times import Times
+from paceline.clock.times import Delay, Times
 from paceline.core.records import Account, Record
 from paceline.core.types import Seconds
 from paceline.program import Program

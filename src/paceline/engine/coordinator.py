@@ -1,6 +1,6 @@
 """Runs a policy on small messages, counts all that happens, and never touches a tensor.
 
-One coordinator decides for the whole model. What it decides goes, in order, to the :class:`Hands` of its engine::
+One coordinator decides for the whole model; its decisions go, in order, to its engine's :class:`DecisionExecutor`::
 
     engine --- arrived / left / joined --> coordinator --- policy ---> Decision
        ^                                                                  |
@@ -19,10 +19,10 @@ from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
-from paceline.engine.allowance import Allowance
+from paceline.engine.budget import StepQuota
 
 
-class Hands(Protocol):
+class DecisionExecutor(Protocol):
     """What an engine does for a decision."""
 
     def apply(self, action: Apply) -> None:
@@ -71,7 +71,7 @@ class Coordinator:
         hands: the engine's.
     """
 
-    def __init__(self, policy: Aggregation[Any], replicas: int, allowance: Allowance, hands: Hands) -> None:
+    def __init__(self, policy: Aggregation[Any], replicas: int, allowance: StepQuota, hands: DecisionExecutor) -> None:
         self._policy, self._allowance, self._hands = policy, allowance, hands
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}

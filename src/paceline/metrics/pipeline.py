@@ -1,4 +1,6 @@
-"""A pipeline's figures, from what its workers recorded: how busy they were, and how far from what the schedule allows.
+"""How much of their time workers are busy, from spans: coloured area / total area of the swimlane.
+
+A pipeline's figures, from what its workers recorded: how busy they were, and how far from what the schedule allows.
 
 ::
 
@@ -13,12 +15,61 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TypeAlias
 
-from paceline.core.columns import Columns
 from paceline.core.errors import InputError
+from paceline.core.mesh import StageReplicas
 from paceline.core.types import Nanoseconds, Seconds
-from paceline.metrics.utilisation import Interval, covered_ns
 from paceline.schedule import Dependencies, Schedule, StageTimes, simulate
-from paceline.trace.spans import PASSES, Action, Span
+from paceline.trace.spans import PASSES, SERVER, Action, Span
+
+Worker: TypeAlias = tuple[int, int, int]
+"""(replica, stage, shard)"""
+Interval: TypeAlias = tuple[Nanoseconds, Nanoseconds]
+
+
+def worker_utilisation(spans: Sequence[Span], window: Interval | None = None) -> dict[Worker, float]:
+    """Busy time / total time of each worker; all but ``wait`` is busy, a moment covered twice counts once.
+
+    Owners and the coordinator are no workers.
+
+    Args:
+        spans: of one run, in any order.
+        window: (start_ns, end_ns), the total; absent: from the first start to the last end of any span.
+    """
+    spans = [span for span in spans if span.replica != SERVER]
+    if not spans:
+        return {}
+    start, end = window or (min(s.start_ns for s in spans), max(s.end_ns for s in spans))
+    busy: dict[Worker, list[Interval]] = {w: [] for w in sorted({_worker(s) for s in spans})}
+    for span in spans:
+        if span.action != "wait":
+            busy[_worker(span)].append((max(span.start_ns, start), min(span.end_ns, end)))
+    return {w: covered_ns(intervals) / (end - start) if end > start else 0.0 for w, intervals in busy.items()}
+
+
+def utilisation(spans: Sequence[Span], window: Interval | None = None) -> float | None:
+    """Coloured area / total area over all workers, a pipeline's among them; None without spans."""
+    per_worker = worker_utilisation(spans, window)
+    return sum(per_worker.values()) / len(per_worker) if per_worker else None
+
+
+def covered_ns(intervals: Iterable[Interval]) -> Nanoseconds:
+    """Length of the union of intervals; empty and reversed ones count nothing.
+
+    >>> covered_ns([(0, 10), (5, 12), (20, 21), (9, 3)])
+    13
+    """
+    total, reached = 0, None
+    for start, end in sorted(intervals):
+        begin = start if reached is None else max(start, reached)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total
+
+
+def _worker(span: Span) -> Worker:
+    return (span.replica, span.stage, span.shard)
+
 
 COMPUTE: frozenset[Action] = PASSES
 """What a pipeline is there for."""
@@ -47,7 +98,7 @@ _HALVES: Mapping[Action, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerFigures:
+class PipelineWorkerFigures:
     """One worker's, over all steps."""
 
     utilisation: float
@@ -58,7 +109,7 @@ class WorkerFigures:
     """A step's time in sends, receives and waits that no compute covers."""
 
 
-IDLE = WorkerFigures(0.0, 1.0, 0.0)
+IDLE = PipelineWorkerFigures(0.0, 1.0, 0.0)
 """A worker that had nothing to do: there were fewer micro-batches than take turns at its stage."""
 
 
@@ -75,7 +126,7 @@ class Pace:
         return self.step_s / self.ideal_s
 
 
-def worker_figures(spans: Iterable[Span], replica: int = 0) -> dict[Place, WorkerFigures]:
+def worker_figures(spans: Iterable[Span], replica: int = 0) -> dict[Place, PipelineWorkerFigures]:
     """How each worker of a replica spent its steps.
 
     Steps are :func:`windows`; where they overlap, as they do when a pipeline never runs empty, a moment counts once.
@@ -155,7 +206,7 @@ def ideal(
     workers: int,
     micro_batches: int,
     replica: int = 0,
-    columns: Columns | None = None,
+    columns: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> list[Span]:
     """What the schedule would make of the measured compute if nothing else took time.
@@ -227,7 +278,7 @@ def _windows(spans: Iterable[Span]) -> dict[int, Interval]:
     return found
 
 
-def _figures(spans: Sequence[Span], steps: Mapping[int, Interval], total: Nanoseconds) -> WorkerFigures:
+def _figures(spans: Sequence[Span], steps: Mapping[int, Interval], total: Nanoseconds) -> PipelineWorkerFigures:
     inside = [
         replace(span, start_ns=max(span.start_ns, steps[span.step][0]), end_ns=min(span.end_ns, steps[span.step][1]))
         for span in spans
@@ -235,7 +286,7 @@ def _figures(spans: Sequence[Span], steps: Mapping[int, Interval], total: Nanose
     ]
     compute, work = _covered(inside, COMPUTE), _covered(inside, COMPUTE | UPDATE)
     exposed = _covered(inside, COMPUTE | COMMUNICATION) - compute
-    return WorkerFigures(compute / total, 1 - work / total, exposed / len(steps) / 1e9)
+    return PipelineWorkerFigures(compute / total, 1 - work / total, exposed / len(steps) / 1e9)
 
 
 def _covered(spans: Iterable[Span], actions: frozenset[Action]) -> Nanoseconds:

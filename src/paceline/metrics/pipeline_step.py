@@ -6,18 +6,16 @@ from statistics import fmean, median_low
 from typing import Any
 
 from paceline.core.errors import InputError
-from paceline.core.mesh import Place
+from paceline.core.formatting import amount
+from paceline.core.mesh import Coordinate
 from paceline.core.types import Nanoseconds
-from paceline.metrics.pipeline import Pace, WorkerFigures, ideal, pace, windows, worker_figures
+from paceline.metrics.pipeline import Interval, Pace, PipelineWorkerFigures, ideal, pace, windows, worker_figures
 from paceline.metrics.summary import NEEDS, SAVED
-from paceline.metrics.utilisation import Interval
-from paceline.replica.amounts import amount
 from paceline.schedule import Dependencies
 from paceline.strategy import Strategy
 from paceline.trace.lanes import duration
-from paceline.trace.panel_picture import panels_svg
-from paceline.trace.panels import Panel, panels_text
 from paceline.trace.spans import Span
+from paceline.trace.step_view import Panel, panels_svg, panels_text
 
 _TITLES = ("stage", "utilisation", "bubble", "exposed communication", "peak activations")
 NOTHING: Mapping[str, Any] = {}
@@ -29,7 +27,7 @@ class StageRow:
 
     stage: int
     shard: int
-    figures: WorkerFigures
+    figures: PipelineWorkerFigures
     peak_saved_bytes: int | None
     """The most that was kept for backward at one time; None: it was not counted."""
 
@@ -82,7 +80,7 @@ class PipelineStep:
     def table(self) -> list[tuple[str, ...]]:
         """Titles, a line for each worker, their means; a column that is empty is left out."""
         figures = [row.figures for row in self.stages]
-        mean = WorkerFigures(
+        mean = PipelineWorkerFigures(
             fmean(each.utilisation for each in figures),
             fmean(each.bubble for each in figures),
             fmean(each.exposed_communication_s for each in figures),
@@ -190,11 +188,11 @@ def _rows(
     spans: Sequence[Span], strategy: Strategy, saved_bytes: Sequence[int | None] | None, replica: int
 ) -> list[StageRow]:
     found = worker_figures(spans, replica)
-    ranks = {place: strategy.mesh.rank(Place(replica, *place)) for place in found}
+    ranks = {place: strategy.mesh.rank(Coordinate(replica, *place)) for place in found}
     saved = {place: saved_bytes[rank] for place, rank in ranks.items()} if saved_bytes else {}
     return [StageRow(*place, figures, saved.get(place)) for place, figures in found.items()]
 
 
-def _cells(name: str, figures: WorkerFigures, saved: str) -> tuple[str, ...]:
+def _cells(name: str, figures: PipelineWorkerFigures, saved: str) -> tuple[str, ...]:
     shares = (f"{share:.1%}".replace("%", " %") for share in (figures.utilisation, figures.bubble))
     return (name, *shares, duration(figures.exposed_communication_s * 1e9), saved)

@@ -7,9 +7,9 @@ from statistics import fmean, median
 from typing import Any
 
 from paceline.core.records import Account, Record, WorkerFigures
-from paceline.metrics.averages import interval_mean, weighted_mean
 from paceline.metrics.pipeline import IDLE, worker_figures
-from paceline.metrics.pipeline import WorkerFigures as Figures
+from paceline.metrics.pipeline import PipelineWorkerFigures as Figures
+from paceline.metrics.repeats import interval_mean, weighted_mean
 from paceline.trace.spans import Span
 
 Row = Mapping[str, Any]

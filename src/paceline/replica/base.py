@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.delta import Accumulated, Change, Delta, Distance
 from paceline.core.types import Clock
 from paceline.program import Tree
-from paceline.replica.state import State
+from paceline.replica.flat_state import FlatState
 
 
 class Batch(NamedTuple):
@@ -46,7 +46,7 @@ class Replica(ABC):
     """Computes Δ(A, D) in one or more micro-steps: adopt, advance, ..., advance, finish."""
 
     @abstractmethod
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: FlatState) -> None:
         """Take the A that was sent; ``state`` stays unchanged until :meth:`finish` has returned."""
 
     @abstractmethod
@@ -54,7 +54,7 @@ class Replica(ABC):
         """One micro-step, seeded by (program seed, replica, ``clock`` of the micro-step); returns its mean loss."""
 
     @abstractmethod
-    def finish(self, out: State) -> Measured:
+    def finish(self, out: FlatState) -> Measured:
         """Write Δ, and the buffers as they are now, into ``out``."""
 
 

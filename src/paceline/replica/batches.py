@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, default_collate
 
+from paceline.core.data_order import DataOrder
 from paceline.core.errors import InputError
-from paceline.core.order import Order
 from paceline.core.types import ReplicaId
 from paceline.program import Data, Program, Tree, as_tensors, leaves, map_tree
 from paceline.replica.base import Batch
@@ -30,7 +30,7 @@ def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
     return lambda indices: _as_pair(collate([dataset[int(i)] for i in indices]))
 
 
-def stream(program: Program, order: Order | None, replica: ReplicaId, replicas: int) -> Stream:
+def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replicas: int) -> Stream:
     """The endless batches of one replica; to be closed where torch's DataLoader may be behind it.
 
     ``order`` is None where ``program.train`` is a function; such a source is called again each time it runs dry.
@@ -42,13 +42,13 @@ def stream(program: Program, order: Order | None, replica: ReplicaId, replicas: 
     return _from_order(fetcher(cast(Data, program.train), program.loader), order, replica)
 
 
-def _from_order(fetch: Fetch, order: Order, replica: ReplicaId) -> Stream:
+def _from_order(fetch: Fetch, order: DataOrder, replica: ReplicaId) -> Stream:
     for k in itertools.count():
         indices = order.batch(replica, k)
         yield Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
 
 
-def _from_loader(program: Program, order: Order, replica: ReplicaId) -> Stream:
+def _from_loader(program: Program, order: DataOrder, replica: ReplicaId) -> Stream:
     """Torch's DataLoader fetches ahead in its own workers; its sampler is our order."""
     indices = (order.batch(replica, k).tolist() for k in itertools.count())
     skipped, full = itertools.tee(indices)

@@ -4,20 +4,20 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import groupby
 
-from paceline.metrics.columns import PACE, REACHED, Column, Entry, figure, grid
 from paceline.metrics.efficiency import verdict
-from paceline.metrics.rounds import difference, mean_summary
-from paceline.report.sources import Group, Section
+from paceline.metrics.repeats import difference, mean_summary
+from paceline.metrics.table_columns import PACE, REACHED, Column, Entry, figure, grid
+from paceline.report.inputs import Section, StrategyRuns
 
 
-def name(group: Group) -> str:
+def name(group: StrategyRuns) -> str:
     """A strategy's label beside its colour."""
     line = {"-": "solid", "--": "dashed", ":": "dotted"}[group.dash]
     swatch = f'<span class="swatch" style="border-top-color:{group.colour};border-top-style:{line}"></span>'
     return swatch + escape(group.label)
 
 
-def legend(groups: Sequence[Group]) -> str:
+def legend(groups: Sequence[StrategyRuns]) -> str:
     """All strategies beside their colours, in one line."""
     return f'<div class="legend">{"".join(f"<span>{name(group)}</span>" for group in groups)}</div>'
 
@@ -49,7 +49,7 @@ def results(section: Section) -> str:
     return _table(_head(columns), rows, _explain(section))
 
 
-def _entry(section: Section, group: Group) -> Entry:
+def _entry(section: Section, group: StrategyRuns) -> Entry:
     summaries = {g.strategy: [run.summary for run in g.runs] for g in section.groups}
     ours, theirs = summaries[group.strategy], summaries.get(section.baseline or "", [])
     found = None if group.strategy == section.baseline else difference(ours, theirs)
@@ -83,7 +83,7 @@ def notes(section: Section) -> str:
     return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>" if items else ""
 
 
-def _group_notes(group: Group) -> Iterable[str]:
+def _group_notes(group: StrategyRuns) -> Iterable[str]:
     for number, run in enumerate(group.runs):
         where = f"{escape(group.label)}, round {number + 1}: " if len(group.runs) > 1 else f"{escape(group.label)}: "
         for gone in run.left:

@@ -6,11 +6,10 @@ Every file of this folder is imported, so a schedule is added by adding its file
 import importlib
 import pkgutil
 
-from paceline.schedule.base import Action, Kind, Schedule
+from paceline.schedule.base import Action, Kind, Schedule, canonical, names, parse
 from paceline.schedule.check import check, in_flight
 from paceline.schedule.dependencies import Dependencies, Need
 from paceline.schedule.draw import draw
-from paceline.schedule.names import canonical, names, parse
 from paceline.schedule.simulate import StageTimes, Timed, simulate, timeline
 
 for _file in pkgutil.iter_modules(__path__):

@@ -2,18 +2,22 @@
 
 A model cut into parts runs on p workers; worker w holds part w or, where parts are interleaved, parts w, w + p, ....
 Forward of micro-batch i needs part j - 1 to have made it, backward needs part j + 1's (and both in a part are apart).
+
+One forward, one backward: the alternation that several schedules are made of.
+
+Schedules as text: ``1f1b``, ``interleaved:chunks=4``.
 """
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from paceline.aggregation.checks import whole
-from paceline.aggregation.registry import declare
-from paceline.core.columns import Column, Columns
+from paceline.aggregation.registry import declare, registered, whole
+from paceline.aggregation.text import read, text_of
 from paceline.core.errors import InputError
+from paceline.core.mesh import StageReplica, StageReplicas
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
 """What is done with a micro-batch; ``backward`` is ``backward_input`` and ``backward_weight`` in one."""
@@ -91,7 +95,7 @@ class Schedule(ABC):
         """Whether several columns may take turns at a stage."""
         return self.flushes and not self.splits_backward and self.chunks == 1
 
-    def column(self, column: Column, columns: Columns, micro_batches: int) -> Iterator[Action]:
+    def column(self, column: StageReplica, columns: StageReplicas, micro_batches: int) -> Iterator[Action]:
         """What one of those does who take turns at a stage, in its order: what one worker would, of its micro-batches.
 
         Args:
@@ -136,3 +140,53 @@ def refuse_less_than_one(workers: int, micro_batches: int) -> None:
     """What no schedule can do."""
     whole("stages", workers, least=1)
     whole("micro_batches", micro_batches, least=1)
+
+
+def alternate(ahead: int, count: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
+    """``ahead`` forwards, then one forward and one backward by turns, then the backwards that are left.
+
+    Args:
+        ahead: by how many the forwards lead.
+        count: how many there are of each; however many, nothing is kept.
+
+    >>> " ".join(f"{kind[0]}{k}" for kind, k in alternate(2, 4))
+    'f0 f1 f2 b0 f3 b1 b2 b3'
+    """
+    for k in range(ahead + count):
+        if k < count:
+            yield "forward", k
+        if k >= ahead:
+            yield "backward", k - ahead
+
+
+def names() -> tuple[str, ...]:
+    """Every registered name, sorted.
+
+    >>> names()[:3]
+    ('1f1b', 'gpipe', 'interleaved')
+    """
+    return tuple(sorted(registered(Schedule)))
+
+
+def parse(text: str) -> Schedule:
+    """The schedule that a text says.
+
+    Raises:
+        InputError: an unknown schedule or option, with the nearest name; a value out of its range.
+
+    >>> parse("interleaved:chunks=4")
+    Interleaved(chunks=4)
+    """
+    schedule: Schedule = read("schedule", Schedule, text)
+    return schedule
+
+
+def canonical(text: Any) -> str:
+    """The text of the same schedule that has only what differs from the defaults.
+
+    >>> canonical("interleaved:chunks=2"), canonical("interleaved:chunks=3")
+    ('interleaved', 'interleaved:chunks=3')
+    """
+    if not isinstance(text, str):
+        raise InputError(f"schedule={text!r} is no text; write schedule='1f1b', or schedule='interleaved:chunks=2'.")
+    return text_of(parse(text))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from paceline.core.columns import Columns
+from paceline.core.mesh import StageReplicas
 from paceline.schedule.base import Schedule
 from paceline.schedule.dependencies import Dependencies
 from paceline.schedule.simulate import StageTimes, Timed, timeline
@@ -14,7 +14,7 @@ def draw(
     schedule: Schedule,
     workers: int,
     micro_batches: int,
-    columns: Columns | None = None,
+    columns: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> str:
     """The table, each forward one unit, each half of a backward one.
@@ -33,7 +33,7 @@ def draw(
     worker 0|0F0 0F1  .   .   .  0B1 --- 0B0 ---
     worker 1| .  1F0 1F1 1B1 --- 1B0 ---  .   .
     12 of 18 cells are busy: 67 %
-    >>> print(draw(parse("1f1b"), 2, 4, Columns((2, 1))))
+    >>> print(draw(parse("1f1b"), 2, 4, StageReplicas((2, 1))))
     worker 0.0|0F0 --- 0F2 ---  .  0B0 --- --- ---  .   .  0B2 --- --- ---  .   .   .
     worker 0.1|0F1 --- 0F3 ---  .   .   .   .  0B1 --- --- ---  .   .  0B3 --- --- ---
     worker 1.0| .   .  1F0 1B0 --- 1F1 1B1 --- 1F2 1B2 --- 1F3 1B3 ---  .   .   .   .

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from paceline.aggregation.checks import whole
-from paceline.aggregation.registry import register
+from paceline.aggregation.registry import register, whole
 from paceline.core.errors import InputError
-from paceline.schedule.alternation import alternate
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 
 @final

@@ -14,9 +14,8 @@ from itertools import pairwise
 from typing import final
 
 from paceline.aggregation.registry import register
-from paceline.core.columns import Column, Columns
-from paceline.schedule.alternation import alternate
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.core.mesh import StageReplica, StageReplicas
+from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 
 @register("1f1b")
@@ -36,7 +35,7 @@ class OneForwardOneBackward(Schedule):
         for kind, i in alternate(workers - 1 - worker, micro_batches):
             yield Action(worker, kind, i)
 
-    def column(self, column: Column, columns: Columns, micro_batches: int) -> Iterator[Action]:
+    def column(self, column: StageReplica, columns: StageReplicas, micro_batches: int) -> Iterator[Action]:
         """What one of those does who take turns at a stage (PipeDream's 1F1B-RR, Narayanan et al. 2019, 1806.03377).
 
         It holds h_s micro-batches: h = 1 in the last stage, and h_s = 1 + ⌈h_{s+1} · n_{s+1} / n_s⌉, one beside its
@@ -44,7 +43,7 @@ class OneForwardOneBackward(Schedule):
         for two stages, but too few where later stages hold more than one for each column: with n = (1, 2, 1) a step
         then takes half as long again.
 
-        >>> columns = Columns((2, 1))
+        >>> columns = StageReplicas((2, 1))
         >>> for each in columns:
         ...     print(*OneForwardOneBackward().column(each, columns, 4))
         0F0 0F2 0B0 0B2

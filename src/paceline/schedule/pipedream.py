@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from paceline.aggregation.registry import register
-from paceline.schedule.alternation import alternate
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 
 @final

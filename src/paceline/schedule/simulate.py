@@ -4,12 +4,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from paceline.core.columns import Columns
 from paceline.core.errors import InputError
+from paceline.core.mesh import StageReplicas
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.schedule.base import Action, Kind, Schedule
+from paceline.schedule.check import Value, makes, needs, walk
 from paceline.schedule.dependencies import Dependencies
-from paceline.schedule.walk import Value, makes, needs, walk
 from paceline.trace import spans
 from paceline.trace.spans import Span
 
@@ -58,7 +58,7 @@ class StageTimes:
         return cls((forward,) * parts, (backward_input,) * parts, (backward_weight,) * parts, transfer)
 
     @classmethod
-    def balanced(cls, schedule: Schedule, workers: int, columns: Columns | None = None) -> "StageTimes":
+    def balanced(cls, schedule: Schedule, workers: int, columns: StageReplicas | None = None) -> "StageTimes":
         """One second, and two backward, for each part, times as many as take turns at its stage."""
         parts = range(schedule.parts(workers))
         many = [1] * workers if columns is None else columns.copies
@@ -99,7 +99,7 @@ def timeline(
     times: StageTimes,
     workers: int,
     micro_batches: int,
-    columns: Columns | None = None,
+    columns: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> Iterator[Timed]:
     """Each action begins when its worker is free and what it needs is there; in an order in which they could be done.
@@ -136,7 +136,9 @@ def timeline(
         yield Timed(worker, action, start, free[worker])
 
 
-def _orders(schedule: Schedule, workers: int, micro_batches: int, columns: Columns | None) -> list[Iterator[Action]]:
+def _orders(
+    schedule: Schedule, workers: int, micro_batches: int, columns: StageReplicas | None
+) -> list[Iterator[Action]]:
     """What each does."""
     if columns is None or max(columns.copies) == 1:
         return [schedule.actions(worker, workers, micro_batches) for worker in range(workers)]
@@ -170,7 +172,7 @@ def simulate(
     times: StageTimes,
     workers: int,
     micro_batches: int,
-    columns: Columns | None = None,
+    columns: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> list[Span]:
     """The spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
@@ -192,9 +194,10 @@ def simulate(
 
     A first stage that takes twice the time, alone and with two who take turns at it:
 
-    >>> from paceline.core.columns import Columns
+    >>> from paceline.core.mesh import StageReplicas
     >>> slow = StageTimes((2.0, 1.0), (2.0, 1.0), (2.0, 1.0))
-    >>> [max(span.end_ns for span in simulate(parse("1f1b"), slow, 2, 8, Columns(n))) / 1e9 for n in ((1, 1), (2, 1))]
+    >>> spans = [simulate(parse("1f1b"), slow, 2, 8, StageReplicas(n)) for n in ((1, 1), (2, 1))]
+    >>> [max(span.end_ns for span in each) / 1e9 for each in spans]
     [49.0, 30.0]
 
     Two branches that need nothing of each other, between a trunk and what joins them:
@@ -206,7 +209,7 @@ def simulate(
     """
     run = timeline(schedule, times, workers, micro_batches, columns, dependencies)
     found = sorted(run, key=lambda t: (t.start_ns, t.end_ns, t.worker))
-    places = columns or Columns((1,) * workers)
+    places = columns or StageReplicas((1,) * workers)
     return [
         Span(0, *places.column(t.worker), _recorded(t.action), 1, t.action.micro_batch, t.start_ns, t.end_ns, 0)
         for t in found

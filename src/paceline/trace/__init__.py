@@ -1,10 +1,9 @@
 """Spans: what happened, when, on which worker; recorded, kept, and drawn. No torch."""
 
-from paceline.trace.panel_picture import panels_svg
-from paceline.trace.panels import Panel, panels_text
 from paceline.trace.perfetto import write_perfetto
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import ACTIONS, SERVER, Action, Span, read_spans, write_spans
+from paceline.trace.step_view import Panel, panels_svg, panels_text
 from paceline.trace.swimlane import svg, text
 
 __all__ = [

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from paceline.trace.files import replacing
+from paceline.core.safe_files import replacing
 from paceline.trace.spans import PASSES, SERVER, Span
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.core.errors import InputError
+from paceline.core.safe_files import replacing
 from paceline.core.types import Nanoseconds
-from paceline.trace.files import replacing
 
 Action: TypeAlias = Literal[
     "compute",

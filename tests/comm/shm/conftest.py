@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 
 sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import scenes by it
 from shm_ranks import Ranks
@@ -15,14 +15,14 @@ PRELOADED = ["drop_in_scenes", "paceline.comm.backends", "shm_ranks"]
 
 
 @pytest.fixture(scope="session")
-def rank_nursery() -> Iterator[Nursery]:
+def rank_nursery() -> Iterator[ForkServer]:
     """Forks the ranks of all jobs."""
-    nursery = Nursery.start(PRELOADED)
+    nursery = ForkServer.start(PRELOADED)
     yield nursery
     nursery.close()
 
 
 @pytest.fixture
-def ranks(rank_nursery: Nursery, tmp_path: Path) -> Ranks:
+def ranks(rank_nursery: ForkServer, tmp_path: Path) -> Ranks:
     """Plays scenes: ``ranks(size, "module:scene", **args)`` is what each rank returned."""
     return Ranks(rank_nursery, tmp_path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm import door
+from paceline.comm.shm import wakeup_page
 from paceline.core.errors import PacelineError
 
 
@@ -156,10 +156,10 @@ def refusals(rank: int, size: int) -> list[str]:
 def elsewhere(rank: int, size: int, what: str) -> str:
     """A second group whose ranks believe to be apart."""
     if what == "host" and rank == 1:
-        door.host = lambda: "another"  # type: ignore[assignment]
+        wakeup_page.host = lambda: "another"  # type: ignore[assignment]
     if what == "process" and rank == 1:
-        real = door.place_of
-        door.place_of = lambda segment: door.Place(  # type: ignore[assignment]
+        real = wakeup_page.place_of
+        wakeup_page.place_of = lambda segment: wakeup_page.PageAddress(  # type: ignore[assignment]
             os.getppid(), 0, real(segment).size_bytes, real(segment).token
         )
     return told(lambda: dist.new_group(timeout=timedelta(seconds=5)))
@@ -167,7 +167,7 @@ def elsewhere(rank: int, size: int, what: str) -> str:
 
 def absent(rank: int, size: int, folder: str) -> str:
     """A group that one of its ranks never joins."""
-    from paceline.comm.shm.room import meet
+    from paceline.comm.shm.region import meet
 
     if rank == 1:
         dist.barrier()

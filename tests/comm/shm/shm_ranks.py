@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import paceline.comm
-from paceline.comm.nursery import Child, Nursery
+from paceline.comm.fork_server import ForkServer, ProcessHandle
 
 GROUP_TIMEOUT_S = 30.0
 """Of the default group, where a test says no other."""
@@ -44,7 +44,7 @@ class Ranks:
         folder: an empty one, for their stores.
     """
 
-    def __init__(self, nursery: Nursery, folder: Path) -> None:
+    def __init__(self, nursery: ForkServer, folder: Path) -> None:
         self._nursery, self._folder, self._jobs = nursery, folder, 0
 
     def __call__(
@@ -82,7 +82,7 @@ class Ranks:
             "store": str(self._folder / f"store{self._jobs}"),
             "args": args,
         }
-        children: list[Child] = []
+        children: list[ProcessHandle] = []
         ends: list[int] = []
         try:
             for rank in range(size):
@@ -118,7 +118,9 @@ def _hear(ends: Sequence[int]) -> list[bytes]:
     return said
 
 
-def _refuse(said: Sequence[bytes], children: Sequence[Child], nursery: Nursery, dying: Sequence[int]) -> None:
+def _refuse(
+    said: Sequence[bytes], children: Sequence[ProcessHandle], nursery: ForkServer, dying: Sequence[int]
+) -> None:
     """Fail where a rank did, or said nothing."""
     wrong = []
     for rank, (words, child) in enumerate(zip(said, children, strict=True)):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.shm import channels, collectives, layout, room
+from paceline.comm.shm import collectives, p2p, region
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -21,7 +21,7 @@ COMBINED = (torch.bool, *WHOLE, *FLOATS)
 """torch can add and compare these on the CPU, and torch.distributed takes them for every operation."""
 MOVED = (*COMBINED, *COMPLEX, *UNSIGNED, *EIGHTS)
 
-SMALL_BYTES = layout.PAGE
+SMALL_BYTES = region.PAGE
 """A stage of the least size, so that little data already takes many rounds."""
 
 
@@ -97,11 +97,11 @@ class Job:
 def small_stages() -> Iterator[None]:
     """Groups made herein show little at a time; they must be used herein too."""
     with (
-        patch.object(room, "STAGE_BYTES", SMALL_BYTES),
+        patch.object(region, "STAGE_BYTES", SMALL_BYTES),
         patch.object(collectives, "AT_ONCE_BYTES", SMALL_BYTES // 4),
         patch.object(collectives, "BROADCAST_BYTES", 2 * SMALL_BYTES),
-        patch.object(layout, "PIECE_BYTES", SMALL_BYTES // 8),
-        patch.object(channels, "PIECE_BYTES", SMALL_BYTES // 8),
+        patch.object(region, "PIECE_BYTES", SMALL_BYTES // 8),
+        patch.object(p2p, "PIECE_BYTES", SMALL_BYTES // 8),
     ):
         yield
 

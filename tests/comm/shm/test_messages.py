@@ -3,7 +3,7 @@
 import pytest
 from shm_ranks import Ranks
 
-from paceline.comm.shm.layout import PIECE_BYTES, PIECES
+from paceline.comm.shm.region import PIECE_BYTES, PIECES
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -7,17 +7,17 @@ import pytest
 
 from paceline import Run, train
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 
 
 @pytest.fixture
 def local(engine: LocalEngine) -> Iterator[Callable[..., Run]]:
     """``train`` on it, by a script where one is given; afterwards no process of a run may be left."""
 
-    def run(program: Any, strategy: Any, *, script: Script | None = None, **settings: Any) -> Run:
-        engine.script = script or Script()
+    def run(program: Any, strategy: Any, *, script: EventScript | None = None, **settings: Any) -> Run:
+        engine.script = script or EventScript()
         return train(program, strategy, engine=engine, **{"progress": False} | settings)
 
     yield run
-    engine.script = Script()
+    engine.script = EventScript()
     assert engine._nursery is None or not engine._nursery._children

@@ -10,9 +10,9 @@ import pytest
 from paceline import PacelineError, Run, Strategy, WaitTimeoutError
 from paceline.aggregation.asynchronous import Asynchronous
 from paceline.aggregation.base import Arrival, Decision
-from paceline.clock.delay import Delay
+from paceline.clock.times import Delay
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 from tests.engine import programs
 from tests.engine.local import moments
 
@@ -23,7 +23,7 @@ TIMEOUT_S = 2.0
 
 
 def test_a_stopped_worker_is_named_with_those_who_wait_for_it(local: Local) -> None:
-    script = Script().stop(replica=1, step=3)
+    script = EventScript().stop(replica=1, step=3)
     with pytest.raises(
         WaitTimeoutError,
         match=r"main, replica 0, replica 2 waited 2 s for replica 1 at its step 3, and heard nothing; .*timeout_s=",
@@ -44,7 +44,7 @@ def test_others_train_on_until_the_time_is_up(local: Local) -> None:
         "replicas=3 aggregation=asynchronous",
         seconds=1,
         timeout_s=TIMEOUT_S,
-        script=Script().stop(replica=1, step=3),
+        script=EventScript().stop(replica=1, step=3),
     )
     assert [(d.replica, d.reason) for d in run.left] == [(1, "did not end within 2 s; killed")]
     assert run.summary["seconds"] == run.history[-1].time_s == 1
@@ -52,7 +52,7 @@ def test_others_train_on_until_the_time_is_up(local: Local) -> None:
 
 
 def test_others_make_all_their_steps_first(local: Local) -> None:
-    script = Script().stop(replica=1, step=3)
+    script = EventScript().stop(replica=1, step=3)
     with pytest.raises(WaitTimeoutError, match="main waited 2 s for replica 1 at its step 3"):
         local(programs.program(), "replicas=3 aggregation=asynchronous", steps=9, timeout_s=TIMEOUT_S, script=script)
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from paceline import Program, Run, Strategy, WorkerError, train
-from paceline.clock.delay import Delay
+from paceline.clock.times import Delay
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.script import Script, When
+from paceline.engine.local.fault_injection import EventScript, When
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import moments
@@ -61,7 +61,7 @@ def test_under_every_policy(local: Local, policy: str, when: When) -> None:
         programs.program(),
         f"replicas=3 aggregation={policy}",
         steps=STEPS,
-        script=Script().kill(replica=1, step=step, when=when),
+        script=EventScript().kill(replica=1, step=step, when=when),
     )
     assert_went_on(run, 1)
 
@@ -115,7 +115,7 @@ LONG = "fraction=0.34 constant:value=1000"
 
 def test_what_lies_in_the_buffer_stays_good(local: Local) -> None:
     """Replica 1 dies while its Δ waits for two others; the update has all three."""
-    script = Script().order((1, 1), (0, 1), (2, 1)).kill(replica=1, step=1, when="taken")
+    script = EventScript().order((1, 1), (0, 1), (2, 1)).kill(replica=1, step=1, when="taken")
     run = local(programs.program(), "replicas=3", steps=STEPS, script=script)
     assert_went_on(run, 1)
     oracle.assert_same(run.model, without_one(STEPS, dead=1, after=1), 1e-12)
@@ -155,7 +155,7 @@ def test_at_any_moment_each_delta_is_applied_once_or_discarded(
 
 
 def test_all_of_them(local: Local) -> None:
-    script = Script().kill(replica=0, step=2).kill(replica=1, step=3)
+    script = EventScript().kill(replica=0, step=2).kill(replica=1, step=3)
     with pytest.raises(WorkerError, match=r"every replica died: . killed by SIGKILL; . killed by SIGKILL"):
         local(programs.program(), "replicas=2 aggregation=asynchronous", steps=STEPS, script=script)
 
@@ -222,7 +222,7 @@ def test_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
                 engine._nursery._process.wait()
 
         monkeypatch.setattr(Coordinator, "arrived", arrived)
-        engine.script = Script().kill(replica=1, step=4)
+        engine.script = EventScript().kill(replica=1, step=4)
         run = train(programs.program(), Strategy(replicas=3), engine=engine, steps=STEPS, progress=False)
         assert run.summary["updates"] == STEPS
         assert [(d.replica, d.reason) for d in run.left] == [(1, "ended, its status lost with the fork server")]

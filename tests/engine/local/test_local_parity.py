@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from paceline import Program, Run, Strategy, train
 from paceline.core.records import Record
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 from tests import oracle
 from tests.engine import programs
 
@@ -131,7 +131,7 @@ def replayed(local: Local, arrivals: list[tuple[int, int]], program: Program, st
     virtual = train(program, strategy, engine="virtual", steps=6, times=TIMES, progress=False)
     order = tuple(arrivals)
     arrivals.clear()
-    real = local(program, strategy, steps=6, script=Script().order(*order))
+    real = local(program, strategy, steps=6, script=EventScript().order(*order))
     assert tuple(arrivals) == order
     return virtual, real
 

@@ -9,22 +9,22 @@ import pytest
 import torch
 
 from paceline.comm import liveness
-from paceline.comm.nursery import Nursery
-from paceline.comm.shipping import ship
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.shared_pickle import share
 from paceline.core.errors import PacelineError
-from paceline.core.mesh import Place
+from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
-from paceline.engine import gauge as gauges
+from paceline.engine import worker as gauges
 from paceline.engine.base import Budget, Job
-from paceline.engine.figures import Figures, told
-from paceline.engine.gauge import Gauge
-from paceline.engine.local.board import ARRIVED, CANCELLED, Board, Report
-from paceline.engine.local.desk import Desk
+from paceline.engine.evaluation import SnapshotInfo
+from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, ControlBlock
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.script import Director, Script
-from paceline.engine.local.store import Plan, Store
-from paceline.engine.scoring import Moment
-from paceline.replica.state import Layout, State, read
+from paceline.engine.local.evaluation import EvaluationQueue
+from paceline.engine.local.fault_injection import EventScript, FaultInjector
+from paceline.engine.worker import WorkerMetrics
+from paceline.engine.worker_metrics import Figures, told
+from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.strategy import Strategy
 from paceline.trace.recorder import NullRecorder
 from tests.engine import programs
@@ -33,21 +33,25 @@ from tests.engine.local.leaks import files
 # -------------------------------------------------------------------------------------------------------------- scripts
 
 
-def report(attempt: int, at_ns: int = 0, ending: int = ARRIVED) -> Report:
-    return Report(ending, attempt, 0, 0, 4, True, 0.5, at_ns)
+def report(attempt: int, at_ns: int = 0, ending: int = ARRIVED) -> Completion:
+    return Completion(ending, attempt, 0, 0, 4, True, 0.5, at_ns)
 
 
 def cues(
-    script: Script, told: dict[int, Report], present: set[int], voided: frozenset[int] = frozenset()
+    script: EventScript, told: dict[int, Completion], present: set[int], voided: frozenset[int] = frozenset()
 ) -> list[tuple[int, int]]:
     """(replica, attempt) of what is taken, where no further report comes in the meantime."""
     coordinator: Any = SimpleNamespace(present=present, voids=lambda replica: replica in voided)
-    director = Director(script, lambda replica, number: None)
+    director = FaultInjector(script, lambda replica, number: None)
     return [(r, told.pop(r).attempt) for r, _ in director.cued(lambda: list(told.items()), coordinator)]
 
 
 def test_without_a_script_reports_are_taken_as_they_were_made() -> None:
-    assert cues(Script(), {0: report(1, 30), 1: report(1, 10), 2: report(2, 20)}, {0, 1, 2}) == [(1, 1), (2, 2), (0, 1)]
+    assert cues(EventScript(), {0: report(1, 30), 1: report(1, 10), 2: report(2, 20)}, {0, 1, 2}) == [
+        (1, 1),
+        (2, 2),
+        (0, 1),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +67,11 @@ def test_an_order_holds_reports_back(
     order: list[tuple[int, int]], present: set[int], taken: list[tuple[int, int]]
 ) -> None:
     told = {r: report(1, at_ns=r) for r in range(3)}
-    assert cues(Script().order(*order), told, present) == taken
+    assert cues(EventScript().order(*order), told, present) == taken
 
 
 def test_replicas_stop_before_the_next_arrival() -> None:
-    script, everyone = Script().order((0, 1), (1, 2)), {0, 1, 2}
+    script, everyone = EventScript().order((0, 1), (1, 2)), {0, 1, 2}
     assert cues(script, {0: report(1)}, everyone, frozenset({1})) == []
     stopped = {0: report(1), 1: report(1, ending=CANCELLED)}
     assert cues(script, stopped, everyone) == [(1, 1), (0, 1)]
@@ -77,8 +81,8 @@ def test_replicas_stop_before_the_next_arrival() -> None:
 
 def test_faults_meet_their_moment_alone() -> None:
     sent: list[tuple[int, int]] = []
-    script = Script().kill(replica=1, step=3).stop(replica=0, step=2, when="taken")
-    director = Director(script, lambda replica, number: sent.append((replica, number)))
+    script = EventScript().kill(replica=1, step=3).stop(replica=0, step=2, when="taken")
+    director = FaultInjector(script, lambda replica, number: sent.append((replica, number)))
     for replica in (0, 1):
         for step in (1, 2, 3, 4):
             director.about_to_send(replica, step)
@@ -90,26 +94,26 @@ def test_faults_meet_their_moment_alone() -> None:
 
 
 @pytest.fixture
-def nursery(engine: LocalEngine) -> Nursery:
+def nursery(engine: LocalEngine) -> ForkServer:
     """That of the engine, with all imports made."""
     job = Job(programs.program(), Strategy(replicas=1), Budget("steps", 1, 1))
     return engine._nursery_for(job)
 
 
-MOMENT = Moment(0.0, 0, 0, 1, None, None)
+MOMENT = SnapshotInfo(0.0, 0, 0, 1, None, None)
 
 
 @pytest.fixture
-def desk(nursery: Nursery) -> Iterator[Callable[..., tuple[Desk, State]]]:
+def desk(nursery: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueue, FlatState]]]:
     opened: list[Callable[[], None]] = []
 
-    def make(**fields: Any) -> tuple[Desk, State]:
+    def make(**fields: Any) -> tuple[EvaluationQueue, FlatState]:
         job = Job(programs.program(metrics={}, **fields), Strategy(replicas=1), Budget("steps", 1, 1), timeout_s=30)
         module = job.program.build()
-        layout = Layout.of(module)
-        parcel = ship(job)
+        layout = FlatLayout.of(module)
+        parcel = share(job)
         opened.append(parcel.close)
-        it = Desk(job, nursery, parcel, layout, patient=False)
+        it = EvaluationQueue(job, nursery, parcel, layout, patient=False)
         opened.append(it.close)
         return it, read(module, layout.new())
 
@@ -119,7 +123,7 @@ def desk(nursery: Nursery) -> Iterator[Callable[..., tuple[Desk, State]]]:
     assert not nursery._children
 
 
-def collected(desk: Desk, count: int) -> list[Record]:
+def collected(desk: EvaluationQueue, count: int) -> list[Record]:
     """As many records as there are to come."""
     records: list[Record] = []
     while len(records) < count:
@@ -168,33 +172,35 @@ def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
-    return Board(memoryview(bytearray(8 * Board.size(2, 1))), replicas=2)
+def board() -> Iterator[ControlBlock]:
+    return ControlBlock(memoryview(bytearray(8 * ControlBlock.size(2, 1))), replicas=2)
 
 
 def test_memory_that_cannot_be_had_is_let_go_of() -> None:
     before = files()
     with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
-        Store(Plan(Layout.of(torch.nn.Linear(500_000, 500_000, device="meta")), 2, 1, remembers=2, words=8))
+        ParameterArena(
+            ArenaLayout(FlatLayout.of(torch.nn.Linear(500_000, 500_000, device="meta")), 2, 1, remembers=2, words=8)
+        )
     assert files() == before
 
 
 @pytest.mark.parametrize(("per_step", "steps"), [(1, 6), (3, 2)])
-def test_a_step_may_be_several_micro_steps(board: Board, per_step: int, steps: int) -> None:
-    gauge = Gauge(board, 1, NullRecorder(), step_bytes=100, per_step=per_step)
+def test_a_step_may_be_several_micro_steps(board: ControlBlock, per_step: int, steps: int) -> None:
+    gauge = WorkerMetrics(board, 1, NullRecorder(), step_bytes=100, per_step=per_step)
     gauge.start()
     for k in range(6):
         gauge.stepped(pushed=k % 3 == 2)
     gauge.close()
-    seen = told(Place(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
+    seen = told(Coordinate(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
     assert len(board.step_times(1)) == steps
-    assert told(Place(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
+    assert told(Coordinate(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
 
 
 @pytest.mark.parametrize(("steps", "looked"), [(2, 3), (3, 3), (4, 3), (20, 5)])
 def test_memory_is_read_while_others_are_there(
-    board: Board, steps: int, looked: int, monkeypatch: pytest.MonkeyPatch
+    board: ControlBlock, steps: int, looked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 1, 2, 4, 8 and 16 micro-steps; at the end only where it may have grown since."""
     read: list[int] = []
@@ -204,7 +210,7 @@ def test_memory_is_read_while_others_are_there(
         return read[-1]
 
     monkeypatch.setattr(gauges, "peak_bytes", peak_bytes)
-    gauge = Gauge(board, 1, NullRecorder(), step_bytes=100, per_step=1)
+    gauge = WorkerMetrics(board, 1, NullRecorder(), step_bytes=100, per_step=1)
     gauge.start()
     for _ in range(steps):
         gauge.stepped(pushed=True)
@@ -219,20 +225,20 @@ def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pyte
     assert gauges.peak_bytes() == 25 + 40
 
 
-def test_a_cancelled_step_counts_whole(board: Board) -> None:
-    gauge = Gauge(board, 0, NullRecorder(), step_bytes=100, per_step=3)
+def test_a_cancelled_step_counts_whole(board: ControlBlock) -> None:
+    gauge = WorkerMetrics(board, 0, NullRecorder(), step_bytes=100, per_step=3)
     gauge.start()
     gauge.stepped(pushed=False)
     gauge.stepped(pushed=False, skipped=1)
     assert board.figures(0).steps == 1
 
 
-def test_nobody_is_busier_than_the_run_was_long(board: Board) -> None:
+def test_nobody_is_busier_than_the_run_was_long(board: ControlBlock) -> None:
     board.measure(0, Figures(1, int(5e9), 0, 0))
-    assert told(Place(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
+    assert told(Coordinate(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
-def test_a_child_that_is_forgotten_has_gone(nursery: Nursery) -> None:
+def test_a_child_that_is_forgotten_has_gone(nursery: ForkServer) -> None:
     nursery.wait_ready()
     before = files()
     child = nursery.spawn("tests.engine.local.moments:rest", {})

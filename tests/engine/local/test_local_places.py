@@ -7,21 +7,20 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.engine.local.places import Places
-from paceline.engine.local.store import Plan, Store
-from paceline.replica.state import Layout
+from paceline.engine.local.arena import ArenaLayout, ParameterArena, VersionPool
+from paceline.replica.flat_state import FlatLayout
 from tests.engine import programs
 
 
-def store(replicas: int = 3, slots: int = 1, remembers: int = 1) -> Store:
-    return Store(Plan(Layout.of(programs.batchnorm()), replicas, slots, remembers, words=16))
+def store(replicas: int = 3, slots: int = 1, remembers: int = 1) -> ParameterArena:
+    return ParameterArena(ArenaLayout(FlatLayout.of(programs.batchnorm()), replicas, slots, remembers, words=16))
 
 
 @given(replicas=st.integers(1, 5), moves=st.lists(st.integers(0, 11), max_size=60))
 def test_nobody_reads_what_is_written(replicas: int, moves: list[int]) -> None:
     """Any order of reads, ends of reads and updates."""
     lying = store(replicas)
-    places, reads = Places(lying), dict[int, int]()
+    places, reads = VersionPool(lying), dict[int, int]()
     for move in moves:
         replica = move % replicas
         if move % 3 == 0:
@@ -40,7 +39,7 @@ def test_nobody_reads_what_is_written(replicas: int, moves: list[int]) -> None:
 
 def test_lockstep_needs_two_places() -> None:
     lying = store(replicas=5)
-    places, seen = Places(lying), set[int]()
+    places, seen = VersionPool(lying), set[int]()
     for _ in range(6):
         for replica in range(5):
             seen.add(places.read(replica))
@@ -53,7 +52,7 @@ def test_lockstep_needs_two_places() -> None:
 
 def test_who_is_lost_twice_is_counted_once() -> None:
     lying = store()
-    places = Places(lying)
+    places = VersionPool(lying)
     place = places.read(0)
     places.read(1)
     places.move_to(places.free())
@@ -79,7 +78,7 @@ def test_versions_are_read_where_they_are_written_and_cannot_be_written_there() 
 
 def test_every_process_lays_out_alike() -> None:
     here = store(replicas=2, slots=3, remembers=2)
-    there = Store(here.plan, os.dup(here.segment.fd))
+    there = ParameterArena(here.plan, os.dup(here.segment.fd))
     marks: list[tuple[Any, Any]] = [
         (here.delta(1, 2).parameters, there.delta(1, 2).parameters),
         (here.sums, there.sums),

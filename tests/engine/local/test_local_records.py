@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline import Run
-from paceline.clock.delay import Delay
-from paceline.engine.local.script import Script
+from paceline.clock.times import Delay
+from paceline.engine.local.fault_injection import EventScript
 from paceline.trace.spans import SERVER, Span
 from tests.engine import programs
 
@@ -206,7 +206,7 @@ def test_a_wait_for_a_slow_one_is_seen(local: Local) -> None:
 
 
 def test_spans_of_a_killed_worker_are_kept_as_far_as_it_wrote_them(local: Local) -> None:
-    run = local(programs.program(), "replicas=2", steps=300, trace=True, script=Script().kill(replica=1, step=250))
+    run = local(programs.program(), "replicas=2", steps=300, trace=True, script=EventScript().kill(replica=1, step=250))
     assert [d.replica for d in run.left] == [1]
     assert len(lanes(run)[1]) >= 512  # what its buffer holds, once
 

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from paceline import InputError, PacelineError, Run, WorkerError, compare, train
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
 from paceline.engine.local.engine import HOSTING, PRELOAD, LocalEngine
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 from tests.engine import programs
 from tests.engine.local import moments
 from tests.engine.local.leaks import files
@@ -24,7 +24,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": "replicas=3"},
     "traced": {"strategy": "replicas=3 aggregation=asynchronous", "trace": True},
     "scored often": {"strategy": "replicas=2", "evaluate_every": 1},
-    "killed": {"strategy": "replicas=3", "script": Script().kill(replica=1, step=2)},
+    "killed": {"strategy": "replicas=3", "script": EventScript().kill(replica=1, step=2)},
     "hogwild": {"strategy": "replicas=2 aggregation=hogwild"},
 }
 
@@ -79,13 +79,13 @@ def test_processes_and_threads_neither(local: Local, engine: LocalEngine) -> Non
 
 def test_a_comparison_has_one_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    start = Nursery.start
+    start = ForkServer.start
 
-    def counted(preload: Any) -> Nursery:
+    def counted(preload: Any) -> ForkServer:
         started.append(preload)
         return start(preload)
 
-    monkeypatch.setattr(Nursery, "start", counted)
+    monkeypatch.setattr(ForkServer, "start", counted)
     strategies = ["replicas=2", "replicas=2 aggregation=asynchronous"]
     result = compare(programs.program(), strategies, engine="local", rounds=2, steps=4, progress=False)
     assert len(started) == 1
@@ -105,7 +105,7 @@ def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatc
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(Nursery, "start", Recorded)
+    monkeypatch.setattr(ForkServer, "start", Recorded)
     engine = LocalEngine()
     for wanted in (PRELOAD, HOSTING, PRELOAD, HOSTING):
         engine._nursery_with(wanted)

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from torch.optim import SGD, Adam
 
 from paceline import PacelineError, Run, Strategy
-from paceline.engine.local import parts, rounds
-from paceline.engine.local.board import Part
-from paceline.engine.local.parts import LINE, chunks
-from paceline.engine.local.rounds import Rounds
-from paceline.engine.local.script import Script
-from paceline.engine.local.store import Store
+from paceline.engine.local import parallel_update
+from paceline.engine.local.arena import ParameterArena
+from paceline.engine.local.control_block import UpdateSlice
+from paceline.engine.local.fault_injection import EventScript
+from paceline.engine.local.parallel_update import LINE, ParallelUpdate, chunks
 from tests import oracle
 from tests.engine import programs
 from tests.engine.local import moments
@@ -36,15 +35,15 @@ STATEFUL = functools.partial(SGD, lr=0.1, momentum=0.9)
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """All updates that can be are made in parts; how many replicas made each."""
     seen: list[int] = []
-    plain = Rounds.apply
+    plain = ParallelUpdate.apply
 
-    def apply(self: Rounds, *args: Any) -> None:
+    def apply(self: ParallelUpdate, *args: Any) -> None:
         plain(self, *args)
         seen.append(min(3, len(args[-1])))
 
-    monkeypatch.setattr(rounds, "WORTH_BYTES", 0)
+    monkeypatch.setattr(parallel_update, "WORTH_BYTES", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
-    monkeypatch.setattr(Rounds, "apply", apply)
+    monkeypatch.setattr(ParallelUpdate, "apply", apply)
     return seen
 
 
@@ -62,16 +61,16 @@ def test_each_makes_its_part(local: Local, made: list[int], name: str) -> None:
 
 def test_without_room_for_parts_main_makes_all(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     claims: list[str] = []
-    plain = Store.claim
+    plain = ParameterArena.claim
 
-    def claim(self: Store, *names: str) -> None:
+    def claim(self: ParameterArena, *names: str) -> None:
         if "sum" in names:
             claims.extend(names)
             raise PacelineError("none left")
         plain(self, *names)
 
-    monkeypatch.setattr(rounds, "WORTH_BYTES", 0)
-    monkeypatch.setattr(Store, "claim", claim)
+    monkeypatch.setattr(parallel_update, "WORTH_BYTES", 0)
+    monkeypatch.setattr(ParameterArena, "claim", claim)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     program = programs.program(optimizer=STATEFUL)
     trained = local(program, Strategy(replicas=3), steps=4)
@@ -117,12 +116,12 @@ def test_two_dtypes_are_two_vectors(local: Local, made: list[int]) -> None:
 def test_under_other_policies(local: Local, made: list[int], policy: str) -> None:
     """Made in parts or by main alone, an update is the same."""
     program = programs.program(optimizer=functools.partial(Adam, lr=0.01))
-    order = Script().order(*((r, k) for k in range(1, STEPS + 1) for r in (2, 0, 1)))
+    order = EventScript().order(*((r, k) for k in range(1, STEPS + 1) for r in (2, 0, 1)))
     strategy = f"replicas=3 aggregation={policy}"
     divided = local(program, strategy, steps=STEPS, script=order)
     assert made
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Rounds, "worth", lambda self, deltas: False)
+        patch.setattr(ParallelUpdate, "worth", lambda self, deltas: False)
         whole = local(program, strategy, steps=STEPS, script=order)
     oracle.assert_same(divided.model, dict(whole.model.state_dict()), 1e-13)  # Adam's kernel on shorter vectors
 
@@ -134,7 +133,7 @@ def half_a_part(worker: Any) -> None:
     """Die with half of it written, as wrongly as can be."""
     bench = worker._station._helper._bench
 
-    def make(task: Any, part: Part) -> float:
+    def make(task: Any, part: UpdateSlice) -> float:
         states = [[v] for v in bench._store.version(task.there).parameters], bench._store.memory[1 - task.memory]
         for vector in (v for state in states for vectors in state for v in vectors):
             for span in chunks(len(vector), part):
@@ -184,28 +183,28 @@ def test_a_round_is_neither_lost_nor_made_twice(
 @given(elements=st.integers(0, 5000), of=st.integers(1, 7), chunk=st.sampled_from([64, 640, 2**16]))
 def test_parts_make_the_whole(elements: int, of: int, chunk: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "CHUNK", chunk)
-        spans = [span for number in range(of) for span in chunks(elements, Part(1, number, of))]
+        patch.setattr(parallel_update, "CHUNK", chunk)
+        spans = [span for number in range(of) for span in chunks(elements, UpdateSlice(1, number, of))]
     assert [i for span in spans for i in range(span.start, span.stop)] == list(range(elements))
     assert all(span.start % LINE == 0 and span.stop - span.start <= chunk for span in spans)
 
 
 def test_a_task_is_read_as_it_was_written() -> None:
-    from paceline.engine.local.board import Board, Task
-    from paceline.replica.kernels import AdamKernel, decode, encode
+    from paceline.engine.local.control_block import ControlBlock, UpdateTask
+    from paceline.replica.optimizer_kernels import AdamKernel, decode, encode
 
-    board = Board(memoryview(bytearray(8 * Board.size(3, 2))), replicas=3)
+    board = ControlBlock(memoryview(bytearray(8 * ControlBlock.size(3, 2))), replicas=3)
     kernel = AdamKernel(7, 0.1, 0.01, 0.9, 0.999, 1e-8, 1.0)
     deltas = tuple((r, slot, 1 / (r + slot + 1)) for r in range(3) for slot in range(2))
-    task = Task(5, True, False, 1, 2, 0, tuple(encode(kernel)), deltas)
+    task = UpdateTask(5, True, False, 1, 2, 0, tuple(encode(kernel)), deltas)
     board.describe(task)
     read = board.task()
     assert read._replace(kernel=()) == task._replace(kernel=())
     assert decode(read.kernel) == kernel
     assert board.part(1) is None
-    board.assign(1, Part(5, 0, 2))
+    board.assign(1, UpdateSlice(5, 0, 2))
     part = board.part(1)
-    assert part == Part(5, 0, 2)
+    assert part == UpdateSlice(5, 0, 2)
     assert not board.has_made(1, 5)
     board.made(1, part, 2.5)
     assert (board.part(1), board.has_made(1, 5), board.square(1)) == (None, True, 2.5)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from paceline import Run, Strategy, train
 from paceline.aggregation import SmoothSwitch
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.local.script import Script
+from paceline.engine.local.fault_injection import EventScript
 from tests import oracle
 from tests.engine import programs
 
@@ -118,7 +118,7 @@ def assert_replayed(
     order = tuple(arrivals)
     arrivals.clear()
     teams = Strategy.parse(f"replicas=2 aggregation={policy} {team}")
-    real = local(program, teams, steps=6, script=Script().order(*order))
+    real = local(program, teams, steps=6, script=EventScript().order(*order))
     assert tuple(arrivals) == order
     named = (*virtual.model.named_parameters(), *virtual.model.named_buffers())  # a weight of two names has one here
     oracle.assert_same(real.model, {name: tensor.detach() for name, tensor in named}, bound)

@@ -12,17 +12,15 @@ import pytest
 import torch
 
 from paceline import InputError, PacelineError, Run, Strategy, WaitTimeoutError, WorkerError, train
-from paceline.core.mesh import Mesh, Place
-from paceline.engine.local.board import WRITTEN, Board
+from paceline.core.mesh import Coordinate, Mesh
+from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.control_block import WRITTEN, ControlBlock
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.part import OwnPart
-from paceline.engine.local.script import Script
-from paceline.engine.local.store import Plan, Store
-from paceline.engine.local.teamwork import _measured
-from paceline.engine.local.words import Said
-from paceline.engine.team.parts import Divided
+from paceline.engine.local.fault_injection import EventScript
+from paceline.engine.local.replica_group import Command, ShardIO, _measured
+from paceline.engine.spmd.shard_views import StageSharding
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.state import Layout, State
+from paceline.replica.flat_state import FlatLayout, FlatState
 from tests.engine import programs
 
 Local = Callable[..., Run]
@@ -32,7 +30,7 @@ STEPS = 6
 PIPELINES = "replicas=2 stages=2 micro_batches=2 aggregation=asynchronous"
 
 
-def signalling(worker: Any, *, folder: Path, whom: Place, number: int, step: int) -> None:
+def signalling(worker: Any, *, folder: Path, whom: Coordinate, number: int, step: int) -> None:
     """The plain loop, but the first worker of one replica sends a signal to another one before one of its steps."""
     for made, batch in enumerate(worker.batches(), 1):
         if (worker.replica, made) == (whom.replica, step):
@@ -40,7 +38,7 @@ def signalling(worker: Any, *, folder: Path, whom: Place, number: int, step: int
         worker.step(batch)
 
 
-def pid_of(whom: Place, folder: Path) -> int:
+def pid_of(whom: Coordinate, folder: Path) -> int:
     rows = json.loads((folder / "workers.json").read_text())
     workers = [row for row in rows if row["role"] == "replica"]
     return next(row["pid"] for row in workers if whom == (row["replica"], row["stage"], row["shard"]))
@@ -48,10 +46,14 @@ def pid_of(whom: Place, folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("team", "place"),
-    [("stages=2 micro_batches=2", Place(1, 1, 0)), ("shards=2", Place(1, 0, 1)), ("shards=2", Place(1, 0, 0))],
+    [
+        ("stages=2 micro_batches=2", Coordinate(1, 1, 0)),
+        ("shards=2", Coordinate(1, 0, 1)),
+        ("shards=2", Coordinate(1, 0, 0)),
+    ],
 )
 def test_a_replica_leaves_with_the_first_of_its_workers_that_is_killed(
-    local: Local, tmp_path: Path, team: str, place: Place
+    local: Local, tmp_path: Path, team: str, place: Coordinate
 ) -> None:
     loop = functools.partial(signalling, folder=tmp_path / "run", whom=place, number=signal.SIGKILL, step=3)
     strategy = Strategy.parse(f"replicas=2 aggregation=asynchronous {team}")
@@ -66,7 +68,7 @@ def test_a_replica_leaves_with_the_first_of_its_workers_that_is_killed(
 def test_a_script_kills_a_whole_replica(local: Local) -> None:
     """What lies in the buffer stays good."""
     strategy = Strategy.parse("replicas=2 stages=2 micro_batches=2 aggregation=buffered:k=2")
-    script = Script().order((1, 1), (0, 1)).kill(replica=1, step=1, when="taken")
+    script = EventScript().order((1, 1), (0, 1)).kill(replica=1, step=1, when="taken")
     run = local(programs.program(), strategy, steps=STEPS, script=script)
     assert [d.replica for d in run.left] == [1]
     assert run.summary["updates"] == STEPS
@@ -74,7 +76,9 @@ def test_a_script_kills_a_whole_replica(local: Local) -> None:
 
 
 def test_where_all_have_died_the_run_fails(local: Local, tmp_path: Path) -> None:
-    loop = functools.partial(signalling, folder=tmp_path / "run", whom=Place(0, 1, 0), number=signal.SIGKILL, step=2)
+    loop = functools.partial(
+        signalling, folder=tmp_path / "run", whom=Coordinate(0, 1, 0), number=signal.SIGKILL, step=2
+    )
     strategy = Strategy.parse("stages=2 micro_batches=2 aggregation=asynchronous")
     with pytest.raises(WorkerError, match=r"every replica died: 0 killed by SIGKILL \(stage 1, shard 0\)"):
         local(programs.program(), strategy, steps=STEPS, loop=loop, out=tmp_path / "run")
@@ -100,8 +104,8 @@ def test_an_error_in_one_worker_ends_the_run_and_says_where(local: Local, team: 
         local(programs.program(), strategy, steps=STEPS, loop=with_a_class_too_many)
 
 
-@pytest.mark.parametrize("place", [Place(0, 0, 0), Place(0, 1, 0)])
-def test_a_worker_that_hangs_is_missed(local: Local, tmp_path: Path, place: Place) -> None:
+@pytest.mark.parametrize("place", [Coordinate(0, 0, 0), Coordinate(0, 1, 0)])
+def test_a_worker_that_hangs_is_missed(local: Local, tmp_path: Path, place: Coordinate) -> None:
     loop = functools.partial(signalling, folder=tmp_path / "run", whom=place, number=signal.SIGSTOP, step=2)
     strategy = Strategy.parse("stages=2 micro_batches=2 aggregation=asynchronous")
     with pytest.raises(WaitTimeoutError, match=r"replica 0.* waited 3 s |waited 3 s for replica 0"):
@@ -169,13 +173,13 @@ def test_counts_and_staleness_of_teams_that_run_freely(local: Local) -> None:
 class Nothing(Replica):
     """Its Δ is as it was."""
 
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: FlatState) -> None:
         self.seen = [vector.clone() for vector in state.parameters]
 
     def advance(self, batch: Batch, clock: int) -> float:
         return 0.5
 
-    def finish(self, out: State) -> Measured:
+    def finish(self, out: FlatState) -> Measured:
         for vector in out.parameters:
             vector.fill_(2.0)
         return Measured(0.5, 4, True)
@@ -184,18 +188,18 @@ class Nothing(Replica):
 class Half:
     """A stage that has the first layer."""
 
-    def __init__(self, layout: Layout) -> None:
-        self.mesh, self.place = Mesh(1, (1, 1)), Place(0, 0, 0)
+    def __init__(self, layout: FlatLayout) -> None:
+        self.mesh, self.place = Mesh(1, (1, 1)), Coordinate(0, 0, 0)
         parts = [layout.part({name for name in layout.parameter_names if name.startswith(at)}) for at in ("0", "2")]
-        self.stages = [Divided({}, [part]) for part in parts]
+        self.stages = [StageSharding({}, [part]) for part in parts]
         self.state = parts[0].new()
 
 
-def half() -> tuple[Store, Board, OwnPart, Nothing]:
-    layout = Layout.of(programs.mlp())
-    store = Store(Plan(layout, 1, 1, 0, Board.size(1, 1)))
-    board, inner = Board(store.words, 1), Nothing()
-    part = OwnPart(store, board, Place(0, 0, 0), Half(layout), inner, lambda: None)
+def half() -> tuple[ParameterArena, ControlBlock, ShardIO, Nothing]:
+    layout = FlatLayout.of(programs.mlp())
+    store = ParameterArena(ArenaLayout(layout, 1, 1, 0, ControlBlock.size(1, 1)))
+    board, inner = ControlBlock(store.words, 1), Nothing()
+    part = ShardIO(store, board, Coordinate(0, 0, 0), Half(layout), inner, lambda: None)
     return store, board, part, inner
 
 
@@ -205,7 +209,7 @@ def test_a_part_is_read_and_written_by_name() -> None:
     part.adopt(0, 0, anew=False)
     whole = dict(store.version(0).named())
     assert torch.equal(inner.seen[0], torch.cat([whole["0.weight"].reshape(-1), whole["0.bias"]]))
-    assert part.finish(0) == Said(0, True, 4, 0.5)
+    assert part.finish(0) == Command(0, True, 4, 0.5)
     written = {name: sorted(set(tensor.reshape(-1).tolist())) for name, tensor in store.delta(0, 0).named()}
     assert written == {"0.weight": [2.0], "0.bias": [2.0], "2.weight": [0.0], "2.bias": [0.0]}
     store.close()
@@ -224,15 +228,15 @@ def test_a_part_that_would_read_another_version_says_so(stamp: int) -> None:
 
 def test_parts_of_one_delta_that_read_two_versions_are_refused() -> None:
     with pytest.raises(PacelineError, match=r"read versions \[4, 5\] of A"):
-        _measured([Said(5, True, 4, 0.1), Said(4, True, 4, 0.1)])
+        _measured([Command(5, True, 4, 0.1), Command(4, True, 4, 0.1)])
 
 
 def test_a_delta_is_finite_if_all_its_parts_are() -> None:
     nan = float("nan")
-    assert _measured([Said(1, True, 4, nan), Said(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
-    assert not _measured([Said(1, False, 4, nan), Said(1, True, 4, 0.1)]).finite
-    assert not _measured([Said(1, True, 4, nan), Said(1, True, 4, nan)]).finite
-    assert _measured([Said(1, True, 0, nan), Said(1, True, 0, nan)]).finite
+    assert _measured([Command(1, True, 4, nan), Command(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
+    assert not _measured([Command(1, False, 4, nan), Command(1, True, 4, 0.1)]).finite
+    assert not _measured([Command(1, True, 4, nan), Command(1, True, 4, nan)]).finite
+    assert _measured([Command(1, True, 0, nan), Command(1, True, 0, nan)]).finite
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-import paceline.replica.cut_mark  # noqa: F401
-from paceline.replica.capture import Captured, capture
-from paceline.replica.forms import free_form
-from paceline.replica.outline import taken_apart
-from paceline.replica.pipeline.units import Units, group
+import paceline.replica.capture.capture  # noqa: F401
+from paceline.replica.capture.capture import Captured, capture
+from paceline.replica.capture.input_spec import free_form, taken_apart
+from paceline.replica.pipeline.cut_groups import Units, group
 from tests.zoo import ZOO, Job
 
 aten = torch.ops.aten

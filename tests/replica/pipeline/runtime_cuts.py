@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from paceline.program import leaves
 from paceline.replica.pipeline.base import Crossing, Cut, Part
 from paceline.replica.pipeline.cut import cut
-from paceline.replica.pipeline.units import Units
+from paceline.replica.pipeline.cut_groups import Units
 
 
 class Children(fx.Tracer):

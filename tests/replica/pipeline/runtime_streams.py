@@ -11,12 +11,11 @@ from torch.func import functional_call
 
 from paceline import Program
 from paceline.replica.base import Batch, Measured
-from paceline.replica.pipeline.messages import Plan
+from paceline.replica.flat_state import FlatLayout, read
+from paceline.replica.pipeline.async_stage import AsyncStage
+from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.micro_batches import sizes
-from paceline.replica.pipeline.streamed import Streamed
-from paceline.replica.pipeline.tensors import together
-from paceline.replica.pipeline.workplace import Seat
-from paceline.replica.state import Layout, read
+from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
 from paceline.schedule import parse
 from tests.replica.pipeline.runtime_cuts import BORDERS as RUNTIME_BORDERS
 from tests.replica.pipeline.runtime_cuts import by_hand
@@ -56,22 +55,22 @@ class Member:
         module = stream.program.model()
         cut = by_hand(module, BORDERS[stream.kind][stream.workers])
         schedule = parse(stream.schedule).resolved(stream.micro_batches)
-        plan = Plan.of(cut, schedule, stream.workers, stream.micro_batches)
+        plan = CommPlan.of(cut, schedule, stream.workers, stream.micro_batches)
         parts = copy_of(cut, number, plan)
-        mine = together(parts)
+        mine = merged_module(parts)
         buffers = [name for name, _ in module.named_buffers() if name.rpartition(".")[2] in BUFFERS]
         layout = layout_of(mine, buffers)
         self.start, self.out = read(mine, layout.new()), layout.new()
         self.names = {name for name, _ in self.start.named()}
         self.recorder = Recording()
-        self.replica = Streamed(
+        self.replica = AsyncStage(
             stream.program,
             plan,
             cut.captured,
             parts,
-            Seat(0, number),
+            WorkerId(0, number),
             stream.hub.wire(number),
-            Layout.of(module),
+            FlatLayout.of(module),
             layout,
             recorder=self.recorder,  # type: ignore[arg-type]
             **stream.options,

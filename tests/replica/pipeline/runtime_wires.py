@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WaitTimeoutError
-from paceline.replica.pipeline.copies import Copies
-from paceline.replica.pipeline.wire import Arrival, Wire
+from paceline.replica.pipeline.base import P2P, Arrival, StageReplicaGroup
 
 BOUND_S = 60
 """Longer than any test takes, so that a deadlock ends."""
@@ -54,7 +53,7 @@ class Hub:
             self.changed.notify_all()
 
 
-class Thread(Wire):
+class Thread(P2P):
     """One worker's. A tensor is read when it is taken: so it matters that it stays as it is until then."""
 
     def __init__(self, hub: Hub, worker: int) -> None:
@@ -117,7 +116,7 @@ class Table:
         self.all_there = threading.Barrier(count, timeout=BOUND_S)
 
 
-class Turns(Copies):
+class Turns(StageReplicaGroup):
     """One of them; they must come for the same."""
 
     def __init__(self, table: Table, copy: int) -> None:

@@ -9,18 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Program
-from paceline.core.columns import Column, Columns
+from paceline.core.mesh import StageReplica, StageReplicas
 from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured
-from paceline.replica.pipeline.base import Cut
-from paceline.replica.pipeline.copies import Copies
-from paceline.replica.pipeline.messages import Plan
+from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.pipeline.base import Cut, StageReplicaGroup
+from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.micro_batches import sizes
 from paceline.replica.pipeline.runtime import Pipelined
-from paceline.replica.pipeline.tensors import together
-from paceline.replica.pipeline.workplace import Seat
-from paceline.replica.state import Layout, State, read
-from paceline.replica.stepper import Stepper
+from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
 from paceline.schedule import parse
 from paceline.trace.recorder import NullRecorder
 from tests.replica.pipeline.runtime_cuts import BORDERS, by_hand
@@ -127,7 +125,7 @@ class Recording(NullRecorder):
         self.spans.append(span)
 
 
-def copy_of(cut: Cut, worker: int, plan: Plan) -> list[Any]:
+def copy_of(cut: Cut, worker: int, plan: CommPlan) -> list[Any]:
     return [part for part in cut.parts if plan.stage_of(part.number) == plan.columns.column(worker).stage]
 
 
@@ -136,9 +134,9 @@ class Worker:
 
     def __init__(self, world: "World", number: int) -> None:
         cut = world.cut()
-        plan = Plan.of(cut, parse(world.schedule), world.workers, world.micro_batches, world.copies)
+        plan = CommPlan.of(cut, parse(world.schedule), world.workers, world.micro_batches, world.copies)
         parts = copy_of(cut, number, plan)
-        whole = together(parts)
+        whole = merged_module(parts)
         self.layout = layout_of(whole, world.buffers)
         self.state, self.delta = read(whole, self.layout.new()), self.layout.new()
         self.recorder = Recording()
@@ -147,7 +145,7 @@ class Worker:
             plan,
             cut.captured,
             parts,
-            Seat(0, number),
+            WorkerId(0, number),
             world.hub.wire(number),
             self.layout,
             recorder=self.recorder,  # type: ignore[arg-type]
@@ -156,7 +154,7 @@ class Worker:
         )
         self.stepper = None
         if self.layout.parameters:
-            self.stepper = Stepper(world.program.optimizer, None, self.state, self.delta)
+            self.stepper = FlatOptimizer(world.program.optimizer, None, self.state, self.delta)
         self.clock = 0
 
     def gradient(self, *accumulated: Batch) -> tuple[list[float], Measured]:
@@ -193,11 +191,11 @@ class World:
 
     def __post_init__(self) -> None:
         self.hub = Hub(rendezvous=self.rendezvous)
-        columns = Columns(self.copies or (1,) * self.workers)
+        columns = StageReplicas(self.copies or (1,) * self.workers)
         self.tables = [Table(count) for count in columns.copies]
         self.members = [Worker(self, number) for number in range(len(columns))]
 
-    def turns(self, column: Column) -> Copies | None:
+    def turns(self, column: StageReplica) -> StageReplicaGroup | None:
         """With whom a column takes turns."""
         table = self.tables[column.stage]
         return Turns(table, column.copy) if table.count > 1 else None
@@ -217,7 +215,7 @@ class World:
     def gradients(self) -> Values:
         return self._merged(lambda member: member.delta)
 
-    def _merged(self, which: Callable[[Worker], State]) -> Values:
+    def _merged(self, which: Callable[[Worker], FlatState]) -> Values:
         merged: Values = {}
         for member in self.members:
             for name, value in which(member).named():
@@ -227,11 +225,11 @@ class World:
         return merged
 
 
-def layout_of(module: nn.Module, buffers: Sequence[str]) -> Layout:
+def layout_of(module: nn.Module, buffers: Sequence[str]) -> FlatLayout:
     """Also of a part that has nothing to train."""
     if not any(True for _ in module.parameters()):
-        return Layout((), ())
-    return Layout.of(module, buffers)
+        return FlatLayout((), ())
+    return FlatLayout.of(module, buffers)
 
 
 def same(found: Values, expected: Values, bound: float = ROUNDING) -> None:

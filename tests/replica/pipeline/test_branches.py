@@ -13,11 +13,11 @@ from torch.optim import SGD
 
 from paceline import InputError, Program, Strategy
 from paceline.replica.base import Batch
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.partition import named
-from paceline.replica.pipeline.preparation import cut_as_named, needed, units_of
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.pipeline.prepare import cut_as_named, needed, units_of
 from tests.replica.pipeline.cut_models import CUTS, NEEDS, Branches
 from tests.replica.pipeline.runtime_cuts import own
 from tests.replica.pipeline.runtime_wires import BOUND_S

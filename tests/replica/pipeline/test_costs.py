@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.pipeline import stopwatch
-from paceline.replica.pipeline.costs import Costs, measure
-from paceline.replica.pipeline.shared import Item
-from paceline.replica.pipeline.trial import Trial
-from paceline.replica.pipeline.units import Units
+from paceline.replica.pipeline import costs
+from paceline.replica.pipeline.costs import Costs, NodeInterpreter, measure
+from paceline.replica.pipeline.cut_groups import Units
+from paceline.replica.pipeline.partition import Item
 from tests.replica.pipeline.cut_models import from_zoo, units_of
 
 
@@ -54,7 +53,7 @@ class Busy(nn.Module):
 def test_seconds_are_the_median_of_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     units = units_of(nn.Sequential(Busy(clock, 3, 5), nn.Tanh(), Busy(clock, 1, 1)), torch.randn(2, 1).double())
-    monkeypatch.setattr(stopwatch, "time", clock)
+    monkeypatch.setattr(costs, "time", clock)
     assert list(measure(units, [torch.randn(2, 1).double()]).row.seconds) == [8, 0, 2]
 
 
@@ -119,7 +118,7 @@ def test_units_run_on_what_came_before_even_if_it_was_written() -> None:
     torch.manual_seed(0)
     model, x = Inplace().double(), torch.randn(4, 3).double()
     units = units_of(model, x)
-    trial, watch = Trial(units.captured.module, [x]), stopwatch.Stopwatch(x.device)
+    trial, watch = NodeInterpreter(units.captured.module, [x]), costs.OperatorTimer(x.device)
     for node in units.captured.module.graph.nodes:
         trial.timed(node, watch)
     fresh = Inplace().double()

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from paceline.comm.spill import Spill
+from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.base import Crossing, Cut
 from paceline.replica.pipeline.cut import cut
-from paceline.replica.pipeline.partition import Row, partition
-from paceline.replica.pipeline.rehearsal import chained, check_cut
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.pipeline.cut_groups import Units, group
+from paceline.replica.pipeline.partition import CutRow, partition
+from paceline.replica.pipeline.prepare import chained, check_cut
 from tests.replica.pipeline.cut_models import aten, by_hand, calls, from_zoo, made
 from tests.zoo import ZOO
 
 
 def evenly(units: Units, parts: int) -> tuple[int, ...]:
-    return partition(Row([1.0] * len(units.groups)), parts, candidates=units.candidates)
+    return partition(CutRow([1.0] * len(units.groups)), parts, candidates=units.candidates)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -46,7 +46,7 @@ def test_wherever_they_are_cut(name: str, data: st.DataObject) -> None:
 def test_gradients_of_parts_may_lie_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     moved = list[int]()
 
-    class Small(Spill):
+    class Small(SpillAllocator):
         """No room in memory, and an account of what it is given."""
 
         def __init__(self) -> None:
@@ -57,7 +57,7 @@ def test_gradients_of_parts_may_lie_on_disk(monkeypatch: pytest.MonkeyPatch) -> 
                 moved.append(tensor.nbytes)
             return super().kept(tensor)
 
-    monkeypatch.setattr("paceline.replica.pipeline.rehearsal.Spill", Small)
+    monkeypatch.setattr("paceline.replica.pipeline.prepare.SpillAllocator", Small)
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 3))
     units = group(capture(model, torch.randn(4, 8)))
     check_cut(cut(units, evenly(units, 3)), model, torch.randn(4, 8))

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.replica.pipeline.partition import NOISE, Boundaries, Limit, Row, named, partition
-from paceline.replica.pipeline.shared import Item
+from paceline.replica.pipeline.partition import NOISE, Boundaries, CutRow, Item, Limit, named, partition
 
 
 def total(items: Sequence[Item], first: int, last: int, *, made_before: bool) -> int:
@@ -24,7 +23,7 @@ def total(items: Sequence[Item], first: int, last: int, *, made_before: bool) ->
 class Priced:
     """What one cut costs, by definition."""
 
-    def __init__(self, row: Row, cuts: Boundaries, limit: Limit | None, turns: Sequence[int]) -> None:
+    def __init__(self, row: CutRow, cuts: Boundaries, limit: Limit | None, turns: Sequence[int]) -> None:
         self.cuts = cuts
         edges = [0, *cuts, len(row.seconds)]
         parts = list(itertools.pairwise(edges))
@@ -41,7 +40,9 @@ class Priced:
         )
 
 
-def every(row: Row, parts: int, candidates: Sequence[int], limit: Limit | None, turns: Sequence[int]) -> list[Priced]:
+def every(
+    row: CutRow, parts: int, candidates: Sequence[int], limit: Limit | None, turns: Sequence[int]
+) -> list[Priced]:
     return [Priced(row, cuts, limit, turns) for cuts in itertools.combinations(sorted(candidates), parts - 1)]
 
 
@@ -50,7 +51,7 @@ seconds = st.integers(0, 400)
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> Row:
+def rows(draw: st.DrawFn) -> CutRow:
     count = draw(st.integers(1, 9))
     units = st.integers(0, count - 1)
     uses = st.lists(units, min_size=1, max_size=3).map(lambda u: tuple(sorted(set(u))))
@@ -60,11 +61,11 @@ def rows(draw: st.DrawFn) -> Row:
         if (later := tuple(sorted(set(draw(st.lists(st.integers(made + 1, count - 1), max_size=3))))))
     ]
     free = st.lists(st.builds(Item, st.integers(0, 50), uses), max_size=6)
-    return Row(draw(st.lists(seconds, min_size=count, max_size=count)), values, draw(free), draw(free))
+    return CutRow(draw(st.lists(seconds, min_size=count, max_size=count)), values, draw(free), draw(free))
 
 
 @given(rows(), st.data())
-def test_no_cut_is_better(row: Row, data: st.DataObject) -> None:
+def test_no_cut_is_better(row: CutRow, data: st.DataObject) -> None:
     count = len(row.seconds)
     candidates = data.draw(st.sets(st.integers(1, count - 1)) if count > 1 else st.just(set()), "candidates")
     parts = data.draw(st.integers(1, len(candidates) + 1), "parts")
@@ -93,18 +94,18 @@ def test_no_cut_is_better(row: Row, data: st.DataObject) -> None:
 
 
 def test_a_limit_moves_the_cut() -> None:
-    row = Row([1.0, 1.0, 1.0, 1.0], saved=[Item(10, (unit,)) for unit in range(4)])
+    row = CutRow([1.0, 1.0, 1.0, 1.0], saved=[Item(10, (unit,)) for unit in range(4)])
     assert partition(row, 2) == (2,)
     assert partition(row, 2, limit=Limit(39, in_flight=[2, 1])) == (1,)
 
 
 def test_what_two_units_share_is_held_once() -> None:
-    row = Row([1.0] * 4, held=[Item(10, (0, 1)), Item(10, (2,)), Item(10, (3,))])
+    row = CutRow([1.0] * 4, held=[Item(10, (0, 1)), Item(10, (2,)), Item(10, (3,))])
     assert partition(row, 2, limit=Limit(20, in_flight=[2, 1])) == (2,)
 
 
 def test_a_limit_that_cannot_be_met_says_what_is_needed_and_where() -> None:
-    row = Row([1.0, 1.0, 1.0], saved=[Item(10, (0,)), Item(30, (1,)), Item(10, (2,))])
+    row = CutRow([1.0, 1.0, 1.0], saved=[Item(10, (0,)), Item(30, (1,)), Item(10, (2,))])
     wanted = (
         r"stage_memory_bytes=50 can't be met: .* needs 70 bytes in part 0, where 7 micro-batches are in flight; "
         r"write stage_memory_bytes=70, or more stages, or recompute=all"
@@ -123,11 +124,11 @@ def test_a_limit_that_cannot_be_met_says_what_is_needed_and_where() -> None:
 )
 def test_more_parts_than_pieces(parts: int, candidates: list[int] | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        partition(Row([1.0, 1.0, 1.0]), parts, candidates=candidates)
+        partition(CutRow([1.0, 1.0, 1.0]), parts, candidates=candidates)
 
 
 def test_as_many_marks_as_cuts_are_all_taken() -> None:
-    assert partition(Row([9.0, 1.0, 1.0, 1.0]), 3, candidates=[2, 3]) == (2, 3)
+    assert partition(CutRow([9.0, 1.0, 1.0, 1.0]), 3, candidates=[2, 3]) == (2, 3)
 
 
 def test_names_give_boundaries() -> None:

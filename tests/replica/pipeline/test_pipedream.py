@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.replica.base import Batch
-from paceline.replica.pipeline.messages import Leg, Plan
+from paceline.replica.pipeline.comm_plan import CommPlan, Leg
 from paceline.schedule import in_flight, parse
 from tests.replica.pipeline.runtime_cuts import Chain, Norms
 from tests.replica.pipeline.runtime_streams import Passing, Stream, Versioned
@@ -159,7 +159,7 @@ def test_spans_name_micro_batches_of_the_stream() -> None:
 def test_the_endless_way_begins_as_that_of_a_long_stream(schedule: str, m: int, workers: int) -> None:
     """Action by action, until the long one's end is near; and no message is forgotten or told of twice."""
     value = parse(schedule).resolved(m)
-    plan = Plan(value, workers, m, (), {})
+    plan = CommPlan(value, workers, m, (), {})
     for worker in range(workers):
         endless: list[Leg] = list(itertools.islice(plan.stream(worker), 150))
         expected = list(itertools.islice(value.actions(worker, workers, 500), 150))

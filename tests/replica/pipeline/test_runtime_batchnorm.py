@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.base import Batch
-from paceline.replica.capture import capture
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.capture.capture import capture
+from paceline.replica.pipeline.cut_groups import Units, group
 from tests.replica.pipeline.runtime_cuts import Norms, evenly
 from tests.replica.pipeline.runtime_worlds import Alone, Values, World, batches, build, program, rows, same
 

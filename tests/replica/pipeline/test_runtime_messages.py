@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.replica.pipeline.base import Crossing
-from paceline.replica.pipeline.messages import Itinerary, Message, Plan
+from paceline.replica.pipeline.comm_plan import CommPlan, Message, WorkerProgram
 from paceline.schedule import parse
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2", "interleaved:chunks=3"]
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Plan, int]:
+def plans(draw: st.DrawFn) -> tuple[CommPlan, int]:
     """Any schedule, skips and columns that take turns, and how many micro-batches there are of those planned for."""
     schedule = parse(draw(st.sampled_from(SCHEDULES)))
     workers = draw(st.integers(1, 5))
@@ -27,15 +27,15 @@ def plans(draw: st.DrawFn) -> tuple[Plan, int]:
             crossings.append(Crossing(f"skip{k}", ends[0], tuple(ends[1:])))
     turns = st.integers(1, 3) if schedule.takes_turns else st.just(1)
     copies = tuple(draw(st.lists(turns, min_size=workers, max_size=workers)))
-    return Plan(schedule, workers, m, tuple(crossings), {}, copies), draw(st.integers(1, m))
+    return CommPlan(schedule, workers, m, tuple(crossings), {}, copies), draw(st.integers(1, m))
 
 
-def ways(plan: Plan, count: int) -> list[Itinerary]:
+def ways(plan: CommPlan, count: int) -> list[WorkerProgram]:
     return [plan.itinerary(worker, count) for worker in range(plan.workers)]
 
 
 @given(plans())
-def test_two_workers_have_the_same_order(case: tuple[Plan, int]) -> None:
+def test_two_workers_have_the_same_order(case: tuple[CommPlan, int]) -> None:
     plan, count = case
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
     expected: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -50,7 +50,7 @@ def test_two_workers_have_the_same_order(case: tuple[Plan, int]) -> None:
 
 
 @given(plans())
-def test_everything_that_is_needed_is_given_once(case: tuple[Plan, int]) -> None:
+def test_everything_that_is_needed_is_given_once(case: tuple[CommPlan, int]) -> None:
     plan, count = case
     tasks = [task for way in ways(plan, count) for task in way.tasks]
     given_ = [message.rank for task in tasks for message in task.gives]
@@ -61,7 +61,7 @@ def test_everything_that_is_needed_is_given_once(case: tuple[Plan, int]) -> None
 
 
 @given(plans())
-def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[Plan, int]) -> None:
+def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[CommPlan, int]) -> None:
     """As :class:`Mail` does it: before anything is waited for, all that stands before it in line is expected."""
     plan, count = case
     workers = [Rendezvous(way) for way in ways(plan, count)]
@@ -75,7 +75,7 @@ def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[Plan
 class Rendezvous:
     """One worker on a wire on which sending waits until the message is expected."""
 
-    def __init__(self, way: Itinerary) -> None:
+    def __init__(self, way: WorkerProgram) -> None:
         self.steps: list[tuple[str, Message]] = []
         for task in way.tasks:
             self.steps += [("take", m) for m in task.needs if m.sender != m.receiver]
@@ -102,7 +102,7 @@ class Rendezvous:
 
 
 def test_what_is_waited_for_is_said_in_words() -> None:
-    plan = Plan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
+    plan = CommPlan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
     there, back = plan.itinerary(1, 4).tasks[0].needs[0], plan.itinerary(0, 4).tasks[2].needs[0]
     assert there.what == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"
     assert back.what == "the gradient of relu of micro-batch 0, from stage 1 for stage 0 (0B0)"
@@ -110,7 +110,7 @@ def test_what_is_waited_for_is_said_in_words() -> None:
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_gradients_of_a_value_come_in_ascending_order_of_its_consumers(worker: int) -> None:
-    plan = Plan(parse("interleaved:chunks=2"), 2, 2, (Crossing("a", worker, (2, 3)),), {})
+    plan = CommPlan(parse("interleaved:chunks=2"), 2, 2, (Crossing("a", worker, (2, 3)),), {})
     needs = [task.needs for task in plan.itinerary(worker, 2).tasks if task.action.stage == worker]
     backward = [tuple(m.consumer for m in each) for each in needs if each and each[0].gradient]
     assert backward == [(2, 3), (2, 3)]

@@ -10,8 +10,8 @@ from torch.optim import SGD, Adam
 
 from paceline import Program
 from paceline.replica.base import Batch
-from paceline.replica.capture import capture
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.capture.capture import capture
+from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.schedule import parse
 from tests.replica.pipeline.runtime_cuts import evenly
 from tests.replica.pipeline.runtime_worlds import Alone, World, same

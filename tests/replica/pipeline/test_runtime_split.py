@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
-from paceline.replica.capture import capture
-from paceline.replica.pipeline.split_backward import Later, Splitter
-from paceline.replica.pipeline.substitutes import substitute
-from paceline.replica.saved import Tally
+from paceline.replica.activation_memory import Tally
+from paceline.replica.capture.capture import capture
+from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, substitute
 
 ROUNDING = 1e-13
 """The same products of float64 numbers of size about 1, in shapes that may be added up in another order."""
@@ -68,7 +67,7 @@ def halves(module: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int,
             plain[name] += gradient
         if seed == 1:
             assert substitute(module, splitter.substitutes)
-        later = Later()
+        later = DeferredWeightGrads()
         with splitter.putting_off(later):
             loss = run(x).sin().sum()
         before = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
@@ -124,7 +123,7 @@ def test_a_weight_that_is_computed_is_left_to_autograd() -> None:
 
 
 def test_without_a_graph_nothing_is_put_off() -> None:
-    module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), Later()
+    module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), DeferredWeightGrads()
     substitute(module, splitter.substitutes)
     x = torch.randn(2, 4, dtype=torch.float64)
     with splitter.putting_off(later), torch.no_grad():
@@ -134,7 +133,7 @@ def test_without_a_graph_nothing_is_put_off() -> None:
 
 
 def test_what_is_kept_for_weights_is_their_input_and_a_gradient() -> None:
-    module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), Later()
+    module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), DeferredWeightGrads()
     substitute(module, splitter.substitutes)
     with splitter.putting_off(later):
         loss = module(torch.randn(5, 4, dtype=torch.float64)).sum()

@@ -3,19 +3,19 @@
 import torch
 from torch import nn
 
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.cut import cut
-from paceline.replica.pipeline.partition import Row
-from paceline.replica.pipeline.table import table
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.pipeline.cut_groups import Units, group
+from paceline.replica.pipeline.partition import CutRow
+from paceline.replica.pipeline.report import table
 from tests.replica.pipeline.cut_models import from_zoo
 
 
 def priced(units: Units) -> Costs:
     """Each unit takes a millisecond; each value is a thousand bytes."""
     nodes = units.captured.module.graph.nodes
-    return Costs(Row([0.001] * len(units.groups)), {node.name: 1000 for node in nodes})
+    return Costs(CutRow([0.001] * len(units.groups)), {node.name: 1000 for node in nodes})
 
 
 def test_three_stages_of_a_tied_model() -> None:

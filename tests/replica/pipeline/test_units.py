@@ -5,9 +5,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph
 
-import paceline.replica.cut_mark as marking
+import paceline.replica.capture.capture as marking
 from paceline.core.errors import InputError
-from paceline.replica.pipeline.units import Units, group
+from paceline.replica.pipeline.cut_groups import Units, group
 from tests.replica.pipeline.cut_models import aten, by_hand, calls, cut, from_zoo, item, made, together, units_of
 
 NAMES = ["mlp", "cnn", "unet", "inception", "encoder", "tied", "masked", "gpt2", "bert", "vit", "resnet"]

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.program import Tree, call, leaves
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 from paceline.replica.tensor import rules
-from paceline.replica.tensor.base import Call, Rule, Value, Way, divided, rule_of, undivided
-from paceline.replica.tensor.calls import Operators, operators
-from paceline.replica.tensor.costs import Cost, Key, Versions, key, taken
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, shares
-from paceline.replica.tensor.plan import Plan, parameters, plan
-from paceline.replica.tensor.rewrite import Shard, rewritten
-from paceline.replica.tensor.search import Step
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.base import OpCall, OpRule, OpStrategy, Value, divided, rule_of, undivided
+from paceline.replica.tensor.graph_ops import Operators, operators
+from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED, Layout, OnRank, Shard, shares
+from paceline.replica.tensor.plan_search import SearchStep
+from paceline.replica.tensor.redistribute_cost import Cost, Key, Versions, key, taken
+from paceline.replica.tensor.rewrite import ShardGraph, rewritten
+from paceline.replica.tensor.sharding_plan import ShardingPlan, parameters, plan
+from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 
 __all__ = ["rules"]
@@ -52,18 +52,18 @@ def eager(model: nn.Module, inputs: Tree) -> Made:
     return _run(deepcopy(model), lambda own: leaves(call(own, inputs)))
 
 
-def sharded(made: Plan, inputs: Tree) -> tuple[list[Made], Counter[str]]:
+def sharded(made: ShardingPlan, inputs: Tree) -> tuple[list[Made], Counter[str]]:
     """What each shard does, each with tensors of its own, and the collectives."""
     captured = made.operators.captured
 
-    def work(shards: Shards) -> Made:
+    def work(shards: TPCollectives) -> Made:
         shard = own(rewritten(made, shards))
         return _run(shard.module, lambda module: leaves(captured.rebuild(module(*captured.flat(inputs)))))
 
     return together(made.shards, work)
 
 
-def own(shard: Shard) -> Shard:
+def own(shard: ShardGraph) -> ShardGraph:
     """With copies of its tensors, which threads would otherwise have in common."""
     for module in shard.module.modules():
         for name, parameter in list(module._parameters.items()):
@@ -86,7 +86,7 @@ def _run(module: nn.Module, forward: Callable[[nn.Module], list[Tensor]]) -> Mad
     return Made([output.detach() for output in outputs], gradients, dict(module.named_buffers()))
 
 
-def same(made: Plan, model: nn.Module, inputs: Tree, what: str = "") -> Counter[str]:
+def same(made: ShardingPlan, model: nn.Module, inputs: Tree, what: str = "") -> Counter[str]:
     """Assert that the shards of a plan are the model; returns the collectives that it took, forward and backward."""
     expected = eager(model, inputs)
     shards, calls = sharded(made, inputs)
@@ -113,9 +113,9 @@ def put_together(
     """The whole tensor; no part of a gradient is as good as zeros."""
     if like is None or all(part is None for part in parts):
         return None
-    if isinstance(layout, Owned):
+    if isinstance(layout, OnRank):
         return parts[layout.shard]
-    if isinstance(layout, Split):
+    if isinstance(layout, Shard):
         shapes = [layout.local(like.shape, shard) for shard in range(len(parts))]
         filled = [like.new_zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)]
         return layout.put_together(filled)
@@ -135,11 +135,11 @@ def _close(found: Tensor | None, right: Tensor | None, what: str) -> None:
     torch.testing.assert_close(found, right, rtol=ATOL, atol=ATOL, equal_nan=True, msg=lambda why: f"{what}: {why}")
 
 
-def holds_its_part(made: Plan, model: nn.Module) -> None:
+def holds_its_part(made: ShardingPlan, model: nn.Module) -> None:
     """Assert that each shard has of each tensor as many elements as its layout says, and no tensor of others."""
     whole = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
-    def held(shards: Shards) -> dict[str, torch.Size]:
+    def held(shards: TPCollectives) -> dict[str, torch.Size]:
         module = rewritten(made, shards).module
         return {n: t.shape for n, t in (*module.named_parameters(), *module.named_buffers())}
 
@@ -148,23 +148,23 @@ def holds_its_part(made: Plan, model: nn.Module) -> None:
         if name not in whole:  # a number that the graph holds
             continue
         for shard, has in enumerate(shapes):
-            if isinstance(layout, Split):
+            if isinstance(layout, Shard):
                 assert has[name] == layout.local(whole[name].shape, shard), (name, shard)
-            elif isinstance(layout, Owned) and layout.shard != shard:
+            elif isinstance(layout, OnRank) and layout.shard != shard:
                 assert name not in has, (name, shard)
             else:
                 assert has[name] == whole[name].shape, (name, shard)
 
 
-def split_share(made: Plan, model: nn.Module) -> float:
+def split_share(made: ShardingPlan, model: nn.Module) -> float:
     """Of the elements of all parameters, how many are divided among the shards."""
     parameters = dict(model.named_parameters())
     total = sum(parameter.numel() for parameter in parameters.values())
-    divided = [n for n, layout in made.parameters.items() if isinstance(layout, (Split, Owned)) and n in parameters]
+    divided = [n for n, layout in made.parameters.items() if isinstance(layout, (Shard, OnRank)) and n in parameters]
     return sum(parameters[name].numel() for name in divided) / total
 
 
-def planned(model: nn.Module, inputs: Tree, k: int) -> Plan:
+def planned(model: nn.Module, inputs: Tree, k: int) -> ShardingPlan:
     """The plan of a model."""
     return plan(looked_at(model, inputs, k), k)
 
@@ -185,7 +185,7 @@ class Case:
     """
 
     name: str
-    rule: type[Rule]
+    rule: type[OpRule]
     function: Callable[..., Any]
     tensors: Sequence[tuple[int, ...] | Tensor]
     parameters: Sequence[tuple[int, ...]] = ()
@@ -247,45 +247,45 @@ def every_way(case: Case, shards: Sequence[int] = (2, 3, 4)) -> None:
             same(forced(found, k, {asked.node: way}), module, inputs, f"k = {k}, {_told(way)}")
 
 
-def possible(asked: Call) -> list[Way]:
+def possible(asked: OpCall) -> list[OpStrategy]:
     """All ways of an operator, whatever its tensors can be had as."""
     offers = [frozenset(layouts(value, asked)) for value in asked.takes]
     return list(dict.fromkeys((*undivided(asked), *divided(asked, offers))))
 
 
-def layouts(value: Value, asked: Call) -> Iterator[Layout]:
+def layouts(value: Value, asked: OpCall) -> Iterator[Layout]:
     """Those that a tensor can have: uneven parts, the larger ones first or last, by units, and in two blocks."""
     k = asked.shards
-    yield from (WHOLE, SHARED)
+    yield from (REPLICATE, SHARED)
     if value.dtype.is_floating_point:
         yield PARTIAL
     for dim in range(value.dims):
         length = value.shape[dim]
         yield from asked.splits(length, dim - value.dims)
         if length >= k:
-            yield Split(dim - value.dims, shares(length, k))
-            yield Split(dim - value.dims, shares(length, k)[::-1])
+            yield Shard(dim - value.dims, shares(length, k))
+            yield Shard(dim - value.dims, shares(length, k)[::-1])
         if length % 2 == 0 and length // 2 >= k:
-            yield Split(dim - value.dims, shares(length // 2, k), outer=2)
+            yield Shard(dim - value.dims, shares(length // 2, k), outer=2)
 
 
-def _can_be_had(asked: Call, way: Way) -> bool:
+def _can_be_had(asked: OpCall, way: OpStrategy) -> bool:
     """A parameter is never a term of a sum."""
     return all(v.parameter is None or layout != PARTIAL for v, layout in zip(asked.takes, way.takes, strict=True))
 
 
-def _divides(way: Way) -> bool:
-    return any(isinstance(layout, Split) or layout == PARTIAL for layout in way.takes)
+def _divides(way: OpStrategy) -> bool:
+    return any(isinstance(layout, Shard) or layout == PARTIAL for layout in way.takes)
 
 
-def _told(way: Way) -> str:
+def _told(way: OpStrategy) -> str:
     return f"{way.name or 'unnamed'}: {', '.join(map(str, way.takes))} -> {', '.join(map(str, way.gives))}"
 
 
-def forced(found: Operators, k: int, ways: Mapping[Node, Way]) -> Plan:
+def forced(found: Operators, k: int, ways: Mapping[Node, OpStrategy]) -> ShardingPlan:
     """The plan by which some operators are divided in these ways, and all others are not."""
     there: dict[Key, Versions] = {}
-    steps: list[Step] = []
+    steps: list[SearchStep] = []
     for each in found.calls.values():
         way = ways.get(each.node) or _as_it_is(each, there)
         had = taken(each, way, there)
@@ -293,11 +293,11 @@ def forced(found: Operators, k: int, ways: Mapping[Node, Way]) -> Plan:
         _, converted, versions = had
         there.update(versions)
         there.update({key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)})
-        steps.append(Step(each, way, converted))
-    return Plan(found, k, tuple(steps), parameters(steps), Cost())
+        steps.append(SearchStep(each, way, converted))
+    return ShardingPlan(found, k, tuple(steps), parameters(steps), Cost())
 
 
-def _as_it_is(each: Call, there: Mapping[Key, Versions]) -> Way:
+def _as_it_is(each: OpCall, there: Mapping[Key, Versions]) -> OpStrategy:
     """Whole; but an element of a tuple as it was made."""
     if each.target is getitem and len(each.takes) == 1:
         (layout,) = there[key(each.takes[0])]

@@ -7,24 +7,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
+from paceline.replica.module_utils import tensors_of
 from paceline.replica.tensor import rules
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.layouts import SHARED, Layout, Owned, Split
-from paceline.replica.tensor.plan import NO_RULES, Plan, plan
+from paceline.replica.tensor.graph_ops import operators
+from paceline.replica.tensor.placements import SHARED, Layout, OnRank, Shard
 from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.undisturbed import tensors_of
+from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan, plan
+from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.threads import together
 
 assert rules, "they are registered"
 
 
-class Weighed(Shards):
+class Weighed(TPCollectives):
     """Others, with the bytes that this one sends in rings."""
 
-    def __init__(self, shards: Shards) -> None:
+    def __init__(self, shards: TPCollectives) -> None:
         super().__init__(shards.rank, shards.count)
         self._shards, self.sent, self.calls = shards, 0.0, 0
 
@@ -57,7 +57,7 @@ class Weighed(Shards):
 class Divided:
     """What came of it."""
 
-    plan: Plan
+    plan: ShardingPlan
     outputs: tuple[Tensor, ...]
 
     def way(self, operator: str) -> str:
@@ -87,7 +87,7 @@ def divided(
     made = plan(operators(captured, count, captured.flat(inputs)), count, asked)
     outputs, gradients = _run(captured.module, captured.flat(inputs))
 
-    def work(shards: Shards) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:
+    def work(shards: TPCollectives) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:
         weighed = Weighed(shards)
         local = rewritten(made, weighed).module
         _own(local)
@@ -99,7 +99,7 @@ def divided(
     named = {name: made.parameters.get(name) for name in gradients}
     for name, layout in named.items():
         _close([_whole(layout, [given.get(name) for _, given, _ in shards])], [gradients[name]], rtol, name)
-    assert any(isinstance(layout, Split) for layout in named.values()), "something is divided"
+    assert any(isinstance(layout, Shard) for layout in named.values()), "something is divided"
     summed = sum(gradients[name].nbytes for name, layout in named.items() if layout == SHARED)
     for _, _, weighed in shards:
         assert weighed.calls == made.cost.collectives
@@ -127,9 +127,9 @@ def _own(module: nn.Module) -> None:
 
 def _whole(layout: Layout | None, parts: Sequence[Tensor | None]) -> Tensor:
     given = [part for part in parts if part is not None]
-    if isinstance(layout, Split):
+    if isinstance(layout, Shard):
         return layout.put_together(given)
-    if isinstance(layout, Owned):
+    if isinstance(layout, OnRank):
         assert len(given) == 1
         return given[0]
     return torch.stack(given).sum(0) if layout == SHARED else given[0]

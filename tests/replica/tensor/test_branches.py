@@ -9,16 +9,15 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.core.errors import InputError
-from paceline.replica.capture import capture
-from paceline.replica.tensor.base import Call
-from paceline.replica.tensor.branches import Placed, placed, regions
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.layouts import Owned, Split
-from paceline.replica.tensor.plan import plan
+from paceline.replica.capture.capture import capture
+from paceline.replica.tensor.base import OpCall
+from paceline.replica.tensor.branches import Placed, StandIn, placed, regions
+from paceline.replica.tensor.graph_ops import operators
+from paceline.replica.tensor.op_times import measured
+from paceline.replica.tensor.placements import OnRank, Shard
 from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.stand_in import StandIn
-from paceline.replica.tensor.times import measured
+from paceline.replica.tensor.sharding_plan import plan
+from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import holds_its_part, looked_at, same
 from tests.replica.tensor.threads import together
@@ -137,7 +136,7 @@ def test_branches_are_the_model(name: str, k: int) -> None:
     """Also on more shards than there are branches, and where the trunk goes on beside them."""
     model, inputs, _ = built(name)
     made = plan(looked_at(model, inputs, k), k, ASKED)
-    owned = {layout.shard for layout in made.parameters.values() if isinstance(layout, Owned)}
+    owned = {layout.shard for layout in made.parameters.values() if isinstance(layout, OnRank)}
     assert len(owned) > 1
     holds_its_part(made, model)
     assert same(made, model, inputs, name).total() == made.cost.collectives
@@ -173,7 +172,7 @@ def test_what_others_take_too_is_of_the_trunk() -> None:
 # ------------------------------------------------------------------------------------------------------- who has what
 
 
-def by_width(calls: Sequence[Call]) -> Mapping[Node, float]:
+def by_width(calls: Sequence[OpCall]) -> Mapping[Node, float]:
     """A linear layer of n outputs takes n, all else nothing."""
     return {call.node: float(call.gives[0].shape[-1]) if "linear" in str(call.target) else 0.0 for call in calls}
 
@@ -214,7 +213,7 @@ def test_of_two_that_overlap_the_larger_is_taken() -> None:
     assert len(regions(found)) == 2
     even = {"b1": 9.0, "b2": 1.0, "b21": 4.0, "b22": 4.0}
 
-    def times(calls: Sequence[Call]) -> Mapping[Node, float]:
+    def times(calls: Sequence[OpCall]) -> Mapping[Node, float]:
         return {
             call.node: sum(even.get(str(v.parameter).removesuffix(".weight"), 0.0) for v in call.takes)
             for call in calls
@@ -250,7 +249,7 @@ def test_others_have_one_stand_in_for_each_end() -> None:
     model, inputs, _ = built("inception")
     made = plan(looked_at(model, inputs, 2), 2, ASKED)
 
-    def stand_ins(shards: Shards) -> int:
+    def stand_ins(shards: TPCollectives) -> int:
         return sum(isinstance(part, StandIn) for part in _called(rewritten(made, shards).module))
 
     counts, _ = together(2, stand_ins)
@@ -301,4 +300,4 @@ def test_what_is_joined_may_stay_with_those_who_made_it(k: int) -> None:
     model, x = Joined().double(), numbers(4, 6)
     made = plan(looked_at(model, x, k), k, ASKED)
     assert same(made, model, x, "joined") == {"all_reduce": 1}
-    assert made.parameters["head.weight"] == Split(-1, (11, 7) if k == 2 else (5, 6, 7))
+    assert made.parameters["head.weight"] == Shard(-1, (11, 7) if k == 2 else (5, 6, 7))

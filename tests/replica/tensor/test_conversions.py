@@ -7,21 +7,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Layout, Owned, Split, order, shares
-from paceline.replica.tensor.prices import _KINDS, conversion, price
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED, Layout, OnRank, Shard, order, shares
+from paceline.replica.tensor.redistribute_cost import _KINDS, conversion, price
+from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 
-PLAIN: tuple[Layout, ...] = (WHOLE, SHARED, PARTIAL)
+PLAIN: tuple[Layout, ...] = (REPLICATE, SHARED, PARTIAL)
 
 
-def splits(k: int) -> list[Split]:
-    return [Split(dim, shares(10 // outer, k)[::-1], outer) for dim in (-1, -2, -3) for outer in (1, 2)]
+def splits(k: int) -> list[Shard]:
+    return [Shard(dim, shares(10 // outer, k)[::-1], outer) for dim in (-1, -2, -3) for outer in (1, 2)]
 
 
 def pairs(k: int) -> list[tuple[Layout, Layout]]:
     layouts = (*PLAIN, *splits(k))
-    owned = [(Owned(k - 1), after) for after in PLAIN]
+    owned = [(OnRank(k - 1), after) for after in PLAIN]
     return [*((a, b) for a, b in product(layouts, layouts) if a != b), *owned]
 
 
@@ -36,16 +36,16 @@ def terms(whole: Tensor, k: int) -> list[Tensor]:
 
 def values(layout: Layout, whole: Tensor, k: int) -> list[Tensor]:
     """What each shard has of a value."""
-    if isinstance(layout, Split):
+    if isinstance(layout, Shard):
         return [layout.take(whole, shard).clone() for shard in range(k)]
-    if isinstance(layout, Owned):
+    if isinstance(layout, OnRank):
         return [whole.clone() if shard == layout.shard else torch.full_like(whole, torch.nan) for shard in range(k)]
     return terms(whole, k) if layout == PARTIAL else [whole.clone() for _ in range(k)]
 
 
 def gradients(layout: Layout, whole: Tensor, k: int) -> list[Tensor]:
     """What each shard has of a gradient."""
-    if isinstance(layout, Split):
+    if isinstance(layout, Shard):
         return values(layout, whole, k)
     return terms(whole, k) if layout == SHARED else [whole.clone() for _ in range(k)]
 
@@ -64,22 +64,26 @@ def test_value_gradient_and_collectives_are_those_of_the_table(k: int) -> None:
     for before, after in pairs(k):
         has, seeds = values(before, value, k), gradients(after, gradient, k)
 
-        def forward(shards: Shards, given: list[Tensor] = has, pair: tuple[Layout, Layout] = (before, after)) -> Tensor:
+        def forward(
+            shards: TPCollectives, given: list[Tensor] = has, pair: tuple[Layout, Layout] = (before, after)
+        ) -> Tensor:
             return conversion(shards, "x", *pair)(given[shards.rank].requires_grad_())
 
-        def both(shards: Shards, given: list[Tensor] = has, seeds: list[Tensor] = seeds) -> tuple[Tensor, Tensor]:
+        def both(
+            shards: TPCollectives, given: list[Tensor] = has, seeds: list[Tensor] = seeds
+        ) -> tuple[Tensor, Tensor]:
             made = forward(shards, given)
             (back,) = torch.autograd.grad(made, given[shards.rank], seeds[shards.rank])
             return made.detach(), back
 
-        def work(shards: Shards) -> tuple[Tensor, Tensor]:
+        def work(shards: TPCollectives) -> tuple[Tensor, Tensor]:
             return both(shards)
 
         made, calls = together(k, work)
         _, forwards = together(k, forward)
         assert_are([m for m, _ in made], values(after, value, k), summed=after == PARTIAL)
         backs = [g for _, g in made]
-        if isinstance(before, Owned):  # the others' stand-ins have no gradient
+        if isinstance(before, OnRank):  # the others' stand-ins have no gradient
             assert_are([backs[before.shard]], [gradient], summed=False)
         else:
             assert_are(backs, gradients(before, gradient, k), summed=before == SHARED)
@@ -93,17 +97,17 @@ def test_value_gradient_and_collectives_are_those_of_the_table(k: int) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "there", "back"),
     [
-        (WHOLE, SHARED, {}, {"all_reduce": 1}),
-        (PARTIAL, WHOLE, {"all_reduce": 1}, {}),
+        (REPLICATE, SHARED, {}, {"all_reduce": 1}),
+        (PARTIAL, REPLICATE, {"all_reduce": 1}, {}),
         (PARTIAL, SHARED, {"all_reduce": 1}, {"all_reduce": 1}),
-        (WHOLE, Split(-1, (5, 5)), {}, {"all_gather": 1}),
-        (Split(-1, (5, 5)), WHOLE, {"all_gather": 1}, {}),
-        (Split(-1, (5, 5)), SHARED, {"all_gather": 1}, {"reduce_scatter": 1}),
-        (PARTIAL, Split(-1, (5, 5)), {"reduce_scatter": 1}, {"all_gather": 1}),
-        (Split(-1, (5, 5)), Split(-2, (5, 5)), {"all_gather": 1}, {"all_gather": 1}),
-        (Owned(1), WHOLE, {"broadcast": 1}, {}),
-        (Owned(1), SHARED, {"broadcast": 1}, {"reduce": 1}),
-        (Owned(1), PARTIAL, {}, {}),
+        (REPLICATE, Shard(-1, (5, 5)), {}, {"all_gather": 1}),
+        (Shard(-1, (5, 5)), REPLICATE, {"all_gather": 1}, {}),
+        (Shard(-1, (5, 5)), SHARED, {"all_gather": 1}, {"reduce_scatter": 1}),
+        (PARTIAL, Shard(-1, (5, 5)), {"reduce_scatter": 1}, {"all_gather": 1}),
+        (Shard(-1, (5, 5)), Shard(-2, (5, 5)), {"all_gather": 1}, {"all_gather": 1}),
+        (OnRank(1), REPLICATE, {"broadcast": 1}, {}),
+        (OnRank(1), SHARED, {"broadcast": 1}, {"reduce": 1}),
+        (OnRank(1), PARTIAL, {}, {}),
     ],
 )
 def test_they_make_the_collectives_that_are_drawn(
@@ -111,10 +115,10 @@ def test_they_make_the_collectives_that_are_drawn(
 ) -> None:
     has, seeds = values(before, numbers(1), 2), gradients(after, numbers(2), 2)
 
-    def forward(shards: Shards) -> Tensor:
+    def forward(shards: TPCollectives) -> Tensor:
         return conversion(shards, "x", before, after)(has[shards.rank].requires_grad_())
 
-    def both(shards: Shards) -> None:
+    def both(shards: TPCollectives) -> None:
         forward(shards).backward(seeds[shards.rank])
 
     _, forwards = together(2, forward)
@@ -134,7 +138,7 @@ def test_what_has_no_gradient_pays_for_none() -> None:
 def test_nothing_is_brought_to_one_shard_alone() -> None:
     """Who works on a branch takes what all have."""
     for before in (*PLAIN, *splits(2)):
-        assert price(before, Owned(0), 2, differentiable=True) is None
+        assert price(before, OnRank(0), 2, differentiable=True) is None
 
 
 def test_one_shard_sends_nothing() -> None:
@@ -145,7 +149,7 @@ def test_one_shard_sends_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [(Split(-1, (6, 4)), WHOLE), (WHOLE, Split(-2, (6, 4))), (PARTIAL, WHOLE)]
+    ("before", "after"), [(Shard(-1, (6, 4)), REPLICATE), (REPLICATE, Shard(-2, (6, 4))), (PARTIAL, REPLICATE)]
 )
 def test_dims_keep_their_order_in_memory(before: Layout, after: Layout) -> None:
     has = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in values(before, numbers(1), 2)]

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.replica.tensor import base
-from paceline.replica.tensor.base import Rule
-from paceline.replica.tensor.rules.shapes import Element
+from paceline.replica.tensor.base import OpRule
+from paceline.replica.tensor.rules.views import Element
 from tests.replica.tensor.cases import Case, rules
 
 FOLLOWS = {Element}
@@ -21,7 +21,7 @@ def cases() -> Iterator[Case]:
                 yield from (each for each in held if isinstance(each, Case))
 
 
-def registered() -> set[type[Rule]]:
+def registered() -> set[type[OpRule]]:
     assert rules.__path__, "importing it registers all"
     return {type(rule) for rule in base._RULES.values()}
 
@@ -34,5 +34,7 @@ def test_each_has_a_case_that_divides() -> None:
 
 def test_each_states_what_a_shard_owns() -> None:
     for rule in registered() - FOLLOWS:
-        told = " ".join((each.__doc__ or "") for each in rule.__mro__ if issubclass(each, Rule) and each is not Rule)
+        told = " ".join(
+            (each.__doc__ or "") for each in rule.__mro__ if issubclass(each, OpRule) and each is not OpRule
+        )
         assert "S_p" in told, rule.__name__

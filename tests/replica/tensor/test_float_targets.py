@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from paceline import Program
 from paceline.replica.base import Batch
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.preparation import planned
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.prepare import planned
 from tests.replica.tensor.cases import same
 
 OUTPUTS = 6
@@ -68,7 +68,7 @@ def test_shards_are_the_model(name: str) -> None:
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)).double()
     program = Program(model=lambda: model, loss=loss, optimizer=torch.optim.SGD, train=(_numbers(5, 4), target))
     _, made = planned(program, model, Batch(_numbers(5, 4), target, 5), 2)
-    assert isinstance(made.parameters["2.weight"], Split)
+    assert isinstance(made.parameters["2.weight"], Shard)
     joined = Joined(*model)
     joined.loss = loss
     same(made, joined, (_numbers(5, 4), target), name)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor.base import Call, Way, rule_of
+from paceline.replica.tensor.base import OpCall, OpStrategy, rule_of
 from paceline.replica.tensor.rules.linear import FIRST
 from tests.replica.tensor.cases import forced, looked_at, possible, same
 
@@ -51,11 +51,11 @@ def test_a_layer_whose_terms_are_summed(layer: str, frozen: str) -> None:
         same(forced(found, K, {first.node: way, last.node: _columns(last)}), model, x, f"{layer}, frozen: {frozen}")
 
 
-def _weighed(call: Call) -> bool:
+def _weighed(call: OpCall) -> bool:
     return any("weight" in (value.parameter or "") for value in call.takes)
 
 
-def _columns(call: Call) -> Way:
+def _columns(call: OpCall) -> OpStrategy:
     rule = rule_of(call.target)
     assert rule is not None
     return next(way for way in rule.ways(call, [frozenset()] * len(call.takes)) if way.name == "column")

@@ -5,17 +5,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.replica.tensor.halo import Halo
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.windows import Windows, through
+from paceline.replica.tensor.halo import Halo, WindowOps, through
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 
-LINE = Split(-1, (1, 4, 3))
-REACH = through(LINE, 8, Windows(5, before=2))
+LINE = Shard(-1, (1, 4, 3))
+REACH = through(LINE, 8, WindowOps(5, before=2))
 
 
-def halo(shards: Shards, fill: float = 0.0) -> Halo:
+def halo(shards: TPCollectives, fill: float = 0.0) -> Halo:
     assert REACH is not None
     return Halo(shards, "x", REACH, (0, 0, 1, 0), fill=fill)
 
@@ -31,7 +30,7 @@ def test_a_shard_gets_what_its_windows_see_even_past_its_neighbour() -> None:
 
 
 def test_gradients_go_back_to_where_the_elements_came_from() -> None:
-    def work(shards: Shards) -> Tensor:
+    def work(shards: TPCollectives) -> Tensor:
         part = torch.zeros(2, LINE.sizes[shards.rank], dtype=torch.float64, requires_grad=True)
         made = halo(shards)(part)
         (found,) = torch.autograd.grad((made * 10.0**shards.rank).sum(), part)

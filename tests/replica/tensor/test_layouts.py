@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.replica.tensor.layouts import Split, order, shares
+from paceline.replica.tensor.placements import Shard, order, shares
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -11,7 +11,7 @@ from paceline.replica.tensor.layouts import Split, order, shares
 @pytest.mark.parametrize("dim", [-1, -2, -3])
 def test_parts_are_the_whole(k: int, outer: int, dim: int) -> None:
     whole = torch.arange(12 * 12 * 12).reshape(12, 12, 12)
-    split = Split(dim, shares(12 // outer, k)[::-1], outer)
+    split = Shard(dim, shares(12 // outer, k)[::-1], outer)
     parts = [split.take(whole, shard) for shard in range(k)]
     assert [tuple(part.shape) for part in parts] == [split.local(whole.shape, shard) for shard in range(k)]
     assert torch.equal(split.put_together(parts), whole)
@@ -20,7 +20,7 @@ def test_parts_are_the_whole(k: int, outer: int, dim: int) -> None:
 
 
 def test_of_each_block_a_shard_has_its_part() -> None:
-    split = Split(-1, (3, 1), outer=2)
+    split = Shard(-1, (3, 1), outer=2)
     first, second = (split.take(torch.arange(8), shard).tolist() for shard in (0, 1))
     assert (first, second) == ([0, 1, 2, 4, 5, 6], [3, 7])
     assert split.starts() == (0, 3)
@@ -28,7 +28,7 @@ def test_of_each_block_a_shard_has_its_part() -> None:
 
 
 def test_where_blocks_are_samples_there_may_be_more_of_them() -> None:
-    planned, whole = Split(-1, (2, 1), outer=2), torch.arange(15)
+    planned, whole = Shard(-1, (2, 1), outer=2), torch.arange(15)
     parts = [planned.take(whole, shard) for shard in (0, 1)]
     assert parts[1].tolist() == [2, 5, 8, 11, 14]
     assert torch.equal(planned.put_together(parts), whole)

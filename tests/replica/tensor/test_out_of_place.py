@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.capture import Captured, capture
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.out_of_place import write_out_of_place
-from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.capture.capture import Captured, capture
+from paceline.replica.tensor.functionalize import write_out_of_place
+from paceline.replica.tensor.graph_ops import operators
+from paceline.replica.tensor.sharding_plan import ShardingPlan, plan
 from tests.replica.tensor.cases import eager, holds_its_part, same, split_share
 
 aten = torch.ops.aten
@@ -210,7 +210,7 @@ def residual(*, inplace: bool) -> nn.Module:
         return nn.Sequential(stem, *blocks, nn.Flatten(), nn.Linear(96, 5)).double()
 
 
-def planned(model: nn.Module, x: Tensor, k: int) -> Plan:
+def planned(model: nn.Module, x: Tensor, k: int) -> ShardingPlan:
     captured = capture(model, x, operators=True)
     write_out_of_place(captured.module)
     return plan(operators(captured, k), k)

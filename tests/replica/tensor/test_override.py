@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from paceline.core.errors import InputError
-from paceline.replica.capture import Captured, capture
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.layouts import SHARED, WHOLE
-from paceline.replica.tensor.plan import Plan, plan
-from paceline.replica.tensor.possible import module_of
+from paceline.replica.capture.capture import Captured, capture
+from paceline.replica.tensor.graph_ops import operators
+from paceline.replica.tensor.placements import REPLICATE, SHARED
+from paceline.replica.tensor.sharding_plan import ShardingPlan, module_of, plan
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import rules, same
 
@@ -52,12 +51,12 @@ def captured(model: nn.Module) -> tuple[Captured, torch.Tensor]:
     return capture(model.double(), inputs, operators=True), inputs
 
 
-def planned(model: nn.Module, k: int, asked: dict[str, str]) -> tuple[Plan, torch.Tensor]:
+def planned(model: nn.Module, k: int, asked: dict[str, str]) -> tuple[ShardingPlan, torch.Tensor]:
     graph, inputs = captured(model)
     return plan(operators(graph, k), k, ShardRules(asked)), inputs
 
 
-def chosen(made: Plan) -> dict[str, set[str]]:
+def chosen(made: ShardingPlan) -> dict[str, set[str]]:
     """Module -> names of its operators' ways."""
     owners = made.operators.captured.owners
     found: dict[str, set[str]] = {}
@@ -91,7 +90,7 @@ def test_whole_leaves_a_module_whole_and_the_others_to_the_plan() -> None:
     made, inputs = planned(Block(), 2, {"up": "whole", "attention*": "whole"})
     layouts = {name: layout for name, layout in made.parameters.items() if name.startswith(("up", "attention"))}
     assert len(layouts) == 6
-    assert all(layout in (WHOLE, SHARED) for layout in layouts.values())
+    assert all(layout in (REPLICATE, SHARED) for layout in layouts.values())
     assert chosen(made)["down"] != {""}
     same(made, made.operators.captured.module, inputs)
 

@@ -6,26 +6,25 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica.state import Layout
-from paceline.replica.stepper import Stepper, of_part
-from paceline.replica.tensor.layouts import SHARED, Owned, Split, shares
-from paceline.replica.tensor.layouts import Layout as Lies
-from paceline.replica.tensor.parts import counts, part_of
+from paceline.replica.flat_optimizer import FlatOptimizer, of_part
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.tensor.placements import SHARED, OnRank, Shard, counts, part_of, shares
+from paceline.replica.tensor.placements import Layout as Lies
 
 LIES: dict[str, Lies] = {
-    "0.weight": Split(-2, shares(8, 3)),
+    "0.weight": Shard(-2, shares(8, 3)),
     "0.bias": SHARED,
-    "1.weight": Split(-1, shares(8, 3)),
-    "1.bias": Owned(2),
+    "1.weight": Shard(-1, shares(8, 3)),
+    "1.bias": OnRank(2),
 }
 
 
 @pytest.fixture
-def whole() -> Layout:
-    return Layout.of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)))
+def whole() -> FlatLayout:
+    return FlatLayout.of(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3)))
 
 
-def test_each_element_counts_once(whole: Layout) -> None:
+def test_each_element_counts_once(whole: FlatLayout) -> None:
     """In a sum over all shards, as that of the norm of a gradient is."""
     parts = [part_of(whole, LIES, shard) for shard in range(3)]
     sizes = [{e.name: e.shape.numel() for b in part.parameters for e in b.entries} for part in parts]
@@ -35,7 +34,7 @@ def test_each_element_counts_once(whole: Layout) -> None:
     assert counted == sum(block.elements for block in whole.parameters)
 
 
-def test_groups_are_those_of_whole_shapes(whole: Layout) -> None:
+def test_groups_are_those_of_whole_shapes(whole: FlatLayout) -> None:
     """Though no part of the first weight has 8 rows; and what an optimizer makes at once is of the part's shape."""
 
     def by_rows(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -47,7 +46,7 @@ def test_groups_are_those_of_whole_shapes(whole: Layout) -> None:
     state, gradient = part.new(), part.new()
     for vector in (*state.parameters, *gradient.parameters):
         vector.fill_(1.0)
-    stepper = Stepper(
+    stepper = FlatOptimizer(
         of_part(by_rows, whole, part), functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), state, gradient
     )
     stepper.step(gradient.parameters)

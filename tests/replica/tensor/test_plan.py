@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor import costs
+from paceline.replica.tensor import redistribute_cost
 from paceline.replica.tensor.base import Value
 from paceline.replica.tensor.branches import placed
-from paceline.replica.tensor.calls import Operators
-from paceline.replica.tensor.costs import Cost, Key, Versions, key
-from paceline.replica.tensor.layouts import WHOLE, Layout
-from paceline.replica.tensor.override import Override
-from paceline.replica.tensor.plan import NO_RULES, choices, plan
+from paceline.replica.tensor.graph_ops import Operators
+from paceline.replica.tensor.placements import REPLICATE, Layout
+from paceline.replica.tensor.redistribute_cost import Cost, Key, Versions, key
+from paceline.replica.tensor.sharding_plan import NO_RULES, UserRules, choices, plan
 from tests.replica.tensor.cases import looked_at, same
 
 
@@ -116,14 +115,14 @@ def test_none_is_cheaper(name: str, k: int) -> None:
 
 
 def _collectives(value: Value, before: Layout, after: Layout, k: int) -> tuple[int, int]:
-    made = costs.price(before, after, k, differentiable=value.differentiable)
+    made = redistribute_cost.price(before, after, k, differentiable=value.differentiable)
     assert made is not None
     return made.collectives
 
 
 def cheapest(found: Operators, k: int) -> Cost:
     """Of all plans that there are, each tried."""
-    override = Override(NO_RULES, found.captured.owners, tuple(found.calls.values()))
+    override = UserRules(NO_RULES, found.captured.owners, tuple(found.calls.values()))
     open_ = choices(found, override, placed(found, k))
     tried: list[Cost] = []
 
@@ -139,7 +138,7 @@ def cheapest(found: Operators, k: int) -> Cost:
         modes = [each.region is not None and alone.get(each.region, mode) for mode in (False, True)]
         for mode in dict.fromkeys(modes):
             for way in each.alone if mode else each.ways:
-                taken = costs.taken(each.call, way, there)
+                taken = redistribute_cost.taken(each.call, way, there)
                 if taken is not None:
                     own = Cost(0, round(way.sent * k), way.collectives)
                     gives = {key(v): frozenset((layout,)) for v, layout in zip(each.call.gives, way.gives, strict=True)}
@@ -153,8 +152,8 @@ def cheapest(found: Operators, k: int) -> Cost:
 def _whole(found: Operators, there: Mapping[Key, Versions], k: int) -> Cost | None:
     cost = Cost()
     for value in found.outputs():
-        if WHOLE not in there[key(value)]:
-            made = costs.converted_from(value, there[key(value)], WHOLE, k)
+        if REPLICATE not in there[key(value)]:
+            made = redistribute_cost.converted_from(value, there[key(value)], REPLICATE, k)
             if made is None:
                 return None
             cost += made[1]

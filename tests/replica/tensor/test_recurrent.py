@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from paceline.replica.tensor.layouts import SHARED, Split
-from paceline.replica.tensor.plan import Plan
+from paceline.replica.tensor.placements import SHARED, Shard
+from paceline.replica.tensor.report import sharding
 from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.table import sharding
+from paceline.replica.tensor.sharding_plan import ShardingPlan
+from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import own, put_together
 from tests.replica.tensor.divided import divided
@@ -62,8 +62,8 @@ def trained(
     return {name: parameter.detach() for name, parameter in module.named_parameters()}
 
 
-def by_shards(made: Plan) -> list[Mapping[str, Tensor]]:
-    def work(shards: Shards) -> Mapping[str, Tensor]:
+def by_shards(made: ShardingPlan) -> list[Mapping[str, Tensor]]:
+    def work(shards: TPCollectives) -> Mapping[str, Tensor]:
         module = own(rewritten(made, shards)).module
 
         def summed(name: str, gradient: Tensor) -> Tensor:
@@ -81,8 +81,8 @@ def test_a_model_with_one_trains_as_one_process_does(kind: Kind, k: int) -> None
     model = seeded(kind)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     made = divided(model, batches()[0][0], k).plan
-    assert isinstance(made.parameters["embedding.weight"], Split)
-    assert isinstance(made.parameters["head.weight"], Split)
+    assert isinstance(made.parameters["embedding.weight"], Shard)
+    assert isinstance(made.parameters["head.weight"], Shard)
     shards = by_shards(made)
     for name, expected in trained(model, model, lambda _, gradient: gradient).items():
         found = put_together([shard[name] for shard in shards], made.parameters[name], expected, terms=False)

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.plan import Plan
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.sharding_plan import ShardingPlan
 from tests.replica.tensor.cases import forced, looked_at, planned, possible, same
 
 
@@ -32,7 +32,7 @@ def seeded(make: type[nn.Module]) -> nn.Module:
         return make()
 
 
-def by_columns(model: nn.Module, x: Tensor, k: int) -> Plan:
+def by_columns(model: nn.Module, x: Tensor, k: int) -> ShardingPlan:
     found = looked_at(model, x, k)
     layers = [call for call in found.calls.values() if "linear" in str(call.target)]
     return forced(found, k, {c.node: next(w for w in possible(c) if w.name == "column") for c in layers})
@@ -63,7 +63,7 @@ def test_a_tensor_may_be_two_arguments(k: int) -> None:
     model, x = seeded(OfItself), numbers(5, 4, 6)
     plan = planned(model, x, k)
     same(plan, model, x)
-    assert isinstance(plan.parameters["first.weight"], Split)
+    assert isinstance(plan.parameters["first.weight"], Shard)
 
 
 class Weights(nn.Module):
@@ -82,4 +82,4 @@ def test_a_product_with_a_parameter_is_a_layer(k: int) -> None:
     model, x = seeded(Weights), numbers(5, 4, 6)
     plan = planned(model, x, k)
     assert same(plan, model, x) == {"all_reduce": 1}
-    assert all(isinstance(layout, Split) for layout in plan.parameters.values())
+    assert all(isinstance(layout, Shard) for layout in plan.parameters.values())

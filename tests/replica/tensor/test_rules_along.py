@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.rules.along import Concatenation, Reduction, Slice
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.rules.reduce_cat_slice import Concatenation, Reduction, Slice
 from tests.replica.tensor.cases import Case, every_way, planned, same
 
 
@@ -93,5 +93,5 @@ def test_what_is_put_together_need_not_be_gathered(k: int) -> None:
     made = planned(model, x, k)
     assert same(made, model, x, f"k = {k}") == {"all_reduce": 1}
     layout = made.parameters["c.weight"]
-    assert isinstance(layout, Split)
+    assert isinstance(layout, Shard)
     assert layout.outer == 2

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.apart import Apart, Gathered, Picked, PReLU, Repeat, Stack
+from paceline.replica.tensor.rules.batched import Apart, Gathered, Picked, PReLU, Repeat, Stack
 from tests.replica.tensor.cases import Case, every_way
 
 ROWS = torch.tensor([3, 0, 3, 5])

@@ -5,11 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.replica.tensor.base import Writer
-from paceline.replica.tensor.layouts import PARTIAL, Split, shares
-from paceline.replica.tensor.random import dropped
+from paceline.replica.tensor.base import GraphEmitter
+from paceline.replica.tensor.placements import PARTIAL, Shard, shares
 from paceline.replica.tensor.rules.attention import Dropping
-from paceline.replica.tensor.rules.dropout import Dropout
+from paceline.replica.tensor.rules.dropout import Dropout, dropped
 from tests.replica.tensor.cases import Case, every_way, looked_at, possible
 from tests.replica.tensor.threads import together
 
@@ -44,7 +43,7 @@ def numbers(*shape: int) -> Tensor:
 def test_parts_are_dropped_as_the_whole(k: int, outer: int, dim: int, transposed: bool) -> None:
     whole = numbers(10, 10, 10)
     whole = whole.transpose(0, 1) if transposed else whole
-    split, parts, states = Split(dim, shares(10 // outer, k), outer), [], []
+    split, parts, states = Shard(dim, shares(10 // outer, k), outer), [], []
     with torch.random.fork_rng():
         torch.manual_seed(3)
         expected = F.dropout(whole, 0.3)
@@ -74,7 +73,7 @@ def test_each_part_is_written_with_its_split() -> None:
     ways = possible(asked)
     assert PARTIAL in {way.gives[0] for way in ways}
     for way in ways:
-        assert (way.write is not None) == isinstance(way.gives[0], Split), way
+        assert (way.write is not None) == isinstance(way.gives[0], Shard), way
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -85,7 +84,7 @@ def test_attention_drops_the_weights_of_one_process(k: int, causal: bool, masked
     mask = numbers(4, 4) > 0 if masked and not causal else None
     if mask is not None:
         mask[1] = False  # one that may look at nothing
-    heads, groups = Split(-3, tuple(2 * share for share in shares(3, k))), Split(-3, shares(3, k))
+    heads, groups = Shard(-3, tuple(2 * share for share in shares(3, k))), Shard(-3, shares(3, k))
     with torch.random.fork_rng():
         torch.manual_seed(3)
         expected = F.scaled_dot_product_attention(q, keys, v, mask, 0.4, causal, scale=0.3, enable_gqa=True)
@@ -101,6 +100,6 @@ def test_attention_drops_the_weights_of_one_process(k: int, causal: bool, masked
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)  # the same products in the same order, or nearly
 
 
-def _writer(k: int, shard: int) -> Writer:
-    writers, _ = together(k, lambda shards: Writer(shards, torch.fx.Graph(), nn.Module(), lambda node: node))
+def _writer(k: int, shard: int) -> GraphEmitter:
+    writers, _ = together(k, lambda shards: GraphEmitter(shards, torch.fx.Graph(), nn.Module(), lambda node: node))
     return writers[shard]

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from paceline import Program
 from paceline.replica.base import Batch
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.preparation import planned
-from paceline.replica.tensor.rules.broadcast import Broadcast
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.prepare import WithLoss as Joined
+from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.rules.elementwise import Broadcast
 from paceline.replica.tensor.rules.losses import CrossEntropy, OverClasses, OverElements
-from paceline.replica.tensor.with_loss import WithLoss as Joined
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.divided import divided
 from tests.replica.tensor.threads import together
@@ -74,7 +74,7 @@ def _stays_divided(model: WithLoss, x: Tensor, target: Tensor, count: int, opera
     found = divided(model, (x, target), count)
     assert found.way(operator) == "classes"
     assert found.converted(operator) == []
-    assert isinstance(found.plan.parameters["head.weight"], Split)
+    assert isinstance(found.plan.parameters["head.weight"], Shard)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
@@ -149,7 +149,7 @@ def test_of_one_sample_that_is_no_batch(count: int) -> None:
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -100])
 def test_a_target_that_is_no_class_raises_as_in_one_process(wrong: int) -> None:
-    loss = OverClasses(Split(-1, (6, 5)), 0, 1, 255, 0.0, torch.float64)
+    loss = OverClasses(Shard(-1, (6, 5)), 0, 1, 255, 0.0, torch.float64)
     with pytest.raises((IndexError, RuntimeError), match=r"range|bounds"):
         loss(torch.randn(2, 6, generator=_random()), torch.tensor([0, wrong]))
 
@@ -213,7 +213,7 @@ def test_a_classifier_never_gathers_its_logits(classes: int, count: int) -> None
     converted = [value.shape for step in plan.steps for value, _, _ in step.converted if value.differentiable]
     assert converted, "other tensors are"
     assert not [shape for shape in converted if classes in shape]
-    assert isinstance(plan.parameters["4.weight"], Split)
+    assert isinstance(plan.parameters["4.weight"], Shard)
     found = divided(Joined(program, model), (x, y), count)
     assert found.way("cross_entropy") == "classes"
     assert found.plan.parameters == plan.parameters
@@ -243,7 +243,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_losses_of_elements(name: str, count: int) -> None:
     found = divided(WithLoss(LOSSES[name]), (_x(SAMPLES), _probabilities(SAMPLES, CLASSES)), count)
     step = next(s for s in found.plan.steps if name.split()[0] in str(s.call.target) + ".")
-    assert all(isinstance(layout, Split) for layout in step.way.takes[:2])
+    assert all(isinstance(layout, Shard) for layout in step.way.takes[:2])
     assert found.converted("linear") == [] == found.converted("loss")
     assert found.plan.cost.collectives == 1, "of the loss, or of the losses of all elements"
 
@@ -256,7 +256,7 @@ def test_a_loss_against_something_broadcast() -> None:
 
 def test_the_loss_of_nothing_is_nan_as_in_one_process() -> None:
     def work(shards: object) -> float:
-        loss = OverClasses(Split(-1, (2, 1)), shards.rank, 1, -100, 0.0, torch.float64)  # type: ignore[attr-defined]
+        loss = OverClasses(Shard(-1, (2, 1)), shards.rank, 1, -100, 0.0, torch.float64)  # type: ignore[attr-defined]
         return loss(torch.zeros(2, 2 - shards.rank), torch.full((2,), -100)).item()  # type: ignore[attr-defined]
 
     losses, _ = together(2, work)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.replica.tensor.layouts import Split
+from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules import normalisation, softmax
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.divided import divided
 from tests.replica.tensor.threads import together
@@ -154,17 +154,17 @@ def test_softmax_along_another_dim_sends_nothing(logarithm: bool) -> None:
     assert found.plan.cost.collectives == 1
 
 
-HALF = Split(-1, (16, 15))
+HALF = Shard(-1, (16, 15))
 
 
-def _norm(shards: Shards, *, centred: bool) -> nn.Module:
-    return normalisation.Across(shards, "y", HALF, (-1,), torch.bfloat16, eps=0.1, centred=centred)
+def _norm(shards: TPCollectives, *, centred: bool) -> nn.Module:
+    return normalisation.ShardedNorm(shards, "y", HALF, (-1,), torch.bfloat16, eps=0.1, centred=centred)
 
 
 IN_BF16 = {
     "layer_norm": (partial(_norm, centred=True), lambda x: F.layer_norm(x, (WIDTH,), eps=0.1)),
     "rms_norm": (partial(_norm, centred=False), lambda x: F.rms_norm(x, (WIDTH,), eps=0.1)),
-    "softmax": (lambda s: softmax.Across(s, "y", -1, torch.bfloat16, logarithm=False), lambda x: x.softmax(-1)),
+    "softmax": (lambda s: softmax.ShardedSoftmax(s, "y", -1, torch.bfloat16, logarithm=False), lambda x: x.softmax(-1)),
 }
 
 
@@ -175,7 +175,7 @@ def test_in_bf16_sums_are_in_float32(name: str) -> None:
     x, seed = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
     x += 4
 
-    def work(shards: Shards) -> tuple[Tensor, Tensor]:
+    def work(shards: TPCollectives) -> tuple[Tensor, Tensor]:
         part = HALF.take(x, shards.rank).clone().requires_grad_()
         made = across(shards)(part)
         (gradient,) = torch.autograd.grad((made * HALF.take(seed, shards.rank)).sum(), part)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.products import Product
+from paceline.replica.tensor.rules.matmul import Product
 from tests.replica.tensor.cases import Case, every_way
 
 ALL = ("heads", "samples", "row", "column")

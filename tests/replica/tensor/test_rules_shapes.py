@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.shapes import Expand, Pieces, Reshape, Transpose, Unsqueeze
+from paceline.replica.tensor.rules.views import Chunks, Expand, Reshape, Transpose, Unsqueeze
 from tests.replica.tensor.cases import Case, every_way
 
 
@@ -103,12 +103,12 @@ CASES = (
     Case("squeeze that does nothing", Unsqueeze, not_less, [(5, 4, 1, 6)]),
     Case("expand as", Expand, repeated_as, [(5, 1, 6), (5, 4, 6)]),
     Case("expand", Expand, repeated, [(5, 4, 6, 1)]),
-    Case("split", Pieces, thirds, [(5, 7, 24)]),
-    Case("chunk", Pieces, chunks, [(5, 7, 24)]),
-    Case("fewer chunks", Pieces, fewer, [(5, 7, 12)]),
-    Case("uneven pieces", Pieces, uneven, [(5, 12, 8)]),
-    Case("even pieces", Pieces, even, [(5, 7, 24)]),
-    Case("unbind", Pieces, unbound, [(5, 3, 6, 8)]),
+    Case("split", Chunks, thirds, [(5, 7, 24)]),
+    Case("chunk", Chunks, chunks, [(5, 7, 24)]),
+    Case("fewer chunks", Chunks, fewer, [(5, 7, 12)]),
+    Case("uneven pieces", Chunks, uneven, [(5, 12, 8)]),
+    Case("even pieces", Chunks, even, [(5, 7, 24)]),
+    Case("unbind", Chunks, unbound, [(5, 3, 6, 8)]),
 )
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.rules.statistics import Statistic
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.rules.reductions import Statistic
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.divided import divided
 
@@ -85,5 +85,5 @@ def test_features_stay_divided_where_they_are_normalised(k: int) -> None:
         model = Normalised().double()
     x = torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     found = divided(model, x, k)
-    assert isinstance(found.plan.parameters["a.weight"], Split)
+    assert isinstance(found.plan.parameters["a.weight"], Shard)
     assert found.way("norm") == "across"

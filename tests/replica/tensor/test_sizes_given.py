@@ -3,8 +3,7 @@
 import torch
 from torch.fx import Graph
 
-from paceline.replica.tensor.movable import inputs
-from paceline.replica.tensor.stand_in import Extent
+from paceline.replica.tensor.branches import Extent, inputs
 
 
 def test_sizes_that_a_part_is_given_are_no_inputs_whose_shape_is_known() -> None:

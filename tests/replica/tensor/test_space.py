@@ -8,11 +8,11 @@ from torch import Tensor, nn
 
 from paceline import Program, show_shards
 from paceline.core.errors import InputError
-from paceline.replica.tensor import possible
-from paceline.replica.tensor.base import Way
-from paceline.replica.tensor.calls import Operators
-from paceline.replica.tensor.layouts import SHARED, WHOLE, Split
-from paceline.replica.tensor.plan import Plan, plan
+from paceline.replica.tensor import sharding_plan
+from paceline.replica.tensor.base import OpStrategy
+from paceline.replica.tensor.graph_ops import Operators
+from paceline.replica.tensor.placements import REPLICATE, SHARED, Shard
+from paceline.replica.tensor.sharding_plan import ShardingPlan, plan
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import looked_at, same, sharded
 from tests.replica.tensor.divided import divided
@@ -64,15 +64,15 @@ def numbers(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def space(made: Plan) -> list[str]:
+def space(made: ShardingPlan) -> list[str]:
     """The operators that are divided so."""
     return [str(step.call.target).split(".")[1] for step in made.steps if step.way.name == "space"]
 
 
-def in_space(found: Operators) -> list[Way]:
+def in_space(found: Operators) -> list[OpStrategy]:
     """The ways of the one convolution that are in space, where its input is there as a whole."""
     (call,) = (each for each in found.calls.values() if "conv2d" in str(each.target))
-    return [way for way in possible.ways(call, call.shards) if way.name == "space"]
+    return [way for way in sharding_plan.ways(call, call.shards) if way.name == "space"]
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
@@ -81,7 +81,7 @@ def test_a_network_for_images_is_the_same(k: int) -> None:
     made = divided(model, x, k, asked=ASKED).plan
     assert sorted(space(made)) == ["batch_norm"] * 2 + ["conv2d"] * 3 + ["max_pool2d"]
     same(made, model, x, "with running statistics")
-    assert not any(isinstance(layout, Split) for step in made.steps[:-4] for _, layout, _ in step.converted)
+    assert not any(isinstance(layout, Shard) for step in made.steps[:-4] for _, layout, _ in step.converted)
     assert made.parameters["features2.0.weight"] == SHARED
 
 
@@ -142,7 +142,7 @@ def test_what_is_divided_already_stays_so_where_there_are_too_few_filters(k: int
     made = divided(model, x, k)
     assert made.way("conv2d") == "space"
     assert [step.way.name for step in made.plan.steps if step.way.name] == ["column", "space", "row"]
-    assert made.plan.parameters["first.weight"] != WHOLE
+    assert made.plan.parameters["first.weight"] != REPLICATE
 
 
 class Stacked(nn.Module):
@@ -159,4 +159,4 @@ class Stacked(nn.Module):
 
 def test_samples_that_became_rows_are_not_divided_in_space() -> None:
     found = looked_at(seeded(Stacked), numbers(6, 8), 2)
-    assert [way.takes[0] for way in in_space(found)] == [Split(-1, (4, 4))]
+    assert [way.takes[0] for way in in_space(found)] == [Shard(-1, (4, 4))]

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.units import groups
+from paceline.replica.tensor.graph_ops import groups
+from paceline.replica.tensor.placements import Shard
 from tests.replica.tensor.cases import looked_at, planned, same
 from tests.replica.tensor.test_models import ByHand, Fused, Grouped
 
@@ -20,19 +20,19 @@ def seeded(make: type[nn.Module], *args: object) -> nn.Module:
         return make(*args).double()
 
 
-def splits(model: nn.Module, x: Tensor, k: int, length: int) -> list[Split]:
+def splits(model: nn.Module, x: Tensor, k: int, length: int) -> list[Shard]:
     asked = next(iter(looked_at(model, x, k).calls.values()))
     return list(asked.splits(length, -1))
 
 
 def test_one_product_of_queries_keys_and_values_has_three_blocks_of_heads() -> None:
     found = splits(seeded(Fused, 5), numbers(3, 7, 20), 2, 60)
-    assert Split(-1, (12, 8), outer=3) in found
+    assert Shard(-1, (12, 8), outer=3) in found
 
 
 def test_what_is_viewed_as_heads_is_divided_by_heads() -> None:
     found = splits(seeded(ByHand, 5), numbers(3, 7, 20), 3, 20)
-    assert found[0] == Split(-1, (8, 8, 4))
+    assert found[0] == Shard(-1, (8, 8, 4))
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_queries_stay_with_their_keys(
 ) -> None:
     model, x = seeded(Grouped, heads, count), numbers(3, 7, 4 * heads)
     parameters = planned(model, x, k).parameters
-    assert parameters["q.weight"] == Split(-2, queries)
-    assert parameters["k.weight"] == parameters["v.weight"] == Split(-2, keys)
+    assert parameters["q.weight"] == Shard(-2, queries)
+    assert parameters["k.weight"] == parameters["v.weight"] == Shard(-2, keys)
 
 
 def test_three_shards_of_two_heads_leave_attention_whole() -> None:
@@ -52,7 +52,7 @@ def test_three_shards_of_two_heads_leave_attention_whole() -> None:
     plan = planned(model, x, 3)
     products = [step for step in plan.steps if "matmul" in str(step.call.target)]
     assert len(products) == 2
-    assert not any(isinstance(layout, Split) and layout.dim == -3 for step in products for layout in step.way.takes)
+    assert not any(isinstance(layout, Shard) and layout.dim == -3 for step in products for layout in step.way.takes)
     same(plan, model, x)
 
 
@@ -60,8 +60,8 @@ def test_channels_that_are_grouped_stay_together() -> None:
     model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 10, 1), nn.GroupNorm(5, 10), nn.Conv2d(10, 15, 1, groups=5)))  # type: ignore[arg-type]
     x = numbers(4, 3, 6, 6)
     plan = planned(model, x, 2)
-    assert plan.parameters["0.weight"] == Split(-4, (6, 4))
-    assert plan.parameters["2.weight"] == Split(-4, (9, 6))
+    assert plan.parameters["0.weight"] == Shard(-4, (6, 4))
+    assert plan.parameters["2.weight"] == Shard(-4, (9, 6))
     assert same(plan, model, x) == {"all_gather": 1}
 
 

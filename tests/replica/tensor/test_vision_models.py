@@ -5,11 +5,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.replica.capture import capture
+from paceline.replica.capture.capture import capture
 from paceline.replica.tensor.base import rule_of
-from paceline.replica.tensor.calls import operators
-from paceline.replica.tensor.out_of_place import write_out_of_place
-from paceline.replica.tensor.plan import plan
+from paceline.replica.tensor.functionalize import write_out_of_place
+from paceline.replica.tensor.graph_ops import operators
+from paceline.replica.tensor.sharding_plan import plan
 from tests.replica.tensor.cases import holds_its_part, same, split_share
 
 

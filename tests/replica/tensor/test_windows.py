@@ -2,8 +2,8 @@
 
 import random
 
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.windows import Reach, Windows, through
+from paceline.replica.tensor.halo import Reach, WindowOps, through
+from paceline.replica.tensor.placements import Shard
 
 
 def drawn(seed: int) -> Reach | None:
@@ -12,9 +12,9 @@ def drawn(seed: int) -> Reach | None:
     shards, length = draw.randint(1, 4), draw.randint(4, 20)
     borders = sorted(draw.sample(range(1, length), shards - 1))
     sizes = tuple(b - a for a, b in zip((0, *borders), (*borders, length), strict=True))
-    windows = Windows(draw.randint(1, 7), draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 3))
+    windows = WindowOps(draw.randint(1, 7), draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 3))
     made = (length + 2 * windows.before - windows.reach) // windows.stride + 1
-    return through(Split(-1, sizes), made, windows)
+    return through(Shard(-1, sizes), made, windows)
 
 
 def seen(reach: Reach, shard: int) -> list[int]:
@@ -43,20 +43,20 @@ def test_all_that_a_window_sees_is_there() -> None:
 
 
 def test_parts_stay_as_they_are_where_the_result_is_as_long() -> None:
-    reach = through(Split(-2, (3, 5)), 8, Windows(3, before=1))
+    reach = through(Shard(-2, (3, 5)), 8, WindowOps(3, before=1))
     assert reach is not None
-    assert reach.makes == Split(-2, (3, 5))
+    assert reach.makes == Shard(-2, (3, 5))
     assert (reach.needs(0), reach.needs(1)) == (range(4), range(2, 8))
     assert reach.crossed == 2
 
 
 def test_windows_beside_one_another_send_nothing() -> None:
-    reach = through(Split(-1, (6, 6)), 4, Windows(3, stride=3))
+    reach = through(Shard(-1, (6, 6)), 4, WindowOps(3, stride=3))
     assert reach is not None
     assert reach.crossed == 0
 
 
 def test_what_not_all_shards_would_have_a_part_of_is_not_divided() -> None:
-    assert through(Split(-1, (2, 2, 2)), 2, Windows(3, stride=2)) is None
-    assert through(Split(-1, (6, 0)), 6, Windows(1)) is None
-    assert through(Split(-1, (2, 2), outer=2), 8, Windows(1)) is None
+    assert through(Shard(-1, (2, 2, 2)), 2, WindowOps(3, stride=2)) is None
+    assert through(Shard(-1, (6, 0)), 6, WindowOps(1)) is None
+    assert through(Shard(-1, (2, 2), outer=2), 8, WindowOps(1)) is None

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.tp_group import TPCollectives
 
 Made = TypeVar("Made")
 
@@ -28,7 +28,7 @@ class Table:
         """Of shard 0, by kind."""
 
 
-class Threads(Shards):
+class Threads(TPCollectives):
     """One of them."""
 
     def __init__(self, table: Table, rank: int) -> None:
@@ -76,7 +76,7 @@ def _cloned(brought: Any) -> Any:
     return brought.detach().clone() if isinstance(brought, Tensor) else [part.detach().clone() for part in brought]
 
 
-def together(count: int, work: Callable[[Shards], Made]) -> tuple[list[Made], Counter[str]]:
+def together(count: int, work: Callable[[TPCollectives], Made]) -> tuple[list[Made], Counter[str]]:
     """What each of so many shards makes, and the collectives that it took."""
     table = Table(count)
 

@@ -1,5 +1,7 @@
 """The collectives, in rounds. Tensors are contiguous vectors; each function yields what it waits for.
 
+The collectives, in rounds. Tensors are contiguous vectors; each function yields what it waits for.
+
 Those with a rule reduce in two phases, chunk after chunk, so that each rank combines one slice of N::
 
     round    0              1                         2                 ...
@@ -15,12 +17,35 @@ from array import array
 from collections.abc import Sequence
 from itertools import product
 
+import torch
 from torch import Tensor
 
-from paceline.comm.shm.calls import UNEVEN, Call, Kind, Rule, checksum
-from paceline.comm.shm.reduction import reduce
-from paceline.comm.shm.rounds import Rounds, Steps
-from paceline.core.errors import CollectiveError
+from paceline.comm.shm.staging import UNEVEN, CollectiveKind, Fingerprint, ReduceRule, StagedRounds, Steps, checksum
+from paceline.comm.shm.tensor_ops import reduce
+from paceline.core.errors import CollectiveError, InputError
+
+
+def check_sparse(rule: ReduceRule) -> None:
+    """Raise InputError where sparse tensors can't be combined so."""
+    if rule is not ReduceRule.sum:
+        raise InputError(f"backend shm adds sparse tensors, and has no {rule.name} of them; write x.to_dense()")
+
+
+def sparse_all_reduce(rounds: StagedRounds, x: Tensor) -> Steps:
+    """``x`` becomes the sum of all ranks' ``x``, coalesced: all gather what each has, and add it in the same order."""
+    mine = x.coalesce()
+    indices, values = mine.indices(), mine.values()
+    counts = torch.empty(rounds.size, dtype=torch.int64)
+    yield from all_gather(rounds, counts.view(-1, 1).unbind(), torch.tensor([values.shape[0]]))
+    places = [indices.new_empty(len(indices), count) for count in counts.tolist()]
+    parts = [values.new_empty(count, *values.shape[1:]) for count in counts.tolist()]
+    for outs, given in ((places, indices), (parts, values)):
+        vectors = [out.view(-1) for out in outs]
+        yield from exchange(rounds, CollectiveKind.all_gather, vectors, [given.contiguous().view(-1)] * rounds.size)
+    whole = torch.sparse_coo_tensor(torch.cat(places, 1), torch.cat(parts), x.shape, check_invariants=False)
+    with torch.no_grad():
+        x.copy_(whole.coalesce())
+
 
 AT_ONCE_BYTES = 512 * 1024
 """What all ranks together may show for each of them to combine all of it: above, a second round is quicker.
@@ -33,14 +58,14 @@ BROADCAST_BYTES = 2**20
 """Of a round in which one rank alone shows something: it could use all N stages, but so it stays in the caches."""
 
 
-def barrier(rounds: Rounds) -> Steps:
+def barrier(rounds: StagedRounds) -> Steps:
     """Wait for all."""
-    yield from _meet(rounds, Call(Kind.barrier))
+    yield from _meet(rounds, Fingerprint(CollectiveKind.barrier))
 
 
-def broadcast(rounds: Rounds, x: Tensor, root: int) -> Steps:
+def broadcast(rounds: StagedRounds, x: Tensor, root: int) -> Steps:
     """``x`` of the root, on all."""
-    call: Call | None = Call(Kind.broadcast, x.dtype, x.numel(), root)
+    call: Fingerprint | None = Fingerprint(CollectiveKind.broadcast, x.dtype, x.numel(), root)
     per_round = min(rounds.whole(x.dtype).numel(), BROADCAST_BYTES // x.element_size())
     for chunk in _chunks(x, per_round):
         stage = rounds.whole(x.dtype)[: chunk.numel()]
@@ -52,15 +77,15 @@ def broadcast(rounds: Rounds, x: Tensor, root: int) -> Steps:
             chunk.copy_(stage)
 
 
-def all_reduce(rounds: Rounds, x: Tensor, rule: Rule) -> Steps:
+def all_reduce(rounds: StagedRounds, x: Tensor, rule: ReduceRule) -> Steps:
     """``x`` becomes the combination of all ranks' ``x``."""
-    call = Call(Kind.all_reduce, x.dtype, x.numel(), rule=rule)
+    call = Fingerprint(CollectiveKind.all_reduce, x.dtype, x.numel(), rule=rule)
     return _reduced(rounds, call, x, rule, takes=True)
 
 
-def combine(rounds: Rounds, x: Tensor, out: Tensor, rule: Rule) -> Steps:
+def combine(rounds: StagedRounds, x: Tensor, out: Tensor, rule: ReduceRule) -> Steps:
     """``out`` becomes the combination of all ranks' ``x``, which stays as it is unless both are one."""
-    call = Call(Kind.all_reduce, x.dtype, x.numel(), rule=rule)
+    call = Fingerprint(CollectiveKind.all_reduce, x.dtype, x.numel(), rule=rule)
     if rounds.size > 1 and _small(rounds, x):
         return _reduced_at_once(rounds, call, x, rule, out)
     if out is not x:
@@ -68,13 +93,13 @@ def combine(rounds: Rounds, x: Tensor, out: Tensor, rule: Rule) -> Steps:
     return _reduced(rounds, call, out, rule, takes=True)
 
 
-def reduce_to(rounds: Rounds, x: Tensor, root: int, rule: Rule) -> Steps:
+def reduce_to(rounds: StagedRounds, x: Tensor, root: int, rule: ReduceRule) -> Steps:
     """``x`` of the root becomes the combination of all ranks' ``x``; elsewhere it stays."""
-    call = Call(Kind.reduce, x.dtype, x.numel(), root, rule)
+    call = Fingerprint(CollectiveKind.reduce, x.dtype, x.numel(), root, rule)
     return _reduced(rounds, call, x, rule, takes=rounds.rank == root)
 
 
-def _reduced(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
+def _reduced(rounds: StagedRounds, call: Fingerprint, x: Tensor, rule: ReduceRule, *, takes: bool) -> Steps:
     if rounds.size == 1:  # its own combination, of however many bytes
         return iter(())
     if _small(rounds, x):
@@ -82,11 +107,11 @@ def _reduced(rounds: Rounds, call: Call, x: Tensor, rule: Rule, *, takes: bool) 
     return _reduced_in_slices(rounds, call, x, rule, takes=takes)
 
 
-def _small(rounds: Rounds, x: Tensor) -> bool:
+def _small(rounds: StagedRounds, x: Tensor) -> bool:
     return x.numel() * x.element_size() <= min(AT_ONCE_BYTES // rounds.size, rounds.stage_bytes)
 
 
-def _reduced_at_once(rounds: Rounds, call: Call, x: Tensor, rule: Rule, out: Tensor | None) -> Steps:
+def _reduced_at_once(rounds: StagedRounds, call: Fingerprint, x: Tensor, rule: ReduceRule, out: Tensor | None) -> Steps:
     shown = rounds.fronts(x.dtype, x.numel())
     shown[rounds.rank].copy_(x)
     yield from _meet(rounds, call)
@@ -94,7 +119,9 @@ def _reduced_at_once(rounds: Rounds, call: Call, x: Tensor, rule: Rule, out: Ten
         reduce(shown, rule, out)
 
 
-def _reduced_in_slices(rounds: Rounds, call: Call | None, x: Tensor, rule: Rule, *, takes: bool) -> Steps:
+def _reduced_in_slices(
+    rounds: StagedRounds, call: Fingerprint | None, x: Tensor, rule: ReduceRule, *, takes: bool
+) -> Steps:
     rank, size = rounds.rank, rounds.size
     slot = rounds.stages(x.dtype)[0].numel() // size
     before: list[Tensor] = []  # slices of the chunk whose results are being shown
@@ -132,10 +159,12 @@ def _place(stage: Tensor, slot: int, of: int, part: Tensor) -> Tensor:
     return stage[of * slot : of * slot + part.numel()]
 
 
-def reduce_scatter(rounds: Rounds, out: Tensor, parts: Sequence[Tensor], rule: Rule) -> Steps:
+def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], rule: ReduceRule) -> Steps:
     """``out`` becomes the combination of all ranks' part for this rank."""
     rank, sizes = rounds.rank, [part.numel() for part in parts]
-    call: Call | None = Call(Kind.reduce_scatter, out.dtype, UNEVEN, rule=rule, sizes_sum=checksum(sizes))
+    call: Fingerprint | None = Fingerprint(
+        CollectiveKind.reduce_scatter, out.dtype, UNEVEN, rule=rule, sizes_sum=checksum(sizes)
+    )
     slot = rounds.stages(out.dtype)[0].numel() // rounds.size
     for start in range(0, max(*sizes, 1), slot):
         stages = rounds.stages(out.dtype)
@@ -152,19 +181,19 @@ def reduce_scatter(rounds: Rounds, out: Tensor, parts: Sequence[Tensor], rule: R
         out[start : start + slot].copy_(place)
 
 
-def all_gather(rounds: Rounds, outs: Sequence[Tensor], x: Tensor) -> Steps:
+def all_gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor) -> Steps:
     """``outs[rank]`` becomes that rank's ``x``."""
     if any(out.numel() != x.numel() for out in outs):
-        return exchange(rounds, Kind.all_gather, outs, [x] * rounds.size)
-    return _gathered(rounds, Call(Kind.all_gather, x.dtype, x.numel()), outs, x)
+        return exchange(rounds, CollectiveKind.all_gather, outs, [x] * rounds.size)
+    return _gathered(rounds, Fingerprint(CollectiveKind.all_gather, x.dtype, x.numel()), outs, x)
 
 
-def gather(rounds: Rounds, outs: Sequence[Tensor], x: Tensor, root: int) -> Steps:
+def gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor, root: int) -> Steps:
     """On the root ``outs[rank]`` becomes that rank's ``x``; other ranks give no ``outs``."""
-    return _gathered(rounds, Call(Kind.gather, x.dtype, x.numel(), root), outs, x)
+    return _gathered(rounds, Fingerprint(CollectiveKind.gather, x.dtype, x.numel(), root), outs, x)
 
 
-def _gathered(rounds: Rounds, first: Call | None, outs: Sequence[Tensor], x: Tensor) -> Steps:
+def _gathered(rounds: StagedRounds, first: Fingerprint | None, outs: Sequence[Tensor], x: Tensor) -> Steps:
     per_round = rounds.stages(x.dtype)[0].numel()
     for start in range(0, max(x.numel(), 1), per_round):
         stages, chunk = rounds.stages(x.dtype), x[start : start + per_round]
@@ -175,9 +204,9 @@ def _gathered(rounds: Rounds, first: Call | None, outs: Sequence[Tensor], x: Ten
             out[start : start + per_round].copy_(stage[: chunk.numel()])
 
 
-def scatter(rounds: Rounds, out: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
+def scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
     """``out`` becomes the root's part for this rank; other ranks give no ``parts``."""
-    call: Call | None = Call(Kind.scatter, out.dtype, out.numel(), root)
+    call: Fingerprint | None = Fingerprint(CollectiveKind.scatter, out.dtype, out.numel(), root)
     per_round = rounds.stages(out.dtype)[0].numel()
     for start in range(0, max(out.numel(), 1), per_round):
         stages, chunk = rounds.stages(out.dtype), out[start : start + per_round]
@@ -188,7 +217,7 @@ def scatter(rounds: Rounds, out: Tensor, parts: Sequence[Tensor], root: int) -> 
         chunk.copy_(stages[rounds.rank][: chunk.numel()])
 
 
-def exchange(rounds: Rounds, kind: Kind, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+def exchange(rounds: StagedRounds, kind: CollectiveKind, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """``outs[other]`` becomes that rank's part for this one; sizes may differ from pair to pair.
 
     Raises:
@@ -197,7 +226,7 @@ def exchange(rounds: Rounds, kind: Kind, outs: Sequence[Tensor], parts: Sequence
     dtype, notes, words = parts[0].dtype, rounds.notes(), 2 * rounds.size
     said = array("q", [*(part.numel() for part in parts), *(out.numel() for out in outs)])
     notes[rounds.rank * words : (rounds.rank + 1) * words] = memoryview(said)
-    call: Call | None = Call(kind, dtype, UNEVEN)
+    call: Fingerprint | None = Fingerprint(kind, dtype, UNEVEN)
     slot = rounds.stages(dtype)[0].numel() // rounds.size
     start, most = 0, 1
     while start < most:
@@ -218,7 +247,7 @@ def exchange(rounds: Rounds, kind: Kind, outs: Sequence[Tensor], parts: Sequence
     outs[rounds.rank].copy_(parts[rounds.rank])
 
 
-def _most(rounds: Rounds, notes: "memoryview[int]") -> int:
+def _most(rounds: StagedRounds, notes: "memoryview[int]") -> int:
     """The largest part, all having been compared."""
     said, size = notes.tolist(), rounds.size
     if said.count(said[0]) == len(said):
@@ -233,7 +262,7 @@ def _most(rounds: Rounds, notes: "memoryview[int]") -> int:
     return max(said)
 
 
-def _meet(rounds: Rounds, call: Call | None) -> Steps:
+def _meet(rounds: StagedRounds, call: Fingerprint | None) -> Steps:
     """Post what has been written and wait for all; in a call's first round compare what is called."""
     if call is not None:
         rounds.say(call)

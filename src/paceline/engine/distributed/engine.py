@@ -8,15 +8,12 @@ import torch
 from paceline.aggregation import Synchronous, text_of
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.distributed.dividing import refuse_dividing
 from paceline.engine.distributed.run import DistributedRun, own_settings
-from paceline.engine.noise_refusals import refuse_norms
-from paceline.engine.optimizer_pieces import refuse_pieces
-from paceline.engine.setup import Setup, refuse_absent_gpu
-from paceline.engine.shards import refuse_shards
-from paceline.engine.stages import refuse_stages
-from paceline.engine.team.team import assembled
-from paceline.engine.team.world import World, backend_for, refuse_backend, refuse_size
+from paceline.engine.distributed.validation import refuse_dividing
+from paceline.engine.run_context import RunContext, refuse_absent_gpu
+from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_backend, refuse_size
+from paceline.engine.spmd.rank_context import assembled
+from paceline.engine.validation import refuse_norms, refuse_pieces, refuse_shards, refuse_stages
 
 
 class DistributedEngine(Engine):
@@ -32,7 +29,7 @@ class DistributedEngine(Engine):
         self._asked = backend
 
     def refuse(self, job: Job) -> None:
-        world = World.found()
+        world = LaunchEnv.found()
         policy = job.strategy.aggregation
         if not isinstance(policy, Synchronous) or policy.backups:
             raise InputError(
@@ -49,9 +46,9 @@ class DistributedEngine(Engine):
         refuse_size(job, world)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        world = World.found()
+        world = LaunchEnv.found()
         backend = backend_for(job.strategy.device, self._asked, world)
-        device = Setup.of(job).device(world.rank)
+        device = RunContext.of(job).device(world.rank)
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own

@@ -7,7 +7,7 @@
 
 Where a replica has several ranks, each tells of its own part, and squares are added; what several of them have counts
 with one. A replica alone keeps every other Δ until the next has come, as the meter of a server does
-(:class:`~paceline.engine.noise_meter.NoiseMeter`).
+(:class:`~paceline.engine.noise_scale.NoiseEstimator`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from paceline.core.noise_scale import Observation, Part, differenced, observation
 from paceline.engine.base import Job
-from paceline.engine.distributed.rows import Norm, Row
-from paceline.engine.noise_ledger import NoiseLedger
+from paceline.engine.distributed.reduce_buffer import Norm, RankStatus
+from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.replica.base import Measured
-from paceline.replica.norms import WARM_STEPS, Preconditioner, Scales, square
-from paceline.replica.state import Layout, State
-from paceline.replica.stepper import Stepper, stand_ins
+from paceline.replica.flat_optimizer import FlatOptimizer, stand_ins
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.noise_norms import WARM_STEPS, Preconditioner, Scales, square
 
 
 class Norms:
@@ -35,7 +35,7 @@ class Norms:
         whole: the layout of A.
     """
 
-    def __init__(self, job: Job, brought: State, counted: Collection[str], whole: Layout) -> None:
+    def __init__(self, job: Job, brought: FlatState, counted: Collection[str], whole: FlatLayout) -> None:
         self._vectors, self._measure = brought.parameters, Preconditioner(None)
         self._slices = _slices(brought, counted)
         self._entries = [
@@ -56,7 +56,7 @@ class Norms:
         """Whether there is something to measure by."""
         return not self.adaptive or self.updates >= WARM_STEPS
 
-    def measure_by(self, stepper: Stepper | None) -> None:
+    def measure_by(self, stepper: FlatOptimizer | None) -> None:
         """What steps on this rank's part of A; None: it has none."""
         self._measure = Preconditioner(stepper)
 
@@ -117,10 +117,10 @@ class Noise:
         summed: |Σ|² of what lies where Δ was, of the whole replica.
     """
 
-    def __init__(self, ledger: NoiseLedger, norms: Norms, summed: Callable[[Sequence[Row]], float]) -> None:
+    def __init__(self, ledger: NoiseAccumulator, norms: Norms, summed: Callable[[Sequence[RankStatus]], float]) -> None:
         self.ledger, self.norms, self._summed = ledger, norms, summed
 
-    def applied(self, rows: Sequence[Row], weighed: Sequence[tuple[int, float]], factor: float) -> None:
+    def applied(self, rows: Sequence[RankStatus], weighed: Sequence[tuple[int, float]], factor: float) -> None:
         """An update is about to be made.
 
         Args:
@@ -140,7 +140,7 @@ class Noise:
         self.norms.updates += 1
 
 
-def _of_one(row: Row, part: Part) -> Observation | None:
+def _of_one(row: RankStatus, part: Part) -> Observation | None:
     """By its micro-steps; or by the Δ before it, where that was kept."""
     norm = row.norm or Norm()
     if norm.pieces > 1:
@@ -150,7 +150,7 @@ def _of_one(row: Row, part: Part) -> Observation | None:
     return differenced(Part(norm.samples_before, 1.0, norm.before), part, norm.together)
 
 
-def _slices(state: State, counted: Collection[str]) -> list[tuple[int, slice]]:
+def _slices(state: FlatState, counted: Collection[str]) -> list[tuple[int, slice]]:
     """Where parameters of these names lie, as (vector, elements); whole vectors where all count."""
     blocks = state.layout.parameters
     if set(state.layout.parameter_names) <= set(counted):

@@ -13,37 +13,31 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from paceline.comm.kernel import give_back_freed_memory, memfd_create
-from paceline.comm.spill import Spill
+from paceline.comm.linux import give_back_freed_memory, memfd_create
+from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import PacelineError, WorkerError
-from paceline.core.mesh import Place
+from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.distributed.attendance import Attendance, Attentive
-from paceline.engine.distributed.batchnorm import meeting
-from paceline.engine.distributed.course import Course
-from paceline.engine.distributed.desk import Desk
-from paceline.engine.distributed.dividing import ended_within_a_delta
-from paceline.engine.distributed.share import Share, WholeShare
-from paceline.engine.distributed.staged import StagedShare
-from paceline.engine.distributed.station import DistributedStation, Surroundings
-from paceline.engine.distributed.stopwatch import Stopwatch
-from paceline.engine.distributed.streamed import StreamedShare
-from paceline.engine.distributed.streaming import StreamedStation
-from paceline.engine.distributed.tensor import TensorShare
-from paceline.engine.figures import Notes, timeline, told
-from paceline.engine.gauge import Gauge, Gauged
-from paceline.engine.interrupt import Interruptible
-from paceline.engine.roster import Roster
-from paceline.engine.setup import Setup, settle, threads
-from paceline.engine.team.here import Here
-from paceline.engine.team.origin import once_per_host
-from paceline.engine.team.team import Team
-from paceline.engine.worker import StationWorker
-from paceline.replica.built import built
+from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, StreamedShare
+from paceline.engine.distributed.client import AllReduceClient, Surroundings
+from paceline.engine.distributed.evaluation import RankEvaluation
+from paceline.engine.distributed.rank_shard import RankShard, StageShard, TensorParallelShard, WholeModelShard
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
+from paceline.engine.distributed.sync_batchnorm import meeting
+from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
+from paceline.engine.distributed.validation import ended_within_a_delta
+from paceline.engine.run_context import RunContext, settle, threads
+from paceline.engine.sigint import Interruptible
+from paceline.engine.spmd.rank_context import RankContext, RankSetup
+from paceline.engine.spmd.shared_model import build_once_per_host
+from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
+from paceline.engine.worker_metrics import InMemorySink, timeline, told
+from paceline.engine.workers_file import WorkersFile
+from paceline.replica.flat_state import FlatLayout, digest_of, write
+from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
-from paceline.replica.state import Layout, digest_of, write
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
@@ -62,25 +56,27 @@ class DistributedRun:
         closing: what has to be let go of, however it ends; for the caller to close.
     """
 
-    def __init__(self, job: Job, team: Team, backend: str, watch: Watcher, closing: contextlib.ExitStack) -> None:
+    def __init__(
+        self, job: Job, team: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
+    ) -> None:
         self._job, self._team, self._backend, self._watch, self._closing = job, team, backend, watch, closing
-        self._setup = setup = Setup.of(job)
+        self._setup = setup = RunContext.of(job)
         mesh = job.strategy.mesh
         settle(job, mesh.place(team.world.rank).replica, team.world.local_size)
         with self._model() as module:
-            self._layout = Layout.of(module, job.running_buffers)
+            self._layout = FlatLayout.of(module, job.running_buffers)
             digest = digest_of(module, self._layout)
             self._agree(digest)
-            self._share = share = _share(Here(setup, team, backend, module, self._layout))
+            self._share = share = _share(RankSetup(setup, team, backend, module, self._layout))
         give_back_freed_memory()
-        self._stopwatch = Stopwatch(team.peers.ahead_ns)
-        self._desk = Desk(job, team, self._layout.nbytes)
+        self._stopwatch = SyncedClock(team.peers.ahead_ns)
+        self._desk = RankEvaluation(job, team, self._layout.nbytes)
         reads = share.reads if isinstance(share, StreamedShare) else None
-        self._course = Course(
+        self._course = ReplicatedCoordinator(
             setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads, share.noise
         )
-        self._attendance = Attendance(setup, share.place.replica, module, share.meeting, share.divided)
-        self._notes, self._sink = Notes(), self._new_sink()
+        self._attendance = ShadowPasses(setup, share.place.replica, module, share.meeting, share.divided)
+        self._notes, self._sink = InMemorySink(), self._new_sink()
         self._recorder: AnyRecorder = Recorder(*share.place, self._sink) if job.trace else NullRecorder()
         self._told_s: Seconds = -1.0
 
@@ -110,7 +106,7 @@ class DistributedRun:
         """With the values of A_0: this rank's own where it is to train all of it."""
         program = self._job.program
         if self._job.strategy.spread:
-            return once_per_host(functools.partial(built, program), self._team)
+            return build_once_per_host(functools.partial(materialize, program), self._team)
         return contextlib.nullcontext(program.build())
 
     def _agree(self, digest: str) -> None:
@@ -129,14 +125,14 @@ class DistributedRun:
     def _write_roster(self) -> None:
         if self._team.world.rank == 0:
             mesh = self._job.strategy.mesh
-            where: dict[Place, dict[str, int | str]] = {
+            where: dict[Coordinate, dict[str, int | str]] = {
                 mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._team.peers.all
             }
-            self._closing.callback(Roster(self._job.out, {}, where).close)
+            self._closing.callback(WorkersFile(self._job.out, {}, where).close)
 
-    def _station(self, asked: Interruptible, woken: threading.Event) -> DistributedStation | StreamedStation:
+    def _station(self, asked: Interruptible, woken: threading.Event) -> AllReduceClient | AsyncPipelineClient:
         share = self._share
-        self._gauge = Gauge(self._notes, share.place.replica, self._recorder, 0, self._setup.per_step)
+        self._gauge = WorkerMetrics(self._notes, share.place.replica, self._recorder, 0, self._setup.per_step)
         around = Surroundings(
             course=self._course,
             exchange=share.exchange(),
@@ -153,24 +149,24 @@ class DistributedRun:
             after=self._tell,
         )
         if isinstance(share, StreamedShare):
-            return StreamedStation(around, share, self._setup.allowance(), self._job.timeout_s)
-        return DistributedStation(share.place.replica, around, self._job.timeout_s)
+            return AsyncPipelineClient(around, share, self._setup.allowance(), self._job.timeout_s)
+        return AllReduceClient(share.place.replica, around, self._job.timeout_s)
 
-    def _worker(self, station: DistributedStation | StreamedStation) -> StationWorker:
+    def _worker(self, station: AllReduceClient | AsyncPipelineClient) -> ClientWorker:
         inner = self._share.replica(self._course.weight, self._recorder)
         if self._share.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
-            assert isinstance(station, DistributedStation), "a stream has no Δ to send"
+            assert isinstance(station, AllReduceClient), "a stream has no Δ to send"
             self._closing.enter_context(inner.giving(station))
-        measured = Gauged(Attentive(inner, self._attendance), self._gauge, station, 0)
-        return StationWorker(self._setup, self._share.place.replica, measured, station, self._gauge)
+        measured = InstrumentedReplica(ShadowReplica(inner, self._attendance), self._gauge, station, 0)
+        return ClientWorker(self._setup, self._share.place.replica, measured, station, self._gauge)
 
     def _start(self) -> None:
         self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
         self._course.begin()
 
     @contextlib.contextmanager
-    def _named(self, station: DistributedStation | StreamedStation) -> Iterator[None]:
+    def _named(self, station: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:
         """Of several workers of a replica, which one has failed, and when; of another, its number tells."""
         try:
             yield
@@ -210,7 +206,7 @@ class DistributedRun:
         )
         state = self._share.update.whole(wanted=True)
         assert state is not None, "it is wanted here"
-        model = write(built(self._job.program, Spill()), state)
+        model = write(materialize(self._job.program, SpillAllocator()), state)
         spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
         return Outcome(model.state_dict(), model, history, account, spans)
 
@@ -236,12 +232,12 @@ class DistributedRun:
         return sink
 
 
-def _share(here: Here) -> Share:
+def _share(here: RankSetup) -> RankShard:
     """By what the strategy asks for."""
     strategy = here.setup.job.strategy
     if strategy.pipelined:
-        return StagedShare(here) if strategy.order.flushes else StreamedShare(here)
-    return TensorShare(here) if strategy.tensor_parallel else WholeShare(here)
+        return StageShard(here) if strategy.order.flushes else StreamedShare(here)
+    return TensorParallelShard(here) if strategy.tensor_parallel else WholeModelShard(here)
 
 
 @contextlib.contextmanager

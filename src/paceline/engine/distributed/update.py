@@ -1,17 +1,55 @@
-"""How the Δs that ranks bring become the next A on each of them: the contract, and the plainest way."""
+"""What one rank has of A.
+
+How the Δs that ranks bring become the next A on each of them: the contract, and the plainest way.
+"""
 
 from abc import ABC, abstractmethod
-from typing import Any, final
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
 
 from paceline.comm.compression.base import Compression
-from paceline.engine.distributed.freight import Freight
-from paceline.engine.owner import Owner
-from paceline.engine.team.traffic import Traffic
-from paceline.replica.state import State
-from paceline.replica.stepper import Stepper
+from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.spmd.communicator import Communicator
+from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_state import FlatLayout, FlatState
+
+
+class Gather(Protocol):
+    """How A is made of the parts of all ranks."""
+
+    def __call__(self, *, wanted: bool) -> FlatState | None:
+        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """One rank's.
+
+    Args:
+        state: its part of A.
+        whole: the layout of A.
+        counted: the names of the parameters that count here in the norm of Δ: what several parts have counts once.
+        gather: makes A of all ranks' parts.
+    """
+
+    state: FlatState
+    whole: FlatLayout
+    counted: Sequence[str]
+    gather: Gather
+
+
+def all_of(state: FlatState) -> HeldState:
+    """Where every rank has all of A."""
+
+    def copied(*, wanted: bool) -> FlatState | None:
+        return state.clone() if wanted else None
+
+    return HeldState(state, state.layout, state.layout.parameter_names, copied)
 
 
 class Update(ABC):
@@ -39,15 +77,15 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def whole(self, *, wanted: bool) -> State | None:
+    def whole(self, *, wanted: bool) -> FlatState | None:
         """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
 
 
 @final
-class Together(Update):
+class ReplicatedUpdate(Update):
     """Δs are summed as ranks meet, and each rank makes the whole update."""
 
-    def __init__(self, freight: Freight, owner: Owner) -> None:
+    def __init__(self, freight: ReduceBuffer, owner: ServerOptimizer) -> None:
         self._freight, self._owner = freight, owner
 
     @property
@@ -55,7 +93,7 @@ class Together(Update):
         return self._freight.vectors
 
     @property
-    def stepper(self) -> Stepper:
+    def stepper(self) -> FlatOptimizer:
         """Steps on A."""
         return self._owner.stepper
 
@@ -66,20 +104,22 @@ class Together(Update):
     def apply(self, factor: float, rate: float) -> None:
         self._owner.apply([(self._freight.state, factor)], rate, alone=True)
 
-    def whole(self, *, wanted: bool) -> State | None:
+    def whole(self, *, wanted: bool) -> FlatState | None:
         return self._owner.state.clone() if wanted else None
 
 
 @final
-class Compressed(Update):
+class CompressedUpdate(Update):
     """Ranks meet over what must be exact; Δs are summed by a compression once an update is certain.
 
     So what a compression keeps for the next gradient moves on once an update, also where a round is made again.
     """
 
-    def __init__(self, freight: Freight, owner: Owner, compression: Compression[Any], traffic: Traffic) -> None:
+    def __init__(
+        self, freight: ReduceBuffer, owner: ServerOptimizer, compression: Compression[Any], traffic: Communicator
+    ) -> None:
         self._freight, self._compression, self._traffic = freight, compression, traffic
-        self._whole = Together(freight, owner)
+        self._whole = ReplicatedUpdate(freight, owner)
         self._states = [
             compression.start([tuple(e.shape) for e in block.entries], block.dtype)
             for block in freight.state.layout.parameters
@@ -99,11 +139,11 @@ class Compressed(Update):
             traffic.sent_bytes += self._compression.all_reduce(state, vector, traffic.group.handle)
         self._whole.apply(factor, rate)
 
-    def whole(self, *, wanted: bool) -> State | None:
+    def whole(self, *, wanted: bool) -> FlatState | None:
         return self._whole.whole(wanted=wanted)
 
 
-def take_buffers(state: State, brought: State) -> None:
+def take_buffers(state: FlatState, brought: FlatState) -> None:
     """Let A's running buffers be what was brought; whole numbers never go back."""
     for mine, theirs in zip(state.buffers, brought.buffers, strict=True):
         mine.copy_(theirs if mine.is_floating_point() else torch.maximum(mine, theirs))

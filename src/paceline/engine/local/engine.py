@@ -7,22 +7,19 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 import torch
 
 from paceline.aggregation import Synchronous, text_of
-from paceline.comm.kernel import considerate, prompt
-from paceline.comm.nursery import Nursery
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.local.crew import ENTRY
-from paceline.engine.local.hosting import Hosting
+from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.run import LocalRun
-from paceline.engine.local.script import Script
-from paceline.engine.noise_refusals import refuse_norms
-from paceline.engine.optimizer_pieces import refuse_pieces
-from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
-from paceline.engine.shards import refuse_shards
-from paceline.engine.stages import refuse_stages
+from paceline.engine.local.spmd_launcher import SpmdLauncher
+from paceline.engine.local.worker_processes import ENTRY
+from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.validation import refuse_norms, refuse_pieces, refuse_shards, refuse_stages
 
-PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.scorer")
+PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evaluation")
 """What the fork server imports, so that no worker has to."""
 
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
@@ -34,12 +31,12 @@ HOSTING = (
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.export._trace",  # what torch.export imports at its first call: 0.4 s in torch 2.13
-    "paceline.engine.distributed.hosted",
+    "paceline.engine.distributed.spmd_main",
 )
 """Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
 
 
-TEAMS = (*HOSTING[:-1], "paceline.engine.local.member", "paceline.engine.local.scorer")
+TEAMS = (*HOSTING[:-1], "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
 """The same, and each replica goes on by itself."""
 
 
@@ -53,9 +50,9 @@ class LocalEngine(Engine):
 
     name = "local"
 
-    def __init__(self, script: Script | None = None, entry: str = ENTRY) -> None:
-        self.script, self._entry = script or Script(), entry
-        self._nursery: Nursery | None = None
+    def __init__(self, script: EventScript | None = None, entry: str = ENTRY) -> None:
+        self.script, self._entry = script or EventScript(), entry
+        self._nursery: ForkServer | None = None
         self._preloaded: tuple[str, ...] = ()
 
     def refuse(self, job: Job) -> None:
@@ -85,18 +82,18 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         if job.strategy.spread and _in_step(job):
             with ExitStack() as closing:
-                return Hosting(job, self._nursery_with(HOSTING), watch, closing).outcome()
+                return SpmdLauncher(job, self._nursery_with(HOSTING), watch, closing).outcome()
         nursery = self._nursery_for(job)
         with _one_thread(), _manners(job), ExitStack() as closing:
             return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
 
-    def _nursery_for(self, job: Job) -> Nursery:
+    def _nursery_for(self, job: Job) -> ForkServer:
         if job.strategy.spread:
             return self._nursery_with(TEAMS)
         own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
         return self._nursery_with(WITH_OPTIMIZERS if own else PRELOAD)
 
-    def _nursery_with(self, wanted: tuple[str, ...]) -> Nursery:
+    def _nursery_with(self, wanted: tuple[str, ...]) -> ForkServer:
         """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed.
 
         A new one also imports what the one before had: runs of two kinds may take turns.
@@ -104,7 +101,7 @@ class LocalEngine(Engine):
         if self._nursery is None or not self._nursery.alive or not set(wanted) <= set(self._preloaded):
             self.close()
             self._preloaded = tuple(dict.fromkeys((*self._preloaded, *wanted)))
-            self._nursery = Nursery.start(self._preloaded)
+            self._nursery = ForkServer.start(self._preloaded)
         return self._nursery
 
     def close(self) -> None:

@@ -18,31 +18,30 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from paceline.aggregation.base import Arrival
-from paceline.comm.kernel import memfd_create
-from paceline.comm.nursery import Nursery
-from paceline.comm.shipping import Parcel, ship
+from paceline.comm.fork_server import ForkServer
+from paceline.comm.linux import memfd_create
+from paceline.comm.shared_pickle import SharedObject, share
 from paceline.core.errors import WaitTimeoutError, WorkerError
-from paceline.core.records import Departure, Record, WorkerFigures
+from paceline.core.records import Record, ReplicaExit, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.figures import timeline, told
-from paceline.engine.interrupt import Interruptible
-from paceline.engine.local.board import ARRIVED, REPORTS, Report
-from paceline.engine.local.crew import ENTRY, WELL, Crew, Token
-from paceline.engine.local.desk import Desk
-from paceline.engine.local.script import Director, Script
-from paceline.engine.local.server import Server
+from paceline.engine.local.control_block import ARRIVED, REPORTS, Completion
+from paceline.engine.local.evaluation import EvaluationQueue
+from paceline.engine.local.fault_injection import EventScript, FaultInjector
+from paceline.engine.local.server import SharedMemoryServer
 from paceline.engine.local.worker import lay_out, sheet_of
-from paceline.engine.noise_ledger import NoiseLedger
-from paceline.engine.noise_meter import NoiseMeter
-from paceline.engine.nonfinite import not_finite
-from paceline.engine.owner import Owner
-from paceline.engine.roster import Roster
-from paceline.engine.setup import Setup, first_state, threads
-from paceline.engine.team.leisure import PREPARATION_S
-from paceline.replica.state import write
+from paceline.engine.local.worker_processes import ENTRY, EXIT_OK, Token, WorkerProcesses
+from paceline.engine.noise_scale import NoiseAccumulator, NoiseEstimator
+from paceline.engine.remote_errors import not_finite
+from paceline.engine.run_context import RunContext, first_state, threads
+from paceline.engine.run_history import RunHistory
+from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.sigint import Interruptible
+from paceline.engine.spmd.rank_context import PREPARATION_S
+from paceline.engine.worker_metrics import timeline, told
+from paceline.engine.workers_file import WorkersFile
+from paceline.replica.flat_state import write
 from paceline.trace.recorder import NullRecorder, Recorder, read_packed
 from paceline.trace.spans import SERVER, Span
 
@@ -66,16 +65,16 @@ class LocalRun:
     """
 
     def __init__(
-        self, job: Job, nursery: Nursery, watch: Watcher, script: Script, closing: ExitStack, entry: str = ENTRY
+        self, job: Job, nursery: ForkServer, watch: Watcher, script: EventScript, closing: ExitStack, entry: str = ENTRY
     ) -> None:
         self._job, self._nursery, self._watch, self._closing = job, nursery, watch, closing
-        self._setup = setup = Setup.of(job)
+        self._setup = setup = RunContext.of(job)
         self._module, state = first_state(job.program, job.running_buffers)
-        self._parcel: Parcel = ship(job)
+        self._parcel: SharedObject = share(job)
         closing.callback(self._parcel.close)
-        noise = NoiseLedger(setup.reference_batch) if job.noise_scale else None
-        meter = NoiseMeter(noise) if noise else None
-        owner = Owner(job.program, setup.policy, state, meter) if setup.slots else None
+        noise = NoiseAccumulator(setup.reference_batch) if job.noise_scale else None
+        meter = NoiseEstimator(noise) if noise else None
+        owner = ServerOptimizer(job.program, setup.policy, state, meter) if setup.slots else None
         self._store, self._board = lay_out(setup, state.layout, owner.stepper.remembers if owner else 0)
         closing.callback(self._store.close)
         digest = state.digest()
@@ -85,7 +84,7 @@ class LocalRun:
             self._store.version(0).copy_(state)
         self._sink = self._new_sink()
         self._recorder = Recorder(SERVER, 0, 0, self._sink) if job.trace else NullRecorder()
-        self._crew = Crew(
+        self._crew = WorkerProcesses(
             nursery,
             self._store,
             self._board,
@@ -97,23 +96,23 @@ class LocalRun:
             entry=entry,
         )
         closing.callback(self._crew.close)
-        self._director = Director(script, self._crew.signal)
+        self._director = FaultInjector(script, self._crew.signal)
         self._allowance = setup.allowance()
-        self._server = Server(
+        self._server = SharedMemoryServer(
             setup,
             self._store,
             self._board,
             owner,
             self._crew,
             waiting=lambda: self._coordinator.waiting,
-            ahead=self._lead(scripted=script != Script()),
+            ahead=self._lead(scripted=script != EventScript()),
             about_to_send=self._director.about_to_send,
             recorder=self._recorder,
             meter=meter,
         )
         self._coordinator = Coordinator(setup.policy, setup.replicas, self._allowance, self._server)
-        self._chronicle = Chronicle(setup, self._coordinator, digest, noise)
-        self._left: list[Departure] = []
+        self._chronicle = RunHistory(setup, self._coordinator, digest, noise)
+        self._left: list[ReplicaExit] = []
         self._began: Nanoseconds = time.monotonic_ns()
         self._timed = job.budget.unit == "seconds"
         self._condition_met = False
@@ -137,7 +136,7 @@ class LocalRun:
         self._watch(Progress("starting", 0.0))
         self._crew.start(lambda: ctrl_c.heard > 0)
         patient = self._job.budget.until is None
-        self._desk = Desk(self._job, self._nursery, self._parcel, self._server.state.layout, patient=patient)
+        self._desk = EvaluationQueue(self._job, self._nursery, self._parcel, self._server.state.layout, patient=patient)
         self._closing.callback(self._desk.close)
         workers, prepares = self._setup.job.strategy.workers, self._job.strategy.spread
         self._crew.wait_ready(
@@ -150,7 +149,7 @@ class LocalRun:
 
     def _write_roster(self) -> None:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._desk.child.pid}}
-        roster = Roster(self._job.out, others, {place: {"pid": pid} for place, pid in self._crew.pids().items()})
+        roster = WorkersFile(self._job.out, others, {place: {"pid": pid} for place, pid in self._crew.pids().items()})
         self._closing.callback(roster.close)
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
@@ -185,7 +184,7 @@ class LocalRun:
         while self._crew.living and not ctrl_c.insisted and (left := deadline - self._now()) > 0:
             self._hear(self._crew.waiter.wait(left))
         for replica in () if ctrl_c.insisted else sorted(self._crew.living):
-            self._left.append(Departure(replica, f"did not end within {allowed_s:g} s; killed", self._now()))
+            self._left.append(ReplicaExit(replica, f"did not end within {allowed_s:g} s; killed", self._now()))
         self._crew.end()
 
     def _score(self, seconds: Seconds, ctrl_c: Interruptible) -> None:
@@ -238,7 +237,7 @@ class LocalRun:
         if "scored" in what:
             self._collect()
 
-    def _take(self, replica: ReplicaId, report: Report) -> None:
+    def _take(self, replica: ReplicaId, report: Completion) -> None:
         if replica not in self._coordinator.present:
             self._server.take(replica, report)
             return
@@ -253,7 +252,7 @@ class LocalRun:
             self._look(self._heard_s)
         self._director.has_taken(replica, report.attempt)
 
-    def _arrived(self, replica: ReplicaId, report: Report, now: Seconds) -> None:
+    def _arrived(self, replica: ReplicaId, report: Completion, now: Seconds) -> None:
         if not report.finite and self._job.on_nonfinite == "stop":
             raise not_finite(report.loss, replica, report.attempt)
         self._chronicle.heard(report.loss, report.samples)
@@ -273,10 +272,10 @@ class LocalRun:
         self._server.lost(replica)
         if replica not in self._coordinator.present:
             return
-        if how == WELL:
+        if how == EXIT_OK:
             self._coordinator.left(replica, "done")
         else:
-            self._left.append(Departure(replica, how, self._now()))
+            self._left.append(ReplicaExit(replica, how, self._now()))
             self._coordinator.left(replica, "died")
 
     def _miss_nobody(self) -> None:

@@ -8,21 +8,19 @@ from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
-from paceline.engine.local.board import END, GO, WRITTEN, Board, Order, Report
-from paceline.engine.local.crew import Crew
-from paceline.engine.local.places import Places
-from paceline.engine.local.rounds import Rounds
-from paceline.engine.local.store import Store
-from paceline.engine.noise_meter import NoiseMeter, Seen
-from paceline.engine.observe import Observer
-from paceline.engine.owner import Owner, Weighted
-from paceline.engine.setup import Setup
+from paceline.engine.local.arena import ParameterArena, VersionPool
+from paceline.engine.local.control_block import END, GO, WRITTEN, Completion, ControlBlock, Grant
+from paceline.engine.local.parallel_update import ParallelUpdate
+from paceline.engine.local.worker_processes import WorkerProcesses
+from paceline.engine.noise_scale import NoiseEstimator, Seen
+from paceline.engine.run_context import RunContext
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Weighted
 from paceline.replica.base import Micro
-from paceline.replica.state import State
+from paceline.replica.flat_state import FlatState
 from paceline.trace.recorder import AnyRecorder
 
 
-class Server:
+class SharedMemoryServer:
     """The hands of the coordinator.
 
     Args:
@@ -40,27 +38,27 @@ class Server:
 
     def __init__(
         self,
-        setup: Setup,
-        store: Store,
-        board: Board,
-        owner: Owner | None,
-        crew: Crew,
+        setup: RunContext,
+        store: ParameterArena,
+        board: ControlBlock,
+        owner: ServerOptimizer | None,
+        crew: WorkerProcesses,
         waiting: Callable[[], list[ReplicaId]],
         ahead: Callable[[ReplicaId], int],
         about_to_send: Callable[[ReplicaId, Clock], None],
         recorder: AnyRecorder,
-        meter: NoiseMeter | None = None,
+        meter: NoiseEstimator | None = None,
     ) -> None:
         self._policy, self._store, self._board, self._recorder = setup.policy, store, board, recorder
         self._slots = store.plan.slots
         self._crew, self._waiting, self._ahead, self._about_to_send = crew, waiting, ahead, about_to_send
         self._owner, self._meter = owner, meter
         cores = len(os.sched_getaffinity(0))
-        self._rounds = Rounds(store, board, crew, owner, cores) if owner is not None else None
-        self.observer = Observer(setup.policy, owner)
+        self._rounds = ParallelUpdate(store, board, crew, owner, cores) if owner is not None else None
+        self.observer = DeltaStatistics(setup.policy, owner)
         self._timed = setup.job.trace or bool(setup.policy.needs)
         self.version: Version = 0
-        self._places = Places(store)
+        self._places = VersionPool(store)
         self._attempts = [0] * setup.replicas
         self._heard = [0] * setup.replicas
         self._seen = list(self._heard)
@@ -69,7 +67,7 @@ class Server:
         self._micro: dict[tuple[ReplicaId, Clock], Micro] = {}
 
     @property
-    def state(self) -> State:
+    def state(self) -> FlatState:
         """A."""
         return self._store.version(self._places.present)
 
@@ -84,7 +82,7 @@ class Server:
         """Whether there are reports that have not been looked at."""
         return self._board.told() != self._seen
 
-    def untaken(self) -> list[tuple[ReplicaId, Report]]:
+    def untaken(self) -> list[tuple[ReplicaId, Completion]]:
         """The reports that lie on the board."""
         self._seen = told = self._board.told()
         if told == self._heard:
@@ -92,13 +90,13 @@ class Server:
         ends = enumerate(zip(self._heard, told, strict=True))
         return [(r, self._board.report(r, a)) for r, (old, new) in ends for a in range(old + 1, new + 1)]
 
-    def take(self, replica: ReplicaId, report: Report) -> None:
+    def take(self, replica: ReplicaId, report: Completion) -> None:
         """Look at a report no more; the slot it names is free again."""
         self._look_at(replica, report)
         if self._slots:
             self._free[replica].append(report.slot)
 
-    def keep(self, replica: ReplicaId, report: Report) -> State | None:
+    def keep(self, replica: ReplicaId, report: Completion) -> FlatState | None:
         """Take a report and hold its Δ until it is applied or discarded; None where Δs have no slots."""
         self._look_at(replica, report)
         if not self._slots:
@@ -116,7 +114,7 @@ class Server:
         """The newest step that a replica was sent A for."""
         return self._attempts[replica]
 
-    def _look_at(self, replica: ReplicaId, report: Report) -> None:
+    def _look_at(self, replica: ReplicaId, report: Completion) -> None:
         self._heard[replica] = report.attempt
         self._places.read_no_more(replica)
 
@@ -128,7 +126,7 @@ class Server:
         place, ahead = self._places.read(replica), self._ahead(replica)
         self._about_to_send(replica, attempt)
         self._board.give(
-            replica, Order(attempt, GO, micro_steps, self.version, place, slot, ahead, time.monotonic_ns())
+            replica, Grant(attempt, GO, micro_steps, self.version, place, slot, ahead, time.monotonic_ns())
         )
         self._crew.ring(replica)
 
@@ -152,10 +150,10 @@ class Server:
         self._crew.ring(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._board.give(replica, Order(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns()))
+        self._board.give(replica, Grant(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns()))
         self._crew.ring(replica)
 
-    def _update(self, owner: Owner, action: Apply) -> None:
+    def _update(self, owner: ServerOptimizer, action: Apply) -> None:
         """Write the next A where nobody reads."""
         names = [(a.replica, self._held.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._store.delta(replica, slot), weight) for replica, slot, weight in names]

@@ -9,23 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.comm import liveness
-from paceline.comm.alarm import Alarm
-from paceline.comm.bell import Bell
-from paceline.comm.kernel import keep_freed_memory
-from paceline.comm.shipping import Parcel, unpack
+from paceline.comm.linux import keep_freed_memory
+from paceline.comm.shared_pickle import SharedObject, unpack
+from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
-from paceline.engine.failure import failure
-from paceline.engine.gauge import Gauge, Gauged
-from paceline.engine.local.board import Board
-from paceline.engine.local.sheet import Sheet
-from paceline.engine.local.station import LocalStation
-from paceline.engine.local.store import Plan, Store
-from paceline.engine.roster import remove_roster
-from paceline.engine.setup import Setup, settle
-from paceline.engine.station import watch
-from paceline.engine.worker import StationWorker
-from paceline.replica.state import Layout
+from paceline.engine.local.arena import ArenaLayout, ParameterArena
+from paceline.engine.local.client import SharedMemoryClient
+from paceline.engine.local.control_block import ControlBlock, MetricsBlock
+from paceline.engine.remote_errors import failure
+from paceline.engine.run_context import RunContext, settle
+from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
+from paceline.engine.workers_file import remove_workers_file
+from paceline.replica.flat_state import FlatLayout
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
 
 
@@ -36,11 +32,11 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     replica: ReplicaId = args["replica"]
     with socket.socket(fileno=link_fd) as link:
         try:
-            job: Job = unpack(Parcel(job_fd))
+            job: Job = unpack(SharedObject(job_fd))
             if job.out is not None:
-                liveness.when_orphaned(functools.partial(remove_roster, job.out))
+                liveness.when_orphaned(functools.partial(remove_workers_file, job.out))
             recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
-            _carry(job, replica, args["remembers"], store_fd, Bell(mine), Bell(coordinator), link, recorder)
+            _carry(job, replica, args["remembers"], store_fd, EventFd(mine), EventFd(coordinator), link, recorder)
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
                 link.send(failure(replica, error))
@@ -52,40 +48,44 @@ def _carry(
     replica: ReplicaId,
     remembers: int,
     store_fd: int,
-    mine: Bell,
-    coordinator: Bell,
+    mine: EventFd,
+    coordinator: EventFd,
     link: socket.socket,
     recorder: AnyRecorder,
 ) -> None:
     settle(job, replica)
-    setup, module = Setup.of(job), job.program.build()
-    layout = Layout.of(module, job.running_buffers)
+    setup, module = RunContext.of(job), job.program.build()
+    layout = FlatLayout.of(module, job.running_buffers)
     store, board = lay_out(setup, layout, remembers, store_fd)
-    station = LocalStation(
-        store, board, replica, Alarm(mine, board.sleeper(replica)), Alarm(coordinator, board.sleeper(None))
+    station = SharedMemoryClient(
+        store, board, replica, Wakeup(mine, board.sleeper(replica)), Wakeup(coordinator, board.sleeper(None))
     )
-    gauge = Gauge(board, replica, recorder, 2 * layout.parameter_bytes if setup.slots else 0, setup.per_step)
+    gauge = WorkerMetrics(board, replica, recorder, 2 * layout.parameter_bytes if setup.slots else 0, setup.per_step)
     watch(module, station)
     inner = setup.replica(replica, module, layout, recorder)
-    worker = StationWorker(setup, replica, Gauged(inner, gauge, station, layout.parameter_bytes), station, gauge)
+    worker = ClientWorker(
+        setup, replica, InstrumentedReplica(inner, gauge, station, layout.parameter_bytes), station, gauge
+    )
     link.send(json.dumps({"ready": replica, "pid": os.getpid()}).encode())
     worker.run(job.loop)
 
 
-def lay_out(setup: Setup, layout: Layout, remembers: int, fd: int | None = None) -> tuple[Store, Board]:
+def lay_out(
+    setup: RunContext, layout: FlatLayout, remembers: int, fd: int | None = None
+) -> tuple[ParameterArena, ControlBlock]:
     """The shared memory of a run, in any of its processes: new, or what lies behind ``fd``."""
     replicas, slots = setup.replicas, setup.slots
-    words = Board.size(replicas, slots) + Sheet.size(_listed(setup))
-    store = Store(Plan(layout, replicas, slots, remembers, words), fd)
-    return store, Board(store.words, replicas)
+    words = ControlBlock.size(replicas, slots) + MetricsBlock.size(_listed(setup))
+    store = ParameterArena(ArenaLayout(layout, replicas, slots, remembers, words), fd)
+    return store, ControlBlock(store.words, replicas)
 
 
-def sheet_of(setup: Setup, store: Store) -> Sheet:
+def sheet_of(setup: RunContext, store: ParameterArena) -> MetricsBlock:
     """The figures of workers that are not the first ones of their replicas, in the shared memory of a run."""
-    return Sheet(store.words[8 * Board.size(setup.replicas, setup.slots) :])
+    return MetricsBlock(store.words[8 * ControlBlock.size(setup.replicas, setup.slots) :])
 
 
-def _listed(setup: Setup) -> int:
+def _listed(setup: RunContext) -> int:
     """How many workers the sheet has room for: none where the board has a place for each."""
     strategy = setup.job.strategy
     return strategy.workers if strategy.spread else 0

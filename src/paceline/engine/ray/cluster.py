@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.free import available_bytes
+from paceline.comm.linux import available_bytes
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.ray.janitor import FAREWELL
 

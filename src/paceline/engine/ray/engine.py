@@ -8,10 +8,10 @@ from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.ray.cluster import Cluster, require_ray
-from paceline.engine.setup import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 
 if TYPE_CHECKING:
-    from paceline.engine.ray.crew import Crew
+    from paceline.engine.ray.actor_pool import ActorPool
 
 
 class RayEngine(Engine):
@@ -33,7 +33,7 @@ class RayEngine(Engine):
         require_ray()
         self._address, self._replace = address, replace
         self._cluster: Cluster | None = None
-        self._crew: Crew | None = None
+        self._crew: ActorPool | None = None
         self._runs = 0
 
     def refuse(self, job: Job) -> None:
@@ -50,11 +50,11 @@ class RayEngine(Engine):
             raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        from paceline.engine.ray.crew import Crew
+        from paceline.engine.ray.actor_pool import ActorPool
         from paceline.engine.ray.run import RayRun
 
         cluster = self._joined()
-        self._crew = self._crew or Crew()
+        self._crew = self._crew or ActorPool()
         self._runs += 1
         with ExitStack() as closing:
             run = RayRun(job, cluster, self._crew, watch, closing, number=self._runs, replace=self._replace)

@@ -1,37 +1,189 @@
-"""The actor of one replica: its loop, and its side of the server."""
+"""The actor of one replica: its loop, and its client of the server.
+
+The actor of one replica: its loop, and its side of the server.
+"""
 
 import gc
+import math
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import ray
 
-from paceline.comm.kernel import keep_freed_memory, memfd_create
-from paceline.core.types import Clock, Nanoseconds
+from paceline.comm.linux import keep_freed_memory, memfd_create
+from paceline.core.types import Clock, Nanoseconds, Seconds
 from paceline.engine.base import Job
-from paceline.engine.failure import failure
-from paceline.engine.figures import Notes
-from paceline.engine.gauge import Gauge, Gauged
-from paceline.engine.ray.freight import Bytes, unpack
-from paceline.engine.ray.messages import Ended, Place, Post
-from paceline.engine.ray.station import RayStation, Switch
-from paceline.engine.setup import Setup, settle
-from paceline.engine.station import watch
-from paceline.engine.worker import StationWorker
-from paceline.replica.state import Layout
+from paceline.engine.ray.messages import (
+    Bytes,
+    Ended,
+    RayCompletion,
+    RayGrant,
+    ReplicaAssignment,
+    Reply,
+    WorkerLocation,
+    arrays_of,
+    state_of,
+    unpack,
+)
+from paceline.engine.remote_errors import failure
+from paceline.engine.run_context import RunContext, settle
+from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
+from paceline.engine.worker_metrics import InMemorySink
+from paceline.replica.base import Measured
+from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
+
+
+class CancelFlag:
+    """What another thread tells a replica while it computes.
+
+    Args:
+        run: of which run.
+    """
+
+    def __init__(self, run: int) -> None:
+        self._run, self._changed = run, threading.Condition()
+        self._cancelled: float = 0
+
+    def cancel(self, run: int, attempt: float) -> None:
+        """An attempt is called off."""
+        if run == self._run:
+            with self._changed:
+                self._cancelled = attempt
+                self._changed.notify_all()
+
+    def end(self, run: int) -> None:
+        """Training has ended."""
+        self.cancel(run, math.inf)
+
+    def off(self, attempt: Clock) -> bool:
+        """Whether an attempt is called off."""
+        return self._cancelled >= attempt
+
+    def pause(self, seconds: Seconds, attempt: Clock) -> None:
+        """Wait so long, or until the attempt is called off."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.off(attempt), seconds)
+
+
+class RayClient:
+    """The server, by way of calls to its actor.
+
+    Args:
+        ask: calls a method of the server; the answer has to be waited for by ``wait``.
+        wait: an answer -> what it is.
+        post: which replica this is, and where it begins.
+        layout: of A.
+        switch: says what is called off.
+        notes: told with each Δ.
+        timeout_s: how long the server hears nothing before it gives up.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[..., Any],
+        wait: Callable[[Any], Reply],
+        post: ReplicaAssignment,
+        layout: FlatLayout,
+        switch: CancelFlag,
+        notes: InMemorySink,
+        timeout_s: Seconds,
+    ) -> None:
+        self._ask, self._wait, self._replica, self._layout = ask, wait, post.replica, layout
+        self._switch, self._notes, self._timeout_s = switch, notes, timeout_s
+        self._out = layout.new()
+        self._read: FlatState | None = None
+        self._answer: Any = None
+        self._order: RayGrant | None = RayGrant(post.attempt, 0, 0)
+        self._made = 0
+        self._under_way = False
+        self._heard_of = 0.0
+        self.attempt: Clock = post.attempt
+        """Which Δ this replica is at."""
+
+    def going(self) -> bool:
+        """Wait until the server answers; whether it is to go on."""
+        if self._under_way or self._order is None:
+            return self._order is not None
+        if self._answer is None:
+            self._answer = self._ask("first", self._replica)
+        self._read = None  # let go of it before the next one comes
+        self._order, arrays = self._wait(self._answer)
+        if self._order is None:
+            return False
+        self._read = state_of(self._layout, arrays)
+        self.attempt = self._order.attempt
+        self._made, self._under_way, self._heard_of = 0, True, time.monotonic()
+        return True
+
+    def opens(self) -> bool:
+        return self._made == 0
+
+    def pull(self) -> FlatState:
+        assert self._read is not None, "nothing was sent"
+        return self._read
+
+    def closes(self) -> bool:
+        self._made += 1
+        assert self._order is not None
+        if self._made < self._order.micro_steps:
+            return False
+        self._made = 0
+        return True
+
+    def slot(self) -> FlatState:
+        return self._out
+
+    def push(self, measured: Measured) -> None:
+        self._report(measured, arrays_of(self._out))
+
+    def called_off(self) -> bool:
+        """Whether the attempt under way was cancelled, or the run has ended."""
+        return self._switch.off(self.attempt)
+
+    def confirm(self) -> int:
+        """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
+        assert self._order is not None
+        undone = max(0, self._order.micro_steps - self._made - 1)
+        self._made = 0
+        self._report(Measured(math.nan, 0, True), [])
+        return undone
+
+    def pause(self, seconds: Seconds) -> None:
+        """Be slow for so long, or until called off."""
+        until = time.monotonic() + seconds
+        if until - self._heard_of > self._timeout_s / 4:
+            self._heard_of = until
+            self._ask("excuse", self._replica, seconds)
+        self._switch.pause(seconds, self.attempt)
+
+    def _report(self, measured: Measured, arrays: list[Bytes]) -> None:
+        assert self._order is not None
+        self._under_way = False
+        report = RayCompletion(
+            self._replica,
+            self.attempt,
+            self._order.version,
+            measured.samples,
+            measured.finite,
+            measured.loss,
+            self._notes.seen,
+        )
+        self._answer = self._ask("push", report, *arrays)
+
 
 PINGS = 8
 """How often another host's clock is asked for; the quickest answer counts."""
 
 
-def place() -> Place:
+def place() -> WorkerLocation:
     """Where this process is."""
-    return Place(os.getpid(), ray.get_runtime_context().get_node_id())
+    return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
 
 
 class ReplicaActor:
@@ -39,9 +191,9 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         keep_freed_memory()
-        self._switch = Switch(-1)
+        self._switch = CancelFlag(-1)
 
-    def place(self) -> Place:
+    def place(self) -> WorkerLocation:
         """Where it lives."""
         return place()
 
@@ -53,9 +205,9 @@ class ReplicaActor:
         """Training has ended."""
         self._switch.end(run)
 
-    def run(self, parts: Sequence[Bytes], post: Post, server: Any) -> Ended:
+    def run(self, parts: Sequence[Bytes], post: ReplicaAssignment, server: Any) -> Ended:
         """Live one replica's life in one run."""
-        self._switch = Switch(post.run)
+        self._switch = CancelFlag(post.run)
         sink = memfd_create("paceline:spans")
         try:
             _carry(unpack(parts), post, server, self._switch, sink)
@@ -70,17 +222,19 @@ class ReplicaActor:
             gc.collect()  # a job's modules refer to themselves, and would keep the store's memory
 
 
-def _carry(job: Job, post: Post, server: Any, switch: Switch, sink: int) -> None:
-    setup, replica = Setup.of(job), post.replica
+def _carry(job: Job, post: ReplicaAssignment, server: Any, switch: CancelFlag, sink: int) -> None:
+    setup, replica = RunContext.of(job), post.replica
     settle(job, replica)
-    module, notes = job.program.build(), Notes()
-    layout = Layout.of(module, job.running_buffers)
-    station = RayStation(server.ask.remote, ray.get, post, layout, switch, notes, job.timeout_s)
+    module, notes = job.program.build(), InMemorySink()
+    layout = FlatLayout.of(module, job.running_buffers)
+    station = RayClient(server.ask.remote, ray.get, post, layout, switch, notes, job.timeout_s)
     recorder: AnyRecorder = Recorder(replica, 0, 0, sink) if job.trace else NullRecorder()
-    gauge = Gauge(notes, replica, recorder, 2 * layout.parameter_bytes, setup.per_step)
+    gauge = WorkerMetrics(notes, replica, recorder, 2 * layout.parameter_bytes, setup.per_step)
     watch(module, station)
-    measured = Gauged(setup.replica(replica, module, layout, recorder), gauge, station, layout.parameter_bytes)
-    worker = StationWorker(setup, replica, measured, station, gauge, post.micro_steps)
+    measured = InstrumentedReplica(
+        setup.replica(replica, module, layout, recorder), gauge, station, layout.parameter_bytes
+    )
+    worker = ClientWorker(setup, replica, measured, station, gauge, post.micro_steps)
     ray.get(server.ask.remote("ready", replica))
     worker.run(job.loop)
     ray.get(server.ask.remote("done", replica, notes.seen, list(notes.step_times)))

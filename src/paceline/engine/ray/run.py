@@ -14,20 +14,19 @@ from typing import Any
 import ray
 
 from paceline.core.errors import WaitTimeoutError, WorkerError
-from paceline.core.mesh import Place
+from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.failure import worker_failed
-from paceline.engine.figures import timeline
-from paceline.engine.interrupt import Interruptible
+from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, Needs, how_it_died, share_of_gpus
 from paceline.engine.ray.cluster import Cluster
-from paceline.engine.ray.course import TICK_S
-from paceline.engine.ray.crew import GLANCE_S, Crew, Needs, how_it_died, share_of_gpus
-from paceline.engine.ray.freight import pack, state_of
-from paceline.engine.ray.messages import Ended, Post, Result, Standing
-from paceline.engine.roster import Roster
-from paceline.engine.setup import first_state
-from paceline.replica.state import write
+from paceline.engine.ray.messages import Ended, ReplicaAssignment, Result, RunStatus, pack, state_of
+from paceline.engine.ray.server_loop import TICK_S
+from paceline.engine.remote_errors import worker_failed
+from paceline.engine.run_context import first_state
+from paceline.engine.sigint import Interruptible
+from paceline.engine.worker_metrics import timeline
+from paceline.engine.workers_file import WorkersFile
+from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
 GRACE_S: Seconds = 5.0
@@ -51,7 +50,7 @@ class RayRun:
         self,
         job: Job,
         cluster: Cluster,
-        crew: Crew,
+        crew: ActorPool,
         watch: Watcher,
         closing: ExitStack,
         *,
@@ -67,7 +66,7 @@ class RayRun:
         """What a replica's run comes to, once it has -> which it is."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
-        self._standing = Standing("starting", Progress("starting", 0.0), None, ())
+        self._standing = RunStatus("starting", Progress("starting", 0.0), None, ())
         self._standing_asked: Any = None
         self._asked_s = 0.0
         self._begun = self._interrupted = False
@@ -182,7 +181,7 @@ class RayRun:
     def _carry(self, replica: ReplicaId, attempt: Clock, micro_steps: int) -> None:
         """Have a replica's actor live its life."""
         crew = self._crew
-        post = Post(self._number, replica, attempt, micro_steps, crew.place(crew.server))
+        post = ReplicaAssignment(self._number, replica, attempt, micro_steps, crew.place(crew.server))
         self._carried[crew.replicas[replica].run.remote(self._parts, post, crew.server)] = replica
 
     def _ask(self, what: str, *args: Any) -> Any:
@@ -207,8 +206,8 @@ class RayRun:
         crew, out = self._crew, self._job.out
         actors = {"coordinator": crew.server, "scorer": crew.scorer}
         others = {"main": {"pid": os.getpid()}} | {role: crew.place(a)._asdict() for role, a in actors.items()}
-        replicas = {Place(r): crew.place(a)._asdict() for r, a in enumerate(crew.replicas[: self._replicas])}
-        roster = Roster(out, others, replicas)
+        replicas = {Coordinate(r): crew.place(a)._asdict() for r, a in enumerate(crew.replicas[: self._replicas])}
+        roster = WorkersFile(out, others, replicas)
         self._closing.callback(roster.close)
         for path in roster.files:
             self._cluster.mind(path)

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.clock.times import Times
 from paceline.core.types import ReplicaId, Seconds
-from paceline.engine.setup import Setup
-from paceline.replica.state import State
+from paceline.engine.run_context import RunContext
+from paceline.replica.flat_state import FlatState
 from paceline.trace.spans import Action, Span
 
 _TRIALS = 9
@@ -53,7 +53,7 @@ class Durations(ABC):
 
 
 @final
-class Asked(Durations):
+class SampledDurations(Durations):
     """Draws every duration of a run from seeded streams.
 
     Args:
@@ -63,7 +63,7 @@ class Asked(Durations):
         factor: what a replica takes, of the time of one process.
     """
 
-    def __init__(self, setup: Setup, times: Times, measured_s: Seconds | None, factor: float = 1.0) -> None:
+    def __init__(self, setup: RunContext, times: Times, measured_s: Seconds | None, factor: float = 1.0) -> None:
         self._seed, self._times, self._delay = setup.job.program.seed, times, setup.job.delay
         self._replicas = setup.replicas
         self._apply, self._gradient = times.apply_stream(self._seed), times.gradient_stream(self._seed)
@@ -98,7 +98,7 @@ class _Streams:
     delay: Iterator[Seconds] | None
 
 
-def measure(setup: Setup, module: nn.Module, state: State) -> Seconds:
+def measure(setup: RunContext, module: nn.Module, state: FlatState) -> Seconds:
     """Seconds of real time that one micro-step takes: the median of 9 at A_0."""
     replica = setup.replica(0, module, state.layout)
     batches, taken = setup.batches(0), []

@@ -7,7 +7,7 @@ from paceline.clock.times import Times
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.setup import refuse_absent_gpu
+from paceline.engine.run_context import refuse_absent_gpu
 from paceline.engine.virtual.run import VirtualRun
 from paceline.strategy import Strategy
 

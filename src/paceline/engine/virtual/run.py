@@ -13,31 +13,28 @@ import math
 from contextlib import nullcontext
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.clock.events import EventQueue
+from paceline.clock.event_queue import EventQueue
 from paceline.clock.times import Times
 from paceline.core.delta import Gradient
 from paceline.core.records import WorkerFigures
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Watcher
-from paceline.engine.chronicle import Chronicle
 from paceline.engine.coordinator import Coordinator
-from paceline.engine.interrupt import Interruptible
-from paceline.engine.noise_ledger import NoiseLedger
-from paceline.engine.noise_meter import NoiseMeter, Seen
-from paceline.engine.observe import Observer
-from paceline.engine.owner import Owner
-from paceline.engine.scoring import Scorer
-from paceline.engine.setup import Setup, first_state
-from paceline.engine.virtual.attempts import Attempt, Computer, Streams, ordered_batches
-from paceline.engine.virtual.durations import Asked, Drawn, Durations, lane, measure, span
-from paceline.engine.virtual.foreseen import Foreseen
-from paceline.engine.virtual.lane import Lane
-from paceline.engine.virtual.loops import Loops
-from paceline.engine.virtual.pieces.forecast import forecast
-from paceline.engine.virtual.stacked import Stacked, stackable
-from paceline.engine.virtual.teamwork import Teamwork, teamwork
+from paceline.engine.evaluation import Evaluator
+from paceline.engine.noise_scale import NoiseAccumulator, NoiseEstimator, Seen
+from paceline.engine.run_context import RunContext, first_state
+from paceline.engine.run_history import RunHistory
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.engine.sigint import Interruptible
+from paceline.engine.step_profile.predict import forecast
+from paceline.engine.step_profile.replica_timing import ReplicaTiming, replica_timing
+from paceline.engine.virtual.durations import Drawn, Durations, SampledDurations, lane, measure, span
+from paceline.engine.virtual.measured_durations import MeasuredDurations
+from paceline.engine.virtual.pending_delta import Computer, PendingDelta, ReplicaTimeline, Streams, ordered_batches
+from paceline.engine.virtual.user_loops import Loops
+from paceline.engine.virtual.vmap_gradients import Stacked, stackable
 from paceline.replica.base import Replica
-from paceline.replica.state import State, write
+from paceline.replica.flat_state import FlatState, write
 from paceline.trace.spans import SERVER, Span
 
 
@@ -50,26 +47,26 @@ class VirtualRun:
 
     def __init__(self, job: Job, watch: Watcher) -> None:
         self._job, self._watch = job, watch
-        self._setup = setup = Setup.of(job)
+        self._setup = setup = RunContext.of(job)
         self._module, state = first_state(job.program, job.running_buffers)
-        self._noise = NoiseLedger(setup.reference_batch) if job.noise_scale else None
-        self._meter = NoiseMeter(self._noise) if self._noise else None
-        self._owner = Owner(job.program, setup.policy, state, self._meter)
-        self._observer = Observer(setup.policy, self._owner)
+        self._noise = NoiseAccumulator(setup.reference_batch) if job.noise_scale else None
+        self._meter = NoiseEstimator(self._noise) if self._noise else None
+        self._owner = ServerOptimizer(job.program, setup.policy, state, self._meter)
+        self._observer = DeltaStatistics(setup.policy, self._owner)
         self._streams = Streams(setup.batches)
         self._loops = Loops(job.loop, setup.replicas, self._streams.of) if job.loop else None
         self._computer = self._make_computer()
         self._teamwork, self._durations = self._make_durations()
         self._coordinator = Coordinator(setup.policy, setup.replicas, setup.allowance(), self)
-        self._chronicle = Chronicle(setup, self._coordinator, state.digest(), self._noise)
-        self._scorer = Scorer(job.program, job.program.build())
+        self._chronicle = RunHistory(setup, self._coordinator, state.digest(), self._noise)
+        self._scorer = Evaluator(job.program, job.program.build())
         self._eager = self._must_look()
         self._end = job.budget.amount if job.budget.unit == "seconds" and job.budget.amount else math.inf
         self._now: Seconds = 0.0
-        self._events: EventQueue[Attempt] = EventQueue()
-        self._lanes = [Lane() for _ in range(setup.replicas)]
-        self._pushed: dict[tuple[ReplicaId, int], Attempt] = {}
-        self._snapshot: State | None = None
+        self._events: EventQueue[PendingDelta] = EventQueue()
+        self._lanes = [ReplicaTimeline() for _ in range(setup.replicas)]
+        self._pushed: dict[tuple[ReplicaId, int], PendingDelta] = {}
+        self._snapshot: FlatState | None = None
         self._spans: list[Span] = []
 
     def outcome(self) -> Outcome:
@@ -114,14 +111,14 @@ class VirtualRun:
         if self._job.budget.unit != "seconds" and self._chronicle.point_reached(start):
             self._look(self._now)
 
-    def _arrive(self, attempt: Attempt) -> None:
+    def _arrive(self, attempt: PendingDelta) -> None:
         self._lanes[attempt.replica].arrive(attempt)
         self._pushed[attempt.replica, attempt.clock] = attempt
         if self._eager:
             self._compute(attempt)
         self._coordinator.arrived(self._arrival(attempt))
 
-    def _arrival(self, attempt: Attempt) -> Arrival:
+    def _arrival(self, attempt: PendingDelta) -> Arrival:
         measured = attempt.measured if self._eager else None
         return Arrival(
             replica=attempt.replica,
@@ -134,7 +131,7 @@ class VirtualRun:
             observed=self._observer.observe(attempt.out, self._now),
         )
 
-    def _samples(self, attempt: Attempt) -> int:
+    def _samples(self, attempt: PendingDelta) -> int:
         assert self._setup.order is not None, "Δs of a data source are computed as they arrive"
         first = attempt.first_micro_step
         return sum(self._setup.order.size(attempt.replica, first + i) for i in range(attempt.micro_steps))
@@ -146,7 +143,7 @@ class VirtualRun:
         if self._snapshot is None:
             self._snapshot = self._owner.state.clone()
         version = self._coordinator.version
-        attempt = Attempt(replica, mine.clock + 1, version, self._snapshot, mine.micro_clock, micro_steps)
+        attempt = PendingDelta(replica, mine.clock + 1, version, self._snapshot, mine.micro_clock, micro_steps)
         if self._loops is not None and not self._walk(attempt, self._loops):
             self._coordinator.retire(replica)
             return
@@ -158,7 +155,7 @@ class VirtualRun:
         self._computer.begin(attempt)
         self._events.push(attempt.arrives_s, attempt)
 
-    def _drawn_lanes(self, attempt: Attempt, waited_from: Seconds | None, drawn: Drawn) -> list[Span]:
+    def _drawn_lanes(self, attempt: PendingDelta, waited_from: Seconds | None, drawn: Drawn) -> list[Span]:
         """Of a replica, and of its workers where it is a pipeline."""
         spans = lane(attempt.replica, attempt.clock, waited_from, self._now, drawn)
         if not self._teamwork.actions:
@@ -170,7 +167,7 @@ class VirtualRun:
         )
         return [*(s for s in spans if s.action != "compute"), *(s for each in passes for s in each)]
 
-    def _walk(self, attempt: Attempt, loops: Loops) -> bool:
+    def _walk(self, attempt: PendingDelta, loops: Loops) -> bool:
         """Let the user's loop make this attempt's micro-steps; False where it ended before the last of them."""
         for _ in range(attempt.micro_steps):
             batch = loops.next(attempt.replica)
@@ -207,7 +204,7 @@ class VirtualRun:
         assert attempt.measured is not None
         return Seen(attempt.out, weight, attempt.measured.samples, attempt.version, attempt.measured.micro)
 
-    def _compute(self, attempt: Attempt) -> None:
+    def _compute(self, attempt: PendingDelta) -> None:
         self._computer.compute(attempt)
         assert attempt.measured is not None
         self._chronicle.heard(attempt.measured.loss, attempt.measured.samples)
@@ -294,12 +291,12 @@ class VirtualRun:
             return Stacked(job.program, self._module, layout, order, make, batch_at, stop=stop)
         return Computer(make, batch_at, stop=stop)
 
-    def _make_durations(self) -> tuple[Teamwork, Durations]:
+    def _make_durations(self) -> tuple[ReplicaTiming, Durations]:
         job, times = self._job, self._job.times or Times()
         if times.all_measured:
             seen = forecast(job)
-            return seen.teamwork, Foreseen(self._setup, seen)
+            return seen.teamwork, MeasuredDurations(self._setup, seen)
         measured = times.compute == "measured"
-        shared = teamwork(job, measured=measured)
+        shared = replica_timing(job, measured=measured)
         measured_s = measure(self._setup, job.program.build(), self._owner.state) if measured else None
-        return shared, Asked(self._setup, times, measured_s, shared.factor)
+        return shared, SampledDurations(self._setup, times, measured_s, shared.factor)

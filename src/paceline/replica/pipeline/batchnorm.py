@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.replica.pipeline.copies import Copies
-from paceline.replica.pipeline.substitutes import Substitutes
+from paceline.replica.pipeline.base import StageReplicaGroup
+from paceline.replica.pipeline.split_backward import OpReplacements
 
 _USERS: dict[type[nn.Module], str] = dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "forward")
 
@@ -62,7 +62,7 @@ class _Sums:
         self.running_var.lerp_((self.squares / (self.count - 1)).to(self.running_var), self.momentum)
 
 
-def _put_together(own: Sequence[_Sums], copies: Copies) -> None:
+def _put_together(own: Sequence[_Sums], copies: StageReplicaGroup) -> None:
     """Let the sums be those of all copies; one that had nothing to do has none."""
     what = "statistics of other micro-batches"
     length = torch.tensor([sum(1 + len(sums.mean) for sums in own) if copies.first else 0])
@@ -97,13 +97,13 @@ class Deferred:
         copies: who take turns at the part; None: nobody else does.
     """
 
-    def __init__(self, counters: Sequence[Tensor], copies: Copies | None = None) -> None:
+    def __init__(self, counters: Sequence[Tensor], copies: StageReplicaGroup | None = None) -> None:
         self._counters, self._copies = counters, copies
         self._sums: dict[tuple[int, int], _Sums] = {}
         self._times: Counter[int] = Counter()
         self._noting = False
         operators = {torch.ops.aten.batch_norm.default: self._in_graph}
-        self.substitutes = Substitutes(operators, {"batch_norm": self._in_module}, _USERS)
+        self.substitutes = OpReplacements(operators, {"batch_norm": self._in_module}, _USERS)
 
     @contextmanager
     def forward(self, *, again: bool) -> Iterator[None]:

@@ -1,5 +1,9 @@
-"""A captured model in parts: the graph of each, and what goes from which to which."""
+"""Which nodes each part runs, and which values it receives.
 
+A captured model in parts: the graph of each, and what goes from which to which.
+"""
+
+import bisect
 from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
@@ -7,11 +11,88 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from paceline.replica.naming import home
+from paceline.replica.module_utils import home
 from paceline.replica.pipeline.base import Crossing, Cut, Part
-from paceline.replica.pipeline.flow import Flow
-from paceline.replica.pipeline.kinds import unmarked
-from paceline.replica.pipeline.units import Units
+from paceline.replica.pipeline.cut_groups import Units
+from paceline.replica.pipeline.graph_nodes import inputs, unmarked
+
+
+class Dataflow:
+    """Units cut at boundaries.
+
+    ::
+
+        part     0                    1                       2
+        makes    a, b                 c                       d
+        needs    --                   a                       a, size of b, mask
+        so       sends a to 1 and 2   receives a              receives a and the size; makes the mask itself
+    """
+
+    def __init__(self, units: Units, boundaries: Sequence[int]) -> None:
+        self._units = units
+        self._parts = range(len(boundaries) + 1)
+        self._part_of = {node: bisect.bisect(boundaries, unit) for node, unit in units.place.items()}
+        self._output = next(iter(reversed(units.captured.module.graph.nodes)))
+        self.runs: list[set[Node]] = [set() for _ in self._parts]
+        """Of each part: its units' nodes, and what it has of its own: leaves and what is done again."""
+        self.receives: list[set[Node]] = [set() for _ in self._parts]
+        for node, part in self._part_of.items():
+            self.runs[part].add(node)
+        for part in self._parts:
+            for node in self._wanted(part):
+                self._want(node, part)
+        for part in reversed(self._parts):
+            for node in self._wanted(part):
+                if node in units.sizes:
+                    self._want_size(node, part)
+
+    def source(self, node: Node) -> int:
+        """The part that makes what others receive."""
+        if node in self._units.sizes:
+            return max(map(self.source, inputs(node)), default=0)
+        return self._part_of.get(node, 0)
+
+    def consumers(self, node: Node) -> tuple[int, ...]:
+        """The parts that receive it."""
+        return tuple(part for part in self._parts if node in self.receives[part])
+
+    def _wanted(self, part: int) -> list[Node]:
+        """What the nodes of a part's units read; the last part gives the output."""
+        readers = [node for node, number in self._part_of.items() if number == part]
+        if part == self._parts[-1]:
+            readers.append(self._output)
+        return [each for reader in readers for each in inputs(reader)]
+
+    def _want(self, node: Node, part: int) -> None:
+        if node in self._part_of:
+            if self._part_of[node] != part:
+                self.receives[part].add(node)
+        elif node not in self._units.sizes and node not in self.runs[part]:
+            self.runs[part].add(node)
+            for each in inputs(node):
+                self._want(each, part)
+
+    def _want_size(self, node: Node, part: int) -> None:
+        """A number is computed from tensors that are there; where one isn't, the part that has them all sends it."""
+        if node in self.receives[part] or node in self.runs[part]:
+            return
+        source = self.source(node)
+        if part != source and not self._there(node, part):
+            self.receives[part].add(node)
+            self._want_size(node, source)
+            return
+        self.runs[part].add(node)
+        for each in inputs(node):
+            if each in self._units.sizes:
+                self._want_size(each, part)
+            else:
+                self._want(each, part)
+
+    def _there(self, node: Node, part: int) -> bool:
+        """Whether a part has all that a node is computed from, or gets it anyway."""
+        if node in self._part_of:
+            return self._part_of[node] == part or node in self.receives[part]
+        return node not in self._units.sizes or all(self._there(each, part) for each in inputs(node))
 
 
 def cut(units: Units, boundaries: Sequence[int]) -> Cut:
@@ -26,7 +107,7 @@ def cut(units: Units, boundaries: Sequence[int]) -> Cut:
             them.
     """
     graph = units.captured.module
-    flow = Flow(units, boundaries)
+    flow = Dataflow(units, boundaries)
     received = {node for nodes in flow.receives for node in nodes}
     crossings = {
         node: Crossing(node.name, flow.source(node), flow.consumers(node))
@@ -37,7 +118,7 @@ def cut(units: Units, boundaries: Sequence[int]) -> Cut:
     return Cut(units.captured, parts, _tied(graph, parts))
 
 
-def _part(number: int, units: Units, flow: Flow, crossings: Mapping[Node, Crossing]) -> Part:
+def _part(number: int, units: Units, flow: Dataflow, crossings: Mapping[Node, Crossing]) -> Part:
     whole = units.captured.module
     receives = [node for node in crossings if node in flow.receives[number]]
     sends = [node for node, crossing in crossings.items() if crossing.source == number]

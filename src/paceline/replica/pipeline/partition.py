@@ -1,4 +1,8 @@
-"""Where to cut a row of units into p parts: the slowest part as fast as can be, then as few bytes sent as can be.
+"""What units share, and how much of it each run of units holds or receives.
+
+The best way to cut a row into contiguous non-empty parts, by dynamic programming.
+
+Where to cut a row of units into p parts: the slowest part as fast as can be, then as few bytes sent as can be.
 
 ::
 
@@ -7,18 +11,125 @@
     boundaries               3         5
 """
 
+import bisect
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
-from paceline.replica.pipeline.search import Ends, search
-from paceline.replica.pipeline.shared import Item, Rolling, Vector, condense
+
+BEFORE = -1
+"""Made before the first unit."""
+
+Vector: TypeAlias = NDArray[np.float64]
+"""Bytes; float64 has them exactly up to 2^53."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Something that a part has once, however many of its units use it."""
+
+    nbytes: int
+    uses: tuple[int, ...]
+    """Units."""
+    made: int = BEFORE
+    """The unit that makes it: the part with this unit does not count."""
+
+
+def condense(items: Iterable[Item], starts: Sequence[int]) -> list[Item]:
+    """The same items where units are runs of units that begin at ``starts``.
+
+    >>> condense([Item(8, (1, 4, 5), made=0)], [0, 2, 4])
+    [Item(nbytes=8, uses=(0, 2), made=0)]
+    """
+
+    def run(unit: int) -> int:
+        return bisect.bisect(starts, unit) - 1
+
+    return [replace(item, uses=tuple(sorted({run(use) for use in item.uses})), made=run(item.made)) for item in items]
+
+
+class Rolling:
+    """Bytes that parts (a, b) have, for all a < b at once and b growing by one at a time.
+
+    A part (a, b) is units a .. b - 1. An item counts for it where made < a and a <= its last use before b. So unit
+    b - 1, using it, adds its bytes to all a from the use before (or from where it is made) + 1 to b - 1.
+    """
+
+    def __init__(self, items: Sequence[Item], count: int) -> None:
+        self._items = items
+        self._last = [item.made for item in items]
+        self._row = np.zeros(count)
+        self._users: list[list[int]] = [[] for _ in range(count)]
+        for index, item in enumerate(items):
+            for use in item.uses:
+                self._users[use].append(index)
+
+    def upto(self, b: int) -> Vector:
+        """The bytes of parts (0, b), ..., (b - 1, b); b must be one more than in the call before."""
+        for index in self._users[b - 1]:
+            self._row[self._last[index] + 1 : b] += self._items[index].nbytes
+            self._last[index] = b - 1
+        return self._row[:b]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """What parts that end before unit b cost: a column for each first unit ``low`` .. b - 1.
+
+    Each array has one row, or one for each part's number; infinite where such a part is not allowed.
+    """
+
+    low: int
+    added: Vector
+    """Costs that add up over parts."""
+    worst: Vector
+    """Costs of which the largest counts."""
+
+
+def search(count: int, parts: int, ends: Iterable[Ends]) -> tuple[float, tuple[int, ...]] | None:
+    """The cut with the least sum of ``added`` and, of several such, the least maximum of ``worst``.
+
+    With (s, w)_k(b) for the best cut of units 0 .. b - 1 into k parts, (s, w)_k(b) is the least, over the first unit a
+    of the last part, of (s_{k-1}(a) + added, max(w_{k-1}(a), worst)). A best cut's beginning is itself best: a smaller
+    sum would make the whole sum smaller, and so would, of equal sums, a smaller maximum.
+
+    Args:
+        count: n, units.
+        parts: p.
+        ends: for b = 1 .. n.
+
+    Returns:
+        The maximum and the units that begin parts 1 .. p - 1; None where no cut is allowed.
+    """
+    added = np.full((parts + 1, count + 1), np.inf)
+    worst = np.full((parts + 1, count + 1), np.inf)
+    first = np.zeros((parts + 1, count + 1), dtype=np.int64)
+    added[0, 0] = worst[0, 0] = 0
+    rows = np.arange(parts)
+    for b, end in enumerate(ends, start=1):
+        sums = added[:parts, end.low : b] + end.added
+        least = sums.min(axis=1)
+        slow = np.where(sums == least[:, None], np.maximum(worst[:parts, end.low : b], end.worst), np.inf)
+        at = slow.argmin(axis=1)
+        added[1:, b], worst[1:, b], first[1:, b] = least, slow[rows, at], end.low + at
+    if np.isinf(added[parts, count]):
+        return None
+    return float(worst[parts, count]), _path(first, count, parts)
+
+
+def _path(first: np.ndarray[tuple[int, ...], np.dtype[np.int64]], count: int, parts: int) -> tuple[int, ...]:
+    cuts = [count]
+    for part in range(parts, 1, -1):
+        cuts.append(int(first[part, cuts[-1]]))
+    return tuple(reversed(cuts[1:]))
+
 
 Boundaries: TypeAlias = tuple[int, ...]
 """The units that parts 1, 2, ... begin with, ascending."""
@@ -28,7 +139,7 @@ NOISE = 0.01
 
 
 @dataclass(frozen=True)
-class Row:
+class CutRow:
     """What is known about each unit of a model, in order, and about what they share."""
 
     seconds: Sequence[Seconds]
@@ -53,7 +164,7 @@ class Limit:
 
 
 def partition(
-    row: Row,
+    row: CutRow,
     parts: int,
     *,
     candidates: Sequence[int] | None = None,
@@ -77,11 +188,11 @@ def partition(
     Raises:
         InputError: the parts are more than the places to cut allow, or the limit can't be met.
 
-    >>> partition(Row([1, 2, 1, 3, 1, 2, 2]), 3)
+    >>> partition(CutRow([1, 2, 1, 3, 1, 2, 2]), 3)
     (3, 5)
-    >>> partition(Row([1, 1, 1, 1], values=[Item(8, uses=(2, 3), made=1)]), 2, candidates=[1, 2])
+    >>> partition(CutRow([1, 1, 1, 1], values=[Item(8, uses=(2, 3), made=1)]), 2, candidates=[1, 2])
     (2,)
-    >>> partition(Row([1, 1, 1, 1]), 2, turns=(3, 1))
+    >>> partition(CutRow([1, 1, 1, 1]), 2, turns=(3, 1))
     (3,)
     """
     starts = [0, *sorted(set(range(1, len(row.seconds)) if candidates is None else candidates))]
@@ -133,7 +244,7 @@ def named(cuts: Sequence[str], parts: int, modules: Mapping[str, int], nodes: Ma
 class _Costs:
     """What runs of units cost, between places where they may be cut."""
 
-    def __init__(self, row: Row, starts: Sequence[int], limit: Limit | None, turns: Sequence[int]) -> None:
+    def __init__(self, row: CutRow, starts: Sequence[int], limit: Limit | None, turns: Sequence[int]) -> None:
         self._count, self._limit = len(starts), limit
         runs = [math.fsum(row.seconds[a:b]) for a, b in pairwise([*starts, len(row.seconds)])]
         self._longest = max(runs)

@@ -1,8 +1,11 @@
-"""Δ by stages: one worker of a pipeline, which does what the schedule says with the parts that it holds."""
+"""Δ by stages: one worker of a pipeline, which does what the schedule says with the parts that it holds.
+
+Δ by stages: one worker of a pipeline, which does what the schedule says with the parts that it holds.
+"""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -10,22 +13,77 @@ from torch import Tensor
 
 from paceline.core.types import Clock
 from paceline.program import Program
-from paceline.replica.autograd import NO_RECORDER, step_seed
 from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.capture import Captured
-from paceline.replica.pipeline.base import Part
-from paceline.replica.pipeline.copies import Copies, add_up, of_first
+from paceline.replica.capture.capture import Captured
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.pipeline.base import P2P, Part, StageReplicaGroup, add_up, of_first
+from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
 from paceline.replica.pipeline.forward import Job
-from paceline.replica.pipeline.mail import Mail
-from paceline.replica.pipeline.messages import Itinerary, Plan
-from paceline.replica.pipeline.performer import Performer
-from paceline.replica.pipeline.stages import Batchnorm, Recompute
-from paceline.replica.pipeline.ties import Ties
-from paceline.replica.pipeline.wire import Wire
-from paceline.replica.pipeline.workplace import Seat, Workplace
-from paceline.replica.state import Layout, State
-from paceline.replica.tensor.shared import SharedTerms
+from paceline.replica.pipeline.p2p_queue import P2PQueue
+from paceline.replica.pipeline.stage import ActionExecutor
+from paceline.replica.pipeline.stage_builder import Batchnorm, Recompute, StageRuntime, WorkerId
+from paceline.replica.single import NO_RECORDER, step_seed
+from paceline.replica.tensor.tp_group import PartialGrads
 from paceline.trace.recorder import AnyRecorder
+
+
+class TiedGradients:
+    """Those of one worker.
+
+    Args:
+        plan: says which parts hold what.
+        worker: this one.
+        wire: to the others.
+    """
+
+    def __init__(self, plan: CommPlan, worker: int, wire: P2P) -> None:
+        self._columns, self._mine, self._wire = plan.columns, plan.columns.column(worker), wire
+        holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
+        self._holders = {n: who for n, who in sorted(holders.items()) if self._mine.stage in who and len(who) > 1}
+
+    def __bool__(self) -> bool:
+        return bool(self._holders)
+
+    def add_up(self, gradients: Mapping[str, Tensor]) -> None:
+        """Let each gradient be the sum over its holders; all of them call it together.
+
+        Args:
+            gradients: this worker's, by the parameter's full name.
+        """
+        mine = self._mine.stage
+        others = [(name, other) for name, who in self._holders.items() for other in who if other != mine]
+        coming = {
+            (name, other): self._wire.expect(
+                gradients[name].shape, gradients[name].dtype, self._source(other), _what(name)
+            )
+            for name, other in others
+        }
+        own = {name: gradients[name].clone() for name in self._holders}
+        for name, other in others:
+            for hearer in self._hearers(other):
+                self._wire.send(own[name], hearer, _what(name))
+        for name, who in self._holders.items():
+            first, *rest = (own[name] if each == mine else coming[name, each].take() for each in who)
+            gradients[name].copy_(first)
+            for each in rest:
+                gradients[name].add_(each)
+        self._wire.settle()
+
+    def _source(self, stage: int) -> int:
+        """From whom of another stage this worker hears."""
+        return self._columns.number(self._columns.turn(self._mine, stage))
+
+    def _hearers(self, stage: int) -> list[int]:
+        """Who of another stage hear from this worker."""
+        return [
+            number
+            for number in self._columns.same(stage)
+            if self._columns.turn(self._columns.column(number), self._mine.stage) == self._mine
+        ]
+
+
+def _what(name: str) -> str:
+    return f"the gradient of {name}, which several stages hold"
 
 
 class Pipelined(Replica):
@@ -58,30 +116,30 @@ class Pipelined(Replica):
     def __init__(
         self,
         program: Program,
-        plan: Plan,
+        plan: CommPlan,
         captured: Captured,
         parts: Sequence[Part],
-        seat: Seat,
-        wire: Wire,
-        layout: Layout,
+        seat: WorkerId,
+        wire: P2P,
+        layout: FlatLayout,
         *,
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
         recompute: Recompute = "none",
         batchnorm: Batchnorm = "micro-batch",
-        shared: SharedTerms | None = None,
-        copies: Copies | None = None,
+        shared: PartialGrads | None = None,
+        copies: StageReplicaGroup | None = None,
     ) -> None:
         self._program, self._plan, self._seat = program, plan, seat
         self._recorder, self._micro_steps = recorder, micro_steps
-        self._place = Workplace(
+        self._place = StageRuntime(
             program, plan, captured, parts, seat, layout, recompute=recompute, batchnorm=batchnorm, copies=copies
         )
         self._tensors, self._stages = self._place.tensors, self._place.stages
-        self._mail, self._ties = Mail(wire), Ties(plan, seat.worker, wire)
-        self._performer = Performer(self._stages, self._mail, recorder)
+        self._mail, self._ties = P2PQueue(wire), TiedGradients(plan, seat.worker, wire)
+        self._performer = ActionExecutor(self._stages, self._mail, recorder)
         self._shared, self._copies = shared, copies
-        self._itineraries: dict[int, Itinerary] = {}
+        self._itineraries: dict[int, WorkerProgram] = {}
         self._losses, self._samples = 0.0, 0
 
     @property
@@ -89,7 +147,7 @@ class Pipelined(Replica):
         """The most that was kept for backward at one time, parameters and the batch itself not counted."""
         return self._place.holdings.peak_bytes
 
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: FlatState) -> None:
         self._tensors.bind(state)
         for stage in self._stages.values():
             stage.clear()
@@ -105,7 +163,7 @@ class Pipelined(Replica):
         self._samples += batch.samples
         return loss
 
-    def finish(self, out: State) -> Measured:
+    def finish(self, out: FlatState) -> Measured:
         gradients = self._tensors.take_gradients()
         with torch.no_grad():
             if self._copies is not None and self._samples:
@@ -158,12 +216,12 @@ class Pipelined(Replica):
         whole = float(batch.samples) if self._micro_steps == 1 else 1.0
         return [Job(each, each.samples / whole, seed) for each in self._place.micro_batches(batch)]
 
-    def _itinerary(self, count: int) -> Itinerary:
+    def _itinerary(self, count: int) -> WorkerProgram:
         if count not in self._itineraries:
             self._itineraries[count] = self._plan.itinerary(self._seat.worker, count)
         return self._itineraries[count]
 
-    def _add_up_copies(self, copies: Copies, gradients: Sequence[Tensor]) -> None:
+    def _add_up_copies(self, copies: StageReplicaGroup, gradients: Sequence[Tensor]) -> None:
         began = time.monotonic_ns()
         add_up(gradients, copies, "gradients of other micro-batches")
         self._recorder.record("all_reduce", 0, began, time.monotonic_ns())

@@ -1,4 +1,6 @@
-"""Gradients of inputs and of weights, computed apart at no extra cost.
+"""Gradients of inputs and of weights, computed apart at no extra cost, by replacing operators of a part.
+
+Gradients of inputs and of weights, computed apart at no extra cost.
 
 ::
 
@@ -11,16 +13,77 @@ backward computes dx and puts dW off. Other parameters (of norms, embeddings) ge
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from dataclasses import dataclass
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 from torch.nn import functional
 
-from paceline.replica.pipeline.substitutes import Function, Substitutes, rebound
-from paceline.replica.saved import Tally
+from paceline.replica.activation_memory import Tally
+
+Function: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class OpReplacements:
+    """What is called instead, with the same arguments.
+
+    Args:
+        operators: for targets of nodes.
+        functions: for functions of ``torch.nn.functional``, by name.
+        users: kinds of modules that call such functions -> the method in which they do.
+    """
+
+    operators: Mapping[Any, Function]
+    functions: Mapping[str, Function]
+    users: Mapping[type[nn.Module], str]
+
+
+def substitute(module: nn.Module, substitutes: OpReplacements) -> bool:
+    """Put functions in the place of others; returns whether there were any. The module is changed in place."""
+    found = False
+    for each in module.modules():
+        if isinstance(each, GraphModule):
+            found |= _retarget(each, substitutes.operators)
+        for kind, method in substitutes.users.items():
+            if isinstance(each, kind):
+                other = rebound(getattr(type(each), method), F=_namespace(substitutes.functions))
+                setattr(each, method, MethodType(other, each))
+                found = True
+    return found
+
+
+def rebound(function: Any, **names: Any) -> Any:
+    """A function of the same code, for which some global names stand for something else.
+
+    >>> def area(r): return PI * r * r
+    >>> rebound(area, PI=3)(2)
+    12
+    """
+    known = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def _namespace(functions: Mapping[str, Function]) -> SimpleNamespace:
+    """``torch.nn.functional`` but for some functions."""
+    return SimpleNamespace(**{**vars(functional), **functions})
+
+
+def _retarget(graph: GraphModule, operators: Mapping[Any, Function]) -> bool:
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in operators]
+    for node in nodes:
+        node.target = operators[node.target]
+    if nodes:
+        graph.recompile()
+    return bool(nodes)
+
 
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
@@ -33,7 +96,7 @@ _USERS: dict[type[nn.Module], str] = {
 }
 
 
-class Later:
+class DeferredWeightGrads:
     """Gradients of weights that have been put off, and what they will be made of."""
 
     def __init__(self) -> None:
@@ -67,7 +130,7 @@ class Splitter:
 
     def __init__(self, device: str) -> None:
         self._kind = torch.device(device).type
-        self._later: Later | None = None
+        self._later: DeferredWeightGrads | None = None
         self._precision: torch.dtype | None = None
         convolutions = {
             name: self._convolution(getattr(torch, name), dims) for dims, name in enumerate(_CONVOLUTIONS, 1)
@@ -76,12 +139,12 @@ class Splitter:
         attention = {"multi_head_attention_forward": _attention(self._linear)}
         functions: dict[str, Function] = {"linear": self._linear, **convolutions, **attention}
         aten = torch.ops.aten
-        self.substitutes = Substitutes(
+        self.substitutes = OpReplacements(
             {getattr(aten, name).default: f for name, f in operators.items()}, functions, _USERS
         )
 
     @contextmanager
-    def putting_off(self, later: Later | None) -> Iterator[None]:
+    def putting_off(self, later: DeferredWeightGrads | None) -> Iterator[None]:
         """While it is entered, forward passes put their weights off; with None they split nothing."""
         before = self._later, self._precision
         autocast = torch.is_autocast_enabled(self._kind)
@@ -149,7 +212,9 @@ class _Product(torch.autograd.Function):
     """x·Wᵀ + b, or x·W + b where ``upright``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, upright: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads, upright: bool
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.later, ctx.upright = weight, bias, later, upright
         return functional.linear(x, weight.t() if upright else weight, bias)
@@ -178,7 +243,9 @@ class _Convolution(torch.autograd.Function):
     """x * W + b, of any dims."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: Later, how: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads, how: Any
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias, ctx.later, ctx.how = weight, bias, later, how
         stride, padding, dilation, groups = how

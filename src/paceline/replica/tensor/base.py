@@ -21,8 +21,8 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
-from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Split, shares
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.placements import REPLICATE, SHARED, Layout, Shard, shares
+from paceline.replica.tensor.tp_group import TPCollectives
 
 Cuts: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """Length of a dim -> (blocks, elements that stay together) in which it can be divided; see units.py."""
@@ -57,7 +57,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Call:
+class OpCall:
     """One operator of the graph."""
 
     node: Node
@@ -91,13 +91,13 @@ class Call:
             return self.node.args[index]
         return self.node.kwargs.get(name, default)
 
-    def splits(self, length: int, dim: int) -> Iterator[Split]:
+    def splits(self, length: int, dim: int) -> Iterator[Shard]:
         """The ways to divide a dim of this length evenly; none where there are fewer units than shards."""
 
         for outer, unit in self.cuts.get(length, ((1, 1),)):
             units = length // (outer * unit)
             if units >= self.shards:
-                yield Split(dim, tuple(unit * share for share in shares(units, self.shards)), outer)
+                yield Shard(dim, tuple(unit * share for share in shares(units, self.shards)), outer)
 
 
 Offers: TypeAlias = Sequence[frozenset[Layout]]
@@ -105,7 +105,7 @@ Offers: TypeAlias = Sequence[frozenset[Layout]]
 
 
 @dataclass(frozen=True)
-class Way:
+class OpStrategy:
     """One way to divide an operator."""
 
     takes: tuple[Layout, ...]
@@ -124,7 +124,7 @@ class Way:
     """Whether it is only for those who ask for it by name."""
 
 
-class Writer:
+class GraphEmitter:
     """Writes the graph of one shard.
 
     Args:
@@ -134,7 +134,7 @@ class Writer:
         new: node of the model's graph -> what stands for it, in the layout that the way which is written asks for.
     """
 
-    def __init__(self, shards: Shards, graph: Graph, root: nn.Module, new: Callable[[Node], Node]) -> None:
+    def __init__(self, shards: TPCollectives, graph: Graph, root: nn.Module, new: Callable[[Node], Node]) -> None:
         self.shards, self._graph, self._root, self.new = shards, graph, root, new
         self._modules = 0
 
@@ -149,11 +149,11 @@ class Writer:
         self._root.add_module(name, module)
         return self._graph.call_module(name, args)
 
-    def copy(self, call: Call) -> Node:
+    def copy(self, call: OpCall) -> Node:
         """The operator itself."""
         return self._graph.node_copy(call.node, self.new)
 
-    def same(self, call: Call, /, **changed: Argument) -> Node:
+    def same(self, call: OpCall, /, **changed: Argument) -> Node:
         """The operator itself, with some of its arguments changed, by their names in its schema."""
         names = [argument.name for argument in call.target._schema.arguments]
         args = [
@@ -165,10 +165,10 @@ class Writer:
         return self._graph.call_function(call.target, tuple(args), kwargs)
 
 
-Write: TypeAlias = Callable[[Writer, Call], Node]
+Write: TypeAlias = Callable[[GraphEmitter, OpCall], Node]
 
 
-class Rule(ABC):
+class OpRule(ABC):
     """How one family of operators is divided. Its docstring states its IC equation: which part S_p a shard owns."""
 
     targets: ClassVar[tuple[Any, ...]]
@@ -181,29 +181,29 @@ class Rule(ABC):
     """Whether it can tell what to do where one tensor is two of the arguments; False: that is left undivided."""
 
     @abstractmethod
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         """The ways to divide it beside those of :func:`undivided`, which are always there."""
 
 
-def undivided(call: Call) -> Iterator[Way]:
+def undivided(call: OpCall) -> Iterator[OpStrategy]:
     """Every shard does all of it: with whole gradients, or with terms of them."""
-    for layout in (WHOLE, SHARED):
-        takes = tuple(layout if value.differentiable else WHOLE for value in call.takes)
-        gives = tuple(layout if value.differentiable else WHOLE for value in call.gives)
-        yield Way(takes, gives)
+    for layout in (REPLICATE, SHARED):
+        takes = tuple(layout if value.differentiable else REPLICATE for value in call.takes)
+        gives = tuple(layout if value.differentiable else REPLICATE for value in call.gives)
+        yield OpStrategy(takes, gives)
         if not any(value.differentiable for value in (*call.takes, *call.gives)):
             return
 
 
 def everyones(value: Value) -> Layout:
     """What a tensor is that every shard computes its part with."""
-    return SHARED if value.differentiable else WHOLE
+    return SHARED if value.differentiable else REPLICATE
 
 
-_RULES: dict[Any, Rule] = {}
+_RULES: dict[Any, OpRule] = {}
 
 
-def divided(call: Call, offers: Offers) -> Iterator[Way]:
+def divided(call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
     """The ways that its rule has, if there is one."""
     rule = rule_of(call.target)
     if rule is not None and (rule.repeats or not call.repeats):
@@ -217,18 +217,18 @@ def forms(names: Iterable[str]) -> Iterator[Any]:
         yield from (form for form in found if not form._schema.is_mutable)
 
 
-def register(rule: Rule) -> None:
+def register(rule: OpRule) -> None:
     """Have it asked about its operators."""
     for target in rule.targets:
         assert target not in _RULES, f"{target} has a rule"
         _RULES[target] = rule
 
 
-def rule_of(target: Any) -> Rule | None:
+def rule_of(target: Any) -> OpRule | None:
     """The rule of an operator."""
     return _RULES.get(target)
 
 
-def offered(offers: Iterable[Layout]) -> Iterator[Split]:
+def offered(offers: Iterable[Layout]) -> Iterator[Shard]:
     """The splits among some layouts, in an order that is the same everywhere."""
-    return iter(sorted((o for o in offers if isinstance(o, Split)), key=lambda s: (s.dim, s.outer, s.sizes)))
+    return iter(sorted((o for o in offers if isinstance(o, Shard)), key=lambda s: (s.dim, s.outer, s.sizes)))

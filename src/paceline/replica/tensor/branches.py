@@ -1,4 +1,8 @@
-"""Branches of a graph that depend on nothing of each other, each worked on by one shard.
+"""A tensor of the right shape in the place of one that another shard has.
+
+Whether one shard can do an operator alone, and what has to be known of it for that.
+
+Branches of a graph that depend on nothing of each other, each worked on by one shard.
 
 ::
 
@@ -13,16 +17,139 @@ least (Graham 1969), so that there may be more of them than shards.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias, final
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call
-from paceline.replica.tensor.calls import Operators
-from paceline.replica.tensor.layouts import Owned
-from paceline.replica.tensor.movable import movable
-from paceline.replica.tensor.work import work
+from paceline.replica.tensor.base import OpCall, Value
+from paceline.replica.tensor.graph_ops import Operators
+from paceline.replica.tensor.op_times import work
+from paceline.replica.tensor.placements import OnRank, order
+
+
+@final
+class Extent:
+    """The shape of a tensor that is not there, from those of the model's inputs.
+
+    Args:
+        like: the tensor as it was captured.
+        inputs: of the model, as they were captured.
+    """
+
+    def __init__(self, like: Tensor, inputs: Sequence[Tensor]) -> None:
+        self._sizes: list[Any] = [size if isinstance(size, int) else size.node.expr for size in like.shape]
+        wanted = {symbol for size in self._sizes if not isinstance(size, int) for symbol in size.free_symbols}
+        found: dict[Any, tuple[int, int]] = {}
+        for index, given in enumerate(inputs):
+            for dim, size in enumerate(given.shape):
+                if not isinstance(size, int) and size.node.expr in wanted:
+                    found.setdefault(size.node.expr, (index, dim))
+        self.inputs = sorted({index for index, _ in found.values()})
+        """Which of them it has to see."""
+        self._places = [(symbol, self.inputs.index(index), dim) for symbol, (index, dim) in found.items()]
+        self.complete = wanted == found.keys()
+        """Whether they say all of it."""
+        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """The shape, with those inputs."""
+        lengths = tuple(inputs[index].shape[dim] for _, index, dim in self._places)
+        if lengths not in self._known:
+            given = {symbol: length for (symbol, _, _), length in zip(self._places, lengths, strict=True)}
+            self._known[lengths] = tuple(s if isinstance(s, int) else int(s.subs(given)) for s in self._sizes)
+        return self._known[lengths]
+
+
+@final
+class StandIn(nn.Module):
+    """What it holds is anything at all.
+
+    Args:
+        extent: its shape.
+        like: the tensor as it was captured: its dims lie in memory in the same order.
+        differentiable: whether autograd has to go through it, also where nothing before it has a gradient.
+    """
+
+    def __init__(self, extent: Extent, like: Tensor, *, differentiable: bool) -> None:
+        super().__init__()
+        self._extent, self._order, self._dtype = extent, order(like), like.dtype
+        self._anchor = torch.zeros((), requires_grad=True) if differentiable else None
+
+    def forward(self, *given: Tensor) -> Tensor:
+        """
+        Args:
+            given: the inputs that its extent has to see, then the tensors of the trunk that the other shard's is
+                computed from.
+        """
+        count = len(self._extent.inputs)
+        shape, device = self._extent.of(given[:count]), given[0].device if given else torch.device("cpu")
+        made = torch.empty_permuted(shape, self._order, dtype=self._dtype, device=device)
+        if self._anchor is None:
+            return made
+        through: Tensor = _Through.apply(made, self._anchor, *given[count:])  # type: ignore[no-untyped-call]
+        return through
+
+
+class _Through(torch.autograd.Function):
+    """Has no gradient, yet leads back to all that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, made: Tensor, *sources: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sources = len(sources)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        del gradients
+        return (None,) * (1 + ctx.sources)
+
+
+def movable(call: OpCall, branch: frozenset[Node]) -> bool:
+    """Whether it can be done by one shard, with the rest of its branch.
+
+    What writes into a tensor in place can't, since the trunk may be that tensor. What draws random numbers is done by
+    all, who then need what it takes; and where it isn't done, it has to be known how large its result is.
+    """
+    if call.mutates or (draws(call) and any(v.parameter is not None and belongs(v, branch) for v in call.takes)):
+        return False
+    return not call.gives or extent(call).complete
+
+
+def belongs(value: Value, branch: frozenset[Node]) -> bool:
+    """Whether a tensor is made or held in a branch and nowhere else."""
+    if value.parameter is not None:
+        return all(user in branch for user in value.node.users)
+    return value.node in branch
+
+
+def result(call: OpCall) -> torch.Tensor:
+    """The tensor that it makes, or the first of them, as it was captured."""
+    made = call.node.meta["val"]
+    return made if isinstance(made, torch.Tensor) else next(each for each in made if isinstance(each, torch.Tensor))
+
+
+def extent(call: OpCall) -> Extent:
+    """Its shape, where it is not made."""
+    return Extent(result(call), [node.meta["val"] for node in inputs(call.node)])
+
+
+def inputs(node: Node) -> list[Node]:
+    """Of the graph that a node is in, the tensors of the model's; a part of a model may be given sizes, too."""
+    places = (each for each in node.graph.nodes if each.op == "placeholder")
+    return [place for place in places if isinstance(place.meta["val"], torch.Tensor)]
+
+
+def draws(call: OpCall) -> bool:
+    """Whether it draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
+        return False
+    given = {a.name: call.argument(i, a.name, a.default_value) for i, a in enumerate(call.target._schema.arguments)}
+    off = any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout"))
+    return not off and given.get("train", True) and given.get("training", True)
+
 
 aten = torch.ops.aten
 
@@ -33,11 +160,11 @@ UNEVEN = 1.25
 """How much more than an even share the busiest shard may have. Beyond that operators are divided instead, which sends
 more and leaves nobody idle; ``shard_rules`` that ask for branches ask for them however uneven."""
 
-Times: TypeAlias = Callable[[Sequence[Call]], Mapping[Node, float]]
+Times: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
 """How long each of some operators takes, in any unit."""
 
 
-def counted(calls: Sequence[Call]) -> Mapping[Node, float]:
+def counted(calls: Sequence[OpCall]) -> Mapping[Node, float]:
     """By their number of multiplications, where nobody has measured."""
     return {call.node: work(call) for call in calls}
 
@@ -55,7 +182,7 @@ class Placed:
     """A region whose branches have been given to shards."""
 
     region: Region
-    owners: tuple[Owned, ...]
+    owners: tuple[OnRank, ...]
     """Of each branch."""
     share: float
     """Of the region's work, what the busiest shard does."""
@@ -67,7 +194,7 @@ class Placed:
 
 
 def placed(
-    operators: Operators, shards: int, times: Times = counted, asked: Callable[[Call], bool] = lambda _: False
+    operators: Operators, shards: int, times: Times = counted, asked: Callable[[OpCall], bool] = lambda _: False
 ) -> list[Placed]:
     """The regions whose branches are worth a shard each, none of them within another.
 
@@ -104,7 +231,7 @@ def _placed(region: Region, shards: int, took: Mapping[Node, float]) -> tuple[Pl
     branch = {node: index for index, nodes in enumerate(region.branches) for node in nodes}
     total = sum(loads)
     share = max(loads) / total if total else 1.0
-    return Placed(region, tuple(map(Owned, _in_order(region, owners, branch))), share, branch), total
+    return Placed(region, tuple(map(OnRank, _in_order(region, owners, branch))), share, branch), total
 
 
 def _in_order(region: Region, owners: Sequence[int], branch: Mapping[Node, int]) -> list[int]:
@@ -141,7 +268,7 @@ class _Graph:
             if any(value.parameter is not None and value.differentiable and value.dims > 1 for value in call.takes):
                 self._weights |= self._bit[node]
 
-    def region(self, join: Call) -> Region | None:
+    def region(self, join: OpCall) -> Region | None:
         """The one before a join."""
         ends, joins = self._ends(join)
         sets = [self._behind[node] for node in ends if self._behind[node] & self._weights]
@@ -158,7 +285,7 @@ class _Graph:
             return None
         return Region(join.node, tuple(branches))
 
-    def _ends(self, join: Call) -> tuple[list[Node], int]:
+    def _ends(self, join: OpCall) -> tuple[list[Node], int]:
         """The tensors that are joined, where sums of sums count as one sum; and the operators that join them."""
         ends, joins, open_ = list[Node](), self._bit[join.node], [join.node]
         while open_:

@@ -1,4 +1,6 @@
-"""A shard's part of a tensor with what it needs of its neighbours': a halo.
+"""Operators that look through windows along a sharded dim, and the exchange of halos that they need.
+
+A shard's part of a tensor with what it needs of its neighbours': a halo.
 
 ::
 
@@ -11,6 +13,8 @@ what neighbours alone would send each other.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -18,9 +22,122 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from paceline.core.errors import InputError
-from paceline.replica.tensor.base import Call
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.windows import Reach, Windows
+from paceline.replica.tensor.base import OpCall
+from paceline.replica.tensor.placements import Shard, shares
+from paceline.replica.tensor.tp_group import TPCollectives
+
+
+@final
+@dataclass(frozen=True)
+class WindowOps:
+    """Along one dim: element i of the result sees those of the input at i·stride - before + j·dilation, j < size."""
+
+    size: int
+    stride: int = 1
+    before: int = 0
+    """Elements of padding in front of the first."""
+    dilation: int = 1
+    after: int | None = None
+    """Elements of padding behind the last; None: as many as before."""
+
+    @property
+    def reach(self) -> int:
+        """From the first element that is seen to the one behind the last."""
+        return self.dilation * (self.size - 1) + 1
+
+    @property
+    def even(self) -> bool:
+        """Whether there is as much padding on either side."""
+        return self.after in (None, self.before)
+
+
+@final
+@dataclass(frozen=True)
+class Reach:
+    """What each shard needs of a dim.
+
+    Args:
+        has: how the input is divided along it, in one block.
+        makes: how the result is.
+        windows: through which it is seen.
+    """
+
+    has: Shard
+    makes: Shard
+    windows: WindowOps
+
+    def needs(self, shard: int) -> range:
+        """The elements of the input that a shard's part of the result sees."""
+        first, end = self._seen(shard)
+        first = min(max(first, 0), self.has.length)
+        return range(first, max(min(end, self.has.length), first))
+
+    def padding(self, shard: int) -> tuple[int, int]:
+        """How many more it sees, before and behind all that there are."""
+        first, end = self._seen(shard)
+        outside = end - first - len(self.needs(shard))
+        before = min(max(-first, 0), outside)
+        return before, outside - before
+
+    def own(self, shard: int) -> range:
+        """The elements that a shard has."""
+        start = self.has.starts()[shard]
+        return range(start, start + self.has.sizes[shard])
+
+    def of(self, shard: int, other: int) -> range:
+        """The elements that a shard needs of another one."""
+        return common(self.needs(shard), self.own(other))
+
+    def given(self, shard: int) -> tuple[int, ...]:
+        """The elements of a shard that others need, in order."""
+        others = (other for other in range(len(self.has.sizes)) if other != shard)
+        return tuple(sorted({each for other in others for each in self.of(other, shard)}))
+
+    @cached_property
+    def crossed(self) -> int:
+        """How many elements all shards give to others: 0 where no window crosses a border."""
+        return sum(len(self.given(shard)) for shard in range(len(self.has.sizes)))
+
+    def _seen(self, shard: int) -> tuple[int, int]:
+        """From the first element of its windows to the one behind the last, padding included."""
+        first = self.makes.starts()[shard]
+        last = first + self.makes.sizes[shard] - 1
+        start, step = self.windows.before, self.windows.stride
+        return first * step - start, last * step - start + self.windows.reach
+
+
+def common(first: range, second: range) -> range:
+    """The numbers that are in both of two ranges without gaps.
+
+    >>> common(range(2, 6), range(4, 9))
+    range(4, 6)
+    """
+    start = max(first.start, second.start)
+    return range(start, max(min(first.stop, second.stop), start))
+
+
+def through(has: Shard, length: int, windows: WindowOps) -> Reach | None:
+    """Of a result of this length; None: not all shards would have a part of it.
+
+    It is divided as the input is where both are as long, else as evenly as can be: operators side by side agree on it.
+
+    >>> through(Shard(-2, (4, 4)), 4, WindowOps(size=3, stride=2, before=1)).makes
+    Split(dim=-2, sizes=(2, 2), outer=1)
+    """
+    if has.outer > 1 or not all(has.sizes) or length < len(has.sizes):
+        return None
+    makes = has if length == has.length else Shard(has.dim, shares(length, len(has.sizes)))
+    return Reach(has, makes, windows)
+
+
+def expanded(given: int | Sequence[int], dims: int) -> list[int]:
+    """A number for each dim, of one for all of them or one for each.
+
+    >>> expanded([3], 2), expanded(1, 3), expanded((1, 2), 2)
+    ([3, 3], [1, 1, 1], [1, 2])
+    """
+    each = [given] if isinstance(given, int) else list(given)
+    return each * dims if len(each) == 1 else each
 
 
 @final
@@ -36,7 +153,7 @@ class Halo(nn.Module):
     """
 
     def __init__(
-        self, shards: Shards, name: str, reach: Reach, around: Sequence[int] = (), *, fill: float = 0.0
+        self, shards: TPCollectives, name: str, reach: Reach, around: Sequence[int] = (), *, fill: float = 0.0
     ) -> None:
         super().__init__()
         self.shards, self.name, self.reach, self._fill = shards, name, reach, fill
@@ -129,18 +246,18 @@ def _padding(dim: int, own: tuple[int, int], around: Sequence[int]) -> list[int]
     return made
 
 
-def uneven(windows: Sequence[Windows]) -> list[int]:
+def uneven(windows: Sequence[WindowOps]) -> list[int]:
     """The padding of those dims that have more on one side, as :func:`torch.nn.functional.pad` has it."""
     return [side for each in reversed(windows) for side in ((0, 0) if each.even else (each.before, each.after or 0))]
 
 
-def sent(call: Call, reach: Reach) -> float:
+def sent(call: OpCall, reach: Reach) -> float:
     """Bytes from each shard for the borders of an operator's first tensor, forward and backward."""
     x = call.takes[0]
     element = x.nbytes // reach.has.length
     return (call.shards - 1) / call.shards * reach.crossed * element * (1 + x.differentiable)
 
 
-def collectives(call: Call, reach: Reach) -> int:
+def collectives(call: OpCall, reach: Reach) -> int:
     """That it takes, forward and backward."""
     return (1 + call.takes[0].differentiable) if reach.crossed else 0

@@ -10,20 +10,18 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from paceline.replica.naming import home
-from paceline.replica.tensor.alone import is_stand_in
-from paceline.replica.tensor.base import Writer
-from paceline.replica.tensor.costs import Key, cheapest, key
-from paceline.replica.tensor.layouts import SHARED, WHOLE, Layout, Owned, Split
-from paceline.replica.tensor.plan import Plan
-from paceline.replica.tensor.prices import conversion
-from paceline.replica.tensor.search import Step
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.undisturbed import tensors_of
+from paceline.replica.module_utils import home, tensors_of
+from paceline.replica.tensor.base import GraphEmitter
+from paceline.replica.tensor.branch_on_rank import is_stand_in
+from paceline.replica.tensor.placements import REPLICATE, SHARED, Layout, OnRank, Shard
+from paceline.replica.tensor.plan_search import SearchStep
+from paceline.replica.tensor.redistribute_cost import Key, cheapest, conversion, key
+from paceline.replica.tensor.sharding_plan import ShardingPlan
+from paceline.replica.tensor.tp_group import TPCollectives
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardGraph:
     """What one shard of a model runs."""
 
     module: GraphModule
@@ -32,7 +30,7 @@ class Shard:
     """How those lie among the shards, buffers included."""
 
 
-def rewritten(plan: Plan, shards: Shards) -> Shard:
+def rewritten(plan: ShardingPlan, shards: TPCollectives) -> ShardGraph:
     """The shard's module; its tensors are copies, but of those that every shard has.
 
     Args:
@@ -42,7 +40,7 @@ def rewritten(plan: Plan, shards: Shards) -> Shard:
     return _Rewriting(plan, shards).shard()
 
 
-def keep_unused(shard: Shard, module: nn.Module) -> None:
+def keep_unused(shard: ShardGraph, module: nn.Module) -> None:
     """Let a shard have the tensors of a model that its graph does not use: they are A's as well."""
     for name, tensor in tensors_of(module).items():
         if name not in shard.parameters:
@@ -50,15 +48,15 @@ def keep_unused(shard: Shard, module: nn.Module) -> None:
 
 
 class _Rewriting:
-    def __init__(self, plan: Plan, shards: Shards) -> None:
+    def __init__(self, plan: ShardingPlan, shards: TPCollectives) -> None:
         self._plan, self._shards = plan, shards
         self._graph, self._root = Graph(), nn.Module()
         self._made: dict[tuple[Key, Layout], Node] = {}
         self._plain: dict[Node, Node] = {}
         self._wanted: dict[Node, Node] = {}
-        self._writer = Writer(shards, self._graph, self._root, self._new)
+        self._writer = GraphEmitter(shards, self._graph, self._root, self._new)
 
-    def shard(self) -> Shard:
+    def shard(self) -> ShardGraph:
         captured = self._plan.operators.captured
         steps = {step.call.node: step for step in self._plan.steps}
         for node in captured.module.graph.nodes:
@@ -71,27 +69,27 @@ class _Rewriting:
             else:
                 self._plain[node] = self._graph.node_copy(node, self._new)
                 for value in self._plan.operators.values.get(node, ()):
-                    self._made[key(value), WHOLE] = self._plain[node]
+                    self._made[key(value), REPLICATE] = self._plain[node]
         self._graph.eliminate_dead_code(_has_effects)
         module = GraphModule(self._root, self._graph, "Shard")
-        return Shard(module, self._plan.parameters)
+        return ShardGraph(module, self._plan.parameters)
 
     def _held(self, node: Node) -> None:
         """A parameter or buffer, or this shard's part of it."""
         held = attrgetter(str(node.target))(self._plan.operators.captured.module)
-        layout: Layout = self._plan.parameters.get(str(node.target), WHOLE)
-        if isinstance(layout, Owned) and layout.shard != self._shards.rank:
+        layout: Layout = self._plan.parameters.get(str(node.target), REPLICATE)
+        if isinstance(layout, OnRank) and layout.shard != self._shards.rank:
             return
-        if isinstance(layout, Split):
+        if isinstance(layout, Shard):
             held = _part(held, layout, self._shards.rank)
         put(self._root, str(node.target), held)
         self._plain[node] = self._graph.get_attr(str(node.target))
         for value in self._plan.operators.values.get(node, ()):
             self._made[key(value), layout] = self._plain[node]
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: SearchStep) -> None:
         for value, before, after in step.converted:
-            if not value.differentiable and (before, after) == (WHOLE, SHARED):  # the two differ in gradients alone
+            if not value.differentiable and (before, after) == (REPLICATE, SHARED):  # the two differ in gradients alone
                 self._made[key(value), after] = self._made[key(value), before]
                 continue
             module = conversion(self._shards, value.node.name, before, after)
@@ -101,7 +99,7 @@ class _Rewriting:
             for value, layout in zip(step.call.takes, step.way.takes, strict=True)
             if (made := self._made.get((key(value), layout))) is not None
         }
-        written = (step.way.write or Writer.copy)(self._writer, step.call)
+        written = (step.way.write or GraphEmitter.copy)(self._writer, step.call)
         self._plain[step.call.node] = written
         for value, layout in zip(step.call.gives, step.way.gives, strict=True):
             self._made[key(value), layout] = written
@@ -113,11 +111,11 @@ class _Rewriting:
     def _output(self, node: Node) -> None:
         for value in self._plan.operators.outputs():
             known = {layout: made for (place, layout), made in self._made.items() if place == key(value)}
-            if WHOLE in known:
-                self._wanted[value.node] = known[WHOLE]
+            if REPLICATE in known:
+                self._wanted[value.node] = known[REPLICATE]
                 continue
             before = cheapest(value, frozenset(known), self._shards.count)
-            module = conversion(self._shards, value.node.name, before, WHOLE)
+            module = conversion(self._shards, value.node.name, before, REPLICATE)
             self._wanted[value.node] = self._writer.module(module, known[before])
         self._graph.output(map_arg(node.args[0], self._new))
 
@@ -126,7 +124,7 @@ def _has_effects(node: Node) -> bool:
     return not is_stand_in(node) and (node.op != "call_function" or node.is_impure())
 
 
-def _part(held: Tensor, split: Split, shard: int) -> Tensor:
+def _part(held: Tensor, split: Shard, shard: int) -> Tensor:
     part = split.take(held.detach(), shard).clone()
     return nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part
 

@@ -11,15 +11,13 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program
-from paceline.replica.autograd import NO_RECORDER, Autograd, step_seed
+from paceline.replica.activation_memory import Tally
 from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.loose import Loose
-from paceline.replica.saved import Tally
-from paceline.replica.state import Layout, State
-from paceline.replica.tensor.layouts import SHARED
-from paceline.replica.tensor.preparation import Prepared
-from paceline.replica.tensor.shards import Shards
-from paceline.replica.tensor.shared import SharedTerms
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
+from paceline.replica.tensor.placements import SHARED
+from paceline.replica.tensor.prepare import Prepared
+from paceline.replica.tensor.tp_group import PartialGrads, TPCollectives
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -43,14 +41,14 @@ class TensorParallel(Replica):
         self,
         program: Program,
         prepared: Prepared,
-        shards: Shards,
+        shards: TPCollectives,
         replica: ReplicaId,
-        layout: Layout,
+        layout: FlatLayout,
         device: str = "cpu",
         *,
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
-        loose: Loose | None = None,
+        loose: GradientHandoff | None = None,
     ) -> None:
         self._program, self._captured, self._shards = program, prepared.captured, shards
         self._replica, self._device, self._recorder, self._micro_steps = replica, device, recorder, micro_steps
@@ -58,13 +56,13 @@ class TensorParallel(Replica):
         self._module = prepared.shard.module
         self._tensors = Autograd(program, self._module, layout, replica, device)
         shared = [name for name, how in prepared.shard.parameters.items() if how == SHARED]
-        self._shared = SharedTerms(shards, layout, shared)
+        self._shared = PartialGrads(shards, layout, shared)
         self._losses, self._samples = 0.0, 0
         self._seen: set[tuple[torch.Size, ...]] = set()
         self.peak_saved_bytes = 0
         """The most that was kept for backward at one time, parameters, buffers and the batch itself not counted."""
 
-    def adopt(self, state: State) -> None:
+    def adopt(self, state: FlatState) -> None:
         self._tensors.bind(state)
         self._losses, self._samples = 0.0, 0
 
@@ -115,7 +113,7 @@ class TensorParallel(Replica):
         where = f"shard {self._shards.rank}, step {self._shards.step}"
         return WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{told}")
 
-    def finish(self, out: State) -> Measured:
+    def finish(self, out: FlatState) -> Measured:
         gradients = self._tensors.take_gradients()
         with torch.no_grad():
             if self._samples:

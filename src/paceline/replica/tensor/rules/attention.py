@@ -8,15 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Value, Way, Writer, everyones, offered, register
-from paceline.replica.tensor.layouts import Layout, Split
-from paceline.replica.tensor.random import dropped
+from paceline.replica.tensor.base import (
+    GraphEmitter,
+    Offers,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    Value,
+    everyones,
+    offered,
+    register,
+)
+from paceline.replica.tensor.placements import Layout, Shard
+from paceline.replica.tensor.rules.dropout import dropped
 
 aten = torch.ops.aten
 
 
 @final
-class Attention(Rule):
+class Attention(OpRule):
     """y = softmax(q·kᵀ/√d + mask)·v.
 
     heads: S_p = some of the heads of q, k and v; nothing is sent. Where k and v have fewer heads than q, each shard has
@@ -26,7 +36,7 @@ class Attention(Rule):
     targets: ClassVar = (aten.scaled_dot_product_attention.default,)
     repeats = True
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         q, k, v, *mask = (_value(call, node) for node in _given(call))
         if any(value in (q, k, v) for value in mask):
             return
@@ -40,9 +50,9 @@ class Attention(Rule):
                 masks: list[Layout] = [_of_mask(value, heads) for value in mask]
                 lies = dict(zip((q, k, v, *mask), (*each, *masks), strict=True))
                 takes = tuple(layout for value in call.takes if (layout := lies[value]) is not None)
-                yield Way(takes, (heads,), "heads", _write(heads), heads.share)
+                yield OpStrategy(takes, (heads,), "heads", _write(heads), heads.share)
 
-    def _of(self, value: Value, split: Split) -> Split | None:
+    def _of(self, value: Value, split: Shard) -> Shard | None:
         """Its part along the dim, which may have fewer heads, each for a group of them."""
         mine = value.shape[split.dim]
         if mine == split.length:
@@ -50,30 +60,30 @@ class Attention(Rule):
         if split.length % mine == 0:
             group = split.length // mine
             if split.outer == 1 and all(size % group == 0 for size in split.sizes):
-                return Split(split.dim, tuple(size // group for size in split.sizes))
+                return Shard(split.dim, tuple(size // group for size in split.sizes))
         elif mine % split.length == 0:
             group = mine // split.length
-            return Split(split.dim, tuple(size * group for size in split.sizes), split.outer)
+            return Shard(split.dim, tuple(size * group for size in split.sizes), split.outer)
         return None
 
 
-def _given(call: Call) -> list[Node]:
+def _given(call: OpCall) -> list[Node]:
     """q, k, v and the mask, if there is one; two of them may be one tensor."""
     named = ("query", "key", "value", "attn_mask")
     return [node for i, name in enumerate(named) if (node := call.argument(i, name)) is not None]
 
 
-def _value(call: Call, node: Node) -> Value:
+def _value(call: OpCall, node: Node) -> Value:
     return next(value for value in call.takes if value.node is node)
 
 
-def _of_mask(mask: Value, split: Split) -> Layout:
+def _of_mask(mask: Value, split: Shard) -> Layout:
     length = mask.shape[split.dim] if -split.dim <= mask.dims else 1
     return split if length == split.length else everyones(mask)
 
 
-def _write(split: Split) -> Any:
-    def write(writer: Writer, call: Call) -> Node:
+def _write(split: Shard) -> Any:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         p = call.argument(4, "dropout_p", 0.0)
         if not p:
             return writer.same(call)
@@ -92,7 +102,7 @@ class Dropping(nn.Module):
     """The same in torch's plain operators, with the random numbers that one process draws for these heads."""
 
     def __init__(
-        self, writer: Writer, split: Split, p: float, causal: bool, scale: float | None, grouped: bool
+        self, writer: GraphEmitter, split: Shard, p: float, causal: bool, scale: float | None, grouped: bool
     ) -> None:
         super().__init__()
         self._split, self._shard, self._p = split, writer.shards.rank, p

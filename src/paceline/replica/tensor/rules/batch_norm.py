@@ -8,15 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, everyones, offered, register
-from paceline.replica.tensor.layouts import SHARED, Layout, Split
-from paceline.replica.tensor.rules.normalisation import Across
+from paceline.replica.tensor.base import (
+    GraphEmitter,
+    Offers,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    Write,
+    everyones,
+    offered,
+    register,
+)
+from paceline.replica.tensor.placements import SHARED, Layout, Shard
+from paceline.replica.tensor.rules.normalisation import ShardedNorm
 
 aten = torch.ops.aten
 
 
 @final
-class BatchNorm(Rule):
+class BatchNorm(OpRule):
     """channels: S_p = some of the channels, of x and of weight, bias and running statistics; nothing is sent.
 
     space: S_p = everything; x_p is a part of the rows of each channel. All shards gather each other's means and
@@ -26,35 +36,35 @@ class BatchNorm(Rule):
     targets: ClassVar = (aten.batch_norm.default, aten.instance_norm.default)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, *others = call.takes
         for split in offered(offers[0]):
             if split.dim == 1 - x.dims:
                 takes: tuple[Layout, ...] = (split, *(split.at(-1) for _ in others))
-                yield Way(takes, (split,), "channels", share=split.share)
+                yield OpStrategy(takes, (split,), "channels", share=split.share)
             elif split.dim > 1 - x.dims and _can_be_summed(call):
                 takes = (split, *map(everyones, others))
                 if not call.argument(5, "training"):
-                    yield Way(takes, (split,), "space", share=split.share)
+                    yield OpStrategy(takes, (split,), "space", share=split.share)
                 else:
                     write, collectives = _over_space(split), 1 + x.differentiable
-                    yield Way(takes, (split,), "space", write, split.share, _sent(call), collectives)
+                    yield OpStrategy(takes, (split,), "space", write, split.share, _sent(call), collectives)
 
 
-def _over(call: Call) -> tuple[int, ...]:
+def _over(call: OpCall) -> tuple[int, ...]:
     """The dims over which the mean is taken."""
     dims = call.takes[0].dims
     first = () if call.target is aten.instance_norm.default else (-dims,)
     return (*first, *range(2 - dims, 0))
 
 
-def _can_be_summed(call: Call) -> bool:
+def _can_be_summed(call: OpCall) -> bool:
     """Whether the numbers are known by which running statistics change, if there are any."""
     kept = call.argument(3, "running_mean") is not None
     return not kept or (call.target is aten.batch_norm.default and isinstance(call.argument(6, "momentum"), float))
 
 
-def _sent(call: Call) -> float:
+def _sent(call: OpCall) -> float:
     """Two numbers a mean gathered by all, and two summed up in backward."""
     x, shards = call.takes[0], call.shards
     of_batch = -x.dims in _over(call)
@@ -62,10 +72,10 @@ def _sent(call: Call) -> float:
     return 2 * (shards - 1) * number + 4 * (shards - 1) / shards * number * x.differentiable
 
 
-def _over_space(split: Split) -> Write:
-    def write(writer: Writer, call: Call) -> Node:
+def _over_space(split: Shard) -> Write:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         (made,), momentum, eps = call.gives, call.argument(6, "momentum"), call.argument(7, "eps")
-        across = Across(writer.shards, call.node.name, split, _over(call), made.dtype, eps=eps, centred=True)
+        across = ShardedNorm(writer.shards, call.node.name, split, _over(call), made.dtype, eps=eps, centred=True)
         nodes = [call.argument(0, "input"), *(call.argument(i, "") for i in range(1, 5))]
         return writer.module(OverSpace(across, momentum), *(each and writer.new(each) for each in nodes))
 
@@ -81,7 +91,7 @@ class OverSpace(nn.Module):
         momentum: of the running statistics, where there are any.
     """
 
-    def __init__(self, across: Across, momentum: float) -> None:
+    def __init__(self, across: ShardedNorm, momentum: float) -> None:
         super().__init__()
         self._across, self._momentum = across, momentum
 
@@ -105,26 +115,26 @@ class OverSpace(nn.Module):
 
 
 @final
-class GroupNorm(Rule):
+class GroupNorm(OpRule):
     """channels: S_p = some of the groups, with their channels; nothing is sent. samples: S_p = everything."""
 
     targets: ClassVar = (aten.group_norm.default,)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, *others = call.takes
         groups = call.argument(1, "num_groups")
         each = x.shape[1] // groups
         for split in offered(offers[0]):
             if split.dim == -x.dims:
-                yield Way((split, *(SHARED for _ in others)), (split,), "samples", share=split.share)
+                yield OpStrategy((split, *(SHARED for _ in others)), (split,), "samples", share=split.share)
             elif split.dim == 1 - x.dims and split.outer == 1 and not any(size % each for size in split.sizes):
                 takes = (split, *(split.at(-1) for _ in others))
-                yield Way(takes, (split,), "channels", _write(split, each), split.share)
+                yield OpStrategy(takes, (split,), "channels", _write(split, each), split.share)
 
 
-def _write(split: Split, each: int) -> Any:
-    def write(writer: Writer, call: Call) -> Node:
+def _write(split: Shard, each: int) -> Any:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         return writer.same(call, num_groups=split.sizes[writer.shards.rank] // each)
 
     return write

@@ -6,18 +6,17 @@ from typing import Any, ClassVar, final
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, offered, register
-from paceline.replica.tensor.halo import Halo, uneven
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, Layout, Split, shares
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
+from paceline.replica.tensor.halo import Halo, Reach, WindowOps, expanded, uneven
+from paceline.replica.tensor.placements import PARTIAL, SHARED, Layout, Shard, shares
 from paceline.replica.tensor.rules.linear import FIRST, inputs, summable
-from paceline.replica.tensor.rules.space import reaches, varies, way
-from paceline.replica.tensor.windows import Reach, Windows, expanded
+from paceline.replica.tensor.rules.spatial import reaches, varies, way
 
 aten = torch.ops.aten
 
 
 @final
-class Convolution(Rule):
+class Convolution(OpRule):
     """y = x * W + b, with W of filters × channels × ... .
 
     filters: S_p = some of the filters of W and elements of b; x is everyone's, and y_p some of the channels of y.
@@ -34,34 +33,36 @@ class Convolution(Rule):
         for overload in (getattr(aten, name).default, getattr(aten, name).padding)
     )
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, weight, *bias = call.takes
         by_weight = list(self._by_weight(call, offers))
         yield from by_weight
         for split in offered(offers[0]):
             if x.dims == weight.dims and split.dim == -x.dims:
-                yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+                yield OpStrategy((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
         windows = _windows(call)
         for reach, new in reaches(call, offers, windows):
             asked = new and (bool(by_weight) or varies(call, reach))
             yield way(call, reach, _seen(reach, windows), asked=asked)
 
-    def _by_weight(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def _by_weight(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, weight, *bias = call.takes
         dims, groups = weight.dims, call.argument(6, "groups", 1)
         channel = 1 - x.dims if x.dims == dims else -x.dims
         if groups == 1:
             for filters in call.splits(weight.shape[0], -dims):
                 made = filters.at(channel)
-                yield Way((SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share)
+                yield OpStrategy(
+                    (SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share
+                )
             for channels in inputs(call, offers[0], weight.shape[1], channel) if summable(call, 2) else ():
                 takes: tuple[Layout, ...] = (channels, channels.at(1 - dims), *(FIRST for _ in bias))
-                yield Way(takes, (PARTIAL,), "channels", _summed, channels.share)
+                yield OpStrategy(takes, (PARTIAL,), "channels", _summed, channels.share)
         else:
             yield from _by_groups(call, groups, channel, weight.shape[0] // groups, weight.shape[0] // groups)
 
 
-def _windows(call: Call) -> list[Windows]:
+def _windows(call: OpCall) -> list[WindowOps]:
     """Of each spatial dim."""
     sizes = call.takes[1].shape[2:]
     dims, padding = len(sizes), call.argument(4, "padding", 0)
@@ -72,13 +73,13 @@ def _windows(call: Call) -> list[Windows]:
     else:
         around = [(each, each) for each in expanded(0 if padding == "valid" else padding, dims)]
     each = zip(sizes, strides, around, dilations, strict=True)
-    return [Windows(size, stride, before, dilation, after) for size, stride, (before, after), dilation in each]
+    return [WindowOps(size, stride, before, dilation, after) for size, stride, (before, after), dilation in each]
 
 
-def _seen(reach: Reach, windows: Sequence[Windows]) -> Write:
+def _seen(reach: Reach, windows: Sequence[WindowOps]) -> Write:
     """On the part with its halo; where there is more padding on one side it is put around as well."""
 
-    def write(writer: Writer, call: Call) -> Node:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         x, weight, *bias = call.takes
         module = Halo(writer.shards, x.node.name, reach, uneven(windows))
         padding = [each.before if each.even else 0 for each in windows]
@@ -93,34 +94,34 @@ def _seen(reach: Reach, windows: Sequence[Windows]) -> Write:
     return write
 
 
-def _by_groups(call: Call, groups: int, channel: int, rows: int, filters: int) -> Iterator[Way]:
+def _by_groups(call: OpCall, groups: int, channel: int, rows: int, filters: int) -> Iterator[OpStrategy]:
     """With as many rows of W, and filters, to each group."""
     x, weight, *bias = call.takes
     channels = x.shape[channel] // groups
     evenly = shares(groups, call.shards)
-    whole = [Split(channel, tuple(channels * share for share in evenly))] if min(evenly) else []
+    whole = [Shard(channel, tuple(channels * share for share in evenly))] if min(evenly) else []
     for split in dict.fromkeys((*call.splits(x.shape[channel], channel), *whole)):
         if split.outer > 1 or any(size % channels for size in split.sizes):
             continue
         sizes = tuple(size // channels for size in split.sizes)
-        owned, made = (Split(channel, tuple(size * each for size in sizes)) for each in (rows, filters))
+        owned, made = (Shard(channel, tuple(size * each for size in sizes)) for each in (rows, filters))
         takes = (split, owned.at(-weight.dims), *(made.at(-1) for _ in bias))
-        yield Way(takes, (made,), "groups", _grouped(sizes), split.share)
+        yield OpStrategy(takes, (made,), "groups", _grouped(sizes), split.share)
 
 
 def _grouped(sizes: tuple[int, ...]) -> Any:
-    def write(writer: Writer, call: Call) -> Node:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         return writer.same(call, groups=sizes[writer.shards.rank])
 
     return write
 
 
-def _summed(write: Writer, call: Call) -> Node:
+def _summed(write: GraphEmitter, call: OpCall) -> Node:
     return write.same(call) if write.shards.rank == FIRST.shard else write.same(call, bias=None)
 
 
 @final
-class Transposed(Rule):
+class Transposed(OpRule):
     """The transpose of a convolution, with W of channels × filters × ... .
 
     filters, channels, groups, samples: S_p as of :class:`Convolution`, the first two dims of W exchanged.
@@ -128,7 +129,7 @@ class Transposed(Rule):
 
     targets: ClassVar = (aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input)
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, weight, *bias = call.takes
         dims = weight.dims
         groups = call.argument(6, "groups", 1)
@@ -136,15 +137,17 @@ class Transposed(Rule):
         if groups == 1:
             for filters in call.splits(weight.shape[1], 1 - dims):
                 made = filters.at(channel)
-                yield Way((SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share)
+                yield OpStrategy(
+                    (SHARED, filters, *(filters.at(-1) for _ in bias)), (made,), "filters", share=made.share
+                )
             for channels in inputs(call, offers[0], weight.shape[0], channel) if summable(call, 2) else ():
                 takes: tuple[Layout, ...] = (channels, channels.at(-dims), *(FIRST for _ in bias))
-                yield Way(takes, (PARTIAL,), "channels", _summed, channels.share)
+                yield OpStrategy(takes, (PARTIAL,), "channels", _summed, channels.share)
         else:
             yield from _by_groups(call, groups, channel, weight.shape[0] // groups, weight.shape[1])
         for split in offered(offers[0]):
             if x.dims == dims and split.dim == -dims:
-                yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+                yield OpStrategy((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
 
 
 for _rule in (Convolution(), Transposed()):

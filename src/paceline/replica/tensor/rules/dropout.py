@@ -1,4 +1,7 @@
-"""Dropout, with the random numbers of one process whatever the layout."""
+"""Random numbers: each shard draws those of all, from the same state, and takes its own.
+
+Dropout, with the random numbers of one process whatever the layout.
+"""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar, final
@@ -7,32 +10,49 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, Split
-from paceline.replica.tensor.random import dropped
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
+from paceline.replica.tensor.placements import PARTIAL, Shard, order
+
+
+def dropped(part: Tensor, p: float, split: Shard, shard: int) -> Tensor:
+    """Dropout of a shard's part, as one process would drop the whole tensor.
+
+    Args:
+        part: dims in memory in the order of the whole tensor, which is that in which numbers are drawn.
+        p: of an element to be dropped, below 1.
+        split: how the whole is divided.
+        shard: whose part it is.
+    """
+    dim = split.dim
+    shape = list(part.shape)
+    shape[dim] = shape[dim] // split.sizes[shard] * split.block
+    noise = torch.empty_permuted(shape, order(part), dtype=part.dtype, device=part.device)
+    noise.bernoulli_(1 - p).div_(1 - p)
+    return part * split.take(noise, shard)
+
 
 aten = torch.ops.aten
 
 
 @final
-class Dropout(Rule):
+class Dropout(OpRule):
     """y = x·mask/(1 - p): S_p is whatever part x is divided into, of the mask as of x. Of terms each gets the mask."""
 
     targets: ClassVar = (aten.dropout.default, aten.dropout_.default, aten.native_dropout.default)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         if len(call.gives) != 1:
             return
         trained = call.argument(2, "train", True) and 0 < call.argument(1, "p", 0.5) < 1
         for split in offered(offers[0]):
-            yield Way((split,), (split,), write=_part(split) if trained else None, share=split.share)
+            yield OpStrategy((split,), (split,), write=_part(split) if trained else None, share=split.share)
         if PARTIAL in offers[0]:
-            yield Way((PARTIAL,), (PARTIAL,))
+            yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
-def _part(split: Split) -> Any:
-    def write(writer: Writer, call: Call) -> Node:
+def _part(split: Shard) -> Any:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         return writer.module(Dropping(call.argument(1, "p"), split, writer.shards.rank), writer.new(call.takes[0].node))
 
     return write
@@ -48,7 +68,7 @@ class Dropping(nn.Module):
         shard: whose part it is.
     """
 
-    def __init__(self, p: float, split: Split, shard: int) -> None:
+    def __init__(self, p: float, split: Shard, shard: int) -> None:
         super().__init__()
         self._p, self._split, self._shard = p, split, shard
 

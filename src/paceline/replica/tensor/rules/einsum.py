@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
+from paceline.replica.tensor.base import Offers, OpCall, OpRule, OpStrategy, everyones, offered, register
+from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
 
 aten = torch.ops.aten
 
@@ -20,7 +20,7 @@ class _Letters(NamedTuple):
 
 
 @final
-class Einsum(Rule):
+class Einsum(OpRule):
     """y = Σ a·b·... over the letters that y lacks.
 
     A letter is divided, in every tensor that has it; the others are everyone's. Where y has it, S_p is a part of y;
@@ -29,7 +29,7 @@ class Einsum(Rule):
 
     targets: ClassVar = (aten.einsum.default,)
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         letters = _letters(call)
         if letters is None:
             return
@@ -42,14 +42,14 @@ class Einsum(Rule):
             if alike:
                 filled = (layout or everyones(value) for layout, value in zip(takes, call.takes, strict=True))
                 made: Layout = _part(letters.made, letter, split) or PARTIAL
-                yield Way(tuple(filled), (made,), _name(call, takes, made), share=split.share)
+                yield OpStrategy(tuple(filled), (made,), _name(call, takes, made), share=split.share)
         for place, each in enumerate(offers):
             if PARTIAL in each:
                 others = (everyones(value) for value in call.takes)
-                yield Way(tuple(PARTIAL if i == place else other for i, other in enumerate(others)), (PARTIAL,))
+                yield OpStrategy(tuple(PARTIAL if i == place else other for i, other in enumerate(others)), (PARTIAL,))
 
 
-def _letters(call: Call) -> _Letters | None:
+def _letters(call: OpCall) -> _Letters | None:
     """None: a letter stands twice in a tensor, or a tensor twice among them."""
     equation, given = str(call.node.args[0]).replace(" ", ""), call.argument(1, "tensors")
     before, arrow, made = equation.partition("->")
@@ -66,7 +66,7 @@ def _letters(call: Call) -> _Letters | None:
     return _Letters(full, made.replace("...", spare[: call.gives[0].dims - len(made.replace("...", ""))][::-1]))
 
 
-def _divisible(call: Call, offers: Offers, letters: _Letters) -> Iterator[tuple[str, Split]]:
+def _divisible(call: OpCall, offers: Offers, letters: _Letters) -> Iterator[tuple[str, Shard]]:
     """Each letter and how it may be divided; the dim that the split has says nothing."""
     for value, own, each in zip(call.takes, letters.given, offers, strict=True):
         for split in offered(each):
@@ -76,11 +76,11 @@ def _divisible(call: Call, offers: Offers, letters: _Letters) -> Iterator[tuple[
                 yield from ((letter, split) for split in call.splits(length, -1))
 
 
-def _part(own: str, letter: str, split: Split) -> Split | None:
+def _part(own: str, letter: str, split: Shard) -> Shard | None:
     return split.at(own.index(letter) - len(own)) if letter in own else None
 
 
-def _name(call: Call, takes: list[Split | None], made: Layout) -> str:
+def _name(call: OpCall, takes: list[Shard | None], made: Layout) -> str:
     """As of a linear layer, where a parameter is divided."""
     if not any(value.parameter and layout for value, layout in zip(call.takes, takes, strict=True)):
         return ""

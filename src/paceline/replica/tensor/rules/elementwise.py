@@ -1,17 +1,20 @@
-"""Operators that treat each element alone, broadcasting included."""
+"""Operators that treat each element alone, broadcasting included.
+
+Tensors broadcast against each other, as a loss does it before it compares them.
+"""
 
 from collections.abc import Iterator
 from typing import ClassVar, final
 
 import torch
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, everyones, forms, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, Layout, Split
+from paceline.replica.tensor.base import Offers, OpCall, OpRule, OpStrategy, everyones, forms, offered, register
+from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
 
 aten = torch.ops.aten
 
 
-def along(call: Call, split: Split) -> tuple[Layout, ...] | None:
+def along(call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
     """How each tensor lies where the result lies so; None: one has another length there.
 
     A tensor that is broadcast along the dim is everyone's.
@@ -41,14 +44,14 @@ _NAMES = (
 
 
 @final
-class Elementwise(Rule):
+class Elementwise(OpRule):
     """y = f(x, ...) element by element: S_p is whatever part the tensors are divided into."""
 
     repeats = True
     targets: ClassVar = tuple(forms(_NAMES))
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         if len(call.gives) != 1:
             return
         (made,) = call.gives
@@ -57,25 +60,25 @@ class Elementwise(Rule):
                 continue
             takes = along(call, split)
             if takes is not None:
-                yield Way(takes, (split,), share=split.share)
+                yield OpStrategy(takes, (split,), share=split.share)
         yield from _of_terms(call, offers)
 
 
-def _of_terms(call: Call, offers: Offers) -> Iterator[Way]:
+def _of_terms(call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
     """What a sum of terms may go through before it is summed up: sums, and products with what everyone has."""
     if call.repeats:  # a square of a sum is not the sum of squares
         return
     partial = [PARTIAL in each for each in offers]
     if call.target in _SUMS and len(call.takes) == 2 and all(v.shape == call.gives[0].shape for v in call.takes):
         if any(partial):
-            yield Way((PARTIAL, PARTIAL), (PARTIAL,))
+            yield OpStrategy((PARTIAL, PARTIAL), (PARTIAL,))
     elif call.target in _PRODUCTS and sum(partial) == 1:
         if call.target in _QUOTIENTS and not partial[0]:
             return
         everyone = (PARTIAL if terms else everyones(v) for terms, v in zip(partial, call.takes, strict=True))
-        yield Way(tuple(everyone), (PARTIAL,))
+        yield OpStrategy(tuple(everyone), (PARTIAL,))
     elif call.target in _LINEAR and partial[0] and len(call.takes) == 1:
-        yield Way((PARTIAL,), (PARTIAL,))
+        yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
@@ -84,3 +87,23 @@ _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, *_QUOTIENTS)
 _LINEAR = (aten.neg.default, aten.clone.default, aten.contiguous.default, aten.alias.default)
 
 register(Elementwise())
+
+
+@final
+class Broadcast(OpRule):
+    """S_p is the same part of all of them; what is broadcast along the divided dim is everyone's."""
+
+    targets: ClassVar = (aten.broadcast_tensors.default,)
+    converts = False
+
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
+        made = call.gives[0]
+        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+            if -split.dim > made.dims or made.shape[split.dim] != split.length:
+                continue
+            takes = along(call, split)
+            if takes is not None and split in takes:
+                yield OpStrategy(takes, tuple(split for _ in call.gives), share=split.share)
+
+
+register(Broadcast())

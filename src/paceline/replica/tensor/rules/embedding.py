@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, WHOLE, Split
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
+from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED, Shard
 
 aten = torch.ops.aten
 
 
 @final
-class Embedding(Rule):
+class Embedding(OpRule):
     """y = W[i], with W of n × d.
 
     column: S_p = columns of W; y_p is a part of y along its last dim.
@@ -24,21 +24,21 @@ class Embedding(Rule):
 
     targets: ClassVar = (aten.embedding.default,)
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         weight = call.takes[0]
         if call.argument(3, "scale_grad_by_freq", False):  # a shard would have to count for all
             return
         for columns in call.splits(weight.shape[1], -1):
-            yield Way((columns, WHOLE), (columns,), "column", share=columns.share)
+            yield OpStrategy((columns, REPLICATE), (columns,), "column", share=columns.share)
         for rows in call.splits(weight.shape[0], -2):
             if rows.outer == 1:
-                yield Way((rows, WHOLE), (PARTIAL,), "row", _rows(rows), share=rows.share)
+                yield OpStrategy((rows, REPLICATE), (PARTIAL,), "row", _rows(rows), share=rows.share)
         for split in offered(offers[-1]):
-            yield Way((SHARED, split), (split.at(split.dim - 1),), "samples", share=split.share)
+            yield OpStrategy((SHARED, split), (split.at(split.dim - 1),), "samples", share=split.share)
 
 
-def _rows(split: Split) -> Any:
-    def write(writer: Writer, call: Call) -> Node:
+def _rows(split: Shard) -> Any:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         mine = Rows(split.starts()[writer.shards.rank], split.sizes[writer.shards.rank])
         weight, indices = call.takes
         return writer.module(

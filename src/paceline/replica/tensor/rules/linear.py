@@ -6,16 +6,16 @@ from typing import ClassVar, final
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Writer, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, SHARED, Layout, Owned, Split
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
+from paceline.replica.tensor.placements import PARTIAL, SHARED, Layout, OnRank, Shard
 
 aten = torch.ops.aten
 
-FIRST = Owned(0)
+FIRST = OnRank(0)
 """A bias that is added once, by shard 0."""
 
 
-def summable(call: Call, bias: int) -> bool:
+def summable(call: OpCall, bias: int) -> bool:
     """Whether all shards' terms have a gradient, or none; not so where only the bias has one: shard 0 alone would send.
 
     Args:
@@ -26,7 +26,7 @@ def summable(call: Call, bias: int) -> bool:
     return any(others) or not any(value.differentiable for value in call.takes)
 
 
-def inputs(call: Call, offers: Iterable[Layout], length: int, dim: int = -1) -> Iterator[Split]:
+def inputs(call: OpCall, offers: Iterable[Layout], length: int, dim: int = -1) -> Iterator[Shard]:
     """How the dim of x that is summed over may be divided: evenly, or as x is there, in blocks of tensors put together
     say.
     """
@@ -35,7 +35,7 @@ def inputs(call: Call, offers: Iterable[Layout], length: int, dim: int = -1) -> 
 
 
 @final
-class Linear(Rule):
+class Linear(OpRule):
     """y = x·Wᵀ + b, with W of m × n.
 
     column: S_p = rows of W and elements of b; x is everyone's, and y_p is a part of y.
@@ -45,43 +45,43 @@ class Linear(Rule):
 
     targets: ClassVar = (aten.linear.default,)
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         _, weight, *bias = call.takes
         for rows in call.splits(weight.shape[0], -2):
             made = rows.at(-1)
-            yield Way((SHARED, rows, *(made for _ in bias)), (made,), "column", share=made.share)
+            yield OpStrategy((SHARED, rows, *(made for _ in bias)), (made,), "column", share=made.share)
         for columns in inputs(call, offers[0], weight.shape[1]) if summable(call, 2) else ():
-            yield Way((columns, columns, *(FIRST for _ in bias)), (PARTIAL,), "row", _row, columns.share)
+            yield OpStrategy((columns, columns, *(FIRST for _ in bias)), (PARTIAL,), "row", _row, columns.share)
         for split in offered(offers[0]):
             if split.dim < -1:
-                yield Way((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+                yield OpStrategy((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
 
 
-def _row(write: Writer, call: Call) -> Node:
+def _row(write: GraphEmitter, call: OpCall) -> Node:
     return write.same(call) if write.shards.rank == FIRST.shard else write.same(call, bias=None)
 
 
 @final
-class Addmm(Rule):
+class Addmm(OpRule):
     """y = b + x·W, with W of n × m: S_p as of :class:`Linear`, with rows and columns of W exchanged."""
 
     targets: ClassVar = (aten.addmm.default,)
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         bias, _, weight = call.takes
         if bias.dims != 1 or any(call.argument(i, n, 1) != 1 for i, n in ((3, "beta"), (4, "alpha"))):
             return
         for columns in call.splits(weight.shape[1], -1):
-            yield Way((columns, SHARED, columns), (columns,), "column", share=columns.share)
+            yield OpStrategy((columns, SHARED, columns), (columns,), "column", share=columns.share)
         for columns in inputs(call, offers[1], weight.shape[0]) if summable(call, 0) else ():
             rows = columns.at(-2)
-            yield Way((FIRST, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
+            yield OpStrategy((FIRST, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
         for split in offered(offers[1]):
             if split.dim < -1:
-                yield Way((SHARED, split, SHARED), (split,), "samples", share=split.share)
+                yield OpStrategy((SHARED, split, SHARED), (split,), "samples", share=split.share)
 
 
-def _row_of_addmm(write: Writer, call: Call) -> Node:
+def _row_of_addmm(write: GraphEmitter, call: OpCall) -> Node:
     if write.shards.rank == FIRST.shard:
         return write.same(call)
     _, x, weight = call.takes

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, offered, register
-from paceline.replica.tensor.layouts import PARTIAL, WHOLE, Layout, Split
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
+from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Layout, Shard
 from paceline.replica.tensor.rules.elementwise import along
-from paceline.replica.tensor.rules.softmax import Across
+from paceline.replica.tensor.rules.softmax import ShardedSoftmax
 
 aten = torch.ops.aten
 
@@ -19,7 +19,7 @@ _NONE, _MEAN, _SUM = range(3)
 
 
 @final
-class CrossEntropy(Rule):
+class CrossEntropy(OpRule):
     """loss = - Σ q·w·log softmax(x), with q the target over the classes: S_p = some of the classes.
 
     A shard has the logits of its classes, and their share of the loss. What is sent are the largest logit of a sample
@@ -30,20 +30,20 @@ class CrossEntropy(Rule):
     targets: ClassVar = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         logits, *others = call.takes
         if any(value.differentiable for value in others[1:]):
             return
         dim = min(1 - logits.dims, -1)
         for split in offered(offers[0]):
             if split.dim == dim and len(others) == 1 + (call.argument(2, "weight") is not None):
-                target: Layout = split if others[0].dtype.is_floating_point else WHOLE
-                takes = (split, target, *(WHOLE for _ in others[1:]))
+                target: Layout = split if others[0].dtype.is_floating_point else REPLICATE
+                takes = (split, target, *(REPLICATE for _ in others[1:]))
                 sums, sent = _across(call, split)
-                yield Way(takes, (PARTIAL,), "classes", _write(split), split.share, sent, sums)
+                yield OpStrategy(takes, (PARTIAL,), "classes", _write(split), split.share, sent, sums)
 
 
-def _across(call: Call, split: Split) -> tuple[int, float]:
+def _across(call: OpCall, split: Shard) -> tuple[int, float]:
     """Collectives and bytes of the softmax over all classes."""
     if call.target is aten.nll_loss_nd.default:
         return 0, 0.0
@@ -52,13 +52,15 @@ def _across(call: Call, split: Split) -> tuple[int, float]:
     return sums, sums * 2 * (k - 1) / k * logits.nbytes / split.length
 
 
-def _write(split: Split) -> Write:
-    def write(writer: Writer, call: Call) -> Node:
+def _write(split: Shard) -> Write:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         logits, *others = (writer.new(value.node) for value in call.takes)
         smoothing = call.argument(5, "label_smoothing", 0.0)
         if call.target is aten.cross_entropy_loss.default:
             dtype = torch.promote_types(call.gives[0].dtype, torch.float32)
-            logits = writer.module(Across(writer.shards, call.node.name, split.dim, dtype, logarithm=True), logits)
+            logits = writer.module(
+                ShardedSoftmax(writer.shards, call.node.name, split.dim, dtype, logarithm=True), logits
+            )
         loss = OverClasses(
             split, writer.shards.rank, call.argument(3, "reduction", _MEAN), call.argument(4, "ignore_index", -100),
             smoothing, call.gives[0].dtype,
@@ -82,7 +84,7 @@ class OverClasses(nn.Module):
     """
 
     def __init__(
-        self, split: Split, shard: int, reduction: int, ignore_index: int, smoothing: float, dtype: torch.dtype
+        self, split: Shard, shard: int, reduction: int, ignore_index: int, smoothing: float, dtype: torch.dtype
     ) -> None:
         super().__init__()
         self._split, self._shard, self._reduction = split, shard, reduction
@@ -141,7 +143,7 @@ _ELSEWHERE = -100
 
 
 @final
-class OverElements(Rule):
+class OverElements(OpRule):
     """The sum or mean of a loss of each element: S_p is whatever part the tensors are divided into.
 
     A shard has the term of its elements; of a mean, weighed by how many of all they are.
@@ -154,7 +156,7 @@ class OverElements(Rule):
     )  # fmt: skip
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         if len({value.shape for value in call.takes[:2]}) != 1:
             return
         reduction = _reduction(call)
@@ -163,20 +165,20 @@ class OverElements(Rule):
             if takes is None or takes[0] != split:
                 continue
             if reduction == _NONE:
-                yield Way(takes, (split,), share=split.share)
+                yield OpStrategy(takes, (split,), share=split.share)
             else:
                 write = _mean(split) if reduction == _MEAN else None
-                yield Way(takes, (PARTIAL,), write=write, share=split.share)
+                yield OpStrategy(takes, (PARTIAL,), write=write, share=split.share)
 
 
-def _reduction(call: Call) -> int:
+def _reduction(call: OpCall) -> int:
     names = [argument.name for argument in call.target._schema.arguments]
     reduction: int = call.argument(names.index("reduction"), "reduction", _MEAN)
     return reduction
 
 
-def _mean(split: Split) -> Write:
-    def write(writer: Writer, call: Call) -> Node:
+def _mean(split: Shard) -> Write:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         share = split.sizes[writer.shards.rank] / split.block
         return writer.call(aten.mul.Tensor, writer.same(call), share)
 

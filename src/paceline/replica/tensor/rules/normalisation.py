@@ -8,15 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, everyones, offered, register
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.base import (
+    GraphEmitter,
+    Offers,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    Write,
+    everyones,
+    offered,
+    register,
+)
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.tp_group import TPCollectives
 
 aten = torch.ops.aten
 
 
 @final
-class LayerNorm(Rule):
+class LayerNorm(OpRule):
     """y = w·(x - mean)/√(variance + ε) + b, and y = w·x/√(mean of x² + ε).
 
     samples: S_p = everything; x_p is a part of the rows.
@@ -27,27 +37,29 @@ class LayerNorm(Rule):
     targets: ClassVar = (aten.layer_norm.default, aten.rms_norm.default)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         x, *others = call.takes
         normalised = len(call.argument(1, "normalized_shape"))
         for split in offered(offers[0]):
             if -split.dim > normalised:
                 takes = (split, *map(everyones, others))
-                yield Way(takes, (split,), "samples", share=split.share)
+                yield OpStrategy(takes, (split,), "samples", share=split.share)
             elif x.node not in [value.node for value in others]:
                 takes, write = tuple(split for _ in call.takes), _write(split, normalised)
-                yield Way(takes, (split,), "channels", write, split.share, _sent(call, normalised), _collectives(call))
+                yield OpStrategy(
+                    takes, (split,), "channels", write, split.share, _sent(call, normalised), _collectives(call)
+                )
 
 
-def _centred(call: Call) -> bool:
+def _centred(call: OpCall) -> bool:
     return bool(call.target is aten.layer_norm.default)
 
 
-def _collectives(call: Call) -> int:
+def _collectives(call: OpCall) -> int:
     return 1 + call.takes[0].differentiable
 
 
-def _sent(call: Call, normalised: int) -> float:
+def _sent(call: OpCall, normalised: int) -> float:
     """Two numbers a row gathered by all and two summed up in backward; without a mean, one summed up both times."""
     x, shards = call.takes[0], call.shards
     number = x.nbytes / prod(x.shape[x.dims - normalised :])
@@ -57,13 +69,13 @@ def _sent(call: Call, normalised: int) -> float:
     return summed * _collectives(call)
 
 
-def _write(split: Split, normalised: int) -> Write:
-    def write(writer: Writer, call: Call) -> Node:
+def _write(split: Shard, normalised: int) -> Write:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         x, (made,) = call.takes[0], call.gives
         weight, bias = call.argument(2, "weight"), call.argument(3, "bias") if _centred(call) else None
         default = 1e-5 if _centred(call) else None
         eps = call.argument(4 if _centred(call) else 3, "eps", default)
-        module = Across(
+        module = ShardedNorm(
             writer.shards, call.node.name, split, tuple(range(-normalised, 0)), made.dtype,
             eps=torch.finfo(_wide(x.dtype)).eps if eps is None else eps, centred=_centred(call),
         )  # fmt: skip
@@ -77,7 +89,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 @final
-class Across(nn.Module):
+class ShardedNorm(nn.Module):
     """A normalisation over dims of one of which each shard has a part.
 
     Args:
@@ -92,9 +104,9 @@ class Across(nn.Module):
 
     def __init__(
         self,
-        shards: Shards,
+        shards: TPCollectives,
         name: str,
-        split: Split,
+        split: Shard,
         dims: tuple[int, ...],
         dtype: torch.dtype,
         *,
@@ -150,7 +162,7 @@ class _Across(torch.autograd.Function):
     """n = (x - mean)/σ; dx = (dn - mean of dn - n·(mean of n·dn))/σ. Not centred: without the mean, and that of dn."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: Across) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, across: ShardedNorm) -> tuple[Tensor, Tensor, Tensor]:
         if across.centred:
             mean, square = across.moments(x)
             x = x - mean

@@ -8,11 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, forms, offered, register
-from paceline.replica.tensor.halo import Halo
-from paceline.replica.tensor.layouts import PARTIAL, Split
-from paceline.replica.tensor.rules.space import kept, way
-from paceline.replica.tensor.windows import Reach, Windows, expanded
+from paceline.replica.tensor.base import (
+    GraphEmitter,
+    Offers,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    Write,
+    forms,
+    offered,
+    register,
+)
+from paceline.replica.tensor.halo import Halo, Reach, WindowOps, expanded
+from paceline.replica.tensor.placements import PARTIAL, Shard
+from paceline.replica.tensor.rules.spatial import kept, way
 
 aten = torch.ops.aten
 
@@ -26,7 +35,7 @@ _NAMES = (
 
 
 @final
-class Pooling(Rule):
+class Pooling(OpRule):
     """Over the last dims, and resizing of them: S_p is a part of the channels or of the samples.
 
     space: S_p is a part of the rows; a shard gets the rows of others that its windows see, and sends their gradients
@@ -36,17 +45,17 @@ class Pooling(Rule):
     targets: ClassVar = tuple(forms(_NAMES))
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         before = call.takes[0].shape
         for split in offered(offers[0]):
             # A dim is passed over where everything from it on to the front keeps its length; the last ones may not.
             untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.gives)
             if untouched and -split.dim > _spatial(call):
-                yield Way((split,), tuple(split for _ in call.gives), share=split.share)
+                yield OpStrategy((split,), tuple(split for _ in call.gives), share=split.share)
         if _name(call).startswith("adaptive_avg_pool"):
             for split in offered(offers[0]):
                 if -split.dim <= _spatial(call) and call.gives[0].shape[split.dim] == 1:
-                    yield Way((split,), (PARTIAL,), write=_term(split), share=split.share)
+                    yield OpStrategy((split,), (PARTIAL,), write=_term(split), share=split.share)
         elif _name(call) in _MAXIMA + _MEANS:
             windows = _windows(call)
             for reach in kept(call, offers, windows):
@@ -57,11 +66,11 @@ _MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
 _MEANS = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
 
 
-def _name(call: Call) -> str:
+def _name(call: OpCall) -> str:
     return str(call.target._schema.name).removeprefix("aten::")
 
 
-def _spatial(call: Call) -> int:
+def _spatial(call: OpCall) -> int:
     """How many of the last dims it may look across."""
     name = _name(call)
     if "pad" in name:
@@ -72,29 +81,29 @@ def _spatial(call: Call) -> int:
     return int(next(c for c in name if c.isdigit()))
 
 
-def _term(split: Split) -> Write:
+def _term(split: Shard) -> Write:
     """The mean over a part, weighed by how much of the whole it is."""
 
-    def write(writer: Writer, call: Call) -> Node:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         return writer.call(aten.mul.Tensor, writer.same(call), split.sizes[writer.shards.rank] / split.block)
 
     return write
 
 
-def _windows(call: Call) -> list[Windows]:
+def _windows(call: OpCall) -> list[WindowOps]:
     """Of each spatial dim."""
     dims = _spatial(call)
     sizes = expanded(call.argument(1, "kernel_size"), dims)
     strides = expanded(call.argument(2, "stride", ()) or sizes, dims)
     padding = expanded(call.argument(3, "padding", 0), dims)
     dilations = expanded(call.argument(4, "dilation", 1) if _name(call) in _MAXIMA else 1, dims)
-    return [Windows(*each) for each in zip(sizes, strides, padding, dilations, strict=True)]
+    return [WindowOps(*each) for each in zip(sizes, strides, padding, dilations, strict=True)]
 
 
-def _seen(reach: Reach, windows: Sequence[Windows]) -> Write:
+def _seen(reach: Reach, windows: Sequence[WindowOps]) -> Write:
     """On the part with its halo; a mean over windows that reach over the edge is one of fewer elements."""
 
-    def write(writer: Writer, call: Call) -> Node:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         largest, (x,) = _name(call) in _MAXIMA, call.takes
         module = Halo(writer.shards, x.node.name, reach, fill=-inf if largest else 0.0)
         padding = [each.before for each in windows]

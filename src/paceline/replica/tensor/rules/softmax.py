@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Call, Offers, Rule, Way, Write, Writer, offered, register
-from paceline.replica.tensor.layouts import Split
-from paceline.replica.tensor.shards import Shards
+from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
+from paceline.replica.tensor.placements import Shard
+from paceline.replica.tensor.tp_group import TPCollectives
 
 aten = torch.ops.aten
 
@@ -17,7 +17,7 @@ _LOGARITHMS = (aten.log_softmax.int, aten._log_softmax.default)
 
 
 @final
-class Softmax(Rule):
+class Softmax(OpRule):
     """y = exp(x)/Σ exp(x), or its logarithm.
 
     Along another dim than the divided one: S_p is a part of the rows. Along the divided one: S_p is a part of each row;
@@ -27,29 +27,31 @@ class Softmax(Rule):
     targets: ClassVar = (aten.softmax.int, aten._softmax.default, *_LOGARITHMS)
     converts = False
 
-    def ways(self, call: Call, offers: Offers) -> Iterator[Way]:
+    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
         (x,), (made,) = call.takes, call.gives
         dim = call.argument(1, "dim") % max(x.dims, 1)
         for split in offered(offers[0]):
             if split.dim % x.dims != dim:
-                yield Way((split,), (split,), share=split.share)
+                yield OpStrategy((split,), (split,), share=split.share)
                 continue
             sums = 2 + x.differentiable
             sent = sums * 2 * (call.shards - 1) / call.shards * made.nbytes / x.shape[dim]
-            yield Way((split,), (split,), "across", _write(split), split.share, sent, sums)
+            yield OpStrategy((split,), (split,), "across", _write(split), split.share, sent, sums)
 
 
-def _write(split: Split) -> Write:
-    def write(writer: Writer, call: Call) -> Node:
+def _write(split: Shard) -> Write:
+    def write(writer: GraphEmitter, call: OpCall) -> Node:
         x, name = writer.new(call.takes[0].node), call.node.name
-        across = Across(writer.shards, name, split.dim, call.gives[0].dtype, logarithm=call.target in _LOGARITHMS)
+        across = ShardedSoftmax(
+            writer.shards, name, split.dim, call.gives[0].dtype, logarithm=call.target in _LOGARITHMS
+        )
         return writer.module(across, x)
 
     return write
 
 
 @final
-class Across(nn.Module):
+class ShardedSoftmax(nn.Module):
     """Softmax along a dim of which each shard has a part.
 
     Args:
@@ -60,7 +62,7 @@ class Across(nn.Module):
         logarithm: of it, rather than it.
     """
 
-    def __init__(self, shards: Shards, name: str, dim: int, dtype: torch.dtype, *, logarithm: bool) -> None:
+    def __init__(self, shards: TPCollectives, name: str, dim: int, dtype: torch.dtype, *, logarithm: bool) -> None:
         super().__init__()
         self.shards, self.name, self.dim, self._dtype, self.logarithm = shards, name, dim, dtype, logarithm
 
@@ -82,7 +84,7 @@ class _Across(torch.autograd.Function):
     """log y = x - m - log Σ exp(x - m), with m the largest; d log y = dy - y·Σ dy, and dy = y·(dy - Σ y·dy)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, across: Across) -> Tensor:
+    def forward(ctx: Any, x: Tensor, across: ShardedSoftmax) -> Tensor:
         ctx.across = across
         largest = across.shards.all_reduce(
             x.amax(across.dim, keepdim=True), f"the maximum of {across.name}", largest=True

@@ -1,0 +1,231 @@
+"""Processes on demand, forked from a helper that has imported everything already.
+
+    main ---- Popen ----> fork server ---- fork ----> child, child, ...
+      \\___ requests, pidfds ___/                        |
+       \\________________ watched by pidfd _____________/
+
+The fork server (``forkserver.py``) is single-threaded and never imports ``__main__``, so it makes no difference whether
+main is a script without a guard, a notebook, a thread of a server or ``python -c``. Children end when main does, by
+whatever death, and not when the fork server does. A Ctrl-C at the terminal reaches main alone.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.comm import liveness
+from paceline.core.errors import InputError, PacelineError
+
+MESSAGE_BYTES = 1 << 20
+"""A receiver's buffer: above what a socket takes in one message."""
+
+START_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 60.0
+CLOSE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessHandle:
+    """A forked process. ``pidfd`` belongs to its nursery and is good until that is closed or forgets the child."""
+
+    pid: int
+    pidfd: int
+
+
+class ForkServer:
+    """A fork server and the processes it has made.
+
+    ``start`` returns at once; the first ``spawn`` waits until the imports are done. Closing kills what still runs, and
+    happens by itself when the nursery is no longer referenced and when main exits.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
+        self._process, self._link = process, link
+        self._children: dict[int, ProcessHandle] = {}
+        self._lock = threading.Lock()
+        self._asked, self._ready = 0, False
+        self._close = weakref.finalize(self, _close, os.getpid(), process, link, self._children)
+
+    @classmethod
+    def start(cls, preload: Sequence[str] = ("torch",)) -> "ForkServer":
+        """Begin a fork server in the background.
+
+        Args:
+            preload: modules it imports before the first fork, so that no child has to.
+
+        Raises:
+            PacelineError: where this system has no pidfds.
+        """
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        main = liveness.open_pid(os.getpid())
+        with theirs:
+            try:
+                process = _popen(theirs.fileno(), main)
+            finally:
+                os.close(main)
+        nursery = cls(process, mine)
+        first = {"path": _import_path(), "preload": list(preload), "pythonpath": os.environ.get("PYTHONPATH")}
+        with contextlib.suppress(BrokenPipeError):  # wait_ready will say that it has ended, and how
+            mine.send(json.dumps(first).encode())
+        return nursery
+
+    @property
+    def pid(self) -> int:
+        """The fork server's."""
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the fork server still runs."""
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until the fork server has imported what it should.
+
+        Raises:
+            PacelineError: where it could not, with its traceback; or was not in time.
+        """
+        with self._lock:
+            if not self._ready:
+                self._expect(0, timeout_s)
+                self._ready = True
+
+    def spawn(self, entry: str, args: Mapping[str, Any], fds: Sequence[int] = ()) -> ProcessHandle:
+        """Fork a child that calls ``entry(args, fds)`` and ends with it: exit code 0, or 1 and a traceback on stderr.
+
+        It leaves by ``os._exit``: stdout and stderr are flushed, atexit handlers are not run.
+
+        Args:
+            entry: "package.module:function".
+            args: what JSON can carry, some 100 kB at most; ship larger things and pass the parcel's fd.
+            fds: file descriptors the child gets copies of, at most 253; main's own stay open.
+
+        Raises:
+            InputError: where args or fds are too large or no JSON.
+            PacelineError: where the fork server has gone.
+        """
+        self.wait_ready()
+        answer, received = self._ask({"do": "spawn", "entry": entry, "args": dict(args), "path": _import_path()}, fds)
+        if not received:
+            raise PacelineError(
+                "main has too many open files for one more child; write fewer replicas= or ulimit -n 4096"
+            )
+        child = ProcessHandle(answer["pid"], received[0])
+        previous = self._children.pop(child.pid, None)  # a pid is used again where its process has been reaped
+        if previous is not None:
+            os.close(previous.pidfd)
+        self._children[child.pid] = child
+        return child
+
+    def status(self, pid: int) -> str | None:
+        """None while the child lives, then how it ended: "exit code 0", "killed by SIGKILL"."""
+        if liveness.alive(self._children[pid].pidfd):
+            return None
+        try:
+            return liveness.describe_exit(self._ask({"do": "status", "pid": pid}, ())[0]["code"])
+        except PacelineError:
+            return "ended, its status lost with the fork server"
+
+    def forget(self, child: ProcessHandle) -> None:
+        """Kill a child if it still runs, wait until it has gone, and let go of it; idempotent."""
+        if self._children.get(child.pid) is child:
+            liveness.kill(child.pidfd)
+            liveness.wait_gone([child.pidfd], CLOSE_TIMEOUT_S)
+            del self._children[child.pid]
+            os.close(child.pidfd)
+
+    def close(self) -> None:
+        """Kill the children that still run and end the fork server, and wait until all are gone; idempotent."""
+        self._close()
+
+    def _ask(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+        with self._lock:
+            self._asked += 1
+            message = json.dumps(request | {"id": self._asked}).encode()
+            try:
+                socket.send_fds(self._link, [message], list(fds))
+            except OSError as error:
+                raise self._broken(error, len(message), len(fds)) from error
+            return self._expect(self._asked, ANSWER_TIMEOUT_S)
+
+    def _expect(self, number: int, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        # An answer to an earlier question is left over where a Ctrl-C came between question and answer. Its child, if
+        # it was one, is ended by the fork server when the nursery is closed.
+        while True:
+            answer, fds = self._receive(timeout_s)
+            if answer["id"] == number:
+                if "error" in answer:
+                    raise PacelineError(f"the fork server failed:\n{answer['error']}")
+                return answer, fds
+            for fd in fds:
+                os.close(fd)
+
+    def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
+        self._link.settimeout(timeout_s)
+        try:
+            message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError as error:
+            raise self._gone(str(error) or "no answer") from error
+        if not message:
+            raise self._gone("it closed its socket")
+        return json.loads(message), fds
+
+    def _broken(self, error: OSError, size: int, fds: int) -> PacelineError:
+        if isinstance(error, (BrokenPipeError, ConnectionError)):
+            return self._gone(str(error))
+        return InputError(
+            f"a child's arguments of {size:,} bytes with {fds} file descriptors can't be sent: {error}; "
+            "ship() what is large and pass its fd, and at most 253 of them"
+        )
+
+    def _gone(self, reason: str) -> PacelineError:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            reason = f"{reason}; {liveness.describe_exit(self._process.wait(timeout=1.0))}"
+        return PacelineError(
+            f"the fork server (pid {self.pid}) does not answer ({reason}); children that it had made live on, "
+            "new ones need a new run"
+        )
+
+
+def _popen(link: int, main: int) -> "subprocess.Popen[bytes]":
+    # Its own session: no Ctrl-C of a terminal. -P: the folder main was started in is on main's path or is not wanted.
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "paceline.comm.fork_server_main", str(link), str(main)],
+        stdin=subprocess.DEVNULL,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
+        pass_fds=(link, main),
+        start_new_session=True,
+    )
+
+
+def _import_path() -> list[str]:
+    """Main's sys.path; "" in it means the folder main is in now."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def _close(
+    owner: int, process: "subprocess.Popen[bytes]", link: socket.socket, children: dict[int, ProcessHandle]
+) -> None:
+    if os.getpid() != owner:  # a fork of main: these are not its children
+        return
+    pidfds = [child.pidfd for child in children.values()]
+    for pidfd in pidfds:
+        liveness.kill(pidfd)
+    link.close()  # the fork server kills what it has, reaps it, and ends
+    try:
+        process.wait(timeout=CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    liveness.wait_gone(pidfds, CLOSE_TIMEOUT_S)
+    for pidfd in pidfds:
+        os.close(pidfd)
+    children.clear()

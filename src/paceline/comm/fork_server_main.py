@@ -1,0 +1,207 @@
+"""The fork server's own side: ``python -m paceline.comm.fork_server_main LINK MAIN``, started by ``Nursery.start``.
+
+One thread, which imports, then forks, answers and reaps until main has gone or hangs up. Requests and answers are JSON
+messages on the socket LINK; MAIN is main's pidfd::
+
+    main -> {path, preload}                        server -> {id: 0}, or {id: 0, error}
+    main -> {id, do: spawn, entry, args, path} + fds       -> {id, pid} + the child's pidfd
+    main -> {id, do: status, pid}                          -> {id, code}
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from paceline.comm import liveness
+from paceline.comm.fork_server import MESSAGE_BYTES
+from paceline.comm.wakeup import Poller
+
+MAX_FDS = 253  # the kernel's bound for one message
+GRACE_S = 1.0
+REAP_TIMEOUT_S = 1.0
+
+
+class Server:
+    """What the fork server knows: its children, by pid, and how those that ended did."""
+
+    def __init__(self, link: socket.socket, main: int) -> None:
+        self._link, self._main = link, main
+        self._pidfds: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+        self._waiter = Poller[int]()  # tokens: pids of children, 0 for a request, -1 for main's end
+        self._waiter.add(link.fileno(), 0)
+        self._waiter.add(main, -1)
+
+    def serve(self) -> None:
+        """Answer until main has gone; then end all children and reap them."""
+        while True:
+            tokens = self._waiter.wait(None)
+            for pid in tokens:
+                if pid > 0:
+                    self._reap(pid)
+            if -1 in tokens or (0 in tokens and not self._answer()):
+                return self._end()
+
+    def _answer(self) -> bool:
+        try:
+            message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+            if message:
+                request = json.loads(message)
+                {"spawn": self._spawn, "status": self._status}[request["do"]](request, fds)
+            return bool(message)
+        except ConnectionError:
+            return False
+
+    def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
+        _flush()  # or the child would write it again
+        try:
+            pid = os.fork()
+            if pid == 0:
+                self._become_child(request, fds)
+        except OSError as error:
+            _send(self._link, id=request["id"], error=f"fork: {error}")
+            return
+        finally:
+            for fd in fds:
+                os.close(fd)
+        self._codes.pop(pid, None)
+        self._pidfds[pid] = liveness.open_pid(pid)  # race-free: nobody else can reap it
+        self._waiter.add(self._pidfds[pid], pid)
+        _send(self._link, self._pidfds[pid], id=request["id"], pid=pid)
+
+    def _status(self, request: dict[str, Any], _fds: list[int]) -> None:
+        self._reap(request["pid"])
+        _send(self._link, id=request["id"], code=self._codes[request["pid"]])
+
+    def _reap(self, pid: int) -> None:
+        pidfd = self._pidfds.get(pid)
+        if pidfd is None or liveness.alive(pidfd):
+            return
+        # Its own helpers go with it. While it is a zombie, its group's number can't be another's.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
+        self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self._waiter.remove(pidfd)
+        os.close(self._pidfds.pop(pid))
+
+    def _end(self) -> None:
+        # Children see for themselves that main has gone, and may have something to do then (``when_orphaned``).
+        liveness.wait_gone(self._pidfds.values(), GRACE_S)
+        for pidfd in self._pidfds.values():
+            liveness.kill(pidfd)
+        liveness.wait_gone(self._pidfds.values(), REAP_TIMEOUT_S)
+        for pid in list(self._pidfds):
+            self._reap(pid)
+
+    def _become_child(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            liveness.watch_and_exit(self._main)
+            self._waiter.close()
+            self._link.close()
+            for pidfd in self._pidfds.values():
+                os.close(pidfd)
+            sys.path[:] = request["path"]
+            code = _call(request["entry"], request["args"], fds)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            _leave(code)
+
+
+def _call(entry: str, args: dict[str, Any], fds: list[int]) -> int:
+    module, _, name = entry.partition(":")
+    try:
+        getattr(importlib.import_module(module), name)(args, fds)
+    except SystemExit as leave:
+        if leave.code is None or isinstance(leave.code, int):
+            return leave.code or 0
+        raise
+    return 0
+
+
+def _leave(code: int) -> NoReturn:
+    # os._exit: the fork server's atexit handlers are not this process's.
+    try:
+        _flush()
+    finally:
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, or there is none
+            stream.flush()
+
+
+def _send(link: socket.socket, *fds: int, **content: Any) -> None:
+    socket.send_fds(link, [json.dumps(content).encode()], fds)
+
+
+@contextlib.contextmanager
+def _leaving_with_main(link: socket.socket, main: int) -> Iterator[None]:
+    """During the imports nothing waits on main, and a thread would be inherited by forks: so look on a timer."""
+
+    def look(*_: object) -> None:
+        poll = select.poll()
+        poll.register(main, select.POLLIN)
+        poll.register(link, 0)  # its hang-up
+        if poll.poll(0):
+            os._exit(liveness.ORPHANED)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _default_signals() -> None:
+    """As a fresh process has them, whatever main was started under; but Ctrl-C is main's alone."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _prepare(link: socket.socket) -> None:
+    """Import what main names; tell it when done, or what went wrong."""
+    request = json.loads(link.recv(MESSAGE_BYTES))
+    sys.path[:] = request["path"]
+    os.environ.pop("PYTHONPATH", None)
+    if request["pythonpath"] is not None:
+        os.environ["PYTHONPATH"] = request["pythonpath"]
+    try:
+        for module in request["preload"]:
+            importlib.import_module(module)
+    except BaseException:
+        _send(link, id=0, error=traceback.format_exc())
+        raise SystemExit(1) from None
+    gc.collect()
+    gc.freeze()  # collections in the children then write to none of these pages, which stay shared
+    _send(link, id=0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the fork server; ``arguments`` are the two file descriptors."""
+    _default_signals()
+    link, main_pidfd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
+    os.set_inheritable(link.fileno(), False)
+    os.set_inheritable(main_pidfd, False)
+    with _leaving_with_main(link, main_pidfd):
+        _prepare(link)
+    Server(link, main_pidfd).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,301 @@
+"""Anonymous shared memory, tensors in it, and memory that goes to disk where there is no room.
+
+Memory for what a worker needs whole for a while, though it may have no room for it: a model before it is divided.
+
+::
+
+    ordinary memory | ... as long as there is plenty | then files on disk, mapped: | . . . | . . | . . . . |
+
+The system takes back pages of files where memory is short, under a container's limit too, once the file says the same.
+To write them out it takes its time, and under a limit it may rather kill; so what is filled is written out at once.
+What lies there makes a process slower at worst, where ordinary memory would have it killed.
+"""
+
+import contextlib
+import mmap
+import os
+import tempfile
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from paceline.comm.linux import available_bytes, memfd_create
+from paceline.core.errors import PacelineError
+
+ALIGNMENT = 64
+"""Bytes. One cache line: neighbours in a segment never share one, and every dtype may start there."""
+
+
+def aligned(offset: int) -> int:
+    """The first multiple of 64 at or above ``offset``.
+
+    >>> [aligned(n) for n in (0, 1, 64, 65)]
+    [0, 64, 64, 128]
+    """
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+class SharedMemory:
+    """Shared memory behind a file descriptor. Pages that nobody has touched cost nothing and read as zero.
+
+    >>> segment = SharedMemory.create("example", 4096)
+    >>> segment.tensor(64, (2, 3), torch.float32).fill_(1.0).sum().item()
+    6.0
+    >>> segment.close()
+    """
+
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
+        """Map ``fd``, which from now on belongs to the segment; ``create`` and ``attach`` say it more clearly."""
+        self._fd, self.size_bytes, self._writable = fd, size_bytes, writable
+        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        try:
+            self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
+        except (OSError, ValueError, OverflowError) as error:
+            os.close(fd)
+            raise _no_memory(size_bytes, str(error)) from error
+
+    @classmethod
+    def create(cls, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> "SharedMemory":
+        """New shared memory.
+
+        Args:
+            name: shown in /proc/PID/maps; need not be unique.
+            size_bytes: at least 1; address space only, until it is written or reserved.
+            reserved_bytes: how many bytes from the start on are reserved at once.
+
+        Raises:
+            PacelineError: where the system refuses that size, or has not that much memory to reserve.
+        """
+        fd = memfd_create(f"paceline:{name}")
+        try:
+            os.ftruncate(fd, size_bytes)
+        except (OSError, OverflowError) as error:
+            os.close(fd)
+            raise _no_memory(size_bytes, str(error)) from error
+        segment = cls(fd, size_bytes)
+        try:
+            if reserved_bytes:
+                segment.reserve(0, reserved_bytes)
+        except PacelineError:
+            segment.close()
+            raise
+        return segment
+
+    @classmethod
+    def on_disk(cls, size_bytes: int) -> "SharedMemory":
+        """New memory that is a file without a name, in ``TMPDIR`` or /var/tmp; there is room for all of it.
+
+        Raises:
+            PacelineError: there is not.
+        """
+        folder = os.environ.get("TMPDIR") or next(filter(os.path.isdir, ("/var/tmp", tempfile.gettempdir())))
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                os.posix_fallocate(file.fileno(), 0, size_bytes)
+                return cls(os.dup(file.fileno()), size_bytes)
+        except OSError as error:
+            raise PacelineError(
+                f"a file of {size_bytes:,} bytes can't be had in {folder} ({error.strerror}), for a model that is too "
+                "large for the memory that is free; set TMPDIR to a folder with more room, or free some memory"
+            ) from error
+
+    @classmethod
+    def attach(cls, fd: int, size_bytes: int) -> "SharedMemory":
+        """The segment behind an ``fd`` that was inherited or received; closing the segment closes it."""
+        return cls(fd, size_bytes)
+
+    def readable(self) -> "SharedMemory":
+        """The same memory again, where a write is a SIGSEGV."""
+        return SharedMemory(os.dup(self._fd), self.size_bytes, writable=False)
+
+    @property
+    def fd(self) -> int:
+        """What to pass to another process."""
+        return self._fd
+
+    @property
+    def buffer(self) -> memoryview:
+        """All its bytes, writable; release it before ``close`` to have the memory go at once."""
+        return memoryview(self._mapping())
+
+    def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A contiguous view of the shared bytes from ``offset`` on; it stays good after ``close``."""
+        count = prod(shape)
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        with warnings.catch_warnings():
+            if not self._writable:  # torch has no tensors that can't be written, and says so
+                warnings.simplefilter("ignore", UserWarning)
+            return torch.frombuffer(self._mapping(), dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+    def reserve(self, offset: int, size_bytes: int) -> None:
+        """Give these bytes memory now, so that a write can't meet a full memory later (which would kill by SIGBUS).
+
+        Raises:
+            PacelineError: where there is not that much; names the bytes wanted.
+        """
+        available = available_bytes()
+        if size_bytes > available:
+            raise _no_memory(size_bytes, f"{available:,} bytes are free")
+        try:
+            os.posix_fallocate(self._fd, offset, size_bytes)
+        except OSError as error:
+            raise _no_memory(size_bytes, str(error)) from error
+
+    @property
+    def pages(self) -> mmap.mmap:
+        """All of it; ``flush`` has a file on disk say what is in memory, whose pages can then be taken back."""
+        return self._mapping()
+
+    def close(self) -> None:
+        """Let go of the memory; idempotent. Tensors and buffers made before keep it mapped as long as they live."""
+        # Dropped, not closed: torch.frombuffer holds the mmap object but no export of it, so that mmap.close() would
+        # unmap the memory under living tensors.
+        if self._map is not None:
+            self._map = None
+            os.close(self._fd)
+
+    def _mapping(self) -> mmap.mmap:
+        if self._map is None:
+            raise PacelineError("this segment is closed; take tensors from it before close()")
+        return self._map
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where one named tensor lies."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Without padding."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass
+class Arena:
+    """The layout of a segment: the same names, shapes and dtypes in the same order give the same offsets everywhere.
+
+    >>> arena = Arena()
+    >>> arena.add("weight", (2, 3), torch.float32), arena.add("bias", (3,), torch.float32)
+    (0, 64)
+    >>> arena.size_bytes
+    128
+    """
+
+    slots: dict[str, TensorSlot] = field(default_factory=dict[str, TensorSlot])
+    size_bytes: int = ALIGNMENT
+    """Of a segment that holds it all; never 0, which can't be mapped."""
+    _end: int = field(default=0, repr=False)
+
+    def add(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Place one more tensor, at a multiple of 64 bytes; returns its offset."""
+        assert name not in self.slots, f"{name} has a slot already"
+        slot = TensorSlot(self._end, tuple(shape), dtype)
+        self.slots[name] = slot
+        self._end = aligned(slot.offset + slot.size_bytes)
+        self.size_bytes = max(self.size_bytes, self._end)
+        return slot.offset
+
+    def tensor(self, segment: SharedMemory, name: str) -> Tensor:
+        """The view of ``name`` in ``segment``."""
+        slot = self.slots[name]
+        return segment.tensor(slot.offset, slot.shape, slot.dtype)
+
+    def tensors(self, segment: SharedMemory) -> dict[str, Tensor]:
+        """All views, by name."""
+        return {name: self.tensor(segment, name) for name in self.slots}
+
+
+def _no_memory(size_bytes: int, reason: str) -> PacelineError:
+    return PacelineError(
+        f"{size_bytes:,} bytes of shared memory can't be had ({reason}); "
+        "write fewer replicas=, a smaller model or less data, or give this machine or container more memory"
+    )
+
+
+LEAST_BYTES = 1 << 20
+"""Smaller tensors stay in ordinary memory: a file for each would cost more than it saves."""
+
+PIECE_BYTES = 16 << 20
+"""As much is copied before it is written out: what is not on disk yet can't be taken back."""
+
+SHARE = 1 / 8
+"""Of the memory that is free at the start: what may be filled before files are."""
+
+
+class SpillAllocator:
+    """One purpose's memory: so much of it is ordinary, the rest lies on disk.
+
+    Args:
+        roomy_bytes: how much; None: an eighth of what is free, divided among the workers of this host.
+    """
+
+    def __init__(self, roomy_bytes: int | None = None) -> None:
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._left = int(SHARE * available_bytes() / workers) if roomy_bytes is None else roomy_bytes
+        self._mapped: list[weakref.ref[mmap.mmap]] = []
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """A new vector; the one before it is written out first.
+
+        Raises:
+            PacelineError: there is room for it neither in memory nor on disk.
+        """
+        nbytes = elements * dtype.itemsize
+        if not self.spills(nbytes):
+            self._left -= nbytes
+            return torch.empty(elements, dtype=dtype)
+        _write_out(self._mapped[-1:])
+        with contextlib.closing(SharedMemory.on_disk(nbytes)) as segment:
+            self._mapped.append(weakref.ref(segment.pages))
+            return segment.tensor(0, (elements,), dtype)
+
+    def settle(self) -> None:
+        """Write out all that lies on disk and is still there."""
+        self._mapped = [each for each in self._mapped if each() is not None]
+        _write_out(self._mapped)
+
+    def spills(self, nbytes: int) -> bool:
+        """Whether so many bytes more would lie on disk."""
+        return nbytes >= LEAST_BYTES and nbytes > self._left
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, without a history."""
+        source, spilled = tensor.detach(), self.spills(tensor.nbytes)
+        made = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        if not spilled:
+            return made.copy_(source)
+        rows = max(1, PIECE_BYTES * len(source) // source.nbytes)
+        for target, piece in zip(torch.split(made, rows), torch.split(source, rows), strict=True):
+            target.copy_(piece)
+            _write_out(self._mapped[-1:])
+        return made
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """The tensor itself, without a history, while there is plenty of memory; then a contiguous copy of it."""
+        if tensor.device.type == "cpu" and self.spills(tensor.nbytes):
+            return self.copy(tensor)
+        self._left -= tensor.nbytes
+        return tensor.detach()
+
+    def segment(self, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> SharedMemory:
+        """Memory to share with other processes; as :meth:`SharedMemory.create`."""
+        if self.spills(size_bytes):
+            return SharedMemory.on_disk(size_bytes)
+        return SharedMemory.create(name, size_bytes, reserved_bytes=reserved_bytes)
+
+
+def _write_out(mapped: Iterable[weakref.ref[mmap.mmap]]) -> None:
+    for each in mapped:
+        pages = each()
+        if pages is not None:
+            pages.flush()

@@ -1,0 +1,292 @@
+"""Objects between processes of one host: pickled once, their arrays in shared memory.
+
+Objects between processes of one host, through sockets and a piece of memory that is written anew for each.
+
+::
+
+    small    | pickle |                          one message
+    large    | - sizes | + | pickle | array | array | ...      memory, whose descriptor goes along where it is new
+
+The next one may only be written when all have collected the last: a question, and then its answers.
+"""
+
+import contextlib
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.storage import TypedStorage, UntypedStorage
+
+from paceline.comm.fork_server import MESSAGE_BYTES
+from paceline.comm.shared_memory import PIECE_BYTES, SharedMemory, SpillAllocator, aligned
+from paceline.core.errors import InputError
+
+SHARED_FROM_BYTES = 64 * 1024
+"""Smaller arrays travel in the pickle itself: copying one costs less than its pages of a mapping."""
+
+_INT = 8
+
+_MADV_POPULATE_READ = 22  # not among the names of mmap
+
+
+@dataclass(frozen=True, slots=True)
+class SharedObject:
+    """A shipped object: one file descriptor, passed on as it is. Its memory goes with the last holder."""
+
+    fd: int
+
+    @property
+    def size_bytes(self) -> int:
+        """All of it, pickle and arrays."""
+        return os.fstat(self.fd).st_size
+
+    def close(self) -> None:
+        """Once all receivers have it, or, in a receiver, once it is unpacked: what was unpacked stays good."""
+        os.close(self.fd)
+
+
+def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
+    """Put an object graph into shared memory, each distinct tensor storage and large array in it once.
+
+    Args:
+        obj: what is sent.
+        spill: where it may lie on disk, if there is no memory to spare.
+
+    Raises:
+        InputError: where a part of it can't be pickled.
+        PacelineError: where there is not enough memory.
+    """
+    parts = parts_of(obj)
+    sizes = [len(part) for part in parts]
+    offsets = _offsets(sizes)
+    new = SharedMemory.create if spill is None else spill.segment
+    segment = new("parcel", offsets[-1], reserved_bytes=offsets[-1])
+    try:
+        with segment.buffer as target:
+            _write(target, 0, memoryview(b"".join(n.to_bytes(_INT, "little") for n in (len(sizes), *sizes))))
+            unwritten = 0
+            for offset, piece in _pieces(offsets, parts):
+                _write(target, offset, piece)
+                unwritten += len(piece)
+                if unwritten >= PIECE_BYTES:
+                    segment.pages.flush()  # nothing to do where it lies in memory
+                    unwritten = 0
+        return SharedObject(os.dup(segment.fd))
+    finally:
+        segment.close()
+
+
+def parts_of(obj: object) -> list[memoryview]:
+    """The pickle of an object graph, then its large arrays: each distinct one once, and none copied.
+
+    ``pickle.loads(first, buffers=rest)`` rebuilds the graph, its large arrays as views of these.
+
+    Raises:
+        InputError: where a part of it can't be pickled.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    try:
+        pickler.dump(obj)
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError) as error:
+        raise InputError(
+            f"{type(obj).__name__} can't be sent to another process: {error}; "
+            "make such parts inside the functions that use them, not outside"
+        ) from error
+    return [stream.getbuffer(), *pickler.buffers]
+
+
+def unpack(parcel: SharedObject, *, at_once: bool = True) -> Any:
+    """Rebuild the object graph; its large arrays are views of the parcel, copied page by page when written to.
+
+    Read-only numpy arrays come back read-only. What two tensors shared, they share again.
+
+    Args:
+        parcel: from :func:`share`.
+        at_once: map all of its pages now, rather than each when it is looked at.
+    """
+    # ACCESS_COPY: a receiver may normalise its data set in place, and no other one must see that.
+    pages = mmap.mmap(parcel.fd, parcel.size_bytes, access=mmap.ACCESS_COPY)
+    # All pages are there; mapped one by one as samples are drawn, they would cost a page fault each in every process.
+    if at_once:
+        with contextlib.suppress(OSError):  # before Linux 5.14
+            pages.madvise(_MADV_POPULATE_READ)
+    view = memoryview(pages)
+    count = _number(view, 0)
+    sizes = [_number(view, _INT * (i + 1)) for i in range(count)]
+    stream, *buffers = (view[o : o + n] for o, n in zip(_offsets(sizes), sizes, strict=False))
+    return pickle.loads(stream, buffers=buffers)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Leaves large buffers out; takes tensor storages as buffers and each of them once."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._keep_inside)
+        self.buffers: list[memoryview] = []
+        self._storages: dict[tuple[int, int], UntypedStorage] = {}
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is TypedStorage and obj._untyped_storage.device.type == "cpu":  # .untyped() would warn
+            return _typed_storage, (self._same(obj._untyped_storage), obj.dtype)
+        if kind is UntypedStorage and obj.device.type == "cpu":
+            same = self._same(obj)
+            return _storage, (pickle.PickleBuffer(_bytes_of(same)) if same is obj else same,)
+        return super().reducer_override(obj)
+
+    def _same(self, storage: UntypedStorage) -> UntypedStorage:
+        # Every tensor makes a new Python object for its storage; pickle knows objects by identity. The size belongs to
+        # the key: from_numpy gives views of one array storages of different sizes at one address.
+        return self._storages.setdefault((storage.data_ptr(), storage.nbytes()), storage)
+
+    def _keep_inside(self, buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < SHARED_FROM_BYTES:
+            return True
+        self.buffers.append(raw)
+        return False
+
+
+def _offsets(sizes: list[int]) -> list[int]:
+    """Where each part starts, after the count and the sizes; last, where all ends."""
+    return list(accumulate((aligned(n) for n in sizes), initial=aligned(_INT * (len(sizes) + 1))))
+
+
+def _write(target: memoryview, offset: int, part: memoryview) -> None:
+    target[offset : offset + len(part)] = part
+
+
+def _pieces(offsets: Sequence[int], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
+    """No larger than what is written out at once, each with where it goes."""
+    for offset, part in zip(offsets, parts, strict=False):
+        for start in range(0, len(part), PIECE_BYTES):
+            yield offset + start, part[start : start + PIECE_BYTES]
+
+
+def _number(view: memoryview, offset: int) -> int:
+    return int.from_bytes(view[offset : offset + _INT], "little")
+
+
+def _bytes_of(storage: UntypedStorage) -> Any:
+    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
+
+
+def _storage(source: Any) -> UntypedStorage:
+    """Rebuild a storage on the bytes of ``source``, without a copy."""
+    if isinstance(source, UntypedStorage):
+        return source
+    if len(source) == 0:
+        return UntypedStorage(0)  # type: ignore[no-untyped-call]
+    return torch.frombuffer(source, dtype=torch.uint8).untyped_storage()
+
+
+def _typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
+    return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+LEAST_BYTES = 1 << 20
+"""Of the memory, which at least doubles when it is too small."""
+
+_LARGE = b"-"
+
+
+class ObjectSender:
+    """Where one process writes what others are to have."""
+
+    def __init__(self) -> None:
+        self._segment: SharedMemory | None = None
+
+    def post(self, obj: object, links: Sequence[socket.socket]) -> list[bool]:
+        """Send an object graph to all who read this box; whether each of them is still there.
+
+        Args:
+            obj: what cloudpickle can carry.
+            links: of kind SOCK_SEQPACKET; the same each time.
+
+        Raises:
+            InputError: a part of it can't be pickled.
+        """
+        stream, *arrays = parts_of(obj)
+        if not arrays and len(stream) <= SHARED_FROM_BYTES:
+            return [_sent(link, bytes(stream), []) for link in links]
+        parts = [stream, *arrays]
+        sizes = [len(part) for part in parts]
+        segment, fds = self._roomy(_ends(sizes)[-1])
+        with segment.buffer as target:
+            for start, part in zip(_ends(sizes), parts, strict=False):
+                target[start : start + len(part)] = part
+        message = _LARGE + struct.pack(f"<{len(sizes)}Q", *sizes)
+        return [_sent(link, message, fds) for link in links]
+
+    def _roomy(self, size_bytes: int) -> tuple[SharedMemory, list[int]]:
+        """The memory, and, where it is new, what others map it by."""
+        before = self._segment
+        if before is not None and before.size_bytes >= size_bytes:
+            return before, []
+        capacity = max(size_bytes, LEAST_BYTES, 2 * before.size_bytes if before is not None else 0)
+        self.close()
+        self._segment = made = SharedMemory.create("letters", capacity, reserved_bytes=capacity)
+        return made, [made.fd]
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+
+class ObjectReceiver:
+    """Where what comes through a link is read.
+
+    Args:
+        link: its reading end.
+    """
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._segment: SharedMemory | None = None
+
+    def collect(self) -> Any:
+        """Wait for the next object graph; raises EOFError where the other side has gone."""
+        message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 1)
+        if not message:
+            raise EOFError("the other side has gone")
+        if fds:
+            self.close()
+            self._segment = SharedMemory.attach(fds[0], os.fstat(fds[0]).st_size)
+        if message[:1] != _LARGE:
+            return pickle.loads(message)
+        sizes = [size for (size,) in struct.iter_unpack("<Q", message[1:])]
+        assert self._segment is not None, "its descriptor came with the first"
+        with self._segment.buffer as source:  # copied out of it, since the next one is written there too
+            stream, *arrays = (bytearray(source[a : a + n]) for a, n in zip(_ends(sizes), sizes, strict=False))
+        return pickle.loads(stream, buffers=arrays)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None
+
+
+def _ends(sizes: Sequence[int]) -> list[int]:
+    """Where each part starts, and last, where all ends."""
+    return list(accumulate(map(aligned, sizes), initial=0))
+
+
+def _sent(link: socket.socket, message: bytes, fds: list[int]) -> bool:
+    try:
+        socket.send_fds(link, [message], fds)
+    except OSError:
+        return False
+    return True

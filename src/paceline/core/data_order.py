@@ -1,0 +1,204 @@
+"""The order of the data: which samples are the k-th batch of replica r.
+
+It depends on the five fields of :class:`DataOrder` alone, never on who is fast, so every aggregation and engine is
+fed the same stream. Below, N samples, P replicas, batch size b::
+
+    global     epoch e:  one permutation of N, cut into rounds of P·b; chunk k·P + r goes to replica r
+                         |r0|r1|r2|r0|r1|r2| ... |r0 r1 r2|   last round: what remains, in P pieces as equal as possible
+    disjoint   once:     one permutation of N, cut into P subsets as equal as possible; each replica keeps its own
+               epoch e:  each replica shuffles its subset and cuts it into chunks of b; the last may be smaller
+"""
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, final, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import InputError, unknown
+from paceline.core.types import ReplicaId
+
+Indices: TypeAlias = NDArray[np.int64]
+"""Positions in the training set, one dimension."""
+
+Partition: TypeAlias = Literal["global", "disjoint"]
+"""How replicas share the training set: one permutation for all, or a fixed subset each."""
+
+_TAG = int.from_bytes(b"data order")
+"""Keeps these draws apart from all others made under the same seed."""
+
+_SUBSETS, _SHUFFLES = 0, 1
+"""The two kinds of draws of ``disjoint``; without them the subsets and the first shuffle would share a stream."""
+
+_KEPT_INDICES = 2**19
+"""How many indices of past and present epochs are kept (4 MiB): a fast replica may be many short epochs ahead."""
+
+_KEPT_EPOCHS = 4
+"""How many epochs are kept at the least, however large the training set."""
+
+
+def _permutation(*key: int) -> Callable[[int | Indices], Indices]:
+    return np.random.default_rng([*key]).permutation
+
+
+def _pieces(length: int, pieces: int, piece: int) -> tuple[int, int]:
+    """Start and stop of one of ``pieces`` contiguous pieces, as equal as possible: the rule of ``np.array_split``."""
+    size, larger = divmod(length, pieces)
+    start = piece * size + min(piece, larger)
+    return start, start + size + (piece < larger)
+
+
+class _Cut(ABC):
+    """How rounds and replicas divide what has been shuffled."""
+
+    @abstractmethod
+    def rounds(self, replica: ReplicaId) -> int:
+        """How many batches of this replica make an epoch."""
+
+    @abstractmethod
+    def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
+        """Start and stop of a batch within ``shuffled``."""
+
+    @abstractmethod
+    def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
+        """The samples of an epoch, in the order in which they are cut."""
+
+
+@final
+class _Global(_Cut):
+    def __init__(self, samples: int, batch_size: int, replicas: int, seed: int) -> None:
+        self._samples, self._batch_size, self._replicas, self._seed = samples, batch_size, replicas, seed
+        self._full_rounds, self._rest = divmod(samples, batch_size * replicas)
+        self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // samples)
+        self._epochs: OrderedDict[int, Indices] = OrderedDict()
+
+    def rounds(self, replica: ReplicaId) -> int:  # noqa: ARG002 - the same for all
+        return self._full_rounds + (self._rest > 0)
+
+    def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
+        if round_ < self._full_rounds:
+            start = (round_ * self._replicas + replica) * self._batch_size
+            return start, start + self._batch_size
+        start, stop = _pieces(self._rest, self._replicas, replica)
+        return self._samples - self._rest + start, self._samples - self._rest + stop
+
+    def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:  # noqa: ARG002 - the same for all
+        found = self._epochs.get(epoch)
+        if found is None:
+            found = self._epochs[epoch] = _permutation(self._seed, _TAG, epoch)(self._samples)
+            if len(self._epochs) > self._keep:
+                self._epochs.popitem(last=False)
+        else:
+            self._epochs.move_to_end(epoch)
+        return found
+
+
+@final
+class _Disjoint(_Cut):
+    def __init__(self, samples: int, batch_size: int, replicas: int, seed: int) -> None:
+        self._samples, self._batch_size, self._replicas, self._seed = samples, batch_size, replicas, seed
+        self._all: Indices | None = None
+        self._current: dict[ReplicaId, tuple[int, Indices]] = {}
+
+    def rounds(self, replica: ReplicaId) -> int:
+        start, stop = _pieces(self._samples, self._replicas, replica)
+        return -(-(stop - start) // self._batch_size)
+
+    def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
+        first, last = _pieces(self._samples, self._replicas, replica)
+        start = round_ * self._batch_size
+        return start, min(start + self._batch_size, last - first)
+
+    def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
+        current = self._current.get(replica)
+        if current is None or current[0] != epoch:
+            subset = self._subset(replica)
+            current = epoch, _permutation(self._seed, _TAG, _SHUFFLES, epoch, replica)(subset)
+            self._current[replica] = current
+        return current[1]
+
+    def _subset(self, replica: ReplicaId) -> Indices:
+        if self._all is None:
+            self._all = _permutation(self._seed, _TAG, _SUBSETS)(self._samples)
+        start, stop = _pieces(self._samples, self._replicas, replica)
+        return self._all[start:stop]
+
+
+_CUTS: dict[Partition, type[_Global] | type[_Disjoint]] = {"global": _Global, "disjoint": _Disjoint}
+
+
+@dataclass(frozen=True)
+class DataOrder:
+    """Which samples are the k-th batch of replica r; a value, but for the permutations it keeps.
+
+    Under ``global``, P synchronous replicas with batch size b see, round by round, what one process with batch size
+    P·b sees, and an epoch covers every sample exactly once. A batch of the last round may hold 0 samples, where fewer
+    than P remain. Memory is O(samples), however many replicas ask and however far they are apart.
+
+    Args:
+        samples: of the training set.
+        batch_size: samples per replica and step.
+        replicas: P.
+        seed: of all permutations, 0 or more.
+        partition: ``global``, or ``disjoint`` as in the Smooth Switch paper (arXiv 2407.00101).
+
+    Raises:
+        InputError: a number below 1, a negative seed, an unknown partition, or fewer samples than disjoint subsets.
+
+    >>> order = DataOrder(samples=10, batch_size=2, replicas=2, seed=0)
+    >>> [order.size(replica, k) for k in range(3) for replica in range(2)]
+    [2, 2, 2, 2, 1, 1]
+    >>> alone = DataOrder(samples=10, batch_size=4, replicas=1, seed=0)
+    >>> alone.batch(0, 1).tolist() == order.batch(0, 1).tolist() + order.batch(1, 1).tolist()
+    True
+    """
+
+    samples: int
+    batch_size: int
+    replicas: int
+    seed: int
+    partition: Partition = "global"
+    _cut: _Cut = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "batch_size", "replicas"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}={getattr(self, name)}, but it must be at least 1; write {name}=1 or more.")
+        if self.seed < 0:
+            raise InputError(f"seed={self.seed}, but a seed can't be negative; write seed={-self.seed}.")
+        if self.partition not in _CUTS:
+            raise unknown("partition", self.partition, get_args(Partition))
+        if self.partition == "disjoint" and self.replicas > self.samples:
+            raise InputError(
+                f"partition=disjoint needs a sample for each replica, but there are {self.replicas} replicas and "
+                f"{self.samples} samples; write partition=global or replicas={self.samples}."
+            )
+        cut = _CUTS[self.partition](self.samples, self.batch_size, self.replicas, self.seed)
+        object.__setattr__(self, "_cut", cut)
+
+    def batch(self, replica: ReplicaId, k: int) -> Indices:
+        """The samples of the k-th batch of a replica, k = 0, 1, 2, ... over all epochs; the caller's own copy."""
+        epoch, round_ = divmod(k, self._rounds(replica))
+        start, stop = self._cut.bounds(replica, round_)
+        # A copy, for a view would keep its whole epoch alive for as long as a slow replica holds it.
+        return self._cut.shuffled(replica, epoch)[start:stop].copy()
+
+    def size(self, replica: ReplicaId, k: int) -> int:
+        """How many samples the k-th batch of a replica holds; nothing is shuffled."""
+        start, stop = self._cut.bounds(replica, k % self._rounds(replica))
+        return stop - start
+
+    def epoch(self, replica: ReplicaId, k: int) -> int:
+        """Which epoch the k-th batch of a replica belongs to, from 0."""
+        return k // self._rounds(replica)
+
+    def rounds_per_epoch(self, replica: ReplicaId) -> int:
+        """How many batches of a replica make one epoch; ``disjoint`` subsets may differ by one."""
+        return self._rounds(replica)
+
+    def _rounds(self, replica: ReplicaId) -> int:
+        assert 0 <= replica < self.replicas, f"replica {replica} of {self.replicas}"
+        return self._cut.rounds(replica)

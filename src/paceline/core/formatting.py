@@ -1,0 +1,55 @@
+"""Numbers as text: seconds, bytes, counts.
+
+Amounts as people read them.
+"""
+
+import math
+
+from paceline.core.types import Seconds
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def seconds_text(seconds: Seconds) -> str:
+    """Three digits.
+
+    >>> seconds_text(0.0123456), seconds_text(61.25), seconds_text(2.5e-6), seconds_text(0.0)
+    ('12.3 ms', '61.2 s', '2.5 µs', '0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if abs(seconds) >= size:
+            return f"{_three(seconds / size)} {unit}"
+    return f"{_three(seconds * 1e9)} ns" if abs(seconds) >= 5e-10 else "0 s"
+
+
+def bytes_text(size: float) -> str:
+    """In units of 1,024.
+
+    >>> bytes_text(3 * 2**30), bytes_text(1000), bytes_text(1536)
+    ('3 GiB', '1000 B', '1.5 KiB')
+    """
+    unit = 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.0f} B" if not unit else f"{_three(size)} {_UNITS[unit]}"
+
+
+def _three(number: float) -> str:
+    """Digits; no exponent.
+
+    >>> _three(1234.5), _three(12.34), _three(3.0)
+    ('1,234', '12.3', '3')
+    """
+    if abs(number) >= 100:
+        return f"{number:,.0f}"
+    return f"{number:.3g}"
+
+
+def amount(nbytes: int) -> str:
+    """Bytes with three digits and the unit that suits them.
+
+    >>> amount(0), amount(512), amount(49_152), amount(1_000_000), amount(2_345_678_901)
+    ('0 B', '512 B', '49.2 kB', '1 MB', '2.35 GB')
+    """
+    step = min(3, int(math.log(max(nbytes, 1), 1000) + 1e-9))
+    return f"{nbytes / 1000**step:.3g} {('B', 'kB', 'MB', 'GB')[step]}"

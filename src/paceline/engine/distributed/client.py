@@ -1,0 +1,159 @@
+"""A replica's side of the exchange: A and F, as its loop sees them."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.distributed.norms import Norms
+from paceline.engine.distributed.overlap import Overlap
+from paceline.engine.distributed.reduce_buffer import Kind, Meets, Norm, RankStatus, ReduceBuffer, of_step
+from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
+from paceline.engine.distributed.uneven_inputs import ShadowPasses
+from paceline.engine.spmd.watchdog import StoreSignals
+from paceline.engine.worker import WorkerMetrics
+from paceline.replica.base import Measured, Sink
+from paceline.replica.flat_state import FlatState
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a station works with."""
+
+    course: ReplicatedCoordinator
+    exchange: Meets
+    freight: ReduceBuffer
+    overlap: Overlap | None
+    """None where Δ is summed in the exchange."""
+    norms: Norms | None
+    """None where nobody has asked."""
+    state: FlatState
+    """A."""
+    stopwatch: SyncedClock
+    gauge: WorkerMetrics
+    attendance: ShadowPasses
+    notices: StoreSignals | None
+    """None where nobody else is there."""
+    asked_to_end: Callable[[], bool]
+    """Whether this process has been told to end, by Ctrl-C say."""
+    woken: threading.Event
+    """Set when it is."""
+    after: Callable[[], None]
+    """Called after each exchange."""
+
+
+def excuse(around: Surroundings, seconds: Seconds, timeout_s: Seconds) -> None:
+    """Announce a pause that is not much shorter than a hang."""
+    if around.notices is not None and seconds > timeout_s / 4:
+        around.notices.excuse(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
+
+
+class AllReduceClient(Sink):
+    """A and F, where every rank has both.
+
+    Where Δ is sent bucket by bucket, its gradients come as to a sink; else all in the slot.
+
+    Args:
+        replica: whose side.
+        around: what there is.
+        timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
+    """
+
+    def __init__(self, replica: ReplicaId, around: Surroundings, timeout_s: Seconds) -> None:
+        self._replica, self._around, self._timeout_s = replica, around, timeout_s
+        self._course, self._freight = around.course, around.freight
+        self._again = around.course.may_repeat
+        self._made = 0
+        self._norm = None if around.norms is None else Norm()
+        self.attempt: Clock = 0
+        """Which Δ this replica is at."""
+
+    def going(self) -> bool:
+        """Whether it is to go on; a push has waited for all that could change that."""
+        self.attempt = self._course.attempt(self._replica)
+        return self._course.computes(self._replica)
+
+    def opens(self) -> bool:
+        return self._made == 0
+
+    def pull(self) -> FlatState:
+        return self._around.state
+
+    def last(self) -> bool:
+        return self._made + 1 == self._course.micro_steps(self._replica)
+
+    def ready(self, index: int, gradient: Tensor, samples: int) -> None:
+        assert self._around.overlap is not None, "Δ is not sent in buckets"
+        if self._around.norms is not None:
+            self._around.norms.add(index, gradient)
+        self._around.overlap.bring(index, gradient, self._course.weight(samples))
+
+    def closes(self) -> bool:
+        self._made += 1
+        if self._made < self._course.micro_steps(self._replica):
+            return False
+        self._made = 0
+        return True
+
+    def slot(self) -> FlatState:
+        return self._freight.state
+
+    def push(self, measured: Measured) -> None:
+        weight = self._course.weight(measured.samples)
+        if self._around.norms is not None:
+            self._norm = self._around.norms.brought(measured, sent=self._around.overlap is not None)
+        if self._around.overlap is not None:
+            self._freight.scale_buffers(weight)  # Δ is under way
+        elif measured.finite:
+            self._freight.weigh(weight)
+        else:
+            self._freight.empty()
+        kept = self._freight.kept() if self._again else []
+        self._meet(Kind.delta, measured)
+        while self._course.waits(self._replica):
+            self._freight.bring_again(kept)
+            self._meet(Kind.delta, measured)
+
+    def leave(self) -> None:
+        """The loop has ended; take part in what the others still exchange."""
+        while not self._course.over:
+            self._freight.empty()
+            self._norm = self._norm and Norm()
+            present = self._course.takes_part(self._replica)
+            self._meet(Kind.farewell if present else Kind.nothing, Measured(0.0, 0, True))
+
+    def called_off(self) -> bool:
+        """Never: in lockstep an attempt is always wanted."""
+        return False
+
+    def confirm(self) -> int:
+        raise AssertionError("no attempt is called off")
+
+    def pause(self, seconds: Seconds) -> None:
+        """Be slow for so long, or until told to end."""
+        excuse(self._around, seconds, self._timeout_s)
+        self._around.woken.wait(seconds)
+
+    def _meet(self, kind: Kind, measured: Measured) -> None:
+        around, step = self._around, self.attempt
+        around.attendance.keep_up(self._course.passes)
+        began = time.monotonic_ns()
+        now, norm = around.stopwatch.now_ns(), self._norm
+        row = RankStatus(kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, now, norm)
+        if around.overlap is not None:
+            around.overlap.settle()
+        rows = around.exchange.meet(row, step)
+        if around.overlap is not None:
+            around.overlap.wait(of_step(step))
+        if len(rows) > 1:
+            last_came = around.stopwatch.local_ns(max(row.entered_ns for row in rows))
+            all_there = min(max(last_came, began), time.monotonic_ns())
+            around.gauge.waited(began, step, all_there)
+            around.gauge.spent("all_reduce", all_there, step, self._freight.nbytes)
+        updating = time.monotonic_ns()
+        self._course.take(rows)
+        around.gauge.spent("apply", updating, step)
+        around.after()

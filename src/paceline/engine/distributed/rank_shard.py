@@ -1,0 +1,301 @@
+"""What one rank holds of A, and how it takes part in the updates: whole, by stages, or by shards.
+
+What one rank has of A, and how it takes part in the updates: the contract, and the plainest way.
+
+What a rank has of A where a replica has stages: what its own stages need.
+
+What a rank has of A where operators are divided among ranks: its part of each parameter.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import final
+
+from paceline.aggregation import Synchronous
+from paceline.comm.compression import parse
+from paceline.core.mesh import Coordinate
+from paceline.engine.distributed.fsdp import FsdpModule, FsdpShard, Partial, only_buffers
+from paceline.engine.distributed.norms import Noise, Norms
+from paceline.engine.distributed.overlap import Overlap, overlapped
+from paceline.engine.distributed.pipeline_sync import Staged, StagedExchange
+from paceline.engine.distributed.reduce_buffer import GradientSync, Meets, ReduceBuffer
+from paceline.engine.distributed.sync_batchnorm import Meeting, SynchronisedBatchNorm
+from paceline.engine.distributed.update import CompressedUpdate, HeldState, ReplicatedUpdate, Update, all_of
+from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
+from paceline.engine.noise_scale import NoiseAccumulator
+from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.spmd.communicator import Communicator, ring_bytes
+from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
+from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
+from paceline.engine.spmd.shard_views import FullStateGather
+from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
+from paceline.replica.base import Replica, micro_steps
+from paceline.replica.flat_state import FlatState, read
+from paceline.replica.single import Autograd, worthwhile
+from paceline.replica.tensor.placements import counts
+from paceline.trace.recorder import AnyRecorder
+
+
+def stepping(
+    here: RankSetup, held: HeldState, freight: ReduceBuffer, peers: Communicator | None, *, by_tensor: bool = False
+) -> tuple[Update, StagedExchange]:
+    """What makes updates here, and the exchange before them; all ranks make it together.
+
+    Args:
+        here: the rank.
+        held: its part of A.
+        freight: what it brings.
+        peers: by which those meet who have the same part in other replicas; None: there is one replica.
+        by_tensor: whether gradients may stay outside the freight.
+    """
+    job, mesh, rank, traffic = here.setup.job, here.mesh, here.team.world.rank, here.team.traffic
+    if traffic is None or not job.strategy.shard_optimizer:
+        norms = Norms(job, freight.state, held.counted, held.whole) if job.noise_scale else None
+        clipped = held.counted if job.program.clip_norm is not None else ()
+        exchange = StagedExchange(freight, freight.vectors, clipped, mesh, rank, traffic, peers, norms=norms)
+        update = Staged(job.program, freight, held, exchange, by_tensor=by_tensor and norms is None)
+        if norms is not None:
+            norms.measure_by(update.stepper)
+        return update, exchange
+    circle = holders(mesh, rank, traffic, peers)
+    divided = ZeroOptimizer(job.program, freight, held, circle, traffic)
+    first = mesh.column(mesh.place(rank)).copy == 0  # each copy of a stage has the whole Δ of its replica
+    exchange = StagedExchange(freight, divided.meeting, (), mesh, rank, traffic, circle.traffic, brings=first)
+    return divided, exchange
+
+
+class RankShard(ABC):
+    """One rank's.
+
+    Args:
+        place: where it is among all workers.
+        state: what its replica reads of A.
+        freight: what it brings when ranks meet.
+        update: its part in each update.
+        overlap: what sends Δ during the backward pass; None where it is sent after it.
+        meeting: where layers look at all ranks' samples; None where there is no such layer, or nobody else.
+        divided: parameters that all ranks have to gather; None: this one has what it needs.
+        noise: what is told of it; None: nobody has asked.
+    """
+
+    def __init__(
+        self,
+        place: Coordinate,
+        state: FlatState,
+        freight: ReduceBuffer,
+        update: Update,
+        *,
+        overlap: Overlap | None = None,
+        meeting: Meeting | None = None,
+        divided: FsdpModule | None = None,
+        noise: Noise | None = None,
+    ) -> None:
+        self.place, self.state, self.freight, self.update = place, state, freight, update
+        self.overlap, self.meeting, self.divided, self.noise = overlap, meeting, divided, noise
+
+    @property
+    @abstractmethod
+    def parameter_bytes(self) -> int:
+        """Of the parameters that this rank keeps."""
+
+    @property
+    @abstractmethod
+    def peak_saved_bytes(self) -> int | None:
+        """The most that was kept for backward at one time; None: it is not counted."""
+
+    @abstractmethod
+    def exchange(self) -> Meets:
+        """Where this rank meets the others."""
+
+    @abstractmethod
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        """What computes Δ here.
+
+        Args:
+            weigh: what a Δ of so many samples counts in the sum.
+            recorder: of this rank's spans.
+        """
+
+    @abstractmethod
+    def rules(self) -> Mapping[str, str | int | float]:
+        """What a reader of the figures should know."""
+
+
+@final
+class WholeModelShard(RankShard):
+    """All of A, or of each parameter a part."""
+
+    def __init__(self, here: RankSetup) -> None:
+        setup, team = here.setup, here.team
+        job, self._module, self._layout = here.setup.job, here.module, here.layout
+        whole = read(here.module, here.layout.new())
+        divided = None
+        if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
+            divided = FsdpModule(here.module, here.layout, team.world.size, team.traffic)
+        state = whole if divided is None else only_buffers(whole)
+        freight = ReduceBuffer(state.layout, team.world.size, norms=job.noise_scale)
+        update = _update(here, divided, freight, state)
+        noise = _noise(here, freight, update) if job.noise_scale else None
+        meeting = _meeting(here, divided)
+        at_once = isinstance(update, ReplicatedUpdate) and meeting is None and job.on_nonfinite != "skip"
+        if job.noise_scale:  # each gradient is looked at as it is handed over, on the host
+            at_once &= job.strategy.accumulate == 1 and job.strategy.device == "cpu"
+        overlap = overlapped(job, team, here.backend, freight) if at_once else None
+        place = Coordinate(team.world.rank)
+        super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided, noise=noise)
+        self._setup, self._team = setup, team
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self._layout.parameter_bytes if self.divided is None else self.divided.nbytes
+
+    @property
+    def peak_saved_bytes(self) -> int | None:
+        return None
+
+    def exchange(self) -> Meets:
+        vectors = self.update.meeting if self.overlap is None else self.freight.tails
+        return GradientSync(self.freight, vectors, self._team.world.rank, self._team.traffic)
+
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        setup, rank, module = self._setup, self.place.replica, self._module
+        if self.divided is None:
+            return setup.replica(rank, module, self._layout, recorder)
+        autograd = Autograd(setup.job.program, module, self.state.layout, rank, setup.device(rank), recorder)
+        return Partial(autograd, self.divided, weigh)
+
+    def rules(self) -> Mapping[str, str | int | float]:
+        ranks, size = self._team.world.size, self._layout.parameter_bytes
+        rules: dict[str, str | int | float] = {
+            "shard_optimizer": isinstance(self.update, ZeroOptimizer),
+            "buckets": self.overlap.buckets if self.overlap is not None else 0,
+            "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
+        }
+        if self.divided is not None:  # gathered for forward, gathered for backward, and gradients summed
+            rules["payload_sharded_formula_bytes_per_step"] = 3 * (ranks - 1) * size * self._setup.per_step
+        return rules
+
+
+def _update(here: RankSetup, divided: FsdpModule | None, freight: ReduceBuffer, state: FlatState) -> Update:
+    """How updates are made."""
+    job, team, traffic = here.setup.job, here.team, here.team.traffic
+    if traffic is not None and divided is not None:
+        return FsdpShard(job.program, divided, freight, state, traffic)
+    if traffic is not None and _divides(here):
+        return ZeroOptimizer(job.program, freight, all_of(state), SubGroup(traffic, team.world.rank), traffic)
+    owner = ServerOptimizer(job.program, here.setup.policy, state)
+    if traffic is None or job.strategy.compression == "none":
+        return ReplicatedUpdate(freight, owner)
+    return CompressedUpdate(freight, owner, parse(job.strategy.compression), traffic)
+
+
+def _noise(here: RankSetup, freight: ReduceBuffer, update: Update) -> Noise:
+    assert isinstance(update, ReplicatedUpdate), "another update was not refused"
+    norms = Norms(here.setup.job, freight.state, here.layout.parameter_names, here.layout)
+    norms.measure_by(update.stepper)
+    return Noise(NoiseAccumulator(here.setup.reference_batch), norms, lambda _: norms.together())
+
+
+def _divides(here: RankSetup) -> bool:
+    """Whether each rank keeps a part of the optimizer's state."""
+    job = here.setup.job
+    if job.strategy.shard_optimizer is not None:
+        return job.strategy.shard_optimizer
+    apart = job.strategy.compression == "none" and job.strategy.device == "cpu" and not job.noise_scale
+    return apart and pays(job.program, here.layout, here.backend, here.team.world.size)
+
+
+def _meeting(here: RankSetup, divided: FsdpModule | None) -> Meeting | None:
+    traffic, world = here.team.traffic, here.team.world
+    if traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in here.module.modules()):
+        return None
+    policy = here.setup.policy
+    added = isinstance(policy, Synchronous) and policy.combine == "sum"
+    summed = here.setup.job.strategy.accumulate > 1 or added or divided is not None
+    return Meeting(traffic, world.rank, world.size, summed=summed)
+
+
+@final
+class StageShard(RankShard):
+    """One rank's."""
+
+    def __init__(self, here: RankSetup) -> None:
+        self._pipeline = pipeline = PipelineRank(here)
+        state, divides = pipeline.state, bool(here.setup.job.strategy.shard_optimizer)
+        gather = FullStateGather(state, pipeline.whole, pipeline.stages, pipeline.rank, here.team.traffic)
+        held = HeldState(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
+        freight = ReduceBuffer(state.layout, ranks=pipeline.mesh.replicas)
+        update, self._exchange = stepping(here, held, freight, pipeline.circles.peers)
+        super().__init__(pipeline.place, state, freight, update, noise=self._exchange.noise(here.setup))
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.state.layout.parameter_bytes
+
+    @property
+    def peak_saved_bytes(self) -> int | None:
+        return self._replica.peak_saved_bytes
+
+    def exchange(self) -> Meets:
+        return self._exchange
+
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        del weigh  # Δ is scaled when all of it is there
+        self._replica = pipelined(self._pipeline, micro_steps(self._pipeline.setup.delta), recorder)
+        return self._replica
+
+    def rules(self) -> Mapping[str, str | int | float]:
+        count = self._pipeline.setup.job.strategy.micro_batch_count
+        needs = self._pipeline.needs
+        return {
+            "micro_batches": count,
+            "parts": needs.parts,
+            "parts_need": str(needs),
+            "shard_optimizer": isinstance(self.update, ZeroOptimizer),
+        }
+
+
+@final
+class TensorParallelShard(RankShard):
+    """One rank's."""
+
+    def __init__(self, here: RankSetup) -> None:
+        self._sharding = sharding = TensorParallelRank(here)
+        mesh, rank, traffic = sharding.mesh, sharding.rank, here.team.traffic
+        state, place = sharding.state, sharding.place
+        job = here.setup.job
+        names = state.layout.parameter_names if job.program.clip_norm is not None or job.noise_scale else ()
+        counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
+        gather = FullStateGather(state, sharding.whole, sharding.stages, rank, traffic)
+        held, freight = (
+            HeldState(state, sharding.whole, counted, gather),
+            ReduceBuffer(state.layout, ranks=mesh.replicas),
+        )
+        by_tensor = mesh.replicas == 1 and here.setup.device(rank) == "cpu" and worthwhile(state.layout)
+        update, self._exchange = stepping(here, held, freight, sharding.circles.peers, by_tensor=by_tensor)
+        self._loose = update.loose if isinstance(update, Staged) else None
+        super().__init__(place, state, freight, update, noise=self._exchange.noise(here.setup))
+
+    @property
+    def parameter_bytes(self) -> int:
+        return self.state.layout.parameter_bytes
+
+    @property
+    def peak_saved_bytes(self) -> int | None:
+        return self._replica.peak_saved_bytes
+
+    def exchange(self) -> Meets:
+        return self._exchange
+
+    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        del weigh  # Δ is scaled when all of it is there
+        self._replica = self._sharding.worker(micro_steps(self._sharding.setup.delta), recorder, self._loose)
+        return self._replica
+
+    def rules(self) -> Mapping[str, str | int | float]:
+        sharding = self._sharding
+        return {
+            "shards": sharding.shards.count,
+            "planned_bytes_per_step": sharding.prepared.plan.cost.sent,
+            "shard_optimizer": isinstance(self.update, ZeroOptimizer),
+        }

@@ -1,0 +1,112 @@
+"""What can't be done with ``shard_parameters=true``, said before anything starts."""
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.aggregation import Synchronous
+from paceline.core.errors import InputError
+from paceline.core.types import ReplicaId
+from paceline.engine.base import Job
+from paceline.engine.distributed.fsdp import units
+from paceline.replica.flat_optimizer import ELEMENTWISE
+
+_ELEMENTWISE = (
+    *ELEMENTWISE,
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Rprop,
+)
+"""Optimizers that treat each element alone, so that a step on each part is a step on the whole.
+
+Others fail on torch's DTensors (2.13: Adafactor, and what mixes them with tensors of its own, as LARS and LAMB), or do
+something else there (Muon: 0.01 apart after 13 steps of 0.01).
+"""
+
+
+def refuse_dividing(job: Job) -> None:
+    """Raise InputError where this job's parameters can't be divided among the ranks."""
+    _refuse_options(job)
+    module = job.program.build()
+    _refuse_parameters(module)
+    _refuse_optimizer(job.program.optimizer([p for p in module.parameters() if p.requires_grad]))
+
+
+def ended_within_a_delta(replica: ReplicaId, accumulate: int) -> InputError:
+    """What is said of a user's loop that ends there: what has been added to the others' sum can't be taken back."""
+    return InputError(
+        f"the loop of replica {replica} ended between two of the accumulate={accumulate} batches of one update, but "
+        "shard_parameters=True has summed the first of them already; end it after the last"
+    )
+
+
+def _refuse_options(job: Job) -> None:
+    strategy, policy = job.strategy, job.strategy.aggregation
+    if strategy.compression != "none":
+        raise InputError(
+            f"shard_parameters=True sums each layer's gradients as they come, and compression={strategy.compression} "
+            "all of Δ at once; leave one of them out"
+        )
+    if strategy.shard_optimizer is False:
+        raise InputError(
+            "shard_parameters=True divides the optimizer's state as well, but shard_optimizer=False; leave "
+            "shard_optimizer out"
+        )
+    if strategy.device != "cpu":
+        raise InputError(
+            f"shard_parameters=True is carried between CPUs, not on device={strategy.device}; leave it out, or write "
+            "device=cpu"
+        )
+    if job.on_nonfinite == "skip":
+        raise InputError(
+            "on_nonfinite='skip' discards a bad Δ, but shard_parameters=True has added it to the others' by then; "
+            "write on_nonfinite='stop' or leave shard_parameters out"
+        )
+    if strategy.accumulate > 1 and isinstance(policy, Synchronous) and policy.combine == "sum":
+        raise InputError(
+            f"shard_parameters=True adds a batch before it is known how many samples its accumulate="
+            f"{strategy.accumulate} batches have together, which combine=sum divides by; write combine=mean or "
+            "accumulate=1"
+        )
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    if type(optimizer) not in _ELEMENTWISE:
+        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+        raise InputError(
+            f"shard_parameters=True gives each rank a part of each parameter, and {type(optimizer).__name__} may have "
+            f"to look at the whole; write shard_optimizer=true instead, or one of torch.optim's {known}"
+        )
+
+
+def _refuse_parameters(module: nn.Module) -> None:
+    for name, layer in module.named_modules():
+        if getattr(layer, "sparse", False) is True:
+            raise InputError(
+                f"{name or 'the model'} has sparse gradients, which shard_parameters=True can't sum; write "
+                "nn.Embedding(…, sparse=False)"
+            )
+    for name, parameter in module.named_parameters():
+        if not parameter.dim():
+            raise InputError(
+                f"parameter {name} is a single number, and shard_parameters=True cuts parameters along their first "
+                "dim; write torch.nn.Parameter(torch.ones(1)), or shard_optimizer=true instead"
+            )
+    seen: set[int] = set()
+    for unit in units(module):
+        own = {n: p for n, p in unit.named_parameters() if p.requires_grad and id(p) not in seen}
+        seen.update(map(id, own.values()))
+        _refuse_mixture(unit, {str(p.dtype).removeprefix("torch."): name for name, p in own.items()})
+
+
+def _refuse_mixture(unit: nn.Module, kinds: dict[str, str]) -> None:
+    if len(kinds) > 1:
+        said = ", ".join(f"{name} is {dtype}" for dtype, name in kinds.items())
+        raise InputError(
+            f"shard_parameters=True sums all gradients of {type(unit).__name__} in one go, but they have several "
+            f"dtypes ({said}); put them into layers of their own in an nn.Sequential, or write shard_optimizer=true"
+        )

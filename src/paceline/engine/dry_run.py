@@ -1,0 +1,179 @@
+"""One training step on A_0 before anything starts: what it shows is refused or taken note of."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.comm.shared_memory import SpillAllocator
+from paceline.core.errors import InputError, PacelineError
+from paceline.program import Program, Tree, accuracy, call, leaves
+from paceline.replica.base import Batch
+from paceline.replica.flat_state import digest
+from paceline.replica.module_utils import materialize
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one step told."""
+
+    metrics: Mapping[str, Callable[[Tree, Tree], Any]]
+    """The program's, or accuracy where the output is scores and the target classes."""
+    running_buffers: tuple[str, ...]
+    """The buffers that the step wrote."""
+    written: tuple[str, ...]
+    """The trainable parameters that forward or backward wrote."""
+    learning_rate: float | None
+    """Of the optimizer's first group."""
+
+
+def dry_run(program: Program, batch: Batch) -> DryRun:
+    """Make one step on a throw-away module.
+
+    Raises:
+        InputError: the model can't take the batch, its output does not fit the loss, the loss is no scalar or leads to
+            no parameter, or optimizer, scheduler or a metric can't be made.
+    """
+    with torch.random.fork_rng(devices=[]):
+        module = _made(program)
+        buffers = _seen(module.named_buffers())
+        parameters = _seen((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        output, loss = _forward(program, module, batch)
+        _check_loss(loss)
+        _backward(module, loss)
+        metrics = _metrics(program, output, batch.target)
+        written = _changed(module.named_parameters(), parameters)
+        learning_rate = _optimizer(program, module)
+    return DryRun(metrics, _changed(module.named_buffers(), buffers), written, learning_rate)
+
+
+def _backward(module: nn.Module, loss: Tensor) -> None:
+    """Go through it; no gradient is kept."""
+    reached = False
+
+    def let_go(parameter: Tensor) -> None:
+        nonlocal reached
+        reached |= parameter.grad is not None  # a Function may give none
+        parameter.grad = None
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hooks = [each.register_post_accumulate_grad_hook(let_go) for each in trained]  # type: ignore[no-untyped-call]
+    try:
+        _attempt("loss.backward() failed", loss.backward)
+    finally:  # the module may be the user's own
+        for hook in hooks:
+            hook.remove()
+    if not reached:
+        raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
+
+
+def _seen(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """What tells later whether they have been written."""
+    return {name: digest([tensor]) for name, tensor in tensors}
+
+
+def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(name for name, tensor in tensors if name in before and digest([tensor]) != before[name])
+
+
+def _made(program: Program) -> nn.Module:
+    module: nn.Module = _attempt("model() failed", lambda: materialize(program, SpillAllocator())).train()
+    lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
+    if lazy:
+        raise InputError(
+            f"{lazy[0]} has no shape before a first forward pass; give the layer its sizes, nn.Linear(in, out) for "
+            "instance, or let model() call the module once"
+        )
+    return module
+
+
+def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
+    with program.autocast("cpu"):
+        output = _attempt(
+            f"the model can't take a batch of the training set (input {_shapes(batch.input)})",
+            lambda: call(module, batch.input),
+        )
+        loss = _attempt(
+            f"the model's output {_shapes(output)} does not fit the loss on target {_shapes(batch.target)}",
+            lambda: program.loss(output, batch.target),
+        )
+    return output, loss
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise InputError(f"loss returned {type(loss).__name__}, not a tensor; write a loss that returns a torch scalar")
+    if loss.numel() != 1 or loss.dim():
+        raise InputError(
+            f"loss returned a tensor of shape {tuple(loss.shape)}, not a scalar; take its mean over the batch "
+            "(reduction='mean')"
+        )
+    if not loss.requires_grad:
+        raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
+
+
+def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:
+    if program.metrics is None:
+        return {"accuracy": accuracy} if _classifies(output, target) else {}
+    if "loss" in program.metrics:
+        raise InputError("metrics={'loss': …}: test_loss is the program's loss in every record; write another name")
+    for name, metric in program.metrics.items():
+        with torch.no_grad():
+            number = functools.partial(_number, metric, output, target)
+            _attempt(f"metric {name!r} must give one number for output and target", number)
+    return program.metrics
+
+
+def _number(metric: Callable[[Tree, Tree], Any], output: Tree, target: Tree) -> float:
+    return float(metric(output, target))
+
+
+def _classifies(output: Tree, target: Tree) -> bool:
+    """Whether the output is one row of scores per integer target."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return False
+    whole = not target.is_floating_point() and target.dtype != torch.bool
+    return whole and output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape
+
+
+def _optimizer(program: Program, module: nn.Module) -> float | None:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    optimizer: Any = _attempt("optimizer(parameters) failed", lambda: program.optimizer(parameters))
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(
+            f"optimizer(parameters) returned {type(optimizer).__name__}, not a torch optimizer; "
+            "write optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError("LBFGS calls the loss several times a step, which no engine carries; write torch.optim.SGD")
+    if program.scheduler is not None:
+        make = program.scheduler
+        scheduler: Any = _attempt("scheduler(optimizer) failed", lambda: make(optimizer))
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+            raise InputError(
+                f"scheduler {type(scheduler).__name__} can't be stepped once per update; write one that counts steps, "
+                "such as torch.optim.lr_scheduler.CosineAnnealingLR"
+            )
+    rate = optimizer.param_groups[0].get("lr")
+    return None if rate is None else float(rate)
+
+
+def _attempt(what: str, function: Callable[[], Any]) -> Any:
+    """Call the user's code; what it raises becomes an InputError that says what it was."""
+    try:
+        return function()
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def _shapes(tree: Tree) -> str:
+    tensors = leaves(tree)
+    if not tensors:
+        return type(tree).__name__
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for t in tensors)

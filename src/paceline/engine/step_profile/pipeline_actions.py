@@ -1,0 +1,195 @@
+"""What the actions of a pipeline's workers take, on ranks each of which does what one of them would."""
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.types import Seconds
+from paceline.engine.run_context import RunContext, first_batch
+from paceline.engine.spmd.rank_context import RankContext
+from paceline.engine.step_profile.comm import Call, FakeShards
+from paceline.engine.step_profile.compute import Found, Pass, in_step, share_of
+from paceline.replica.flat_state import FlatLayout, read
+from paceline.replica.hybrid import divided
+from paceline.replica.module_utils import rewound, tensors_of
+from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.pipeline.comm_plan import CommPlan, Message, ScheduledAction
+from paceline.replica.pipeline.forward import Job
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
+from paceline.replica.pipeline.p2p_queue import Received
+from paceline.replica.pipeline.prepare import needed, prepared
+from paceline.replica.pipeline.stage_builder import StageRuntime, WorkerId, merged_module
+from paceline.replica.tensor.placements import Layout as Lies
+from paceline.replica.tensor.placements import part_of
+
+SMALL = 1e-4
+"""Gradients that come back, of the values that went: nobody steps by them."""
+
+Key: TypeAlias = tuple[int, str]
+"""(part, kind of action)."""
+
+
+def staged(setup: RunContext, team: RankContext) -> Found:
+    """Of all workers of a replica, each on one of the ranks, and as many at a time as there are ranks."""
+    workers, size = setup.job.strategy.mesh.per_replica, team.world.size
+    turns = -(-workers // size)
+    found = [_Actor(setup, team, (turn * size + team.world.rank) % workers).found() for turn in range(turns)]
+    return Found(
+        [each for one in found for each in one.passes],
+        stages={key: times for one in found for key, times in one.stages.items()},
+        stage_calls={key: calls for one in found for key, calls in one.stage_calls.items()},
+        sent_bytes=found[0].sent_bytes,
+        needs=found[0].needs,
+        steps_on=max(one.steps_on for one in found),
+    )
+
+
+class _Actor:
+    """One worker, on its own: what others would send it is there already."""
+
+    def __init__(self, setup: RunContext, team: RankContext, worker: int) -> None:
+        self._setup, self._team, self._job = setup, team, setup.job
+        strategy, mesh = self._job.strategy, self._job.strategy.mesh
+        self._stage, column = mesh.place(worker).stage, mesh.column(mesh.place(worker))
+        self._silent = FakeShards(mesh.shard(mesh.place(worker)), mesh.shards(self._stage))
+        self._batch, self._module = first_batch(self._job), self._job.program.build()
+        says = team.gather
+        cut = prepared(
+            self._job.program, strategy, self._module, self._batch, lambda choose: says(choose(), "the cut")[0]
+        ).cut
+        self._needs = needed(self._job.program, cut, self._module, self._batch)
+        self._given = _Given(cut, self._module, self._micro_batches(cut))
+        whole = FlatLayout.of(self._module, self._job.running_buffers)
+        parts, lies = self._parts(cut)
+        layout = part_of(whole.part(tensors_of(merged_module(parts)).keys()), lies, self._silent.rank)
+        plan = CommPlan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
+        number = mesh.columns.number(column)
+        means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
+        self._place = StageRuntime(self._job.program, plan, cut.captured, parts, WorkerId(0, number), layout, **means)
+        self._state, self._share = read(merged_module(parts), layout.new()), share_of(layout, whole)
+        self._jobs = [
+            Job(each, each.samples / self._batch.samples, self._job.program.seed)
+            for each in self._place.micro_batches(self._batch)
+        ]
+        self._tasks = plan.itinerary(number, len(self._jobs)).tasks
+
+    def found(self) -> Found:
+        """Of the passes that count."""
+        times, passes, calls = defaultdict[Key, list[Seconds]](list), list[Pass](), dict[Key, Sequence[Call]]()
+        mine, out = self._state.clone(), self._state.layout.new()
+        for number in in_step(self._team):
+            began = time.perf_counter()
+            self._place.tensors.bind(mine.copy_(self._state))
+            pull = time.perf_counter() - began
+            taken = self._pass(calls)
+            began = time.perf_counter()
+            torch._foreach_copy_(out.views.parameters, self._place.tensors.take_gradients())
+            mine.copy_(out)  # where all parts of a Δ meet
+            if number >= 0:
+                passes.append(Pass(pull, (), time.perf_counter() - began))
+                for key, each in taken.items():
+                    times[key].append(statistics.fmean(each))
+        sent = self._given.sent_bytes
+        return Found(passes, stages=times, stage_calls=calls, sent_bytes=sent, needs=self._needs, steps_on=self._share)
+
+    def _pass(self, calls: dict[Key, Sequence[Call]]) -> Mapping[Key, list[Seconds]]:
+        taken = defaultdict[Key, list[Seconds]](list)
+        for task, following in zip_longest(self._tasks, self._tasks[1:]):
+            self._silent.begin()
+            self._do(task, following)
+            key = task.action.stage, task.action.kind
+            taken[key].append(sum(self._silent.between()))
+            calls[key] = self._silent.calls
+        for stage in self._place.stages.values():
+            stage.end()
+        return taken
+
+    def _do(self, task: ScheduledAction, following: ScheduledAction | None) -> None:
+        part, index = task.action.stage, task.action.micro_batch
+        stage, job = self._place.stages[part], self._jobs[index]
+        if task.action.kind == "forward":
+            turns = following is not None and (part, index) == (following.action.stage, following.action.micro_batch)
+            stage.forward(job, self._given.of(part, index), turns=turns)
+        elif task.action.kind == "backward_weight":
+            stage.backward_weight(job)
+        else:
+            if stage.forgot(job):
+                stage.recompute(job)
+            split = task.action.kind == "backward_input"
+            gradients = {name: self._given.gradients[name, index] for name in stage.awaited(job)}
+            stage.backward(job, gradients, task.gives, _let_go, split=split)
+
+    def _micro_batches(self, cut: Cut) -> list[MicroBatch]:
+        return micro_batches(self._batch, self._job.strategy.micro_batch_count, cut.captured.flat)
+
+    def _parts(self, cut: Cut) -> tuple[list[Part], Mapping[str, Lies]]:
+        """Those of this worker, rewritten as its shard where there are several, and how their tensors lie."""
+        strategy, count = self._job.strategy, self._job.strategy.stage_count
+        owners = [strategy.order.worker_of(part.number, count) for part in cut.parts]
+        mine = [number for number, stage in enumerate(owners) if stage == self._stage]
+        if not strategy.tensor_parallel:
+            return [cut.parts[number] for number in mine], {}
+        counts = [strategy.mesh.shards(stage) for stage in owners]
+        own = {number: self._silent for number in mine if counts[number] > 1}
+        leaves, program, rules = self._micro_batches(cut)[0].inputs, self._job.program, strategy.shard_rules
+        made = divided(program, cut, self._module, leaves, counts, own, self._team.gather, rules, checked=False)
+        return [made.parts[n] for n in mine], {name: how for n in mine for name, how in made.lies[n].items()}
+
+
+class _Given:
+    """What goes from part to part, of each micro-batch, as the whole model makes it."""
+
+    def __init__(self, cut: Cut, module: nn.Module, given: Sequence[MicroBatch]) -> None:
+        self._parts = cut.parts
+        self._made: dict[tuple[str, int], Received] = {}
+        with rewound(module):
+            for each in given:
+                for part in cut.parts:
+                    self._run(part, each)
+        self.gradients = {
+            key: made.value * SMALL
+            for key, made in self._made.items()
+            if isinstance(made.value, Tensor) and made.differentiable
+        }
+        """Something of the shape of each, which comes back."""
+
+    @property
+    def sent_bytes(self) -> Mapping[tuple[int, int], Sequence[int]]:
+        """Of the first micro-batch, by the part that sends and the one that needs it."""
+        first = {name: made.value for (name, index), made in self._made.items() if not index}
+        found = defaultdict[tuple[int, int], list[int]](list)
+        for crossing in (each for part in self._parts for each in part.sent):
+            value = first[crossing.name]
+            if isinstance(value, Tensor):
+                for consumer in crossing.consumers:
+                    found[crossing.source, consumer].append(value.nbytes)
+        return dict(found)
+
+    def of(self, part: int, index: int) -> list[Received]:
+        """What a part receives of a micro-batch."""
+        return [self._made[crossing.name, index] for crossing in self._parts[part].received]
+
+    def _run(self, part: Part, given: MicroBatch) -> None:
+        received = (made.value for made in self.of(part.number, given.index))
+        made = part.module(*(given.inputs[leaf] for leaf in part.inputs), *map(_fresh, received))
+        for crossing, value in zip(part.sent, made, strict=False):
+            tensor = isinstance(value, Tensor)
+            kept = Received(value.detach(), value.requires_grad) if tensor else Received(value, False)
+            self._made[crossing.name, given.index] = kept
+
+
+def _fresh(value: Any) -> Any:
+    """A value whose gradient somebody may ask for."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.clone().requires_grad_()
+    return value
+
+
+def _let_go(message: Message, gradient: Tensor) -> None:
+    """Nobody waits for it."""

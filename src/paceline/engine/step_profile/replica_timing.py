@@ -1,0 +1,126 @@
+"""How long a replica of several workers takes for its Δ, beside one process that computes the same.
+
+::
+
+    one process   |------------- 1 -------------|
+    stage 0       |F0 F1 ....  B0 .. B1|                  its schedule, simulated: factor = end of the last action
+    stage 1          |F0 B0 F1 B1|
+
+What a replica of several workers computes is what one process does; so in virtual time one process computes it, and
+only the clock knows of the others. Nothing is counted for what they send each other.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from paceline.core.mesh import StageReplicas
+from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.base import Job
+from paceline.engine.run_context import first_batch
+from paceline.engine.virtual.durations import span
+from paceline.replica.pipeline.prepare import cut_as_named, needed, prepared
+from paceline.replica.tensor.op_times import work
+from paceline.replica.tensor.prepare import planned
+from paceline.schedule import Dependencies
+from paceline.schedule.simulate import StageTimes, Timed, timeline
+from paceline.strategy import Strategy
+from paceline.trace.spans import Action, Span
+
+
+@dataclass(frozen=True)
+class ReplicaTiming:
+    """Of the workers of one replica."""
+
+    factor: float = 1.0
+    """Of the time of one process."""
+    actions: tuple[Timed, ...] = ()
+    """Of a pipeline's workers, in billionths of the time of one process."""
+    copies: tuple[int, ...] = ()
+    """How many of them take turns at each stage."""
+    needs: Dependencies | None = None
+    """Which parts of the model need which; None: where it will be cut is not known, so each the one before it."""
+
+    def lanes(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
+        """The spans of a pipeline's workers.
+
+        Args:
+            replica: whose.
+            step: of its clock.
+            at: when it begins to compute.
+            alone: what one process would take.
+        """
+        columns = StageReplicas(self.copies)
+        for each in self.actions:
+            kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
+            start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
+            stage, shard = columns.column(each.worker)
+            made = span(replica, kind, step, start, end)
+            yield replace(made, stage=stage, shard=shard, micro_batch=each.action.micro_batch)
+
+
+def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
+    """That of a job's replicas.
+
+    Args:
+        job: whose strategy says how a replica is divided.
+        measured: whether stages take what their parts of the model take here; else all take the same, and the run is
+            reproducible.
+
+    Raises:
+        InputError: the model can't be cut or divided so.
+    """
+    strategy = job.strategy
+    if strategy.pipelined:
+        times, needs = _stages(job) if measured else (_equal(strategy), _needed(job))
+        stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
+        actions = tuple(timeline(strategy.order, times, stages, count, columns, needs))
+        return ReplicaTiming(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies, needs)
+    if strategy.tensor_parallel:
+        return ReplicaTiming(_busiest(job, counts=not measured))
+    return ReplicaTiming()
+
+
+def _equal(strategy: Strategy) -> StageTimes:
+    """A part at which n take turns is n times as large as one of one: so all are as busy."""
+    parts = range(strategy.order.parts(strategy.stage_count))
+    sizes = [strategy.copies[strategy.order.worker_of(part, strategy.stage_count)] for part in parts]
+    return _times(strategy, [size / sum(sizes) for size in sizes])
+
+
+def _needed(job: Job) -> Dependencies | None:
+    """Which parts need which, where the strategy says where they begin; else only a clock tells where it is best."""
+    if not job.strategy.cuts:
+        return None
+    module, batch = job.program.build(), first_batch(job)
+    return needed(job.program, cut_as_named(job.program, job.strategy, module, batch), module, batch)
+
+
+def _stages(job: Job) -> tuple[StageTimes, Dependencies]:
+    """Of one micro-batch, as shares of the time of one process for all of them; and which parts need which."""
+    module, batch = job.program.build(), first_batch(job)
+    made = prepared(job.program, job.strategy, module, batch, lambda choose: choose())
+    assert made.costs is not None, "they were measured here"
+    starts = [0, *made.boundaries, len(made.costs.row.seconds)]
+    parts = [sum(made.costs.row.seconds[a:b]) for a, b in pairwise(starts)]
+    return _times(job.strategy, [part / sum(parts) for part in parts]), needed(job.program, made.cut, module, batch)
+
+
+def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:
+    """Of parts that take these shares of the whole; a third of each is forward. k shards take a k-th of it."""
+    shards = [strategy.mesh.shards(stage) for stage in range(strategy.stage_count)]
+    owners = [strategy.order.worker_of(part, strategy.stage_count) for part in range(len(shares))]
+    count = strategy.micro_batch_count
+    each = [share / count / shards[owner] for share, owner in zip(shares, owners, strict=True)]
+    third = tuple(seconds / 3 for seconds in each)
+    return StageTimes(third, third, third)
+
+
+def _busiest(job: Job, *, counts: bool) -> float:
+    """The share of all operations that the busiest shard does."""
+    strategy = job.strategy
+    count = max(strategy.stage_workers)
+    batch, rules = first_batch(job), strategy.shard_rules
+    _, plan = planned(job.program, job.program.build(), batch, count, rules, counts=counts)
+    total = sum(work(step.call) for step in plan.steps)
+    return plan.cost.work / total if total else 1.0

@@ -1,0 +1,224 @@
+"""Many small gradients in one call: those of attempts that are under way, each at its own A and on its own batch.
+
+The rule is fixed and never timed, so that a run is reproducible: when a Δ is needed that has not been computed, it is
+computed together with the up to 31 others that have waited longest among those whose batch is as large. It is used
+for an nn.Sequential of Linear layers and elementwise activations with at most 100,000 parameters, all of them trained,
+on data held as tensors; and only after it has given the gradients that autograd gives one at a time.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TypeGuard, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import vmap
+from torch.nn import functional as F
+
+from paceline.core.data_order import DataOrder
+from paceline.core.types import ReplicaId
+from paceline.engine.remote_errors import not_finite
+from paceline.engine.virtual.pending_delta import BatchAt, Computer, PendingDelta
+from paceline.program import LossFunction, Program, Tree, as_tensors
+from paceline.replica.base import Measured, Replica, finite
+from paceline.replica.flat_state import FlatLayout, FlatState, read
+
+MOST = 32
+"""Gradients in one call."""
+
+LARGEST = 100_000
+"""Parameters, above which one call at a time is as fast."""
+
+ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity)
+"""Layers that don't care how many dims a tensor has."""
+
+
+class Stacked(Computer):
+    """Computes Δs up to :data:`MOST` at a time."""
+
+    rule = f"up to {MOST} attempts that wait in one call"
+
+    def __init__(
+        self,
+        program: Program,
+        module: nn.Sequential,
+        layout: FlatLayout,
+        order: DataOrder,
+        make: Callable[[ReplicaId], Replica],
+        batch_at: BatchAt,
+        *,
+        stop: bool,
+    ) -> None:
+        super().__init__(make, batch_at, stop=stop)
+        pair = as_tensors(program.train)
+        assert pair is not None
+        self._inputs, self._targets = pair
+        self._order, self._stacked = order, StackedGradient(program, module, layout)
+        self._waiting: dict[PendingDelta, int] = {}
+
+    def begin(self, attempt: PendingDelta) -> None:
+        self._waiting[attempt] = self._order.size(attempt.replica, attempt.first_micro_step)
+
+    def forget(self, attempt: PendingDelta) -> None:
+        self._waiting.pop(attempt, None)
+
+    def compute(self, attempt: PendingDelta) -> FlatState:
+        if attempt.measured is None:
+            samples = self._waiting.pop(attempt)
+            if not samples:
+                return super().compute(attempt)
+            companions = self._companions(samples)
+            try:
+                self._together([attempt, *companions], samples)
+            except Exception:  # somebody's batch is bad; one at a time it shows whose
+                self._waiting |= dict.fromkeys(companions, samples)
+                return super().compute(attempt)
+        assert attempt.out is not None
+        assert attempt.measured is not None
+        if self._stop and not attempt.measured.finite:
+            raise not_finite(attempt.measured.loss, attempt.replica, attempt.clock)
+        return attempt.out
+
+    def _companions(self, samples: int) -> list[PendingDelta]:
+        chosen: list[PendingDelta] = []
+        for other, size in self._waiting.items():
+            if size == samples:
+                chosen.append(other)
+                if len(chosen) == MOST - 1:
+                    break
+        for other in chosen:
+            del self._waiting[other]
+        return chosen
+
+    def _together(self, attempts: list[PendingDelta], samples: int) -> None:
+        rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
+        index = torch.from_numpy(np.concatenate(rows))
+        shape = (len(attempts), samples)
+        inputs = self._inputs[index].view(*shape, *self._inputs.shape[1:])
+        targets = self._targets[index].view(*shape, *self._targets.shape[1:])
+        gradients, losses = self._stacked([a.pull() for a in attempts], inputs, targets)
+        sums = gradients.sum(1).tolist()
+        for attempt, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
+            attempt.out = FlatState(attempt.pull().layout, [gradient.clone()], [])
+            good = total - total == 0.0 and loss - loss == 0.0
+            attempt.push(Measured(loss, samples, good or finite([gradient], loss)))
+
+
+class StackedGradient:
+    """Gradients of the mean loss at several A, each on its own batch.
+
+    Called with B states, inputs [B, b, features] and targets [B, b, ...]; returns gradients [B, |A|] and losses [B].
+    """
+
+    def __init__(self, program: Program, module: nn.Sequential, layout: FlatLayout) -> None:
+        self._layers = list(module)
+        self._entries = layout.parameters[0].entries
+        pair = as_tensors(program.train)
+        self._losses = _loss_of_each(program.loss, pair[1] if pair else None)
+
+    def __call__(self, states: list[FlatState], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        flat = torch.stack([s.parameters[0] for s in states])
+        stacked = [flat[:, e.start : e.stop].view(len(states), *e.shape).requires_grad_() for e in self._entries]
+        losses = self._losses(self._forward(inputs, iter(stacked)), targets)
+        gradients = torch.autograd.grad(losses.sum(), stacked)
+        return torch.cat([g.flatten(1) for g in gradients], 1), losses.detach()
+
+    def _forward(self, x: Tensor, parameters: Iterator[Tensor]) -> Tensor:
+        for layer in self._layers:
+            if not isinstance(layer, nn.Linear):
+                x = layer(x)
+            elif layer.bias is None:
+                x = torch.bmm(x, next(parameters).mT)
+            else:
+                weight, bias = next(parameters), next(parameters)
+                x = torch.baddbmm(bias.unsqueeze(1), x, weight.mT)
+        return x
+
+
+def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor], Tensor]:
+    """[B, b, ...] outputs and targets -> B mean losses.
+
+    Where a loss is the plain mean of its samples' whatever the batch, it can leave the mean to us, at half the price of
+    a call through vmap. Others may divide by something else: class weights, targets that are not ignored.
+    """
+    if not _plain_mean(loss, targets):
+        return vmap(loss)
+    by_sample = functools.partial(cast(Callable[..., Tensor], loss), reduction="none")
+
+    def means(outputs: Tensor, targets: Tensor) -> Tensor:
+        return by_sample(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1).mean(1)
+
+    return means
+
+
+def _plain_mean(loss: LossFunction, targets: Tree) -> bool:
+    if loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits):
+        return True
+    classes = isinstance(targets, Tensor) and not targets.is_floating_point()
+    return loss in (F.cross_entropy, F.nll_loss) and classes and bool((targets >= 0).all())  # none is ignored
+
+
+def stackable(
+    module: nn.Module, program: Program, layout: FlatLayout, order: DataOrder | None
+) -> TypeGuard[nn.Sequential]:
+    """Whether the rule of this file applies to a program."""
+    pair = as_tensors(program.train) if not program.loader else None
+    if pair is None or order is None or not _in_rows(*pair) or program.precision != "fp32":
+        return False
+    return _plain(module, layout) and _agrees(program, module, layout, pair, order)
+
+
+def _in_rows(inputs: Tree, targets: Tree) -> bool:
+    return isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() == 2
+
+
+def _plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
+    """Whether A is the weights and biases of Linear layers, in order, with elementwise functions in between."""
+    if type(module) is not nn.Sequential or len(layout.parameters) != 1 or layout.buffers:
+        return False
+    if any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module) or _hooked(module):
+        return False
+    linear = [(name, layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
+    names = [
+        f"{name}.{part}" for name, layer in linear for part in ("weight", "bias") if getattr(layer, part) is not None
+    ]
+    block = layout.parameters[0]
+    return block.elements <= LARGEST and names == [entry.name for entry in block.entries]
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether something that is called with a layer would be passed over."""
+    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
+
+
+def _agrees(
+    program: Program, module: nn.Sequential, layout: FlatLayout, pair: tuple[Tensor, Tensor], order: DataOrder
+) -> bool:
+    """Whether one call for two gives the losses and gradients that autograd gives one at a time.
+
+    The bound is 100 rounding errors of the dtype, relative to the largest element: both sum the same products.
+    """
+    state = read(module, layout.new())
+    halves = [torch.from_numpy(order.batch(0, k)) for k in (0, 1)]
+    if len({len(h) for h in halves}) != 1 or not len(halves[0]):
+        halves = [halves[0], halves[0]]
+    inputs, targets = (torch.stack([part[h] for h in halves]) for part in pair)
+    try:
+        gradients, losses = StackedGradient(program, module, layout)([state, state], inputs, targets)
+    except Exception:  # the loss is random or can't be called so; one at a time it may work
+        return False
+    parameters = list(module.parameters())
+    for gradient, loss, x, y in zip(gradients, losses, inputs, targets, strict=True):
+        alone = program.loss(module(x), y)
+        expected = torch.cat([g.flatten() for g in torch.autograd.grad(alone, parameters)])
+        if not (_near(gradient, expected) and _near(loss, alone.detach())):
+            return False
+    return True
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    if found.shape != expected.shape:
+        return False
+    largest = max(1.0, float(expected.abs().max()))
+    return bool((found - expected).abs().max() <= 100 * torch.finfo(found.dtype).eps * largest)

@@ -1,0 +1,120 @@
+"""The columns of a table of strategies, as text: one set of words for the terminal and for the report page."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from paceline.metrics.repeats import Estimate
+
+NONE = "–"
+"""A cell without a figure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One strategy's line."""
+
+    label: str
+    mean: Mapping[str, Any]
+    """Mean over rounds of its summary."""
+    difference: Mapping[str, Estimate | None] | None
+    """Against the baseline; None: it is the baseline."""
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: ``group`` is written once over neighbours that share it."""
+
+    group: str
+    title: str
+    cell: Callable[[Entry], str]
+
+
+Grid: TypeAlias = tuple[Sequence[Column], list[list[str]]]
+
+
+def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
+    """Cells that show one figure of the mean summary."""
+
+    def cell(entry: Entry) -> str:
+        value = entry.mean.get(key)
+        return NONE if value is None else format(scale * value, form)
+
+    return cell
+
+
+def versus(measure: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
+    """Cells that show a difference, and half of its 95 % interval where there are rounds to tell it from."""
+
+    def cell(entry: Entry) -> str:
+        if entry.difference is None:
+            return "baseline" if entry.mean.get(measure) is not None else NONE
+        found = entry.difference.get(measure)
+        if found is None:
+            return NONE
+        text = format(scale * found.mean, "+" + form)
+        return text if found.high is None else f"{text} ± {format(scale * (found.high - found.mean), form)}"
+
+    return cell
+
+
+_ACCURACY = (
+    Column("test accuracy, %", "end", figure("test_accuracy", ".2f", 100)),
+    Column("test accuracy, %", "mean", figure("test_accuracy_mean", ".2f", 100)),
+    Column("test accuracy, %", "difference", versus("test_accuracy_mean", ".2f", 100)),
+)
+PACE = (
+    Column("", "updates", figure("updates", ",.0f")),
+    Column("", "gradients/s", figure("gradients_per_s", ",.0f")),
+    Column("", "staleness", figure("staleness_mean", ".2f")),
+)
+"""How fast a strategy went."""
+BRIEF = (
+    *_ACCURACY,
+    Column("mean over time", "test loss", figure("test_loss_mean", ".4f")),
+    Column("mean over time", "train loss", figure("train_loss_mean", ".4f")),
+    *PACE,
+)
+"""What a strategy reached and how fast it went, in the width of a terminal."""
+REACHED = (
+    *_ACCURACY,
+    *(
+        Column(name, title, cell)
+        for name in ("test loss", "train loss")
+        for title, cell in (
+            ("end", figure(name.replace(" ", "_"), ".4f")),
+            ("mean", figure(name.replace(" ", "_") + "_mean", ".4f")),
+            ("difference", versus(name.replace(" ", "_") + "_mean", ".4f")),
+        )
+    ),
+)
+"""What a strategy reached, in full."""
+
+
+def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> Grid:
+    """The columns that have a figure for any strategy, and the cells of each line."""
+    cells = [[column.cell(entry) for column in columns] for entry in entries]
+    kept = [i for i in range(len(columns)) if any(line[i] != NONE for line in cells)]
+    return [columns[i] for i in kept], [[line[i] for i in kept] for line in cells]
+
+
+def labels(strategies: Sequence[str]) -> dict[str, str]:
+    """Short names for strategies: what sets each apart from the others, a policy by its name alone.
+
+    >>> list(labels(["replicas=8", "replicas=8 aggregation=buffered:k=4"]).values())
+    ['synchronous', 'buffered:k=4']
+    >>> list(labels(["replicas=8 aggregation=hogwild", "replicas=4 aggregation=hogwild"]).values())
+    ['replicas=8', 'replicas=4']
+    """
+    words = {text: _fields(text) for text in strategies}
+    keys = dict.fromkeys(key for fields in words.values() for key in fields if key != "aggregation")
+    apart = [key for key in (*keys, "aggregation") if len({fields.get(key) for fields in words.values()}) > 1]
+    if apart in ([], ["aggregation"]):
+        return {text: fields["aggregation"] for text, fields in words.items()}
+    return {t: " ".join(f"{key}={fields[key]}" for key in apart if key in fields) or t for t, fields in words.items()}
+
+
+def _fields(text: str) -> dict[str, str]:
+    """The fields of a strategy's text form; the policy is there even where the text leaves it out."""
+    return {"aggregation": "synchronous"} | dict(word.split("=", 1) for word in text.split() if "=" in word)

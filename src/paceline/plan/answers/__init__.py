@@ -1,1 +1,0 @@
-"""What is said of plans: why, what limits them, what would fit, how far more workers help."""

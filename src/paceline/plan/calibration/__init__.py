@@ -1,1 +1,0 @@
-"""What published measurements say of predictions, and predictions that they correct."""

@@ -1,1 +1,0 @@
-"""Clusters in words, and what messages take that were measured."""

@@ -1,0 +1,1 @@
+"""What published measurements say of predictions, and predictions corrected by them."""

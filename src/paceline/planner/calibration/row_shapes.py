@@ -1,0 +1,285 @@
+"""A published row as a shape, a cluster and an arrangement; what its columns leave open is chosen by rules stated here.
+
+What a published row was trained on: as told, by data sheets where it is not.
+
+A published row as a shape and an arrangement; what its columns leave open is chosen by rules stated here.
+
+- Whether a model is gated, tied, has fewer heads of keys, or learned positions is not in the columns: what brings its
+  parameters nearest to ``n_params`` is taken.
+- Without layers, a model has the width that Megatron's table (2104.04473, table 1) has for so many parameters, and as
+  many layers as make them up. How many it has may stand in its name, if it is no mixture of experts.
+- Micro-batches follow from ``gbs / (dp · mbs)`` where ``ga`` is blank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from math import gcd, log2
+from typing import Literal
+
+from paceline.planner.base import Arrangement, Numerics, Recomputed
+from paceline.planner.calibration import rows
+from paceline.planner.calibration.rows import GIB, PublishedRow
+from paceline.planner.cluster import Cluster, Described, Device, Links
+from paceline.planner.devices import SHEETS, Sheet
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
+from paceline.planner.shapes.shape import Shape
+
+
+def recompute(row: PublishedRow) -> Recomputed:
+    """By the first word."""
+    text = row.text("recompute")
+    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
+
+
+def newer(row: PublishedRow) -> bool:
+    """Whether a framework of 2023 or later, on a device of its time: it sums gradients while it computes."""
+    return (row.framework not in _OLDER or row.source.startswith("mcore")) and row.family not in _EARLIER
+
+
+_OLDER = ("Megatron-DeepSpeed", "Megatron-LM", "TensorFlow+Horovod", "PyTorch")
+_EARLIER = ("V100", "P100", "P40", "T4", "A64FX")
+"""Devices from before the A100, which FlashAttention (2307.08691) needs."""
+
+
+def kernels(row: PublishedRow) -> DeviceEfficiency:
+    """Newer frameworks never write attention's scores, and keep no copy of logits in full precision; torchtitan, with
+    PyTorch's own loss, does."""
+    fused = newer(row)
+    titan = row.framework == TITAN
+    return DeviceEfficiency(fused_scores=fused, every_second=titan, fused_loss=fused and not titan, plain_loss=titan)
+
+
+TITAN = "torchtitan"
+
+
+def adds_in_products(row: PublishedRow) -> bool:
+    """Whether a product of matrices adds the gradient that it makes to those before: Megatron's own, not DeepSpeed's.
+
+    >>> [adds_in_products(PublishedRow({"framework": name})) for name in ("NeMo/Megatron-Core", "Megatron-DeepSpeed")]
+    [True, False]
+    """
+    return "Megatron" in row.text("framework") and "DeepSpeed" not in row.text("framework")
+
+
+def sequence_divided(row: PublishedRow) -> bool:
+    """Whether shards divide what lies between operators as well: newer ones do, and whoever says so."""
+    return newer(row) or "seqpar" in row.text("recompute")
+
+
+def precision(row: PublishedRow) -> str:
+    """In Paceline's words.
+
+    >>> [precision(PublishedRow({"precision": text})) for text in ("fp16", "amp_bf16", "MXFP8", "NVFP4", "tf32", "")]
+    ['fp16-mixed', 'bf16-mixed', 'fp8-mixed', 'fp4-mixed', 'tf32', 'fp16-mixed']
+    """
+    text = row.text("precision").lower()
+    for name, found in _PRECISIONS.items():
+        if name in text:
+            return found
+    return "fp16-mixed"
+
+
+_PRECISIONS = {"fp8": "fp8-mixed", "float8": "fp8-mixed", "fp4": "fp4-mixed", "bf16": "bf16-mixed",
+               "fp16": "fp16-mixed", "tf32": "tf32", "fp32": "fp32"}  # fmt: skip
+
+
+def numerics(row: PublishedRow, at: Arrangement) -> Numerics:
+    """Megatron keeps gradients in full precision, FSDP a single copy of parameters.
+
+    DeepSpeed keeps gradients in half; ZeRO makes a copy in full of those that a worker updates (its stage_1_and_2.py,
+    ``single_grad_partition``), and without ZeRO they are laid out once more to be summed (its engine.py,
+    ``buffered_allreduce_fallback``). With stages torchtitan brings parameters together once a step, and keeps gradients
+    of all until the last micro-batch beside the divided ones: :func:`keeps_whole`.
+    """
+    whole = precision(row) in ("fp32", "tf32")
+    if row.framework == "Megatron-DeepSpeed":
+        gradient = 4.0 if whole else 2.0
+        copied = 0.0 if whole else 4.0
+        again = copied if at.divided else gradient * _laid_out(row, at)
+        return Numerics(gradient, gradient, (8 if whole else 12) + again)
+    if whole:
+        return Numerics(4, 4, 8)
+    if keeps_whole(row):
+        return Numerics(2, 4, 16)
+    return Numerics(2, 4, 10) if at.divided == 3 else Numerics(2, 4, 12)
+
+
+def _laid_out(row: PublishedRow, at: Arrangement) -> float:
+    """The part of gradients that DeepSpeed lays out at a time; none where there is nobody to sum with."""
+    own = rows.whole(row) / at.shards / at.stages
+    return min(1.0, _AT_A_TIME / own) if at.replicas > 1 else 0.0
+
+
+_AT_A_TIME = 5e8
+"""Elements: DeepSpeed's ``elements_per_buffer``."""
+
+
+def keeps_whole(row: PublishedRow) -> bool:
+    """Whether divided parameters stay together for a whole step: torchtitan's do where there are stages."""
+    return row.framework == TITAN and row.whole("pp", 1) > 1
+
+
+def sheet(row: PublishedRow) -> Sheet | None:
+    """Of its device; None: a family without one."""
+    found = [each for name, each in SHEETS.items() if name.upper().startswith(row.family)] if row.family else []
+    memory = (row.number("gpu_mem_gb") or 0) * GIB
+    return min(found, key=lambda each: abs(each.memory_bytes - memory)) if found else None
+
+
+def plain_flops_per_s(row: PublishedRow) -> float:
+    """Of its device, at 16 bits where it is trained with fewer."""
+    found = device(
+        PublishedRow({**row.told, "precision": "bf16"} if precision(row) in ("fp8-mixed", "fp4-mixed") else row.told)
+    )
+    return min(found.flops_per_s, device(row).flops_per_s)
+
+
+def device(row: PublishedRow) -> Device:
+    """By what the row says, by its data sheet where it doesn't, or else an A100's."""
+    known = sheet(row) or SHEETS["A100-80GB"]
+    told = precision(row)
+    peak = (row.number("peak_tflops") or 0) * 1e12
+    base = known.flops_per_s.get("bf16") or max(known.flops_per_s.values())
+    peak = peak or known.flops_per_s.get(told.removesuffix("-mixed"), base)
+    if told in ("fp8-mixed", "fp4-mixed"):
+        peak = max(peak, known.flops_per_s.get(told.removesuffix("-mixed"), 0.0))
+    memory = (row.number("gpu_mem_gb") or 0) * GIB or known.memory_bytes
+    kind: Literal["cpu", "cuda"] = "cpu" if row.family in HOSTS else "cuda"
+    return Device(row.text("hw"), peak, memory, known.memory_bytes_per_s, {}, known.multiprocessors, kind)
+
+
+HOSTS = ("A64FX", "CPU")
+"""Families that are no accelerators."""
+
+
+def cluster(row: PublishedRow, workers: int) -> Cluster:
+    """Hosts with links as told, or as usual beside its device."""
+    known = sheet(row) or SHEETS["A100-80GB"]
+    per_host = row.whole("dev_per_node", known.devices_per_host)
+    devices = row.whole("n_devices", workers)
+    inside = (row.number("intra_bw_GBps") or 0) * 1e9 or known.inside_bytes_per_s
+    between = (row.number("inter_bw_GBps_per_dev") or 0) * 1e9 or known.between_bytes_per_s
+    return Cluster(-(-devices // per_host), per_host, device(row), Described(Links(inside, between)))
+
+
+TABLE = ((24, 2304, 24), (30, 3072, 32), (36, 4096, 32), (40, 6144, 48), (48, 8192, 64), (60, 10240, 80),
+         (80, 12288, 96), (96, 16384, 128), (105, 20480, 128), (128, 25600, 160))  # fmt: skip
+"""Layers, hidden and heads of Megatron's table."""
+
+
+def shape(row: PublishedRow) -> Shape | None:
+    """Of the model; None: it is no transformer of blocks that are alike, or nothing is known of it."""
+    layers, hidden = row.whole("layers", 0), row.whole("hidden", 0)
+    if layers and hidden:
+        return _nearest(row, layers, hidden, _heads(hidden, row.whole("heads", max(1, hidden // 128))))
+    many = row.number("n_params") or rows.dense(row)
+    if not many or not row.number("seq"):
+        return None
+    layers, hidden, heads = min(TABLE, key=lambda each: abs(log2(12 * each[0] * each[1] ** 2 / many)))
+    return _nearest(row, max(1, round(many / (12 * hidden**2))), hidden, heads)
+
+
+def _heads(hidden: int, told: int) -> int:
+    """As told, or the nearest number that goes into hidden: some rows' heads were guessed by who wrote them down."""
+    return min((many for many in range(1, hidden + 1) if hidden % many == 0), key=lambda many: abs(many - told))
+
+
+def _nearest(row: PublishedRow, layers: int, hidden: int, heads: int) -> Shape:
+    """Of all that the columns leave open; the plain one where parameters are not told or are near enough."""
+    many = row.number("n_params") or 0.0
+    plain, *others = _open(row, layers, hidden, heads)
+    near = min(others, key=lambda each: abs(each.parameters - many))
+    return near if abs(near.parameters - many) < _NEAR * many < abs(plain.parameters - many) else plain
+
+
+_NEAR = 0.03
+"""Of n_params: they are often rounded to two digits."""
+
+
+def _open(row: PublishedRow, layers: int, hidden: int, heads: int) -> Iterator[Shape]:
+    plain = Shape(
+        layers,
+        hidden,
+        heads,
+        row.whole("ffn", 4 * hidden),
+        row.whole("vocab", 50257),
+        row.whole("seq", 512 if "bert" in row.model.lower() else 1024),
+        name=row.model,
+    )
+    yield plain
+    yield replace(plain, tied=False)
+    for tied, groups in product((False, True), (0, 8)):
+        if not groups or heads % groups == 0:
+            yield replace(plain, gated=True, tied=tied, kv_heads=groups, positions=False)
+
+
+def arrangement(row: PublishedRow) -> Arrangement:
+    """How it was divided; replicas are as many as there are devices for."""
+    shards, stages = _divided(row)
+    context = row.whole("cp", 1)
+    devices = row.whole("n_devices", row.whole("dp", 1) * shards * stages * context)
+    parts = row.whole("layers", MOST_PARTS)
+    stages = max(1, min(stages, devices // (shards * context), parts))
+    replicas = max(1, devices // (shards * stages * context))
+    micro_batch, micro_batches = _micro_batches(row, replicas, stages)
+    return Arrangement(
+        replicas,
+        stages,
+        shards,
+        chunks=max(1, min(row.whole("vpp", 1), parts // stages)),
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        schedule="gpipe" if row.text("schedule").startswith("gpipe") else "1f1b",
+        divided=min(3, int(row.number("zero") or 0)),
+        recompute=recompute(row),
+        sequence_divided=shards > 1 and sequence_divided(row),
+        next_to_shards="replicas",
+        context=context,
+        experts=row.whole("ep", 1),
+    )
+
+
+MOST_PARTS = 1000
+"""Of a model whose layers are not told."""
+
+
+def _divided(row: PublishedRow) -> tuple[int, int]:
+    """t and p; where neither is told, nor how many replicas there are, as many as parameters need, in a host first, of
+    those that leave no device out."""
+    if any(row.text(column) for column in ("tp", "pp", "dp")):
+        return row.whole("tp", 1), row.whole("pp", 1)
+    needed = (row.number("n_params") or 0.0) * _STATES / device(row).memory_bytes
+    devices, per_host = row.whole("n_devices", 1), row.whole("dev_per_node", 8)
+    shards = next(t for t in _divisors(gcd(devices, per_host)) if t >= min(needed, gcd(devices, per_host)))
+    stages = next((p for p in _divisors(devices // shards) if p * shards >= needed), devices // shards)
+    return shards, stages
+
+
+def _divisors(of: int) -> list[int]:
+    return [each for each in range(1, of + 1) if of % each == 0]
+
+
+_STATES = 18 / 0.6
+"""Bytes of each parameter's states, of the part of memory that is left to them."""
+
+
+def _micro_batches(row: PublishedRow, replicas: int, stages: int) -> tuple[float, int]:
+    """b and m: as told, or by the rule b · m · R = B."""
+    batch, b, m = row.number("gbs"), row.number("mbs"), row.number("ga")
+    if batch and not b:
+        b, m = min(batch / replicas, _likely(row, batch / replicas, stages)), None
+    if batch and b:
+        m = batch / replicas / b
+    return b or 1.0, max(1, round(m or 1))
+
+
+def _likely(row: PublishedRow, samples: float, stages: int) -> float:
+    """b where a row does not tell: torchtitan makes as many micro-batches as there are stages (its default of
+    ``pipeline_parallel_microbatches``), others as small ones as can be; without stages a few samples."""
+    if stages == 1:
+        return _FEW
+    return samples / stages if row.framework == TITAN else 1.0
+
+
+_FEW = 4.0

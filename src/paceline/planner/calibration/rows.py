@@ -1,0 +1,272 @@
+"""Published measurements as rows of a table: what was trained, on what, how it was divided, and what came of it.
+
+Columns are those of a calibration file: ``row_id, source_id, framework, hw, gpu_mem_gb, peak_tflops, n_devices,
+dev_per_node, intra_bw_GBps, inter_bw_GBps_per_dev, model, n_params, layers, hidden, heads, ffn, vocab, seq, dp, tp, pp,
+vpp, cp, ep, zero, mbs, ga, gbs, precision, recompute, schedule`` and the outcomes ``step_time_s, samples_per_s,
+tflops_per_dev, mem_gib, status``; others are not looked at. Any but the first may be blank.
+
+Operations of models that have no shape: mixtures of experts by name, convolutions, or what other rows tell.
+
+A model's operations for a sample follow from the first of these that there is:
+
+1. rows that tell operations and samples in a second of a model of this name;
+2. 6 operations for each active parameter and word (2001.08361, section 2.1): "Qwen3_30B_a3B" has 3 · 10⁹ active ones;
+3. what is published of it, below.
+"""
+
+import csv
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import inf, isfinite
+from pathlib import Path
+from statistics import median
+
+from paceline.core.errors import InputError
+
+GIB = 2.0**30
+
+MOST_OF_ALL = 1e18
+MOST = {
+    "layers": 1e4,
+    "hidden": 1e6,
+    **dict.fromkeys(("heads", "vpp", "gpu_mem_gb", "peak_tflops", "tp", "dev_per_node"), 1e5),
+    **dict.fromkeys(("ffn", "vocab", "n_devices", "dp", "pp", "cp", "ep", "mbs", "ga"), 1e7),
+    **dict.fromkeys(("seq", "gbs"), 1e9),
+}
+"""What no row goes beyond: columns that were mixed up do."""
+
+
+@dataclass(frozen=True)
+class PublishedRow:
+    """One line, by the names of its columns.
+
+    >>> row = PublishedRow({"row_id": "a-1", "n_devices": "8", "dp": "", "hw": "DGX-H100"})
+    >>> row.number("n_devices"), row.number("dp"), row.whole("dp", 1), row.family
+    (8.0, None, 1, 'H100')
+    """
+
+    told: Mapping[str, str]
+
+    def text(self, column: str) -> str:
+        """What stands there; empty where nothing does, or only what tables write for nothing."""
+        found = (self.told.get(column) or "").strip()
+        return "" if found.lower() in ("nan", "na", "n/a", "null") else found
+
+    def number(self, column: str) -> float | None:
+        """The same as a number.
+
+        Raises:
+            InputError: it is none, below 0, or more than anything has.
+        """
+        text = self.text(column)
+        try:
+            found = float(text) if text else None
+        except ValueError:
+            found = inf
+        if found is None:
+            return None
+        if not isfinite(found):
+            raise InputError(f"row {self.name}: {column} = {text!r} is no number; write a number or leave it blank.")
+        most = MOST.get(column, MOST_OF_ALL)
+        if not 0 <= found <= most:
+            raise InputError(
+                f"row {self.name}: {column} = {text!r} is not from 0 to {most:g}; write what it was or leave it blank."
+            )
+        return found
+
+    def whole(self, column: str, otherwise: int) -> int:
+        """The same as a whole number of at least 1."""
+        found = self.number(column)
+        return max(1, round(found)) if found else otherwise
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+        return self.text("row_id")
+
+    @property
+    def source(self) -> str:
+        """Who published it."""
+        return self.text("source_id")
+
+    @property
+    def model(self) -> str:
+        """What it is called there."""
+        return self.text("model")
+
+    @property
+    def family(self) -> str:
+        """Of its device: the first of those that are known whose name is in ``hw``, or else what stands there."""
+        text = self.text("hw").upper()
+        return next((name for name in FAMILIES if name in text), text)
+
+    @property
+    def framework(self) -> str:
+        """Its first word: what follows are versions and options."""
+        return self.text("framework").split(" ")[0].split("/")[0]
+
+    @property
+    def step_s(self) -> float | None:
+        """Measured, or by samples in a second; None: not known."""
+        step_s, rate, batch = self.number("step_time_s"), self.number("samples_per_s"), self.number("gbs")
+        return step_s or (batch / rate if batch and rate else None)
+
+    @property
+    def held_bytes(self) -> float | None:
+        """Measured on the worker that held the most."""
+        found = self.number("mem_gib")
+        return found * GIB if found else None
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether its source's numbers contradict each other, or leave open what its time hangs on."""
+        unfilled = self.whole("pp", 1) > 1 and not self.number("mbs")
+        undivided = self.whole("n_devices", 1) > 1 and not any(map(self.text, ("dp", "tp", "pp")))
+        return self.text("status") == "suspect" or unfilled or undivided
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """What is left out together: rows of one source about one model."""
+        return self.source, self.model
+
+
+FAMILIES = ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100", "P100", "P40", "T4", "A64FX")
+"""The first that is found counts: GB200 before B200."""
+
+
+def read(path: Path) -> list[PublishedRow]:
+    """All of a file.
+
+    Raises:
+        InputError: it can't be read, has no column ``row_id``, or names a row twice.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            table = csv.DictReader(file)
+            if "row_id" not in (table.fieldnames or ()):
+                raise InputError(f"{path} has no column row_id; write one with a name of its own for each row.")
+            rows = [PublishedRow({name: text for name, text in told.items() if name}) for told in table]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"{path} can't be read ({error}); write the path of a CSV file.") from None
+    _refuse(rows, path)
+    return rows
+
+
+def _refuse(rows: Iterable[PublishedRow], path: Path) -> None:
+    seen: set[str] = set()
+    for row in rows:
+        if not row.name:
+            raise InputError(f"{path} has a row without row_id; write a name of its own into each row.")
+        if row.name in seen:
+            raise InputError(f"{path} has two rows {row.name}; write a name of its own into each row.")
+        seen.add(row.name)
+
+
+ACTIVE: Mapping[str, float] = {
+    "deepseekv3": 37e9,
+    "kimi_k2": 32e9,
+    "gpt oss 120b": 5.1e9,
+    "gpt oss 20b": 3.6e9,
+    "nemotron_3_nano": 3.2e9,
+    "nemotron_3_super": 12e9,
+    "mixtral_8x7b": 12.9e9,
+    "mixtral_8x22b": 39e9,
+}
+"""Active parameters, by the models' own reports: DeepSeek-V3 (2412.19437), Mixtral (2401.04088) and the cards of the
+others, rounded; only where no row tells more."""
+
+FORWARD: Mapping[str, float] = {"resnet50": 7.6e9, "resnet101": 15.2e9, "resnet152": 22.6e9}
+"""Forward of an image of 224 × 224: table 1 of 1512.03385, a product and a sum each."""
+
+UNKNOWN_PARAMETERS = 1e9
+
+
+def rates(rows: Iterable[PublishedRow]) -> dict[str, float]:
+    """Model -> operations of a word, or of a sample where samples have no words, as rows tell them.
+
+    >>> told = {"model": "M", "n_devices": "8", "samples_per_s": "4", "tflops_per_dev": "100", "seq": "1000"}
+    >>> rates([PublishedRow(told)])
+    {'m': 200000000000.0}
+    """
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        operations, samples = row.number("tflops_per_dev"), row.number("samples_per_s")
+        if operations and samples:
+            words = samples * row.whole("seq", 1)
+            found.setdefault(row.model.lower(), []).append(operations * 1e12 * row.whole("n_devices", 1) / words)
+    return {model: median(many) for model, many in found.items()}
+
+
+def flops(row: PublishedRow, told: Mapping[str, float]) -> float:
+    """Of one sample, forward and backward; at worst as of a model of 10⁹ parameters."""
+    words = row.whole("seq", 1)
+    if row.model.lower() in told:
+        return told[row.model.lower()] * words
+    for name, forward in FORWARD.items():
+        if name in row.model.lower():
+            return 3 * forward
+    return 6 * active(row) * words
+
+
+def active(row: PublishedRow) -> float:
+    """Parameters that a word goes through.
+
+    >>> names = ("Qwen3_30B_a3B", "DeepSeekV3 (w/o MTP)", "Nemotron-340B", "gpt-350m")
+    >>> [active(PublishedRow({"model": name})) for name in names]
+    [3000000000.0, 37000000000.0, 340000000000.0, 350000000.0]
+    """
+    for name, many in ACTIVE.items():
+        if name in row.model.lower():
+            return many
+    mixture = re.search(r"a(\d+(?:\.\d+)?)b", row.model.lower())
+    return float(mixture.group(1)) * 1e9 if mixture else whole(row)
+
+
+def sized(row: PublishedRow) -> bool:
+    """Whether anything says how large a model is.
+
+    >>> [sized(PublishedRow({"model": name})) for name in ("gpt-350m", "DeepSeekV3", "resnet50", "Abacus")]
+    [True, True, True, False]
+    """
+    name = row.model.lower()
+    named = any(each in name for each in (*ACTIVE, *FORWARD))
+    return named or bool(row.number("n_params") or _written(name))
+
+
+def hidden(row: PublishedRow) -> float:
+    """As told, or of a transformer with a hundredth as many layers, 12 layers · hidden² parameters.
+
+    >>> hidden(PublishedRow({"hidden": "4096"})), round(hidden(PublishedRow({"n_params": "8.05e9"})))
+    (4096.0, 4063)
+    """
+    return float(row.whole("hidden", 0)) or (100 * active(row) / 12) ** (1 / 3)
+
+
+def dense(row: PublishedRow) -> float | None:
+    """Parameters that a name tells, all of which each word goes through; None: it has experts, or tells no size.
+
+    >>> names = ("Nemotron-340B", "Qwen3_30B_a3B", "Mixtral 8x7B", "DeepSeekV3", "resnet50")
+    >>> [dense(PublishedRow({"model": name})) for name in names]
+    [340000000000.0, None, None, None, None]
+    """
+    name = row.model.lower()
+    experts = row.whole("ep", 1) > 1 or re.search(_EXPERTS, name) or any(each in name for each in ACTIVE)
+    return None if experts else _written(name)
+
+
+_EXPERTS = r"a\d+(\.\d+)?b|\d+x\d+|\d+e(?![a-z0-9])|moe"
+
+
+def whole(row: PublishedRow) -> float:
+    """All parameters, as told or as the model's name says.
+
+    >>> [whole(PublishedRow({"model": name})) for name in ("Qwen3_30B_a3B", "gpt-350m", "resnet")]
+    [30000000000.0, 350000000.0, 1000000000.0]
+    """
+    return row.number("n_params") or _written(row.model.lower()) or UNKNOWN_PARAMETERS
+
+
+def _written(name: str) -> float | None:
+    found = re.search(r"(\d+(?:\.\d+)?)([bmt])(?![a-z0-9])", name)
+    return float(found.group(1)) * {"m": 1e6, "b": 1e9, "t": 1e12}[found.group(2)] if found else None

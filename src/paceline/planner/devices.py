@@ -1,0 +1,155 @@
+"""Devices by name, with what their data sheets say.
+
+Operations are those of dense matrices. Links are one direction of one device: a data sheet's number for both together
+is halved. Memory that is sold as 80 GB has 80 GiB. Between hosts it is the network adapter that is usual beside the
+device.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.core.errors import InputError, unknown
+from paceline.planner.cluster import Described, Device, Links
+
+GB, GIB = 1e9, 2.0**30
+T = 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """What is printed of a device."""
+
+    flops_per_s: Mapping[str, float]
+    """By format: fp32, tf32, fp16, bf16, fp8, fp4."""
+    memory_bytes: float
+    memory_bytes_per_s: float
+    inside_bytes_per_s: float
+    between_bytes_per_s: float
+    devices_per_host: int
+    source: str
+    multiprocessors: int = 1
+
+
+def _ampere(memory: float, bandwidth: float, inside: float, between: float, source: str) -> Sheet:
+    flops = {"fp32": 19.5 * T, "tf32": 156 * T, "fp16": 312 * T, "bf16": 312 * T}
+    return Sheet(flops, memory * GIB, bandwidth * GB, inside * GB, between * GB, 8, source, 108)
+
+
+def _hopper(memory: float, bandwidth: float) -> Sheet:
+    flops = {"fp32": 67 * T, "tf32": 494.7 * T, "fp16": 989.5 * T, "bf16": 989.5 * T, "fp8": 1979 * T}
+    source = "NVIDIA H100 and H200 data sheets, SXM5, dense"
+    return Sheet(flops, memory * GIB, bandwidth * GB, 450 * GB, 50 * GB, 8, source, 132)
+
+
+def _blackwell(bf16: float, fp4: float, memory: float, bandwidth: float, per_host: int, source: str) -> Sheet:
+    flops = {"fp32": 80 * T, "tf32": bf16 / 2 * T, "fp16": bf16 * T, "bf16": bf16 * T, "fp8": 2 * bf16 * T}
+    flops["fp4"] = fp4 * T
+    return Sheet(flops, memory * GIB, bandwidth * GB, 900 * GB, 50 * GB, per_host, source, 148)
+
+
+def _volta(memory: float) -> Sheet:
+    flops = {"fp32": 15.7 * T, "fp16": 125 * T}
+    return Sheet(flops, memory * GIB, 900 * GB, 150 * GB, 12.5 * GB, 8, "NVIDIA V100 data sheet, SXM2", 80)
+
+
+_H100_PCIE = Sheet(
+    {"fp32": 51 * T, "tf32": 378 * T, "fp16": 756 * T, "bf16": 756 * T, "fp8": 1513 * T},
+    80 * GIB, 2000 * GB, 64 * GB, 25 * GB, 8, "NVIDIA H100 data sheet, PCIe, dense", 114,
+)  # fmt: skip
+_P40 = Sheet(
+    {"fp32": 11.76 * T}, 24 * GIB, 346 * GB, 12 * GB, 1.25 * GB, 8, "NVIDIA Tesla P40 data sheet, PCIe 3.0", 30
+)
+_P100 = Sheet(
+    {"fp32": 10.6 * T, "fp16": 21.2 * T}, 16 * GIB, 732 * GB, 80 * GB, 12.5 * GB, 8, "NVIDIA P100 data sheet, SXM2", 56
+)
+_T4 = Sheet({"fp32": 8.1 * T, "fp16": 65 * T}, 16 * GIB, 320 * GB, 12 * GB, 1.25 * GB, 4, "NVIDIA T4 data sheet", 40)
+_A64FX = Sheet(
+    {"fp32": 6.144 * T, "fp16": 12.288 * T}, 32 * GIB, 1024 * GB, 40.8 * GB, 6.8 * GB, 1,
+    "Fujitsu A64FX: 48 cores at 2.0 GHz, 64 operations a cycle in fp32; TofuD 6 links of 6.8 GB/s", 48,
+)  # fmt: skip
+_CPU = Sheet(
+    {"fp32": 0.05 * T}, 4 * GIB, 10 * GB, 5 * GB, 1.25 * GB, 8,
+    "assumed: one core of a present server, 16 fp32 operations a cycle at 3 GHz, and its part of the memory's channels",
+)  # fmt: skip
+
+SHEETS: Mapping[str, Sheet] = {
+    "A100-40GB": _ampere(40, 1555, 300, 25, "NVIDIA A100 data sheet, SXM4, dense"),
+    "A100-80GB": _ampere(80, 2039, 300, 25, "NVIDIA A100 data sheet, SXM4, dense"),
+    "A100-40GB-PCIe": _ampere(40, 1555, 32, 25, "NVIDIA A100 data sheet, PCIe 4.0, dense"),
+    "A100-80GB-PCIe": _ampere(80, 1935, 32, 25, "NVIDIA A100 data sheet, PCIe 4.0, dense"),
+    "H100-80GB": _hopper(80, 3350),
+    "H100-94GB": _hopper(94, 3938),
+    "H100-96GB": _hopper(96, 2400),
+    "H100-80GB-PCIe": _H100_PCIE,
+    "H200-141GB": _hopper(141, 4800),
+    "B200-180GB": _blackwell(2250, 9000, 180, 8000, 8, "NVIDIA DGX B200 data sheet, dense"),
+    "B300-288GB": _blackwell(2250, 13500, 288, 8000, 8, "NVIDIA DGX B300 data sheet, dense"),
+    "GB200-186GB": _blackwell(2450, 10000, 186, 8000, 72, "NVIDIA GB200 NVL72 data sheet, dense"),
+    "GB300-288GB": _blackwell(2450, 15000, 288, 8000, 72, "NVIDIA GB300 NVL72 data sheet, dense"),
+    "V100-16GB": _volta(16),
+    "V100-32GB": _volta(32),
+    "P100-16GB": _P100,
+    "P40-24GB": _P40,
+    "T4-16GB": _T4,
+    "A64FX-32GB": _A64FX,
+    "CPU-core": _CPU,
+}
+"""Name -> what is printed."""
+
+
+def sheet(name: str) -> Sheet:
+    """Of a name, or of the family alone where it has one entry or its first will do.
+
+    Raises:
+        InputError: not known; the nearest one is named.
+
+    >>> sheet("H200").memory_bytes, sheet("A100-80GB").flops_per_s["bf16"]
+    (151397597184.0, 312000000000000.0)
+    """
+    if name in SHEETS:
+        return SHEETS[name]
+    for known, found in SHEETS.items():
+        if known.split("-")[0].lower() == name.lower() or known.lower() == name.lower():
+            return found
+    raise unknown("device", name, SHEETS)
+
+
+def of_precision(precision: str) -> str:
+    """The format of matrix products.
+
+    >>> of_precision("bf16-mixed"), of_precision("fp32")
+    ('bf16', 'fp32')
+    """
+    return precision.removesuffix("-mixed")
+
+
+def device(name: str, precision: str = "bf16-mixed") -> Device:
+    """By name, at the precision that is trained in.
+
+    Raises:
+        InputError: the device is not known, or has no such arithmetic.
+
+    >>> device("V100-32GB", "fp16-mixed").flops_per_s
+    125000000000000.0
+    """
+    found = sheet(name)
+    flops = found.flops_per_s.get(of_precision(precision))
+    if flops is None:
+        best = max(found.flops_per_s, key=lambda each: found.flops_per_s[each])
+        mixed = best if best in ("fp32", "tf32") else f"{best}-mixed"
+        raise InputError(f'precision = "{precision}": {name} has no such arithmetic; write precision = "{mixed}".')
+    told = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), found.source)
+    kind: Literal["cpu", "cuda"] = "cpu" if name.startswith(("CPU", "A64FX")) else "cuda"
+    return Device(name, flops, found.memory_bytes, found.memory_bytes_per_s, told, found.multiprocessors, kind)
+
+
+def messages(name: str) -> Described:
+    """Over the links that are usual beside it."""
+    found = sheet(name)
+    return Described(Links(found.inside_bytes_per_s, found.between_bytes_per_s, ROUND_S, 2 * ROUND_S))
+
+
+ROUND_S = 1.3e-5
+"""Of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's tables);
+between hosts twice as long is assumed."""

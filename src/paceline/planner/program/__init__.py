@@ -1,0 +1,1 @@
+"""The user's own program on this host: profiled, planned, predicted from its components."""

@@ -1,0 +1,99 @@
+"""What a plan is asked for: the objective, and what it has to keep to."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
+
+from paceline.clock.times import Delay
+from paceline.core.errors import InputError, unknown
+from paceline.planner.base import Workload
+from paceline.planner.search.carried import EngineName
+
+Objective: TypeAlias = Literal["throughput", "goodput", "memory", "time-to-loss"]
+"""Samples a second; those that count; bytes of the worker that has most; time until a loss is reached."""
+
+FEWER, MORE = 4, 6
+"""How often the batch is halved and doubled where it may vary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """Of a search.
+
+    Args:
+        objective: what is best.
+        noise_scale: X, samples: tr(Σ)/|G|² of the program's gradients; a run's summary has it.
+        fixed: which batch stays as it is: the workload's is of all replicas together, or of one.
+        workers: at the most; None: all of the cluster.
+        memory_bytes: of a worker; None: the device's.
+        engine: that carries it; None: whichever does.
+        unbuilt: whether to propose what Paceline does not carry on such devices yet.
+        delay: of replicas; then policies compete.
+        simulated: how many of the best are simulated.
+        replicas: exactly so many; None: any number.
+        most_chunks: v of interleaved schedules at the most.
+
+    Raises:
+        InputError: an unknown objective, one that needs a noise scale without it, a number out of its range.
+
+    >>> Objectives(objective="goodput", noise_scale=1000).efficiency(1100, 100)
+    0.5238095238095238
+    """
+
+    objective: Objective = "throughput"
+    noise_scale: float | None = None
+    fixed: Literal["global", "replica"] = "global"
+    workers: int | None = None
+    memory_bytes: float | None = None
+    engine: EngineName | None = None
+    unbuilt: bool = False
+    delay: Delay | None = None
+    simulated: int = 50
+    replicas: int | None = None
+    most_chunks: int = 8
+
+    def __post_init__(self) -> None:
+        if self.objective not in get_args(Objective):
+            raise unknown("objective", str(self.objective), get_args(Objective))
+        if self.counts and self.noise_scale is None:
+            raise InputError(
+                f"objective={self.objective} counts how much a sample of a larger batch is worth, which a noise scale "
+                "says; write noise_scale=1000 (samples; a run's summary has it), or objective=throughput."
+            )
+        if self.noise_scale is not None and not (0 <= self.noise_scale < math.inf):
+            raise InputError(f"noise_scale={self.noise_scale}: it is 0 samples or more; write noise_scale=1000, say.")
+        for name in ("workers", "simulated", "replicas", "most_chunks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name}={value} is less than one; write {name}=1 or more.")
+        if self.memory_bytes is not None and not self.memory_bytes > 0:
+            raise InputError(f"memory_bytes={self.memory_bytes} holds nothing; write memory_bytes=8e9, say.")
+
+    @property
+    def counts(self) -> bool:
+        """Whether samples of larger batches count less, so that the batch may vary."""
+        return self.objective in ("goodput", "time-to-loss")
+
+    def batches(self, workload: Workload, replicas: int = 1) -> Iterator[int]:
+        """Samples of a step of so many replicas together, the workload's own first."""
+        own = workload.global_batch * (replicas if self.fixed == "replica" else 1)
+        yield own
+        if not self.counts or self.fixed == "replica":
+            return
+        yield from (own * 2**k for k in range(1, MORE + 1))
+        yield from (own // 2**k for k in range(1, FEWER + 1) if own % 2**k == 0)
+
+    def efficiency(self, batch: float, reference: float, staleness: float = 0.0) -> float:
+        """What a sample is worth beside one of the reference batch: (X + B0) / (X + (1 + τ) B); 1 without X.
+
+        Pollux (2008.12260) for fresh gradients. Δs that are τ updates old slow the part of progress that noise does not
+        limit as a batch 1 + τ times as large would: iterations O(τ + X/B), Stich & Karimireddy (1909.05350).
+        """
+        if self.noise_scale is None or batch + self.noise_scale == 0:
+            return 1.0
+        return (self.noise_scale + reference) / (self.noise_scale + (1 + staleness) * batch)
+
+    def of_workers(self, workers: int) -> "Objectives":
+        """The same of fewer workers."""
+        return replace(self, workers=workers)

@@ -1,0 +1,236 @@
+"""How well a device is used, and what a matrix product takes on it.
+
+What a product of matrices takes on a device: b times (m, k) by (k, n).
+
+::
+
+    t = t_0 + (F + q · (W - F)) / P∞         F = 2 · b · m · n · k
+                                             W = F with tiles of 128 × 128 results rounded up to whole waves
+
+A device computes as many tiles at once as it has multiprocessors: a wave. With 4 multiprocessors, 6 tiles::
+
+    multiprocessor 0   |tile 0|tile 4|
+    multiprocessor 1   |tile 1|tile 5|         2 waves: F is 6 tiles, W is 8
+    multiprocessor 2   |tile 2|  ..  |
+    multiprocessor 3   |tile 3|  ..  |
+
+With q = 1 a device would wait for the last wave; libraries choose tiles by the shape and split the last wave, so it is
+less. Three constants: P∞, t_0 and q. Sources: waves and tiles are NVIDIA's "Matrix Multiplication Background User's
+Guide"; the form with a share q is ours.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.core.errors import InputError
+from paceline.core.types import Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEfficiency:
+    """How well a device's numbers are made use of, and how a model runs there.
+
+    The first three are of 72 products on an H100; bytes, host and call are near what 181 runs of Megatron-DeepSpeed on
+    A100 teach (benchmarks/planner: messages.md, calibration.md).
+    """
+
+    products: float = 0.8
+    """P∞ as a part of the data sheet's operations."""
+    product_start_s: Seconds = 5.8e-6
+    waits: float = 0.19
+    """q of the last wave of a product."""
+    bytes: float = 0.8
+    """The part of memory's bandwidth that what lies between products gets."""
+    host_s: Seconds = 2.5e-5
+    """What a host takes to start a kernel."""
+    call_s: Seconds = 2e-4
+    """What hosts wait for each other at a collective of 8 shards; it grows with the third power of shards."""
+    fused_scores: bool = True
+    """Whether attention never writes its scores: flash attention (2205.14135)."""
+    scores: float = 0.6
+    """What its products get of the others' rate then: its backward makes five for two of forward, a causal mask spares
+    half of them."""
+    unaligned: float = 1 / 16
+    """What attention's products get where a head's size is no multiple of 8: an A100 without its tensor cores, 19.5 of
+    312 Tflop/s. Of 1, 1/5, 1/10 and 1/16 it fits BigScience's runs with heads of 108 and 180 best."""
+    every_second: bool = False
+    """Whether selective recomputation keeps every second product and what attention makes, and computes the rest again,
+    as torchtitan does; others compute attention's scores again alone."""
+    fused_loss: bool = False
+    """Whether the loss keeps no copy of the logits in full precision."""
+    plain_loss: bool = False
+    """Whether the loss is PyTorch's cross_entropy, which makes more of them on its way back than others that are not
+    fused."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankShare:
+    """What one worker has of a micro-batch, and how it goes about it."""
+
+    samples: float
+    """b."""
+    shards: int
+    """t."""
+    recompute: str
+    sequence_divided: bool
+    element_bytes: int
+    """e."""
+    scores_rate: float = 1.0
+    """Of attention's products beside the others: they stay at 16 bits where those are made with 8 or 4."""
+    mask_bytes: int = 1
+    """Of dropout, for each element: on a CPU PyTorch keeps them as numbers of the kind that it multiplies."""
+    cast_bytes: int = 0
+    """Written for each element that goes into a product, where that is made with fewer bits than it is kept in."""
+
+    @property
+    def outer(self) -> int:
+        """Among how many what lies between blocks is divided."""
+        return self.shards if self.sequence_divided else 1
+
+
+TILE = 128
+"""Rows and columns of results in a tile: of the shapes that libraries use the one that fits 72 products of an H100 best
+(128 × 256, 64 × 128 and 64 × 64 are 0.3 to 1.4 percentage points worse)."""
+
+
+class Product(NamedTuple):
+    """b products of (m, k) by (k, n)."""
+
+    b: int
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> float:
+        """F: a multiplication and an addition each.
+
+        >>> Product(1, 2, 3, 4).flops
+        48.0
+        """
+        return 2.0 * self.b * self.m * self.n * self.k
+
+    def waves(self, multiprocessors: int) -> int:
+        """How often all of them compute a tile each.
+
+        >>> Product(2, 128, 256, 64).waves(3), Product(2, 128, 384, 64).waves(3), Product(1, 1, 1, 64).waves(3)
+        (2, 2, 1)
+        """
+        return ceil(self.b * ceil(self.m / TILE) * ceil(self.n / TILE) / multiprocessors)
+
+    def rounded_flops(self, multiprocessors: int) -> float:
+        """W: of whole waves of whole tiles."""
+        return 2.0 * self.waves(multiprocessors) * multiprocessors * TILE * TILE * self.k
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What products take on one kind of device.
+
+    Args:
+        flops_per_s: P∞, of a product without end.
+        start_s: t_0, of any, however small.
+        waits: q, 0 to 1: what of the last wave that is not full is waited for.
+        multiprocessors: that compute a tile each.
+
+    Raises:
+        InputError: a number that is out of its range.
+
+    >>> Products(1e12, 1e-6, 0.0, 4).seconds(Product(1, 1000, 1000, 500))
+    0.001001
+    """
+
+    flops_per_s: float
+    start_s: Seconds = 0.0
+    waits: float = 0.0
+    multiprocessors: int = 1
+
+    def __post_init__(self) -> None:
+        good = self.flops_per_s > 0 and self.start_s >= 0 and 0 <= self.waits <= 1 and self.multiprocessors >= 1
+        if not good:
+            raise InputError(
+                f"{self} is no device: flops_per_s must be above 0, start_s at least 0, waits from 0 to 1, and "
+                "multiprocessors at least 1; write Products(7.7e14, 5.8e-6, 0.19, 132), say."
+            )
+
+    def seconds(self, product: Product) -> Seconds:
+        """t of the equation above."""
+        whole = product.flops
+        lost = product.rounded_flops(self.multiprocessors) - whole
+        return self.start_s + (whole + self.waits * lost) / self.flops_per_s
+
+
+def product_s(b: int, m: int, n: int, k: int, device: Products) -> Seconds:
+    """What b products of (m, k) by (k, n) take there, one after the other in one call.
+
+    >>> f"{product_s(1, 4096, 4096, 4096, Products(7.7e14, 5.8e-6, 0.19, 132)) * 1e6:.1f} µs"
+    '185.4 µs'
+    """
+    return device.seconds(Product(b, m, n, k))
+
+
+def fitted(products: Sequence[Product], seconds: Sequence[Seconds], multiprocessors: int) -> Products:
+    """The constants with the least mean relative error, found by least squares that are weighed anew.
+
+    Args:
+        products: that were measured; at least three, of different sizes.
+        seconds: each took.
+        multiprocessors: of the device.
+
+    Raises:
+        InputError: fewer than three, not as many times, or times from which no rate above 0 follows.
+
+    >>> real = Products(1e14, 4e-6, 0.25, 8)
+    >>> some = [Product(1, size, 512, 512) for size in (128, 640, 1024, 4096)]
+    >>> found = fitted(some, [real.seconds(each) for each in some], 8)
+    >>> f"{found.flops_per_s:.4g} {found.start_s:.4g} {found.waits:.4g}"
+    '1e+14 4e-06 0.25'
+    """
+    if len(products) < _CONSTANTS or len(products) != len(seconds):
+        raise InputError(
+            f"{len(products)} products with {len(seconds)} times do not give three constants; write at least three of "
+            "each."
+        )
+    if len({each.flops for each in products}) == 1:
+        raise InputError(f"all products are of {products[0].flops:g} operations; write products of several sizes.")
+    columns = [_terms(each, multiprocessors) for each in products]
+    start_s, s_per_flop, s_per_lost = _least(np.array(columns), np.array(seconds, dtype=np.float64))
+    if not s_per_flop > 0:
+        raise InputError("these times do not grow with the products' sizes; write what was measured, in seconds.")
+    waits = min(1.0, max(0.0, s_per_lost / s_per_flop))
+    return Products(1.0 / s_per_flop, max(0.0, start_s), waits, multiprocessors)
+
+
+def relative_errors(device: Products, products: Iterable[Product], seconds: Iterable[Seconds]) -> list[float]:
+    """(foretold - measured) / measured of each."""
+    return [device.seconds(each) / took - 1.0 for each, took in zip(products, seconds, strict=True)]
+
+
+_CONSTANTS = 3
+_ROUNDS = 40
+_LEAST_ERROR = 0.01
+"""Below it an error weighs no more than this one does: 1 % is what a measurement is good for."""
+
+
+def _terms(product: Product, multiprocessors: int) -> list[float]:
+    return [1.0, product.flops, product.rounded_flops(multiprocessors) - product.flops]
+
+
+def _least(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float, float]:
+    """Coefficients with the least Σ |error| / seconds: each round weighs by the errors of the one before it."""
+    scales = np.abs(columns).max(axis=0)
+    scales[scales == 0] = 1.0
+    relative = columns / scales / seconds[:, None]
+    roots = np.ones(len(seconds))
+    found = np.zeros(_CONSTANTS)
+    for _ in range(_ROUNDS):
+        found = np.linalg.lstsq(relative * roots[:, None], roots, rcond=None)[0]
+        roots = 1.0 / np.sqrt(np.maximum(np.abs(relative @ found - 1.0), _LEAST_ERROR))
+    start_s, s_per_flop, s_per_lost = (float(each) for each in found / scales)
+    return start_s, s_per_flop, s_per_lost

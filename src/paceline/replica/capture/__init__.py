@@ -1,0 +1,1 @@
+"""A model as a graph of operators: exported, cleaned, and checked against the eager model."""

@@ -1,1 +1,0 @@
-"""Replicas that are pipelines of stages whose operators are divided."""
