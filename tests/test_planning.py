@@ -16,8 +16,8 @@ from paceline.planner.base import Plan
 from paceline.planner.cluster import Cluster, Described, Device, Links
 from paceline.planner.program import plans, profiling
 from paceline.planner.program.profile import Profile, load, save
-from tests.plan.profiles import PROFILE
-from tests.plan.test_probe import program
+from tests.planner.profiles import PROFILE
+from tests.planner.test_probe import program
 
 SHAPE = """
 [model]

@@ -14,7 +14,7 @@ from paceline.planner.multi_job import SharedJob, shared
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
 from tests.cli.conftest import Invoke
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 SHAPE = """
 [model]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InputError
 from paceline.planner.base import Arrangement
 from paceline.planner.program.profile import LineFit, kind, load, save, this_machine
-from tests.plan.profiles import PROFILE, uncut
+from tests.planner.profiles import PROFILE, uncut
 
 
 @given(st.floats(0, 10), st.floats(0, 10), st.sets(st.integers(1, 1000), min_size=2, max_size=5))

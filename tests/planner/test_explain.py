@@ -14,7 +14,7 @@ from paceline.planner.policies import Paced, policies, seconds_of_a_sample, unde
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 
 def plan(arrangement: Arrangement, workload: Plain | None = None) -> Plan:

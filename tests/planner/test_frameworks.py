@@ -11,7 +11,7 @@ from paceline.planner.devices import device
 from paceline.planner.shapes.blocks import block, head
 from paceline.planner.shapes.gemm_time import DeviceEfficiency, RankShare
 from paceline.planner.shapes.shape import Shape
-from tests.plan.published_rows import row
+from tests.planner.published_rows import row
 
 PIPELINE = {"framework": "torchtitan (FSDP2)", "hw": "H100", "precision": "bf16", "zero": 3, "layers": 8, "hidden": 512}
 TINY = Shape(4, 256, 4, vocab=1000, sequence=128)

@@ -13,7 +13,7 @@ from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.ranking import kind_of
 from paceline.planner.search.search import search
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 
 def plan(arrangement: Arrangement, step_s: float, *, off: float = 0.1) -> Plan:

@@ -18,7 +18,7 @@ from paceline.planner.calibration.corrections import Case, Corrections
 from paceline.planner.calibration.row_shapes import precision, shape
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.predict import OUTCOMES, RowPredictor, blank, fits, main
-from tests.plan.published_rows import COLUMNS, grid, row, timed
+from tests.planner.published_rows import COLUMNS, grid, row, timed
 
 ROOT = Path(__file__).parents[2] / "src"
 

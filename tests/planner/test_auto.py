@@ -12,8 +12,8 @@ from paceline.datasets import load_program
 from paceline.planner.program import plans as auto
 from paceline.planner.program.plans import Chosen, why
 from paceline.strategy import is_auto
-from tests.plan.test_by_pieces import plans
-from tests.plan.test_probe import program
+from tests.planner.test_by_pieces import plans
+from tests.planner.test_probe import program
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from paceline import Strategy
 from paceline.api import plan_verification
 from paceline.api.plan_verification import LEAST_STEPS, MOST_STEPS, Verified, run_in_turns, steps_of
-from tests.plan.test_by_pieces import of_kind
-from tests.plan.test_probe import program
+from tests.planner.test_by_pieces import of_kind
+from tests.planner.test_probe import program
 
 
 class Ran:

@@ -26,7 +26,7 @@ from paceline.planner.search.ranking import TIE, key, key_of, undominated
 from paceline.planner.search.search import search
 from paceline.planner.stage_division import division_of
 from paceline.schedule import StageTimes, names, parse, simulate, timeline
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 ALL = 10**6
 """That many are simulated where nothing is to be left to closed forms."""

@@ -9,7 +9,7 @@ from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Li
 from paceline.planner.program.measured_workload import ELSEWHERE, MeasuredWorkload, cluster_of, elsewhere
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
-from tests.plan.profiles import PROFILE, uncut
+from tests.planner.profiles import PROFILE, uncut
 
 
 def workload(workers: int = 2) -> MeasuredWorkload:

@@ -10,7 +10,7 @@ from paceline.core.errors import InputError
 from paceline.planner.multi_job import SharedJob, partitions, shared
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 
 def best_of_all(jobs: list[SharedJob], workers: int) -> float:

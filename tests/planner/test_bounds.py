@@ -10,7 +10,7 @@ from paceline.planner.search.candidates import Frames, arrangement, frames, opti
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.lower_bounds import flights
 from paceline.planner.search.objective import Objectives
-from tests.plan.plain_workload import Plain, cluster
+from tests.planner.plain_workload import Plain, cluster
 
 ROUNDED = 1 + 1e-9
 """Sums of the same numbers in another order."""

@@ -18,8 +18,8 @@ from paceline.planner.program.profile import Pieces, Profile, kind
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
 from paceline.program import Program
-from tests.plan.profiles import PROFILE, busy
-from tests.plan.test_probe import program
+from tests.planner.profiles import PROFILE, busy
+from tests.planner.test_probe import program
 
 WORKLOAD = MeasuredWorkload(PROFILE, 2, 8)
 

@@ -7,8 +7,8 @@ import pytest
 from paceline.planner.base import Plan
 from paceline.planner.program.closed_form import corrected, passes
 from paceline.planner.program.profile import kind
-from tests.plan.profiles import PROFILE
-from tests.plan.test_by_pieces import of_kind, plans
+from tests.planner.profiles import PROFILE
+from tests.planner.test_by_pieces import of_kind, plans
 
 
 @pytest.mark.parametrize("wanted", ["alone", "replicas", "stages", "shards"])

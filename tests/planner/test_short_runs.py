@@ -15,8 +15,8 @@ from paceline.planner.program.profile import Pieces, kind
 from paceline.planner.program.profiling import profile
 from paceline.planner.program.short_runs import alike, quickest, short_runs
 from paceline.planner.search.objective import Objectives
-from tests.plan.profiles import PROFILE
-from tests.plan.test_probe import Branching, program
+from tests.planner.profiles import PROFILE
+from tests.planner.test_probe import Branching, program
 
 
 def test_of_each_kind_the_likely_best_is_run() -> None:
