@@ -1,7 +1,7 @@
-"""The equation A_t = F(A_{t-1}, Δ(A_{t-1}, D)), as one replica lives it. All else is one of its letters.
+"""The equation A_t = F(A_{t-1}, Δ(A_{t-1}, D)), as one replica runs it. Everything else is one of its letters.
 
 =======  ==================================================  ====================================================
-A        state: parameters, running buffers                   ``replica/flat_state.py``; it lives in an ``engine/``
+A        state: parameters, running buffers                   ``replica/flat_state.py``; kept by an ``engine/``
 D        batches: one seeded stream under every strategy      ``core/data_order.py``, ``replica/batches.py``
 Δ        delta: what a replica computes                       ``replica/``
 F        aggregation: which Δs, when, with what weights       ``aggregation/``
@@ -32,27 +32,27 @@ class Replica(Protocol[Read, Taken, Given]):
 class Server(Protocol[Given, Taken]):
     """A and F, as one replica sees them."""
 
-    def opens(self) -> bool:
-        """Whether the next micro-step is the first of a Δ."""
+    def begins_delta(self) -> bool:
+        """Return whether the next micro-step is the first of a Δ."""
 
     def pull(self) -> Given:
-        """A as F lets this replica see it; waits for as long as F says."""
+        """Return A as F lets this replica see it; waits for as long as F says."""
 
-    def closes(self) -> bool:
-        """Count a micro-step; whether it was the last of its Δ."""
+    def ends_delta(self) -> bool:
+        """Count a micro-step and return whether it was the last of its Δ."""
 
-    def slot(self) -> Given:
-        """Where Δ is to be written."""
+    def delta_buffer(self) -> Given:
+        """Return the buffer to write Δ into."""
 
     def push(self, facts: Taken) -> None:
-        """Hand over what was written; F decides what becomes of it."""
+        """Hand the written Δ over; F decides what happens to it."""
 
 
 def step(replica: Replica[A, D, Facts], server: Server[A, Facts], batch: D, clock: int) -> float:
-    """One micro-step, the replica's ``clock``-th; returns its loss. A Δ is one of them, or several in a row."""
-    if server.opens():
+    """Make one micro-step, the replica's ``clock``-th, and return its loss. A Δ takes one or several in a row."""
+    if server.begins_delta():
         replica.adopt(server.pull())  # A_{t-1}
     loss = replica.advance(batch, clock)  # towards Δ(A_{t-1}, D)
-    if server.closes():
-        server.push(replica.finish(server.slot()))  # F makes A_t of it, when it sees fit
+    if server.ends_delta():
+        server.push(replica.finish(server.delta_buffer()))  # F makes A_t of it, when it sees fit
     return loss

@@ -40,13 +40,13 @@ class ParameterClient(Server[FlatState, Measured], Protocol):
     attempt: Clock
     """Which Δ this replica is at."""
 
-    def going(self) -> bool:
+    def wait_for_grant(self) -> bool:
         """Wait for what follows the last report; whether it is to go on."""
 
-    def called_off(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the attempt under way was cancelled, or the run has ended."""
 
-    def confirm(self) -> int:
+    def ack_cancel(self) -> int:
         """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
 
     def pause(self, seconds: Seconds) -> None:
@@ -57,7 +57,7 @@ def watch(module: nn.Module, station: ParameterClient) -> None:
     """Let a forward pass end between two layers when its attempt is called off."""
 
     def look(*_: object) -> None:
-        if station.called_off():
+        if station.cancelled():
             raise Cancelled
 
     # Scripted layers take no hooks.
@@ -247,10 +247,10 @@ class ClientWorker(Worker):
 
     @property
     def going(self) -> bool:
-        if not self._station.opens():
+        if not self._station.begins_delta():
             return True
         began = time.monotonic_ns()
-        on = self._station.going()
+        on = self._station.wait_for_grant()
         if self._clock == self._first:
             self._gauge.start()
         else:
@@ -272,7 +272,7 @@ class ClientWorker(Worker):
         except Cancelled:
             self._called_off()
             return math.nan
-        self._gauge.stepped(pushed=self._station.opens())
+        self._gauge.stepped(pushed=self._station.begins_delta())
         return loss
 
     def run(self, loop: Callable[[Any], None] | None) -> None:
@@ -287,7 +287,7 @@ class ClientWorker(Worker):
 
     def _called_off(self) -> None:
         """The attempt ticks as if it had been made whole."""
-        undone = self._station.confirm()
+        undone = self._station.ack_cancel()
         self._pass_over(undone)
         self._gauge.stepped(pushed=False, skipped=undone)
 
@@ -303,7 +303,7 @@ class ClientWorker(Worker):
             began = time.monotonic_ns()
             self._station.pause(seconds)
             self._gauge.spent("delay", began, self._station.attempt)
-        if self._station.called_off():
+        if self._station.cancelled():
             raise Cancelled
 
 

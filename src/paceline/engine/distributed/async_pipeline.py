@@ -226,24 +226,24 @@ class AsyncPipelineClient:
         self.attempt: Clock = 0
         """Which step this replica is at."""
 
-    def going(self) -> bool:
+    def wait_for_grant(self) -> bool:
         """Whether it is to go on, by what is known so far: on all ranks the same."""
         if not self._granted:
             self._granted = self._ahead.grant(self._replica)
             self.attempt += bool(self._granted)
         return self._granted > 0 and not self._course.over
 
-    def opens(self) -> bool:
+    def begins_delta(self) -> bool:
         return True
 
     def pull(self) -> FlatState:
         return self._around.state
 
-    def closes(self) -> bool:
+    def ends_delta(self) -> bool:
         self._granted = 0
         return True
 
-    def slot(self) -> FlatState:
+    def delta_buffer(self) -> FlatState:
         """For the running buffers."""
         return self._around.state
 
@@ -262,11 +262,11 @@ class AsyncPipelineClient:
             self._say(Kind.farewell, Measured(0.0, 0, True))
             self._hear()
 
-    def called_off(self) -> bool:
+    def cancelled(self) -> bool:
         """Never: a step that has begun is made."""
         return False
 
-    def confirm(self) -> int:
+    def ack_cancel(self) -> int:
         raise AssertionError("no attempt is called off")
 
     def pause(self, seconds: Seconds) -> None:

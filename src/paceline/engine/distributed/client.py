@@ -71,12 +71,12 @@ class AllReduceClient(Sink):
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
 
-    def going(self) -> bool:
+    def wait_for_grant(self) -> bool:
         """Whether it is to go on; a push has waited for all that could change that."""
         self.attempt = self._course.attempt(self._replica)
         return self._course.computes(self._replica)
 
-    def opens(self) -> bool:
+    def begins_delta(self) -> bool:
         return self._made == 0
 
     def pull(self) -> FlatState:
@@ -91,14 +91,14 @@ class AllReduceClient(Sink):
             self._around.norms.add(index, gradient)
         self._around.overlap.bring(index, gradient, self._course.weight(samples))
 
-    def closes(self) -> bool:
+    def ends_delta(self) -> bool:
         self._made += 1
         if self._made < self._course.micro_steps(self._replica):
             return False
         self._made = 0
         return True
 
-    def slot(self) -> FlatState:
+    def delta_buffer(self) -> FlatState:
         return self._freight.state
 
     def push(self, measured: Measured) -> None:
@@ -125,11 +125,11 @@ class AllReduceClient(Sink):
             present = self._course.takes_part(self._replica)
             self._meet(Kind.farewell if present else Kind.nothing, Measured(0.0, 0, True))
 
-    def called_off(self) -> bool:
+    def cancelled(self) -> bool:
         """Never: in lockstep an attempt is always wanted."""
         return False
 
-    def confirm(self) -> int:
+    def ack_cancel(self) -> int:
         raise AssertionError("no attempt is called off")
 
     def pause(self, seconds: Seconds) -> None:

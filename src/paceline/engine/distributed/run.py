@@ -92,7 +92,7 @@ class DistributedRun:
             with meeting(self._share.meeting):
                 with self._named(station):
                     worker.run(self._job.loop)
-                if self._share.divided is not None and not station.opens():
+                if self._share.divided is not None and not station.begins_delta():
                     raise ended_within_a_delta(self._team.world.rank, self._job.strategy.accumulate)
                 station.leave()
             self._course.finish()

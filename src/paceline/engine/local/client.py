@@ -38,7 +38,7 @@ class SharedMemoryClient:
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
 
-    def going(self) -> bool:
+    def wait_for_grant(self) -> bool:
         """Wait for an order after the last report, and help meanwhile; whether it is to go on."""
         while not self._board.ended(self._replica):
             if self._under_way or self._begun():
@@ -54,30 +54,30 @@ class SharedMemoryClient:
         """What this replica was told last."""
         return self._order
 
-    def opens(self) -> bool:
+    def begins_delta(self) -> bool:
         return self._made == 0
 
     def pull(self) -> FlatState:
         return self._store.version(0) if self._in_place else self._store.reading(self._order.place)
 
-    def closes(self) -> bool:
+    def ends_delta(self) -> bool:
         self._made += 1
         if self._made < self._order.micro_steps:
             return False
         self._made = 0
         return True
 
-    def slot(self) -> FlatState:
+    def delta_buffer(self) -> FlatState:
         return self.pull() if self._in_place else self._store.delta(self._replica, self._order.slot)
 
     def push(self, measured: Measured) -> None:
         self._report(ARRIVED, measured)
 
-    def called_off(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the attempt under way was cancelled, or the run has ended."""
         return self._board.cancelled(self._replica) >= self.attempt or self._board.ended(self._replica)
 
-    def confirm(self) -> int:
+    def ack_cancel(self) -> int:
         """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
         undone = max(0, self._order.micro_steps - self._made - 1)
         self._made = 0
@@ -88,8 +88,8 @@ class SharedMemoryClient:
         """Be slow for so long, or until called off."""
         until = time.monotonic() + seconds
         self._board.excuse(self._replica, int(until * 1e9))
-        while not self.called_off() and (left := until - time.monotonic()) > 0:
-            self._mine.sleep(self.called_off, self._mine.bell.wait, left)
+        while not self.cancelled() and (left := until - time.monotonic()) > 0:
+            self._mine.sleep(self.cancelled, self._mine.bell.wait, left)
 
     def _begun(self) -> bool:
         """Begin the next attempt, if there is an order for it."""

@@ -106,7 +106,7 @@ class RayClient:
         self.attempt: Clock = post.attempt
         """Which Δ this replica is at."""
 
-    def going(self) -> bool:
+    def wait_for_grant(self) -> bool:
         """Wait until the server answers; whether it is to go on."""
         if self._under_way or self._order is None:
             return self._order is not None
@@ -121,14 +121,14 @@ class RayClient:
         self._made, self._under_way, self._heard_of = 0, True, time.monotonic()
         return True
 
-    def opens(self) -> bool:
+    def begins_delta(self) -> bool:
         return self._made == 0
 
     def pull(self) -> FlatState:
         assert self._read is not None, "nothing was sent"
         return self._read
 
-    def closes(self) -> bool:
+    def ends_delta(self) -> bool:
         self._made += 1
         assert self._order is not None
         if self._made < self._order.micro_steps:
@@ -136,17 +136,17 @@ class RayClient:
         self._made = 0
         return True
 
-    def slot(self) -> FlatState:
+    def delta_buffer(self) -> FlatState:
         return self._out
 
     def push(self, measured: Measured) -> None:
         self._report(measured, arrays_of(self._out))
 
-    def called_off(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether the attempt under way was cancelled, or the run has ended."""
         return self._switch.off(self.attempt)
 
-    def confirm(self) -> int:
+    def ack_cancel(self) -> int:
         """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
         assert self._order is not None
         undone = max(0, self._order.micro_steps - self._made - 1)

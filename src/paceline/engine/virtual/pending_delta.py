@@ -40,18 +40,18 @@ class PendingDelta:
     done: int = 0
     """Micro-steps made."""
 
-    def opens(self) -> bool:
+    def begins_delta(self) -> bool:
         return self.done == 0
 
     def pull(self) -> FlatState:
         assert self.read is not None, "its Δ is computed"
         return self.read
 
-    def closes(self) -> bool:
+    def ends_delta(self) -> bool:
         self.done += 1
         return self.done == self.micro_steps
 
-    def slot(self) -> FlatState:
+    def delta_buffer(self) -> FlatState:
         self.out = self.pull().layout.new()
         return self.out
 
