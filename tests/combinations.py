@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import InputError, Program, Run, train
-from paceline.aggregation import registered
+from paceline.aggregation import Aggregation, registered
 
 STEPS = 4
 
@@ -78,7 +78,7 @@ def program() -> Program:
 
 def policies() -> list[str]:
     """All that there are, synchronous ones first."""
-    return sorted(registered(), key=lambda name: (name != "synchronous", name))
+    return sorted(registered(Aggregation), key=lambda name: (name != "synchronous", name))
 
 
 def cells(engine: str, forms: Iterable[str] = tuple(FORMS)) -> list[Cell]:

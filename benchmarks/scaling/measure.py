@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline import InputError, Program, train
-from paceline.aggregation import registered
+from paceline.aggregation import Aggregation, registered
 from paceline.datasets.models import cnn, mlp
 from paceline.engine.base import Engine
 from paceline.engine.local.engine import LocalEngine
@@ -90,7 +90,7 @@ def rate(program: Program, engine: Engine, workers: int, policy: str, seconds: f
 def policies(program: Program, engine: Engine, chosen: list[str]) -> dict[str, str]:
     """Name -> text of the policies to measure; one that can't be run by its text alone is named and left out."""
     texts = {}
-    for name in chosen or sorted(registered()):
+    for name in chosen or sorted(registered(Aggregation)):
         text = SAID.get(name, name)
         try:
             rate(program, engine, 1, text, WARM_UP_S)

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from paceline.aggregation.elastic_averaging import ElasticAveraging
     from paceline.aggregation.hogwild import Hogwild
     from paceline.aggregation.local_steps import LocalSteps
-    from paceline.aggregation.registry import register
     from paceline.aggregation.smooth_switch import SmoothSwitch
     from paceline.aggregation.stale_synchronous import StaleSynchronous
     from paceline.aggregation.synchronous import Synchronous
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
         WaitTimeoutError,
         WorkerError,
     )
+    from paceline.core.registry import register
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
     from paceline.optim.lamb import Lamb
@@ -105,7 +105,6 @@ _NAMES = {
     "aggregation.elastic_averaging": ("ElasticAveraging",),
     "aggregation.hogwild": ("Hogwild",),
     "aggregation.local_steps": ("LocalSteps",),
-    "aggregation.registry": ("register",),
     "aggregation.smooth_switch": ("SmoothSwitch",),
     "aggregation.stale_synchronous": ("StaleSynchronous",),
     "aggregation.synchronous": ("Synchronous",),
@@ -122,6 +121,7 @@ _NAMES = {
         "WaitTimeoutError",
         "WorkerError",
     ),
+    "core.registry": ("register",),
     "engine.distributed.sync_batchnorm": ("synchronised_batchnorm",),
     "engine.worker": ("Worker",),
     "optim.lamb": ("Lamb",),

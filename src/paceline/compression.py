@@ -21,9 +21,10 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.aggregation.registry import declare, number, register, whole
-from paceline.aggregation.text import read, text_of
+from paceline.core.checks import check_int, check_number
 from paceline.core.errors import InputError
+from paceline.core.registry import declare, register
+from paceline.core.text_form import parse_option, text_of
 
 
 @declare("compression")
@@ -61,7 +62,7 @@ class PowerSgd(Method):
     rank: int = 4
 
     def __post_init__(self) -> None:
-        whole("powersgd:rank", self.rank, least=1)
+        check_int("powersgd:rank", self.rank, least=1)
 
 
 @register("top-k")
@@ -76,7 +77,7 @@ class TopK(Method):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        number("top-k:ratio", self.ratio, "above 0 and up to 1", lambda v: 0 < v <= 1, instead=0.01)
+        check_number("top-k:ratio", self.ratio, "above 0 and up to 1", lambda v: 0 < v <= 1, instead=0.01)
 
 
 def parse(text: str) -> Method:
@@ -88,7 +89,7 @@ def parse(text: str) -> Method:
     >>> parse("top-k:ratio=0.1")
     TopK(ratio=0.1)
     """
-    method: Method = read("compression", Method, text)
+    method: Method = parse_option("compression", Method, text)
     return method
 
 

@@ -7,11 +7,11 @@ from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
-from paceline.aggregation.registry import choice, flag, whole
-from paceline.aggregation.text import read, show, split
+from paceline.core.checks import check_bool, check_choice, check_int
 from paceline.core.data_order import Partition
 from paceline.core.errors import InputError, unknown
 from paceline.core.mesh import Mesh
+from paceline.core.text_form import format_option, parse_option, split_outside_brackets
 from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
 
@@ -127,17 +127,17 @@ class Strategy:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "accumulate"):
-            whole(name, getattr(self, name), least=1)
+            check_int(name, getattr(self, name), least=1)
         for name in ("micro_batches", "stage_memory_bytes", "threads"):
             if getattr(self, name) is not None:
-                whole(name, getattr(self, name), least=1)
+                check_int(name, getattr(self, name), least=1)
         for name, choices in _CHOICES.items():
-            choice(name, getattr(self, name), choices)
+            check_choice(name, getattr(self, name), choices)
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
-        flag("shard_parameters", self.shard_parameters)
+        check_bool("shard_parameters", self.shard_parameters)
         if self.shard_optimizer is not None:
-            flag("shard_optimizer", self.shard_optimizer)
+            check_bool("shard_optimizer", self.shard_optimizer)
         cuts = (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts)
         object.__setattr__(self, "cuts", cuts)
         self._check_sizes()
@@ -148,11 +148,12 @@ class Strategy:
             if isinstance(size, list | tuple):
                 object.__setattr__(self, name, tuple(size))
             for part in size if isinstance(size, list | tuple) and size else (size,):
-                whole(name, part, least=1)
+                check_int(name, part, least=1)
         if isinstance(self.shards, tuple) and len(self.shards) != self.stage_count:
             raise InputError(
-                f"shards={show(self.shards)} is for {len(self.shards)} stages, but stages={show(self.stages)} makes "
-                f"{self.stage_count}; write stages={len(self.shards)}, or one number of shards a stage."
+                f"shards={format_option(self.shards)} is for {len(self.shards)} stages, but "
+                f"stages={format_option(self.stages)} makes {self.stage_count}; write stages={len(self.shards)}, "
+                "or one number of shards a stage."
             )
 
     @classmethod
@@ -164,7 +165,7 @@ class Strategy:
                 "itself, replicas=2 for instance."
             )
         values: dict[str, Any] = {}
-        for word in filter(None, split(" ".join(text.split()), at=" ")):
+        for word in filter(None, split_outside_brackets(" ".join(text.split()), at=" ")):
             name, equals, value = word.partition("=")
             _refuse_unknown(name)
             if not (equals and value):
@@ -301,13 +302,13 @@ def _value(name: str, text: str) -> Any:
         return text
     if text == "auto" and _DEFAULTS[name] is None:
         return None
-    return read(name, _HINTS[name], text)
+    return parse_option(name, _HINTS[name], text)
 
 
 def _text(value: object) -> str:
     if isinstance(value, ShardRules):
         return str(value)
-    return text_of(value) if isinstance(value, Aggregation) else show(value)
+    return text_of(value) if isinstance(value, Aggregation) else format_option(value)
 
 
 def _toml(value: object) -> str:

@@ -7,15 +7,15 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation, PerLearningRate
-from paceline.aggregation.registry import Entry, kind_of
-from paceline.aggregation.text import alternatives
 from paceline.core.errors import InputError
+from paceline.core.registry import RegisteredClass, family_of
+from paceline.core.text_form import alternatives
 
 FLOATS = st.one_of(st.integers(1, 10**6), st.floats(1e-6, 1e6), st.floats(0.01, 0.99))
 
 
 @st.composite
-def _values(draw: st.DrawFn, entry: Entry, depth: int) -> Any:
+def _values(draw: st.DrawFn, entry: RegisteredClass, depth: int) -> Any:
     options: dict[str, Any] = {}
     for name, option in entry.options().items():
         if draw(st.booleans()):
@@ -38,13 +38,13 @@ def _of(hint: Any, depth: int) -> list[st.SearchStrategy[Any]]:
         return [scalars[hint]]
     if get_origin(hint) is Literal:
         return [st.sampled_from(get_args(hint))]
-    kind = kind_of(hint)
+    kind = family_of(hint)
     if kind is None or depth == 0:
         return [st.nothing()]
     return [_values(entry, depth - 1) for entry in kind.entries.values()]
 
 
 def policies() -> st.SearchStrategy[Aggregation[Any]]:
-    kind = kind_of(Aggregation)
+    kind = family_of(Aggregation)
     assert kind is not None
     return st.one_of([_values(entry, 2) for entry in kind.entries.values()])

@@ -21,7 +21,7 @@ from paceline.aggregation.base import Apply, Discard, Release
 from tests.aggregation.policy_driver import EVENTS, Event, World, play
 
 TEXTS = [
-    *registered(),
+    *registered(Aggregation),
     "synchronous:backups=1",
     "synchronous:backups=2,combine=sum",
     "asynchronous:damping=staleness",

@@ -24,8 +24,8 @@ from paceline.aggregation import (
     text_of,
 )
 from paceline.aggregation.base import Arrival, Decision, combined
-from paceline.aggregation.registry import kind_of
 from paceline.core.errors import InputError
+from paceline.core.registry import family_of
 from tests.aggregation.policy_values import policies
 
 CHECK = settings(max_examples=300, deadline=None, derandomize=True)
@@ -150,7 +150,7 @@ class Patient(Aggregation[None]):
 @pytest.fixture
 def registry() -> Iterator[None]:
     """Takes what a test registers back."""
-    kinds = [k for k in (kind_of(Aggregation), kind_of(Curve)) if k]
+    kinds = [k for k in (family_of(Aggregation), family_of(Curve)) if k]
     before = [dict(k.entries) for k in kinds]
     yield
     for kind, entries in zip(kinds, before, strict=True):
@@ -162,7 +162,7 @@ def registry() -> Iterator[None]:
 def test_a_registered_class_is_read_and_printed() -> None:
     assert text_of(Patient(3)) == "<Patient>"
     assert register("patient")(Patient) is Patient
-    assert registered()["patient"] is Patient
+    assert registered(Aggregation)["patient"] is Patient
     assert parse("patient:patience=3") == Patient(3)
     assert text_of(Patient(4, Buffered(k=2))) == "patient:patience=4,over=(buffered:k=2)"
     register("patient")(Patient)  # a notebook cell that is run again
@@ -179,7 +179,7 @@ def test_a_threshold_joins_its_own_family() -> None:
             return 8 / (1 + u)
 
     assert parse("smooth-switch:threshold=halving") == SmoothSwitch(threshold=Halving())
-    assert "halving" not in registered()
+    assert "halving" not in registered(Aggregation)
 
 
 @pytest.mark.usefixtures("registry")

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from comm_entries import Args, reply
 from torch import Tensor
 
-from paceline.aggregation.registry import registered
 from paceline.comm.compression import Compression, parse
 from paceline.compression import Method
+from paceline.core.registry import registered
 
 SHAPES = [(12, 20), (20,), (16, 4, 3, 3), (3, 3), (), (40, 1), (0, 5)]
 """A matrix, a vector, a convolution, one too small to shrink, a number, one too thin to shrink, an empty one."""

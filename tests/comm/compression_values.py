@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from paceline.aggregation.registry import registered
 from paceline.compression import Method, PowerSgd, TopK
+from paceline.core.registry import registered
 
 RATIOS = st.floats(0, 1, exclude_min=True, allow_subnormal=False)
 

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from paceline import Strategy, register
-from paceline.aggregation import registry
-from paceline.aggregation.text import text_of
 from paceline.comm import compression
 from paceline.comm.compression import base
 from paceline.comm.compression.base import Compression, Shape, carriers, carries
 from paceline.compression import Bf16, Fp16, Method, PowerSgd, TopK, Whole, canonical, parse
+from paceline.core import registry
 from paceline.core.errors import InputError
+from paceline.core.text_form import text_of
 from tests.comm.compression_values import methods
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
@@ -73,9 +73,9 @@ def test_compressions_are_values() -> None:
 @pytest.fixture
 def own() -> Iterator[None]:
     """Forgets what a test registers."""
-    methods, carried = dict(registry._KINDS[Method].entries), dict(base._CARRIERS)
+    methods, carried = dict(registry._FAMILIES[Method].entries), dict(base._CARRIERS)
     yield
-    for table, before in ((registry._KINDS[Method].entries, methods), (base._CARRIERS, carried)):
+    for table, before in ((registry._FAMILIES[Method].entries, methods), (base._CARRIERS, carried)):
         table.clear()
         table.update(before)
 

@@ -11,7 +11,7 @@ import pytest
 from torch.optim.lr_scheduler import ExponentialLR
 
 from paceline import Lamb, Lars, Run, train, warmup
-from paceline.aggregation.registry import registered
+from paceline.aggregation import Aggregation, registered
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
@@ -91,7 +91,7 @@ SPOKEN = {
 }
 """Options with which a policy does in six steps what it is there for."""
 
-POLICIES = [SPOKEN.get(name, name) for name in sorted(set(registered()) - {"hogwild"})]
+POLICIES = [SPOKEN.get(name, name) for name in sorted(set(registered(Aggregation)) - {"hogwild"})]
 """Hogwild has no order that could be replayed."""
 
 TIMES = "compute=exponential:mean=1 apply=0.1 gradient=0.05"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.aggregation.registry import registered
 from paceline.core.errors import InputError
+from paceline.core.registry import registered
 from paceline.schedule import Schedule, check, draw, in_flight, names, parse
 from tests.schedule.schedule_values import FLUSHING, STREAMING, TEXTS, cases
 

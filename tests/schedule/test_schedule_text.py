@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.aggregation.registry import kind_of, register
 from paceline.core.errors import InputError
+from paceline.core.registry import family_of, register
 from paceline.schedule import Action, Schedule, canonical, names, parse
 from paceline.schedule.base import LETTERS, refuse_less_than_one
 from paceline.schedule.interleaved import Interleaved
@@ -81,7 +81,7 @@ class Backwards(Schedule):
 def backwards() -> Iterator[None]:
     register("backwards")(Backwards)
     yield
-    kind = kind_of(Schedule)
+    kind = family_of(Schedule)
     assert kind is not None
     del kind.entries["backwards"]
 

@@ -8,20 +8,20 @@ import pkgutil
 
 from paceline.aggregation.adaptive import Adaptive
 from paceline.aggregation.asynchronous import Asynchronous
-from paceline.aggregation.base import Aggregation
+from paceline.aggregation.base import Aggregation, parse
 from paceline.aggregation.buffered import Buffered
 from paceline.aggregation.elastic_averaging import ElasticAveraging
 from paceline.aggregation.hogwild import Hogwild
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.aggregation.loss_driven import LossDriven
 from paceline.aggregation.plateau import Plateau
-from paceline.aggregation.registry import register, registered
 from paceline.aggregation.smooth_switch import SmoothSwitch
 from paceline.aggregation.stale_synchronous import StaleSynchronous
 from paceline.aggregation.synchronous import Synchronous
-from paceline.aggregation.text import parse, text_of
 from paceline.aggregation.thresholds import Curve, Exponential, Linear, PerLearningRate, Step, Threshold
 from paceline.aggregation.throughput import Throughput
+from paceline.core.registry import register, registered
+from paceline.core.text_form import text_of
 
 for _file in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_file.name}")

@@ -6,9 +6,10 @@ from typing import Any, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Arrival, Combine, Need
 from paceline.aggregation.plateau import Plateau
-from paceline.aggregation.registry import choice, register, whole
 from paceline.aggregation.thresholds import Threshold
 from paceline.aggregation.throughput import Throughput
+from paceline.core.checks import check_choice, check_int
+from paceline.core.registry import register
 
 Memories: TypeAlias = tuple[Any, ...]
 """One for each rule."""
@@ -34,9 +35,9 @@ class Adaptive(Threshold[Memories]):
 
     def __post_init__(self) -> None:
         if self.combine is not None:
-            choice("adaptive:combine", self.combine, get_args(Combine))
+            check_choice("adaptive:combine", self.combine, get_args(Combine))
         if self.replicas is not None:
-            whole("adaptive:replicas", self.replicas, least=1)
+            check_int("adaptive:replicas", self.replicas, least=1)
 
     @cached_property
     def _rules(self) -> tuple[Threshold[Any], ...]:

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Release, combined, updates
-from paceline.aggregation.registry import choice, register
+from paceline.core.checks import check_choice
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId, Version
 
 Damping: TypeAlias = Literal["none", "staleness"]
@@ -27,8 +28,8 @@ class Asynchronous(Aggregation[Version]):
     combine: Combine = "mean"
 
     def __post_init__(self) -> None:
-        choice("asynchronous:damping", self.damping, get_args(Damping))
-        choice("asynchronous:combine", self.combine, get_args(Combine))
+        check_choice("asynchronous:damping", self.damping, get_args(Damping))
+        check_choice("asynchronous:combine", self.combine, get_args(Combine))
 
     def start(self, replicas: int) -> Version:
         del replicas

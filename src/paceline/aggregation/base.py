@@ -31,6 +31,8 @@ from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from paceline.core.delta import Adopt, Delta, Gradient, Replace
+from paceline.core.registry import declare, family_of
+from paceline.core.text_form import parse_value
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
 
 # ------------------------------------------------------------------------------------------------ what a policy is told
@@ -111,6 +113,7 @@ Combine: TypeAlias = Literal["mean", "sum"]
 S = TypeVar("S")
 
 
+@declare("aggregation")
 class Aggregation(ABC, Generic[S]):
     """A policy: F of the equation. Subclasses are frozen dataclasses, registered under a name in the text form."""
 
@@ -164,6 +167,21 @@ class Aggregation(ABC, Generic[S]):
     @abstractmethod
     def waits_for(self, state: S) -> int:
         """K: how many Δs the next update waits for, as it stands now."""
+
+
+def parse(text: str) -> Aggregation[Any]:
+    """Return the policy that a text says.
+
+    Raises:
+        InputError: an unknown policy or option, with the nearest name; a value of the wrong type or out of its range.
+
+    >>> parse("smooth-switch:every=5/lr,combine=sum")
+    SmoothSwitch(every=PerLearningRate(multiple=5.0), threshold=None, combine='sum', hold=True, count='received')
+    """
+    family = family_of(Aggregation)
+    assert family is not None
+    policy: Aggregation[Any] = parse_value(family, text)
+    return policy
 
 
 def combined(arrivals: tuple[Arrival, ...], combine: Combine, rate: float = 1.0) -> Decision:

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision
-from paceline.aggregation.registry import choice, flag, register, whole
+from paceline.core.checks import check_bool, check_choice, check_int
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 
@@ -40,10 +41,10 @@ class Buffered(Aggregation[Buffer]):
     cancel: bool = False
 
     def __post_init__(self) -> None:
-        whole("buffered:k", self.k, least=1)
-        choice("buffered:combine", self.combine, get_args(Combine))
-        flag("buffered:hold", self.hold)
-        flag("buffered:cancel", self.cancel)
+        check_int("buffered:k", self.k, least=1)
+        check_choice("buffered:combine", self.combine, get_args(Combine))
+        check_bool("buffered:hold", self.hold)
+        check_bool("buffered:cancel", self.cancel)
 
     def slots(self, replicas: int) -> int:
         del replicas

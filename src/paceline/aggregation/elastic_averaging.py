@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release
-from paceline.aggregation.registry import number, register, whole
+from paceline.core.checks import check_int, check_number
 from paceline.core.delta import Adopt, Delta, Distance, Mix
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 
@@ -31,8 +32,8 @@ class ElasticAveraging(Aggregation[None]):
     elasticity: float = 0.1
 
     def __post_init__(self) -> None:
-        whole("elastic-averaging:period", self.period, least=1)
-        number(
+        check_int("elastic-averaging:period", self.period, least=1)
+        check_number(
             "elastic-averaging:elasticity",
             self.elasticity,
             "above 0 and at most 1",

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.aggregation.base import Aggregation, Arrival, Decision, Release, combined
-from paceline.aggregation.registry import register
 from paceline.core.delta import Adopt, Delta, InPlace, Keep
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 

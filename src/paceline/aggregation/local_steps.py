@@ -4,10 +4,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 from paceline.aggregation.base import Aggregation, Arrival, Decision, Need
-from paceline.aggregation.registry import declare, flag, number, positive, register, whole
 from paceline.aggregation.synchronous import Synchronous
+from paceline.core.checks import check_bool, check_int, check_number, check_positive
 from paceline.core.delta import Change, Delta, Gradient
 from paceline.core.errors import InputError
+from paceline.core.registry import declare, register
 from paceline.core.types import LeaveReason, ReplicaId
 
 
@@ -33,10 +34,10 @@ class Outer:
     nesterov: bool = True
 
     def __post_init__(self) -> None:
-        flag("nesterov", self.nesterov)
+        check_bool("nesterov", self.nesterov)
         name = "nesterov" if self.nesterov else "momentum"
-        positive(f"{name}:lr", self.lr, instead=0.7)
-        number(f"{name}:momentum", self.momentum, "from 0 to below 1", lambda m: 0 <= m < 1, instead=0.9)
+        check_positive(f"{name}:lr", self.lr, instead=0.7)
+        check_number(f"{name}:momentum", self.momentum, "from 0 to below 1", lambda m: 0 <= m < 1, instead=0.9)
         if self.nesterov and self.momentum == 0:
             raise InputError("nesterov:momentum=0 is no momentum to look ahead with; write momentum:momentum=0.")
 
@@ -68,7 +69,7 @@ class LocalSteps(Aggregation[Any]):
     outer: Outer | None = None
 
     def __post_init__(self) -> None:
-        whole("local-steps:period", self.period, least=1)
+        check_int("local-steps:period", self.period, least=1)
         if not isinstance(self.over, Aggregation) or not isinstance(self.over.delta, Gradient):
             raise InputError(
                 f"over={self.over} can't combine parameter changes, for it has a Δ of its own; "

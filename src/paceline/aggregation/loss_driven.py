@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.registry import positive, register, whole
 from paceline.aggregation.thresholds import Threshold
+from paceline.core.checks import check_int, check_positive
+from paceline.core.registry import register
 
 
 class Losses(NamedTuple):
@@ -40,8 +41,8 @@ class LossDriven(Threshold[Losses]):
     window: int = 100
 
     def __post_init__(self) -> None:
-        positive("loss-driven:initial", self.initial, instead=1)
-        whole("loss-driven:window", self.window, least=1)
+        check_positive("loss-driven:initial", self.initial, instead=1)
+        check_int("loss-driven:window", self.window, least=1)
 
     @property
     def needs(self) -> frozenset[Need]:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.registry import number, register, whole
 from paceline.aggregation.thresholds import Sought
+from paceline.core.checks import check_int, check_number
+from paceline.core.registry import register
 
 _ROUNDS = 2
 """Δs of each replica in a short block."""
@@ -97,12 +98,12 @@ class Plateau(Sought[Watch]):
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        number("plateau:factor", self.factor, "above 1", lambda factor: factor > 1, instead=1.5)
-        number("plateau:rise", self.rise, "of at least 0", lambda rise: rise >= 0, instead=0.25)
-        number("plateau:gain", self.gain, "from 0 to below 1", lambda gain: 0 <= gain < 1, instead=0.005)
-        number("plateau:growth", self.growth, "above 1", lambda growth: growth > 1, instead=1.5)
+        check_number("plateau:factor", self.factor, "above 1", lambda factor: factor > 1, instead=1.5)
+        check_number("plateau:rise", self.rise, "of at least 0", lambda rise: rise >= 0, instead=0.25)
+        check_number("plateau:gain", self.gain, "from 0 to below 1", lambda gain: 0 <= gain < 1, instead=0.005)
+        check_number("plateau:growth", self.growth, "above 1", lambda growth: growth > 1, instead=1.5)
         if self.largest is not None:
-            whole("plateau:largest", self.largest, least=1)
+            check_int("plateau:largest", self.largest, least=1)
 
     @property
     def needs(self) -> frozenset[Need]:

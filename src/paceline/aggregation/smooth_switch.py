@@ -6,9 +6,10 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision, Need, updates
-from paceline.aggregation.registry import choice, flag, positive, register
 from paceline.aggregation.thresholds import Function, PerLearningRate, Step, Threshold
+from paceline.core.checks import check_bool, check_choice, check_positive
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 Count: TypeAlias = Literal["received", "applied"]
@@ -75,10 +76,10 @@ class SmoothSwitch(Aggregation[Switch]):
         elif self.threshold is not None and not isinstance(self.threshold, Threshold):
             object.__setattr__(self, "threshold", Function(self.threshold))
         if not isinstance(self.every, PerLearningRate):
-            positive("smooth-switch:every", self.every, instead=_EVERY)
-        choice("smooth-switch:combine", self.combine, get_args(Combine))
-        flag("smooth-switch:hold", self.hold)
-        choice("smooth-switch:count", self.count, get_args(Count))
+            check_positive("smooth-switch:every", self.every, instead=_EVERY)
+        check_choice("smooth-switch:combine", self.combine, get_args(Combine))
+        check_bool("smooth-switch:hold", self.hold)
+        check_choice("smooth-switch:count", self.count, get_args(Count))
 
     @cached_property
     def _rule(self) -> Threshold[Any]:

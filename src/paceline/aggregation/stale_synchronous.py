@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, final, get_args
 
 from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard, released
-from paceline.aggregation.registry import choice, register, whole
+from paceline.core.checks import check_choice, check_int
+from paceline.core.registry import register
 from paceline.core.types import Clock, LeaveReason, ReplicaId
 
 
@@ -65,8 +66,8 @@ class StaleSynchronous(Aggregation[Clocks]):
     combine: Combine = "mean"
 
     def __post_init__(self) -> None:
-        whole("stale-synchronous:bound", self.bound, least=0)
-        choice("stale-synchronous:combine", self.combine, get_args(Combine))
+        check_int("stale-synchronous:bound", self.bound, least=0)
+        check_choice("stale-synchronous:combine", self.combine, get_args(Combine))
 
     def start(self, replicas: int) -> Clocks:
         return Clocks(dict.fromkeys(range(replicas), 0), 0, replicas)

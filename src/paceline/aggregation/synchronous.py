@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision, Discard, Release, updates
-from paceline.aggregation.registry import choice, register, whole
+from paceline.core.checks import check_choice, check_int
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 
@@ -43,8 +44,8 @@ class Synchronous(Aggregation[Round]):
     combine: Combine = "mean"
 
     def __post_init__(self) -> None:
-        whole("synchronous:backups", self.backups, least=0)
-        choice("synchronous:combine", self.combine, get_args(Combine))
+        check_int("synchronous:backups", self.backups, least=0)
+        check_choice("synchronous:combine", self.combine, get_args(Combine))
 
     def resolved(self, *, learning_rate: float | None, replicas: int) -> "Synchronous":
         del learning_rate

@@ -18,21 +18,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
 from paceline.aggregation.base import Arrival, Combine, Need
-from paceline.aggregation.registry import declare, number, positive, register
+from paceline.core.checks import check_number, check_positive
 from paceline.core.errors import InputError
+from paceline.core.registry import declare, register
+from paceline.core.text_form import format_number, option_type
 
 M = TypeVar("M")
 
 
-def plain(number: float) -> str:
-    """A number as a person writes it: 500 rather than 500.0.
-
-    >>> plain(500.0), plain(0.05), plain(1e20)
-    ('500', '0.05', '1e+20')
-    """
-    return str(int(number)) if number == number // 1 and abs(number) < 1e15 else repr(number)
-
-
+@option_type("a number before /lr")
 @dataclass(frozen=True)
 class PerLearningRate:
     """A number of Δs in multiples of 1 / learning rate, as the Smooth Switch paper chooses its steps: ``5/lr``.
@@ -44,10 +38,10 @@ class PerLearningRate:
     multiple: float
 
     def __post_init__(self) -> None:
-        positive("multiple", self.multiple, instead=5)
+        check_positive("multiple", self.multiple, instead=5)
 
     def __str__(self) -> str:
-        return f"{plain(self.multiple)}/lr"
+        return f"{format_number(self.multiple)}/lr"
 
     @classmethod
     def parse(cls, text: str) -> "PerLearningRate":
@@ -152,11 +146,11 @@ class Step(Curve):
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, PerLearningRate):
-            positive("every", self.every, instead=500)
-        positive("step:initial", self.initial, instead=1)
-        number("step:increment", self.increment, "of at least 0", lambda increment: increment >= 0, instead=1)
+            check_positive("every", self.every, instead=500)
+        check_positive("step:initial", self.initial, instead=1)
+        check_number("step:increment", self.increment, "of at least 0", lambda increment: increment >= 0, instead=1)
         if self.cap is not None:
-            positive("step:cap", self.cap, instead=25)
+            check_positive("step:cap", self.cap, instead=25)
 
     @property
     def plain(self) -> bool:
@@ -189,8 +183,8 @@ class Linear(Curve):
     initial: float = 1
 
     def __post_init__(self) -> None:
-        number("linear:slope", self.slope, "of at least 0", lambda slope: slope >= 0, instead=0.002)
-        positive("linear:initial", self.initial, instead=1)
+        check_number("linear:slope", self.slope, "of at least 0", lambda slope: slope >= 0, instead=0.002)
+        check_positive("linear:initial", self.initial, instead=1)
 
     def of(self, u: int) -> float:
         return self.initial + self.slope * u
@@ -211,8 +205,8 @@ class Exponential(Curve):
     initial: float = 1
 
     def __post_init__(self) -> None:
-        positive("exponential:doubling", self.doubling, instead=1000)
-        positive("exponential:initial", self.initial, instead=1)
+        check_positive("exponential:doubling", self.doubling, instead=1000)
+        check_positive("exponential:initial", self.initial, instead=1)
 
     def of(self, u: int) -> float:
         # More doublings than a float can hold are as good as 1,000, which is far above any P.
@@ -230,6 +224,11 @@ class Function(Curve):
         if not callable(self.function):
             raise InputError(f"threshold={self.function} is no function of u; write threshold=lambda u: 1 + u // 500.")
         self.of(0)
+
+    @property
+    def __name__(self) -> str:
+        """The function's own name, with which the text form prints it."""
+        return getattr(self.function, "__name__", type(self.function).__name__).strip("<>")
 
     def of(self, u: int) -> float:
         k = self.function(u)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival
-from paceline.aggregation.registry import number, register, whole
 from paceline.aggregation.thresholds import Sought
+from paceline.core.checks import check_int, check_number
+from paceline.core.registry import register
 from paceline.core.types import Seconds
 
 _LONGEST_REST = 32
@@ -59,10 +60,10 @@ class Throughput(Sought[Climb]):
     largest: int | None = None
 
     def __post_init__(self) -> None:
-        number("throughput:ratio", self.ratio, "above 1", lambda ratio: ratio > 1, instead=1.25)
-        number("throughput:margin", self.margin, "of at least 0", lambda margin: margin >= 0, instead=0.05)
+        check_number("throughput:ratio", self.ratio, "above 1", lambda ratio: ratio > 1, instead=1.25)
+        check_number("throughput:margin", self.margin, "of at least 0", lambda margin: margin >= 0, instead=0.05)
         if self.largest is not None:
-            whole("throughput:largest", self.largest, least=1)
+            check_int("throughput:largest", self.largest, least=1)
 
     def start(self) -> Climb:
         return Climb()

@@ -10,6 +10,7 @@ from typing import Any
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
+from paceline.engine import ENGINES
 from paceline.engine.base import Engine, OnNonFinite
 from paceline.engine.run_context import tells
 from paceline.metrics.summary import summarize
@@ -19,41 +20,22 @@ from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy, is_auto
 from paceline.train_options import TrainOptions, job_of
 
-ENGINES = ("distributed", "local", "ray", "virtual")
-
 
 def open_engine(name: str) -> Engine:
-    """The engine of a name; to be closed (it is a context manager) when no further run is to be carried.
+    """Open the engine of a name; it is a context manager, to be closed after its last run.
 
     Args:
-        name: one of :data:`ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is running,
-            ``distributed:gloo``, ``:nccl``, ``:shm`` and ``:hierarchical`` say what moves the bytes.
+        name: of one of the :data:`~paceline.engine.ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster
+            that is running, ``distributed:gloo``, ``:nccl``, ``:shm`` and ``:hierarchical`` set the backend.
 
     Raises:
         InputError: no such engine, or what it needs is not installed.
     """
-    if name == "virtual":
-        from paceline.engine.virtual.engine import VirtualEngine
-
-        return VirtualEngine()
-    if name == "local":
-        from paceline.engine.local.engine import LocalEngine
-
-        return LocalEngine()
-    kind, joins, address = name.partition(":")
-    if kind == "ray":
-        from paceline.engine.ray.engine import RayEngine
-
-        if joins and not address:
-            raise InputError(f"engine={name!r} names no cluster; write engine='ray:auto' or engine='ray:HOST:PORT'")
-        return RayEngine(address or None)
-    if kind == "distributed":
-        from paceline.engine.distributed.engine import DistributedEngine
-
-        if joins and not address:
-            raise InputError(f"engine={name!r} names no backend; write engine='distributed:gloo'")
-        return DistributedEngine(address or None)
-    raise unknown("engine", name, ENGINES)
+    kind, colon, address = name.partition(":")
+    if kind not in ENGINES.names():
+        raise unknown("engine", name, ENGINES.names())
+    engine: type[Engine] = ENGINES.entry(kind).cls
+    return engine.from_address(address if colon else None)
 
 
 def train(

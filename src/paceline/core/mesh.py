@@ -65,7 +65,7 @@ class StageReplicas:
         """That of a number.
 
         >>> StageReplicas((3, 1)).column(2), StageReplicas((3, 1)).column(3)
-        (Column(stage=0, copy=2), Column(stage=1, copy=0))
+        (StageReplica(stage=0, copy=2), Column(stage=1, copy=0))
         """
         ends = list(accumulate(self.copies))
         stage = next(s for s, end in enumerate(ends) if number < end)
@@ -133,7 +133,7 @@ class Mesh:
         """Where in its replica a worker is, but for its shard.
 
         >>> Mesh(1, (4, 1), (2, 1)).column(Coordinate(0, 0, 3)), Mesh(1, (4, 1), (2, 1)).shard(Coordinate(0, 0, 3))
-        (Column(stage=0, copy=1), 1)
+        (StageReplica(stage=0, copy=1), 1)
         """
         return StageReplica(place.stage, place.shard // self.shards(place.stage))
 
@@ -165,7 +165,7 @@ class Mesh:
         """Where a rank is.
 
         >>> Mesh(2, (2, 2)).place(5), Mesh(1, (3, 1)).place(3)
-        (Place(replica=1, stage=0, shard=1), Place(replica=0, stage=1, shard=0))
+        (Coordinate(replica=1, stage=0, shard=1), Coordinate(replica=0, stage=1, shard=0))
         """
         replica, inside = divmod(rank, self.per_replica)
         starts = self._starts()

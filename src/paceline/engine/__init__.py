@@ -1,1 +1,9 @@
-"""Where A lives: engines that carry any replica under any policy."""
+"""Where A lives: engines that run any replica under any policy, one folder each.
+
+Importing this package imports no engine: :data:`ENGINES` finds their folders, and imports one when it is opened.
+"""
+
+from paceline.core.registry import Family, modules_in_folders
+
+ENGINES = Family("engine", values=False, modules=modules_in_folders(__name__, "engine"))
+"""Every engine by name: each folder that has an ``engine.py``."""

@@ -9,8 +9,11 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from paceline.clock.times import Delay, Times
+from paceline.core.errors import unknown
 from paceline.core.records import Account, Record
+from paceline.core.registry import declare
 from paceline.core.types import Seconds
+from paceline.engine import ENGINES
 from paceline.program import Program
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span
@@ -102,10 +105,26 @@ class Outcome:
     spans: Sequence[Span]
 
 
+@declare(ENGINES)
 class Engine(ABC):
-    """Carries jobs, one at a time; may keep what is dear to start (a fork server) until it is closed."""
+    """Runs jobs, one at a time; may keep what is expensive to start (a fork server) until it is closed.
+
+    An engine is added by one file, ``engine/<name>/engine.py``, with ``@register("<name>")`` over its class; a class
+    that is registered anywhere else is found as soon as its module has been imported.
+    """
 
     name: str
+
+    @classmethod
+    def from_address(cls, address: str | None) -> "Engine":
+        """Open the engine of a name with ``address`` after its colon, ``ray:auto``; None if it has no colon.
+
+        Raises:
+            InputError: an address that the engine does not take, or what it needs is not installed.
+        """
+        if address is not None:
+            raise unknown("engine", f"{cls.name}:{address}", ENGINES.names())
+        return cls()
 
     @abstractmethod
     def refuse(self, job: Job) -> None:

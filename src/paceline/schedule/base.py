@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from paceline.aggregation.registry import declare, registered, whole
-from paceline.aggregation.text import read, text_of
+from paceline.core.checks import check_int
 from paceline.core.errors import InputError
 from paceline.core.mesh import StageReplica, StageReplicas
+from paceline.core.registry import declare, registered
+from paceline.core.text_form import parse_option, text_of
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
 """What is done with a micro-batch; ``backward`` is ``backward_input`` and ``backward_weight`` in one."""
@@ -138,8 +139,8 @@ class Schedule(ABC):
 
 def refuse_less_than_one(workers: int, micro_batches: int) -> None:
     """What no schedule can do."""
-    whole("stages", workers, least=1)
-    whole("micro_batches", micro_batches, least=1)
+    check_int("stages", workers, least=1)
+    check_int("micro_batches", micro_batches, least=1)
 
 
 def alternate(ahead: int, count: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
@@ -177,7 +178,7 @@ def parse(text: str) -> Schedule:
     >>> parse("interleaved:chunks=4")
     Interleaved(chunks=4)
     """
-    schedule: Schedule = read("schedule", Schedule, text)
+    schedule: Schedule = parse_option("schedule", Schedule, text)
     return schedule
 
 

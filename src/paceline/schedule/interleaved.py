@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from paceline.aggregation.registry import register, whole
+from paceline.core.checks import check_int
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 
@@ -35,7 +36,7 @@ class Interleaved(Schedule):
     chunks: int = 2
 
     def __post_init__(self) -> None:
-        whole("interleaved:chunks", self.chunks, least=2)
+        check_int("interleaved:chunks", self.chunks, least=2)
 
     def refuse(self, workers: int, micro_batches: int) -> None:
         refuse_less_than_one(workers, micro_batches)

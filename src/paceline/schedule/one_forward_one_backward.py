@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
 
-from paceline.aggregation.registry import register
 from paceline.core.mesh import StageReplica, StageReplicas
+from paceline.core.registry import register
 from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, final
 
-from paceline.aggregation.registry import register
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from paceline.aggregation.registry import register
+from paceline.core.registry import register
 from paceline.schedule.base import Action, Schedule, refuse_less_than_one
 
 

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from paceline import Run, Strategy, train
 from paceline.aggregation import Aggregation
-from paceline.aggregation.registry import kind_of
+from paceline.core.registry import family_of
 from tests import oracle
 from tests.engine import programs
 
@@ -100,7 +100,7 @@ POLICIES = [
 
 
 def test_no_policy_is_left_out() -> None:
-    kind = kind_of(Aggregation)
+    kind = family_of(Aggregation)
     assert kind is not None
     assert {text.partition(":")[0] for text in POLICIES} == kind.entries.keys() - {"hogwild"}
 

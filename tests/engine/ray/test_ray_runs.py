@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline import Run
 from paceline.aggregation import Aggregation
-from paceline.aggregation.registry import kind_of
+from paceline.core.registry import family_of
 from paceline.datasets import load_program
 from paceline.engine.ray.engine import RayEngine
 from tests.engine import programs
@@ -176,7 +176,7 @@ def own_policy(tmp_path: Path) -> Iterator[Path]:
     """A file with a program and a policy that nobody else knows; forgotten again."""
     (tmp_path / "own.py").write_text(POLICY, encoding="utf-8")
     yield tmp_path / "own.py"
-    kind = kind_of(Aggregation)
+    kind = family_of(Aggregation)
     assert kind is not None
     kind.entries.pop("every-other", None)
 

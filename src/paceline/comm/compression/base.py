@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import compression
-from paceline.aggregation.text import text_of
 from paceline.compression import Method
 from paceline.core.errors import InputError
+from paceline.core.text_form import text_of
 
 Shape: TypeAlias = tuple[int, ...]
 

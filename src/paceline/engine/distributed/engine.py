@@ -7,6 +7,7 @@ import torch
 
 from paceline.aggregation import Synchronous, text_of
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.distributed.run import DistributedRun, own_settings
 from paceline.engine.distributed.validation import refuse_dividing
@@ -16,6 +17,7 @@ from paceline.engine.spmd.rank_context import assembled
 from paceline.engine.validation import refuse_norms, refuse_pieces, refuse_shards, refuse_stages
 
 
+@register("distributed")
 class DistributedEngine(Engine):
     """Every rank holds A, and all make the same updates of it.
 
@@ -27,6 +29,12 @@ class DistributedEngine(Engine):
 
     def __init__(self, backend: str | None = None) -> None:
         self._asked = backend
+
+    @classmethod
+    def from_address(cls, address: str | None) -> "DistributedEngine":
+        if address == "":
+            raise InputError("engine='distributed:' names no backend; write engine='distributed:gloo'")
+        return cls(address)
 
     def refuse(self, job: Job) -> None:
         world = LaunchEnv.found()

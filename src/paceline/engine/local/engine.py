@@ -11,6 +11,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.run import LocalRun
@@ -40,6 +41,7 @@ TEAMS = (*HOSTING[:-1], "paceline.engine.local.replica_group_worker", "paceline.
 """The same, and each replica goes on by itself."""
 
 
+@register("local")
 class LocalEngine(Engine):
     """Keeps its fork server from one run to the next.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from paceline.aggregation import text_of
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.ray.cluster import Cluster, require_ray
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.engine.ray.actor_pool import ActorPool
 
 
+@register("ray")
 class RayEngine(Engine):
     """Keeps Ray and its actors from one run to the next.
 
@@ -35,6 +37,12 @@ class RayEngine(Engine):
         self._cluster: Cluster | None = None
         self._crew: ActorPool | None = None
         self._runs = 0
+
+    @classmethod
+    def from_address(cls, address: str | None) -> "RayEngine":
+        if address == "":
+            raise InputError("engine='ray:' names no cluster; write engine='ray:auto' or engine='ray:HOST:PORT'")
+        return cls(address)
 
     def refuse(self, job: Job) -> None:
         strategy = job.strategy

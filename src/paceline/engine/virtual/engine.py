@@ -6,12 +6,14 @@ from paceline.aggregation import text_of
 from paceline.clock.times import Times
 from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
+from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.run_context import refuse_absent_gpu
 from paceline.engine.virtual.run import VirtualRun
 from paceline.strategy import Strategy
 
 
+@register("virtual")
 class VirtualEngine(Engine):
     """Deterministic: the same job gives the same bytes on one machine and build, whatever its load."""
 
