@@ -65,7 +65,7 @@ class StageReplicas:
         """That of a number.
 
         >>> StageReplicas((3, 1)).column(2), StageReplicas((3, 1)).column(3)
-        (StageReplica(stage=0, copy=2), Column(stage=1, copy=0))
+        (StageReplica(stage=0, copy=2), StageReplica(stage=1, copy=0))
         """
         ends = list(accumulate(self.copies))
         stage = next(s for s, end in enumerate(ends) if number < end)
@@ -88,7 +88,7 @@ class StageReplicas:
         """With which column of another stage a column shares what all columns of a stage have.
 
         >>> StageReplicas((3, 2)).turn(StageReplica(0, 2), 1)
-        Column(stage=1, copy=0)
+        StageReplica(stage=1, copy=0)
         """
         return StageReplica(other, column.copy % self.copies[other])
 
