@@ -40,14 +40,14 @@ def two_threads() -> Iterator[None]:
 def engine() -> Iterator[LocalEngine]:
     """Shared by tests that leave it running: a run costs a tenth of a second, what its workers import some six."""
     with LocalEngine() as carrier:
-        carrier._nursery_with(PRELOADED)
+        carrier._fork_server_with(PRELOADED)
         yield carrier
 
 
 @pytest.fixture(scope="session")
 def fork_server(engine: LocalEngine) -> ForkServer:
     """The engine's."""
-    return engine._nursery_with(PRELOADED)
+    return engine._fork_server_with(PRELOADED)
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ class Play(Protocol):
     def __call__(self, script: Path, *words: str, size: int, folder: Path) -> None: ...
 
 
-def play(nursery: ForkServer, script: Path, *words: str, size: int, folder: Path) -> None:
+def play(fork_server: ForkServer, script: Path, *words: str, size: int, folder: Path) -> None:
     """As :class:`Play` says.
 
     Raises:
@@ -38,17 +38,17 @@ def play(nursery: ForkServer, script: Path, *words: str, size: int, folder: Path
     """
     arguments = [str(script), str(folder), *words]
     about = {"size": size, "store": str(folder / f"store {script.stem}"), "arguments": arguments}
-    children = [nursery.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in range(size)]
+    children = [fork_server.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in range(size)]
     try:
-        ill = _first_ill(nursery, children)
+        ill = _first_ill(fork_server, children)
         said = (f"rank {rank}: {_said(folder, rank).read_text() or 'nothing'}" for rank in range(size))
         assert ill is None, "\n".join([ill, "they said:", *said])
     finally:
         for child in children:
-            nursery.forget(child)
+            fork_server.forget(child)
 
 
-def _first_ill(nursery: ForkServer, children: list[ProcessHandle]) -> str | None:
+def _first_ill(fork_server: ForkServer, children: list[ProcessHandle]) -> str | None:
     """Which one failed, as soon as one has, or who are not done in time; None: all ended well."""
     deadline, waiter = time.monotonic() + WITHIN_S, Poller[ProcessHandle]()
     with contextlib.closing(waiter):
@@ -58,14 +58,14 @@ def _first_ill(nursery: ForkServer, children: list[ProcessHandle]) -> str | None
         while living and (left_s := deadline - time.monotonic()) > 0:
             for child in waiter.wait(left_s):
                 waiter.remove(child.pidfd)
-                number, status = living.pop(child), nursery.status(child.pid)
+                number, status = living.pop(child), fork_server.status(child.pid)
                 if status != WELL:
                     return f"rank {number}: {status}"
     return f"ranks {list(living.values())} are not done after {WITHIN_S:g} s" if living else None
 
 
 def rank(args: dict[str, Any], _fds: list[int]) -> None:
-    """One of them: what a child of the nursery does."""
+    """One of them: what a child of the fork_server does."""
     number, size = str(args["rank"]), str(args["size"])
     os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}

@@ -27,14 +27,14 @@ MESHES = [
 
 
 class Remembers:
-    """Stands in for a run's traffic."""
+    """Stands in for a run's communicator."""
 
     def __init__(self) -> None:
         self.asked: list[list[list[int]]] = []
 
-    def circle(self, circles: list[list[int]]) -> None:
+    def split(self, groups: list[list[int]]) -> None:
         """Of which ranks there would be groups."""
-        self.asked.append(circles)
+        self.asked.append(groups)
 
 
 def ranks(drawing: Drawing, kind: str) -> set[tuple[int, ...]]:

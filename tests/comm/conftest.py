@@ -23,16 +23,16 @@ def pipe() -> Iterator[Pipe]:
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[ForkServer]:
+def fork_server() -> Iterator[ForkServer]:
     """Shared by tests that leave it running."""
-    nursery = ForkServer.start(["torch", "comm_entries", "comm_tensor_entries"])
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer.start(["torch", "comm_entries", "comm_tensor_entries"])
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
 def bare() -> Iterator[ForkServer]:
     """One that a test may break; without torch, so it starts quickly."""
-    nursery = ForkServer.start([])
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer.start([])
+    yield fork_server
+    fork_server.close()

@@ -29,15 +29,15 @@ def test_a_full_counter_still_rings() -> None:
     bell.close()
 
 
-def test_two_processes_ring_each_other(nursery: ForkServer) -> None:
+def test_two_processes_ring_each_other(fork_server: ForkServer) -> None:
     asked, answered = EventFd(), EventFd()
-    child = nursery.spawn("comm_entries:answer_bell", {"times": 100}, [asked.fileno(), answered.fileno()])
+    child = fork_server.spawn("comm_entries:answer_bell", {"times": 100}, [asked.fileno(), answered.fileno()])
     for _ in range(100):
         asked.ring()
         assert answered.wait(60)
         answered.clear()
     assert liveness.wait_gone([child.pidfd], 60)
-    assert nursery.status(child.pid) == "exit code 0"
+    assert fork_server.status(child.pid) == "exit code 0"
     asked.close()
     answered.close()
 
@@ -60,9 +60,9 @@ def test_a_waiter_names_who_rang() -> None:
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_waiter_sees_a_process_end(nursery: ForkServer) -> None:
+def test_a_waiter_sees_a_process_end(fork_server: ForkServer) -> None:
     waiter = Poller[str]()
-    child = nursery.spawn("comm_entries:hang", {})
+    child = fork_server.spawn("comm_entries:hang", {})
     waiter.add(child.pidfd, "gone")
     assert waiter.wait(0) == []
     liveness.kill(child.pidfd)

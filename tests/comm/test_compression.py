@@ -28,13 +28,13 @@ Ranks = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def worlds(nursery: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
+def worlds(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Ranks]]:
     """What each rank of each group saw."""
     pipe, folders = Pipe(), {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in WORLDS}
     for ranks, folder in folders.items():
         for rank in range(ranks):
             args = {"rank": rank, "ranks": ranks, "folder": str(folder)}
-            nursery.spawn("compression_entries:rank", args, [pipe.fd])
+            fork_server.spawn("compression_entries:rank", args, [pipe.fd])
         for _ in range(ranks):
             pipe.read()
     yield {ranks: [read(folder, rank) for rank in range(ranks)] for ranks, folder in folders.items()}

@@ -20,10 +20,10 @@ from paceline.core.errors import InputError, PacelineError
 HERE = str(Path(__file__).parent)
 
 
-def ended(nursery: ForkServer, pid: int) -> str | None:
+def ended(fork_server: ForkServer, pid: int) -> str | None:
     """How a child ended, once it has."""
-    assert liveness.wait_gone([nursery._children[pid].pidfd], 60)
-    return nursery.status(pid)
+    assert liveness.wait_gone([fork_server._children[pid].pidfd], 60)
+    return fork_server.status(pid)
 
 
 ENDLESS = """
@@ -58,28 +58,28 @@ def endless(pipe: Pipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe
         ({"signal": signal.SIGKILL}, "killed by SIGKILL"),
     ],
 )
-def test_status_says_how_a_child_ended(nursery: ForkServer, args: dict[str, Any], status: str) -> None:
-    child = nursery.spawn("comm_entries:fail", args)
-    assert ended(nursery, child.pid) == status
-    assert nursery.status(child.pid) == status
+def test_status_says_how_a_child_ended(fork_server: ForkServer, args: dict[str, Any], status: str) -> None:
+    child = fork_server.spawn("comm_entries:fail", args)
+    assert ended(fork_server, child.pid) == status
+    assert fork_server.status(child.pid) == status
 
 
-def test_kill_minus_nine_from_outside(nursery: ForkServer) -> None:
-    child = nursery.spawn("comm_entries:hang", {})
-    assert nursery.status(child.pid) is None
+def test_kill_minus_nine_from_outside(fork_server: ForkServer) -> None:
+    child = fork_server.spawn("comm_entries:hang", {})
+    assert fork_server.status(child.pid) is None
     os.kill(child.pid, signal.SIGKILL)
-    assert ended(nursery, child.pid) == "killed by SIGKILL"
+    assert ended(fork_server, child.pid) == "killed by SIGKILL"
 
 
-def test_arguments_and_descriptors_arrive(nursery: ForkServer, pipe: Pipe) -> None:
+def test_arguments_and_descriptors_arrive(fork_server: ForkServer, pipe: Pipe) -> None:
     args = {"text": "Δ", "list": [1, 2.5, None], "size": "x" * 50_000}
-    nursery.spawn("comm_entries:echo", args, [pipe.fd])
+    fork_server.spawn("comm_entries:echo", args, [pipe.fd])
     assert pipe.read() == args
 
 
-def test_a_child_is_a_clean_process(nursery: ForkServer, pipe: Pipe) -> None:
-    nursery.spawn("comm_entries:hang", {})
-    nursery.spawn("comm_entries:inspect", {"main": os.getpid()}, [pipe.fd])
+def test_a_child_is_a_clean_process(fork_server: ForkServer, pipe: Pipe) -> None:
+    fork_server.spawn("comm_entries:hang", {})
+    fork_server.spawn("comm_entries:inspect", {"main": os.getpid()}, [pipe.fd])
     said = pipe.read()
     assert said["sockets"] == []
     assert said["epolls"] == []
@@ -88,28 +88,28 @@ def test_a_child_is_a_clean_process(nursery: ForkServer, pipe: Pipe) -> None:
     assert said["sigterm"]
     assert said["leads_group"]
     assert not said["session_of_main"]
-    assert said["main_file"].endswith("forkserver.py")
+    assert said["main_file"].endswith("fork_server_main.py")
     assert said["path"] == [entry or os.getcwd() for entry in sys.path]
     assert said["pythonpath"] == os.environ.get("PYTHONPATH")
 
 
-def test_the_fork_server_forks_with_one_thread(nursery: ForkServer) -> None:
-    nursery.spawn("comm_entries:nothing", {})
-    assert len(os.listdir(f"/proc/{nursery.pid}/task")) == 1
+def test_the_fork_server_forks_with_one_thread(fork_server: ForkServer) -> None:
+    fork_server.spawn("comm_entries:nothing", {})
+    assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
 
 
-def test_what_cannot_be_sent_leaves_the_nursery_whole(nursery: ForkServer, pipe: Pipe) -> None:
+def test_what_cannot_be_sent_leaves_the_nursery_whole(fork_server: ForkServer, pipe: Pipe) -> None:
     with pytest.raises(InputError, match=r"arguments of 4,000,\d+ bytes with 0 file descriptors .*ship\(\)"):
-        nursery.spawn("comm_entries:echo", {"text": "x" * 4_000_000})
+        fork_server.spawn("comm_entries:echo", {"text": "x" * 4_000_000})
     with pytest.raises(InputError, match="with 300 file descriptors"):
-        nursery.spawn("comm_entries:echo", {}, [pipe.fd] * 300)
-    nursery.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
+        fork_server.spawn("comm_entries:echo", {}, [pipe.fd] * 300)
+    fork_server.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
     assert pipe.read() == {"a": 1}
 
 
-def test_threads_may_spawn_at_once(nursery: ForkServer, pipe: Pipe) -> None:
+def test_threads_may_spawn_at_once(fork_server: ForkServer, pipe: Pipe) -> None:
     def spawn(i: int) -> None:
-        nursery.spawn("comm_entries:echo", {"i": i}, [pipe.fd])
+        fork_server.spawn("comm_entries:echo", {"i": i}, [pipe.fd])
 
     threads = [threading.Thread(target=spawn, args=(i,)) for i in range(8)]
     for thread in threads:
@@ -119,15 +119,15 @@ def test_threads_may_spawn_at_once(nursery: ForkServer, pipe: Pipe) -> None:
     assert sorted(pipe.read()["i"] for _ in range(8)) == list(range(8))
 
 
-def test_an_answer_that_nobody_waited_for_is_passed_over(nursery: ForkServer, pipe: Pipe) -> None:
-    nursery.wait_ready()
-    nursery._link.send(b'{"id": -1, "do": "spawn", "entry": "comm_entries:nothing", "args": {}, "path": []}')
-    nursery.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
+def test_an_answer_that_nobody_waited_for_is_passed_over(fork_server: ForkServer, pipe: Pipe) -> None:
+    fork_server.wait_ready()
+    fork_server._link.send(b'{"id": -1, "do": "spawn", "entry": "comm_entries:nothing", "args": {}, "path": []}')
+    fork_server.spawn("comm_entries:echo", {"a": 1}, [pipe.fd])
     assert pipe.read() == {"a": 1}
 
 
-def test_a_main_without_free_descriptors_is_told(nursery: ForkServer) -> None:
-    nursery.wait_ready()
+def test_a_main_without_free_descriptors_is_told(fork_server: ForkServer) -> None:
+    fork_server.wait_ready()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), limit[1]))
     taken = []
@@ -136,7 +136,7 @@ def test_a_main_without_free_descriptors_is_told(nursery: ForkServer) -> None:
             while True:
                 taken.append(os.dup(0))
         with pytest.raises(PacelineError, match="too many open files"):
-            nursery.spawn("comm_entries:nothing", {})
+            fork_server.spawn("comm_entries:nothing", {})
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         for fd in taken:
@@ -149,13 +149,13 @@ def test_a_main_without_free_descriptors_is_told(nursery: ForkServer) -> None:
 def test_close_leaves_no_process_zombie_or_descriptor(pipe: Pipe) -> None:
     before = os.listdir("/proc/self/fd")
     processes = psutil.Process().children()
-    nursery = ForkServer.start([])
-    children = [nursery.spawn("comm_entries:hang", {}) for _ in range(3)]
-    nursery.spawn("comm_entries:hang_with_helper", {}, [pipe.fd])
+    fork_server = ForkServer.start([])
+    children = [fork_server.spawn("comm_entries:hang", {}) for _ in range(3)]
+    fork_server.spawn("comm_entries:hang_with_helper", {}, [pipe.fd])
     helper = liveness.open_pid(pipe.read())
-    pids = [nursery.pid, *(child.pid for child in children)]
-    nursery.close()
-    nursery.close()
+    pids = [fork_server.pid, *(child.pid for child in children)]
+    fork_server.close()
+    fork_server.close()
     assert liveness.wait_gone([helper], 60)
     os.close(helper)
     assert psutil.Process().children() == processes
@@ -164,9 +164,9 @@ def test_close_leaves_no_process_zombie_or_descriptor(pipe: Pipe) -> None:
 
 
 def test_a_forgotten_nursery_closes_itself() -> None:
-    nursery = ForkServer.start([])
-    pidfds = [liveness.open_pid(nursery.pid), os.dup(nursery.spawn("comm_entries:hang", {}).pidfd)]
-    del nursery
+    fork_server = ForkServer.start([])
+    pidfds = [liveness.open_pid(fork_server.pid), os.dup(fork_server.spawn("comm_entries:hang", {}).pidfd)]
+    del fork_server
     gc.collect()
     assert liveness.wait_gone(pidfds, 0)
     for pidfd in pidfds:
@@ -174,20 +174,20 @@ def test_a_forgotten_nursery_closes_itself() -> None:
 
 
 def test_close_does_not_wait_for_the_imports(endless: Pipe) -> None:
-    nursery = ForkServer.start(["endless_import"])
+    fork_server = ForkServer.start(["endless_import"])
     pid = endless.read()
-    assert pid == nursery.pid
-    nursery.close()
+    assert pid == fork_server.pid
+    fork_server.close()
     assert not psutil.pid_exists(pid)
 
 
 def test_a_failed_import_is_told_with_its_traceback() -> None:
-    nursery = ForkServer.start(["no_such_module"])
+    fork_server = ForkServer.start(["no_such_module"])
     with pytest.raises(PacelineError, match=r"(?s)Traceback.*No module named 'no_such_module'"):
-        nursery.spawn("comm_entries:nothing", {})
+        fork_server.spawn("comm_entries:nothing", {})
     with pytest.raises(PacelineError, match="exit code 1"):
-        nursery.spawn("comm_entries:nothing", {})
-    nursery.close()
+        fork_server.spawn("comm_entries:nothing", {})
+    fork_server.close()
 
 
 def test_children_live_on_without_the_fork_server(bare: ForkServer, pipe: Pipe) -> None:
@@ -219,10 +219,10 @@ sys.path.append({here!r})
 from paceline.comm import liveness
 from paceline.comm.fork_server import Nursery
 os.write({fd}, b'"started"\\n')
-nursery = Nursery.start([])
-child = nursery.spawn("comm_entries:speak", {{"text": "from the child"}}, [{fd}])
+fork_server = Nursery.start([])
+child = fork_server.spawn("comm_entries:speak", {{"text": "from the child"}}, [{fd}])
 assert liveness.wait_gone([child.pidfd], 60)
-assert nursery.status(child.pid) == "exit code 0", nursery.status(child.pid)
+assert fork_server.status(child.pid) == "exit code 0", fork_server.status(child.pid)
 """
 
 
@@ -250,10 +250,10 @@ import os, sys
 sys.path.append({here!r})
 from paceline.comm import liveness
 from paceline.comm.fork_server import Nursery
-nursery = Nursery.start([])
-child = nursery.spawn("comm_entries:hang", {{}})
+fork_server = Nursery.start([])
+child = fork_server.spawn("comm_entries:hang", {{}})
 if os.fork() == 0:
-    nursery.close()
+    fork_server.close()
     sys.exit()
 os.wait()
 assert not liveness.wait_gone([child.pidfd], 0.3)
@@ -268,10 +268,10 @@ DYING = """
 import os, sys, threading
 sys.path[:0] = {path!r}
 from paceline.comm.fork_server import Nursery
-nursery = Nursery.start({preload})
-os.write({fd}, b"%d\\n" % nursery.pid)
+fork_server = Nursery.start({preload})
+os.write({fd}, b"%d\\n" % fork_server.pid)
 for entry in {entries}:
-    child = nursery.spawn("comm_entries:" + entry, {{}}, [{fd}])
+    child = fork_server.spawn("comm_entries:" + entry, {{}}, [{fd}])
     os.write({fd}, b"%d\\n" % child.pid)
 threading.Event().wait()
 """
@@ -324,9 +324,9 @@ SPAWNING = """
 import sys
 sys.path[:0] = {path!r}
 from paceline.comm.fork_server import Nursery
-nursery = Nursery.start([])
+fork_server = Nursery.start([])
 while True:
-    nursery.spawn("comm_entries:hang", {{}}, [{fd}])
+    fork_server.spawn("comm_entries:hang", {{}}, [{fd}])
 """
 
 

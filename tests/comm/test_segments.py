@@ -17,16 +17,16 @@ from paceline.core.errors import PacelineError
 DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.int64, torch.complex128]
 
 
-def test_a_child_and_main_write_the_same_memory(nursery: ForkServer) -> None:
+def test_a_child_and_main_write_the_same_memory(fork_server: ForkServer) -> None:
     arena = Arena()
     arena.add("first", (5,), torch.uint8)
     arena.add("second", (2, 3), torch.float64)
     segment = SharedMemory.create("test", arena.size_bytes)
     views = arena.tensors(segment)
     views["second"].copy_(torch.arange(6).view(2, 3))
-    child = nursery.spawn("comm_tensor_entries:add_one", {"size_bytes": segment.size_bytes}, [segment.fd])
+    child = fork_server.spawn("comm_tensor_entries:add_one", {"size_bytes": segment.size_bytes}, [segment.fd])
     assert liveness.wait_gone([child.pidfd], 60)
-    assert nursery.status(child.pid) == "exit code 0"
+    assert fork_server.status(child.pid) == "exit code 0"
     assert torch.equal(views["second"], torch.arange(1.0, 7, dtype=torch.float64).view(2, 3))
     assert not views["first"].any()
     segment.close()

@@ -130,11 +130,11 @@ def test_nothing_is_something_too(empty: Any) -> None:
     assert getattr(got, "shape", None) == getattr(empty, "shape", None)
 
 
-def test_receivers_share_the_pages_and_not_each_others_writes(nursery: ForkServer, pipe: Pipe) -> None:
+def test_receivers_share_the_pages_and_not_each_others_writes(fork_server: ForkServer, pipe: Pipe) -> None:
     offset = 40
     parcel = share({"x": torch.ones(1 << 20), "a": np.ones(1 << 19), "f": lambda n: n + offset})
     for _ in range(2):  # the second must not see what the first wrote
-        nursery.spawn("comm_tensor_entries:receive", {}, [pipe.fd, parcel.fd])
+        fork_server.spawn("comm_tensor_entries:receive", {}, [pipe.fd, parcel.fd])
         said = pipe.read()
         assert said["total"] == (1 << 20) + (1 << 19)
         assert said["f"] == 42

@@ -18,12 +18,12 @@ folder, engine, shards = Path(sys.argv[1]), sys.argv[2], int(os.environ["WORLD_S
 shares: list[TensorParallelShard] = []
 
 
-def remembered(here: RankSetup) -> TensorParallelShard:
-    shares.append(TensorParallelShard(here))
+def remembered(rank_setup: RankSetup) -> TensorParallelShard:
+    shares.append(TensorParallelShard(rank_setup))
     return shares[-1]
 
 
-importlib.import_module("paceline.engine.distributed.run").TensorShare = remembered  # type: ignore[attr-defined]
+importlib.import_module("paceline.engine.distributed.run").TensorParallelShard = remembered  # type: ignore[attr-defined]
 
 
 def differing(share: TensorParallelShard, whole: dict[str, Any]) -> list[str]:

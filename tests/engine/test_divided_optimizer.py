@@ -74,20 +74,20 @@ def test_whole_tensors_and_running_statistics_and_discarded_deltas(engine: Local
 
 
 class Listed:
-    """Stands in for the traffic of a run."""
+    """Stands in for the communicator of a run."""
 
-    circles: Sequence[Sequence[int]] = ()
+    subgroups: Sequence[Sequence[int]] = ()
 
-    def circle(self, circles: Sequence[Sequence[int]]) -> None:
-        self.circles = circles
+    def split(self, groups: Sequence[Sequence[int]]) -> None:
+        self.subgroups = groups
 
 
 def test_who_has_the_same_part() -> None:
     """Two columns of two shards take turns at the first stage, in two replicas; ranks 4 and 9 have the second."""
-    mesh, traffic = Mesh(2, (4, 1), (2, 1)), Listed()
-    numbers = [holders(mesh, rank, cast(Communicator, traffic), None).rank for rank in range(mesh.workers)]
-    assert traffic.circles == [[0, 2, 5, 7], [1, 3, 6, 8], [4, 9]]
-    assert all([numbers[rank] for rank in circle] == list(range(len(circle))) for circle in traffic.circles)
+    mesh, communicator = Mesh(2, (4, 1), (2, 1)), Listed()
+    numbers = [holders(mesh, rank, cast(Communicator, communicator), None).rank for rank in range(mesh.workers)]
+    assert communicator.subgroups == [[0, 2, 5, 7], [1, 3, 6, 8], [4, 9]]
+    assert all([numbers[rank] for rank in circle] == list(range(len(circle))) for circle in communicator.subgroups)
 
 
 def test_a_piece_knows_what_is_whose() -> None:

@@ -31,7 +31,7 @@ def job(strategy: str) -> Job:
 
 def of(monkeypatch: pytest.MonkeyPatch, strategy: str, heard: Sequence[Heard], word_s: Seconds = 0.0) -> Forecast:
     """The forecast where the processes have said this."""
-    monkeypatch.setattr(predict, "_heard", lambda job, nursery: (heard, word_s))
+    monkeypatch.setattr(predict, "_heard", lambda job, fork_server: (heard, word_s))
     return predict.forecast(job(strategy))
 
 

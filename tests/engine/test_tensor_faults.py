@@ -44,9 +44,9 @@ def failed(engine: LocalEngine, kind: type[PacelineError], what: Any, **settings
     program = settings.pop("program", programs.program())
     with pytest.raises(kind) as raised:
         paceline.launch(what, program, f"shards={SHARDS}", engine=engine, steps=100, progress=False, **settings)
-    nursery = engine._nursery
-    assert nursery is not None
-    assert not nursery._children
+    fork_server = engine._fork_server
+    assert fork_server is not None
+    assert not fork_server._children
     assert leaks.files() == before
     return str(raised.value)
 

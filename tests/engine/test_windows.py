@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from paceline.core.mesh import Coordinate, Mesh
-from paceline.engine.spmd.shard_views import ShardViews, StageSharding, answered_for
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.tensor.placements import SHARED, OnRank, Shard, part_of
 from paceline.replica.tensor.placements import Layout as Lies
@@ -52,7 +52,7 @@ def test_what_all_write_is_the_whole_and_each_tensor_is_written_once() -> None:
     for shard, layout in enumerate(parts):
         part = layout.new()
         ShardViews(part, expected, LIES, shard).take()
-        names = answered_for([StageSharding(LIES, parts)], mesh, mesh.place(shard))
+        names = owned_names([StageSharding(LIES, parts)], mesh, mesh.place(shard))
         ShardViews(part, found, LIES, shard, names).put()
         written += names
     assert torch.equal(found.parameters[0], expected.parameters[0])
@@ -63,12 +63,12 @@ def test_of_what_two_stages_have_the_first_one_answers_for() -> None:
     layout = FlatLayout.of(Model())
     stages = [StageSharding({}, [layout.part({"rows", "whole"})]), StageSharding({}, [layout.part({"whole", "owned"})])]
     mesh = Mesh(1, (1, 1))
-    assert answered_for(stages, mesh, Coordinate(0, 0)) == {"rows", "whole"}
-    assert answered_for(stages, mesh, Coordinate(0, 1)) == {"owned"}
+    assert owned_names(stages, mesh, Coordinate(0, 0)) == {"rows", "whole"}
+    assert owned_names(stages, mesh, Coordinate(0, 1)) == {"owned"}
 
 
 def test_of_those_that_take_turns_at_a_stage_the_first_one_answers() -> None:
     layout = FlatLayout.of(Model())
     stages, mesh = [StageSharding({}, [layout], copies=2)], Mesh(1, (2,), (2,))
-    assert answered_for(stages, mesh, Coordinate(0, 0, 0)) == set(layout.parameter_names)
-    assert answered_for(stages, mesh, Coordinate(0, 0, 1)) == set()
+    assert owned_names(stages, mesh, Coordinate(0, 0, 0)) == set(layout.parameter_names)
+    assert owned_names(stages, mesh, Coordinate(0, 0, 1)) == set()

@@ -68,7 +68,7 @@ def test_its_interval_is_that_of_passes_where_there_are_enough() -> None:
 
 
 class Nothing:
-    """Stands for a nursery."""
+    """Stands for a fork_server."""
 
     def close(self) -> None: ...
 
@@ -78,7 +78,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The strategies that are measured, all alike."""
     found: list[str] = []
 
-    def told(job: Job, nursery: object, busy: object) -> Pieces:
+    def told(job: Job, fork_server: object, busy: object) -> Pieces:
         found.append(str(job.strategy))
         return SEEN
 
@@ -137,7 +137,7 @@ def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
 
 @pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
 def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(job: object, nursery: object, busy: object) -> Pieces:
+    def refused(job: object, fork_server: object, busy: object) -> Pieces:
         raise error
 
     monkeypatch.setattr(by_pieces, "pieces_of", refused)

@@ -84,7 +84,7 @@ def test_a_kind_that_fails_says_why_and_the_others_are_run(monkeypatch: pytest.M
     """Stages fail at once, shards when their pieces are measured; of the others the shorter pieces count."""
     seen = set[str]()
 
-    def pieces(job: Job, nursery: object, busy: object) -> Pieces:
+    def pieces(job: Job, fork_server: object, busy: object) -> Pieces:
         if job.strategy.tensor_parallel:
             raise WorkerError("replica 0 died")
         disturbed = str(job.strategy) not in seen

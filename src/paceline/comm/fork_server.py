@@ -34,7 +34,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessHandle:
-    """A forked process. ``pidfd`` belongs to its nursery and is good until that is closed or forgets the child."""
+    """A forked process. ``pidfd`` belongs to its fork_server and is good until that is closed or forgets the child."""
 
     pid: int
     pidfd: int
@@ -44,7 +44,7 @@ class ForkServer:
     """A fork server and the processes it has made.
 
     ``start`` returns at once; the first ``spawn`` waits until the imports are done. Closing kills what still runs, and
-    happens by itself when the nursery is no longer referenced and when main exits.
+    happens by itself when the fork_server is no longer referenced and when main exits.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
@@ -71,11 +71,11 @@ class ForkServer:
                 process = _popen(theirs.fileno(), main)
             finally:
                 os.close(main)
-        nursery = cls(process, mine)
+        fork_server = cls(process, mine)
         first = {"path": _import_path(), "preload": list(preload), "pythonpath": os.environ.get("PYTHONPATH")}
         with contextlib.suppress(BrokenPipeError):  # wait_ready will say that it has ended, and how
             mine.send(json.dumps(first).encode())
-        return nursery
+        return fork_server
 
     @property
     def pid(self) -> int:
@@ -158,7 +158,7 @@ class ForkServer:
 
     def _expect(self, number: int, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         # An answer to an earlier question is left over where a Ctrl-C came between question and answer. Its child, if
-        # it was one, is ended by the fork server when the nursery is closed.
+        # it was one, is ended by the fork server when the fork_server is closed.
         while True:
             answer, fds = self._receive(timeout_s)
             if answer["id"] == number:

@@ -15,14 +15,14 @@ PRELOADED = ["drop_in_scenes", "paceline.comm.backends", "shm_ranks"]
 
 
 @pytest.fixture(scope="session")
-def rank_nursery() -> Iterator[ForkServer]:
+def rank_fork_server() -> Iterator[ForkServer]:
     """Forks the ranks of all jobs."""
-    nursery = ForkServer.start(PRELOADED)
-    yield nursery
-    nursery.close()
+    fork_server = ForkServer.start(PRELOADED)
+    yield fork_server
+    fork_server.close()
 
 
 @pytest.fixture
-def ranks(rank_nursery: ForkServer, tmp_path: Path) -> Ranks:
+def ranks(rank_fork_server: ForkServer, tmp_path: Path) -> Ranks:
     """Plays scenes: ``ranks(size, "module:scene", **args)`` is what each rank returned."""
-    return Ranks(rank_nursery, tmp_path)
+    return Ranks(rank_fork_server, tmp_path)

@@ -40,12 +40,12 @@ class Ranks:
     """Starts the ranks of a job, one job after the other.
 
     Args:
-        nursery: forks them.
+        fork_server: forks them.
         folder: an empty one, for their stores.
     """
 
-    def __init__(self, nursery: ForkServer, folder: Path) -> None:
-        self._nursery, self._folder, self._jobs = nursery, folder, 0
+    def __init__(self, fork_server: ForkServer, folder: Path) -> None:
+        self._fork_server, self._folder, self._jobs = fork_server, folder, 0
 
     def __call__(
         self,
@@ -89,14 +89,14 @@ class Ranks:
                 end, fd = os.pipe()
                 ends.append(end)
                 try:
-                    children.append(self._nursery.spawn("shm_ranks:play", about | {"rank": rank}, [fd]))
+                    children.append(self._fork_server.spawn("shm_ranks:play", about | {"rank": rank}, [fd]))
                 finally:
                     os.close(fd)
             said = _hear(ends)
-            _refuse(said, children, self._nursery, dying)
+            _refuse(said, children, self._fork_server, dying)
         finally:
             for child in children:
-                self._nursery.forget(child)
+                self._fork_server.forget(child)
             for end in ends:
                 os.close(end)
         return [None if rank in dying else json.loads(words)["returned"] for rank, words in enumerate(said)]
@@ -119,14 +119,14 @@ def _hear(ends: Sequence[int]) -> list[bytes]:
 
 
 def _refuse(
-    said: Sequence[bytes], children: Sequence[ProcessHandle], nursery: ForkServer, dying: Sequence[int]
+    said: Sequence[bytes], children: Sequence[ProcessHandle], fork_server: ForkServer, dying: Sequence[int]
 ) -> None:
     """Fail where a rank did, or said nothing."""
     wrong = []
     for rank, (words, child) in enumerate(zip(said, children, strict=True)):
         if not words.endswith(b"\n"):
             if rank not in dying:
-                wrong.append(f"rank {rank} said nothing: {nursery.status(child.pid) or 'it still runs'}")
+                wrong.append(f"rank {rank} said nothing: {fork_server.status(child.pid) or 'it still runs'}")
         elif "raised" in (told := json.loads(words)):
             wrong.append(f"rank {rank} raised\n{told['raised']}")
         elif rank in dying:
@@ -135,7 +135,7 @@ def _refuse(
 
 
 def play(args: dict[str, Any], fds: list[int]) -> None:
-    """One rank's part: what a child of the nursery does."""
+    """One rank's part: what a child of the fork_server does."""
     try:
         told = {"returned": _play(**args)}
     except BaseException:

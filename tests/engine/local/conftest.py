@@ -20,4 +20,4 @@ def local(engine: LocalEngine) -> Iterator[Callable[..., Run]]:
 
     yield run
     engine.script = EventScript()
-    assert engine._nursery is None or not engine._nursery._children
+    assert engine._fork_server is None or not engine._fork_server._children

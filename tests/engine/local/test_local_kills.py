@@ -136,8 +136,8 @@ def test_at_any_moment_each_delta_is_applied_once_or_discarded(
         plain(self, arrival)
         seen.append((arrival.replica, arrival.clock))
         if len(seen) in deadly:
-            assert engine._nursery is not None
-            pids = list(engine._nursery._children)[:4]  # the fifth is the scorer
+            assert engine._fork_server is not None
+            pids = list(engine._fork_server._children)[:4]  # the fifth is the scorer
             with contextlib.suppress(ProcessLookupError):  # the first to die may be chosen again
                 os.kill(chance.choice(pids), signal.SIGKILL)
 
@@ -216,10 +216,10 @@ def test_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def arrived(self: Coordinator, arrival: Any) -> None:
             plain(self, arrival)
-            assert engine._nursery is not None
-            if arrival.clock == 2 and engine._nursery.alive:
-                os.kill(engine._nursery.pid, signal.SIGKILL)
-                engine._nursery._process.wait()
+            assert engine._fork_server is not None
+            if arrival.clock == 2 and engine._fork_server.alive:
+                os.kill(engine._fork_server.pid, signal.SIGKILL)
+                engine._fork_server._process.wait()
 
         monkeypatch.setattr(Coordinator, "arrived", arrived)
         engine.script = EventScript().kill(replica=1, step=4)
@@ -227,8 +227,8 @@ def test_the_fork_server(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run.summary["updates"] == STEPS
         assert [(d.replica, d.reason) for d in run.left] == [(1, "ended, its status lost with the fork server")]
         monkeypatch.undo()
-        assert engine._nursery is not None
-        before = engine._nursery.pid
+        assert engine._fork_server is not None
+        before = engine._fork_server.pid
         again = train(programs.program(), Strategy(replicas=3), engine=engine, steps=STEPS, progress=False)
-        assert engine._nursery.pid != before
+        assert engine._fork_server.pid != before
         assert [d.replica for d in again.left] == [1]

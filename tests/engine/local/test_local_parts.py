@@ -94,17 +94,17 @@ def test_faults_meet_their_moment_alone() -> None:
 
 
 @pytest.fixture
-def nursery(engine: LocalEngine) -> ForkServer:
+def fork_server(engine: LocalEngine) -> ForkServer:
     """That of the engine, with all imports made."""
     job = Job(programs.program(), Strategy(replicas=1), Budget("steps", 1, 1))
-    return engine._nursery_for(job)
+    return engine._fork_server_for(job)
 
 
 MOMENT = SnapshotInfo(0.0, 0, 0, 1, None, None)
 
 
 @pytest.fixture
-def desk(nursery: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueue, FlatState]]]:
+def desk(fork_server: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueue, FlatState]]]:
     opened: list[Callable[[], None]] = []
 
     def make(**fields: Any) -> tuple[EvaluationQueue, FlatState]:
@@ -113,14 +113,14 @@ def desk(nursery: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueue, F
         layout = FlatLayout.of(module)
         parcel = share(job)
         opened.append(parcel.close)
-        it = EvaluationQueue(job, nursery, parcel, layout, patient=False)
+        it = EvaluationQueue(job, fork_server, parcel, layout, patient=False)
         opened.append(it.close)
         return it, read(module, layout.new())
 
     yield make
     for close in reversed(opened):
         close()
-    assert not nursery._children
+    assert not fork_server._children
 
 
 def collected(desk: EvaluationQueue, count: int) -> list[Record]:
@@ -238,14 +238,14 @@ def test_nobody_is_busier_than_the_run_was_long(board: ControlBlock) -> None:
     assert told(Coordinate(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
-def test_a_child_that_is_forgotten_has_gone(nursery: ForkServer) -> None:
-    nursery.wait_ready()
+def test_a_child_that_is_forgotten_has_gone(fork_server: ForkServer) -> None:
+    fork_server.wait_ready()
     before = files()
-    child = nursery.spawn("tests.engine.local.moments:rest", {})
+    child = fork_server.spawn("tests.engine.local.moments:rest", {})
     watched = liveness.open_pid(child.pid)
-    nursery.forget(child)
-    nursery.forget(child)
+    fork_server.forget(child)
+    fork_server.forget(child)
     assert not liveness.alive(watched)
     os.close(watched)
     assert files() == before
-    assert nursery.alive
+    assert fork_server.alive

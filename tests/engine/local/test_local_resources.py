@@ -67,12 +67,12 @@ def living(process: psutil.Process) -> list[int]:
 
 def test_processes_and_threads_neither(local: Local, engine: LocalEngine) -> None:
     local(programs.program(), "replicas=3", steps=4)
-    assert engine._nursery is not None
-    server = psutil.Process(engine._nursery.pid)
+    assert engine._fork_server is not None
+    server = psutil.Process(engine._fork_server.pid)
     assert living(server) == []
     threads = threading.active_count()
     local(programs.program(), "replicas=3", steps=4)
-    assert psutil.Process(engine._nursery.pid) == server
+    assert psutil.Process(engine._fork_server.pid) == server
     assert threading.active_count() == threads
     assert len(os.listdir(f"/proc/{server.pid}/task")) == 1
 
@@ -108,7 +108,7 @@ def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ForkServer, "start", Recorded)
     engine = LocalEngine()
     for wanted in (PRELOAD, HOSTING, PRELOAD, HOSTING):
-        engine._nursery_with(wanted)
+        engine._fork_server_with(wanted)
     assert started == [set(PRELOAD), {*PRELOAD, *HOSTING}]
 
 

@@ -42,12 +42,12 @@ class StreamedExchange:
     Args:
         mesh: of all ranks.
         rank: whose.
-        traffic: by which they meet; None: nobody else is there.
+        communicator: by which they meet; None: nobody else is there.
         lag: L, how many steps after its own a row is due.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, traffic: Communicator | None, lag: int) -> None:
-        self._mesh, self._rank, self._traffic, self._lag = mesh, rank, traffic, lag
+    def __init__(self, mesh: Mesh, rank: int, communicator: Communicator | None, lag: int) -> None:
+        self._mesh, self._rank, self._communicator, self._lag = mesh, rank, communicator, lag
         self._under_way: deque[tuple[Tensor, Any, Clock]] = deque()
 
     @property
@@ -70,15 +70,15 @@ class StreamedExchange:
         table = torch.zeros(self._mesh.workers, reduce_buffer.FIELDS, dtype=torch.float64)
         reduce_buffer.write(row, table[self._rank])
         # Also beside NCCL they go by the host's memory: there nothing waits for the device.
-        work = None if self._traffic is None else self._traffic.begin(table)
+        work = None if self._communicator is None else self._communicator.begin(table)
         self._under_way.append((table, work, step))
 
     def take(self) -> list[RankStatus]:
         """The oldest: one row of each replica."""
         table, work, step = self._under_way.popleft()
-        if self._traffic is not None:
-            self._traffic.wait(work, of_step(step))
-            self._traffic.sent_bytes += ring_bytes(table.nbytes, self._traffic.ranks)
+        if self._communicator is not None:
+            self._communicator.wait(work, of_step(step))
+            self._communicator.sent_bytes += ring_bytes(table.nbytes, self._communicator.ranks)
         each = [reduce_buffer.read(numbers) for numbers in table.tolist()]
         return [
             merged([each[rank] for rank in self._mesh.replica_ranks(replica)]) for replica in range(self._mesh.replicas)
@@ -93,7 +93,7 @@ class Moved(Update):
         pipeline: says who has which part.
         now: this rank's part of A as it is.
         remembered: how many bytes the optimizer remembers of it.
-        traffic: by which the parts are gathered; None: this one is all.
+        communicator: by which the parts are gathered; None: this one is all.
     """
 
     def __init__(
@@ -101,9 +101,9 @@ class Moved(Update):
         pipeline: PipelineRank,
         now: Callable[[], FlatState],
         remembered: Callable[[], int],
-        traffic: Communicator | None,
+        communicator: Communicator | None,
     ) -> None:
-        self._pipeline, self._now, self._remembered, self._traffic = pipeline, now, remembered, traffic
+        self._pipeline, self._now, self._remembered, self._communicator = pipeline, now, remembered, communicator
 
     @property
     def meeting(self) -> list[Tensor]:
@@ -123,7 +123,7 @@ class Moved(Update):
         stream all stages have had the same updates.
         """
         pipeline = self._pipeline
-        gather = FullStateGather(self._now(), pipeline.whole, pipeline.stages, pipeline.rank, self._traffic)
+        gather = FullStateGather(self._now(), pipeline.whole, pipeline.stages, pipeline.rank, self._communicator)
         return gather(wanted=wanted)
 
 
@@ -131,16 +131,16 @@ class Moved(Update):
 class StreamedShare(RankShard):
     """One rank's."""
 
-    def __init__(self, here: RankSetup) -> None:
-        self._pipeline = PipelineRank(here)
+    def __init__(self, rank_setup: RankSetup) -> None:
+        self._pipeline = PipelineRank(rank_setup)
         self._refuse_ties()
         self._replica: AsyncStage | None = None
-        update = Moved(self._pipeline, self._now, lambda: self._made.optimizer_bytes, here.team.traffic)
+        update = Moved(self._pipeline, self._now, lambda: self._made.optimizer_bytes, rank_setup.context.communicator)
         super().__init__(self._pipeline.place, self._pipeline.state, ReduceBuffer(NOTHING, ranks=1), update)
-        strategy = here.setup.job.strategy
+        strategy = rank_setup.run_context.job.strategy
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
         lag = -(-(self._workers - 1) // self._m) + 1
-        self.rows = StreamedExchange(self._pipeline.mesh, self._pipeline.rank, here.team.traffic, lag)
+        self.rows = StreamedExchange(self._pipeline.mesh, self._pipeline.rank, rank_setup.context.communicator, lag)
 
     @property
     def parameter_bytes(self) -> int:
@@ -155,7 +155,7 @@ class StreamedShare(RankShard):
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weigh  # each rank steps by itself
-        job, pipeline = self._pipeline.setup.job, self._pipeline
+        job, pipeline = self._pipeline.run_context.job, self._pipeline
         self._replica = AsyncStage(
             job.program,
             pipeline.plan(),
@@ -180,7 +180,7 @@ class StreamedShare(RankShard):
 
     def rules(self) -> Mapping[str, str | int | float]:
         """All ranks ask for them together."""
-        stale = self._pipeline.team.gather(self._made.staleness, "the others' staleness")
+        stale = self._pipeline.context.gather(self._made.staleness, "the others' staleness")
         return {
             "micro_batches": self._m,
             "parts": len(self._pipeline.cut.parts),
@@ -201,7 +201,7 @@ class StreamedShare(RankShard):
     def _refuse_ties(self) -> None:
         for name in self._pipeline.cut.tied:
             if len(holders := self._pipeline.holders(name)) > 1:
-                schedule = self._pipeline.setup.job.strategy.schedule
+                schedule = self._pipeline.run_context.job.strategy.schedule
                 raise InputError(
                     f"schedule={schedule} moves the weights of each stage when its own "
                     f"gradient is there, but {name} lies on stages {', '.join(map(str, holders))}, whose gradients "

@@ -35,7 +35,7 @@ class Surroundings:
     stopwatch: SyncedClock
     gauge: WorkerMetrics
     attendance: ShadowPasses
-    notices: StoreSignals | None
+    store_signals: StoreSignals | None
     """None where nobody else is there."""
     asked_to_end: Callable[[], bool]
     """Whether this process has been told to end, by Ctrl-C say."""
@@ -47,8 +47,8 @@ class Surroundings:
 
 def excuse(around: Surroundings, seconds: Seconds, timeout_s: Seconds) -> None:
     """Announce a pause that is not much shorter than a hang."""
-    if around.notices is not None and seconds > timeout_s / 4:
-        around.notices.excuse(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
+    if around.store_signals is not None and seconds > timeout_s / 4:
+        around.store_signals.extend_timeout(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
 
 
 class AllReduceClient(Sink):

@@ -13,7 +13,7 @@ from paceline.engine.distributed.run import DistributedRun, own_settings
 from paceline.engine.distributed.validation import refuse_dividing
 from paceline.engine.run_context import RunContext, refuse_absent_gpu
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_backend, refuse_size
-from paceline.engine.spmd.rank_context import assembled
+from paceline.engine.spmd.rank_context import open_rank_context
 from paceline.engine.validation import refuse_norms, refuse_pieces, refuse_shards, refuse_stages
 
 
@@ -60,9 +60,9 @@ class DistributedEngine(Engine):
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
-        team = assembled(world, backend, device, job.timeout_s, watched=watched)
+        context = open_rank_context(world, backend, device, job.timeout_s, watched=watched)
         try:
-            with own_settings(), team as together, ExitStack() as closing:
+            with own_settings(), context as together, ExitStack() as closing:
                 return DistributedRun(job, together, backend, watch, closing).outcome()
         finally:
             gc.collect()  # a group that is let go of in the middle of another run's backward hangs (torch 2.13, Gloo)

@@ -23,15 +23,15 @@ class RankEvaluation:
 
     Args:
         job: of the run.
-        team: who shares the work.
+        context: who shares the work.
         nbytes: of one snapshot.
     """
 
-    def __init__(self, job: Job, team: RankContext, nbytes: int) -> None:
-        self._job, self._team, self._world = job, team, team.world
+    def __init__(self, job: Job, context: RankContext, nbytes: int) -> None:
+        self._job, self._context, self._world = job, context, context.world
         self._queue: deque[tuple[SnapshotInfo, FlatState]] = deque()
         self._records: list[Record] = []
-        self._room = room(nbytes * team.world.local_size)
+        self._room = room(nbytes * context.world.local_size)
         self._given = 0
 
     def hand_in(self, update: Update, moment: SnapshotInfo) -> None:
@@ -49,7 +49,7 @@ class RankEvaluation:
         """The record of A, on all ranks."""
         state = update.whole(wanted=self._world.rank == 0)
         mine = self._scorer.score(state, moment) if state is not None else None
-        record: Record = self._team.gather(mine, "a score")[0]
+        record: Record = self._context.gather(mine, "a score")[0]
         return record
 
     def score_rest(self, given_up: Callable[[], bool]) -> list[Record]:

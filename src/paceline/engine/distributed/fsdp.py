@@ -9,9 +9,9 @@ A module whose parameters are divided among the ranks, by torch's own ``fully_sh
 
 but the last unit, which is the model, stays whole from its forward to its backward.
 
-Each parameter is cut along its first dim. What torch asks to be gathered and summed is carried by the run's own
-traffic: so it is waited for with open eyes, and counted. The idea: Rajbhandari et al. 2019, arXiv 1910.02054 (ZeRO-3),
-and Zhao et al. 2023, arXiv 2304.11277.
+Each parameter is cut along its first dim. What torch asks to be gathered and summed goes through the run's own
+communicator: so it is watched and counted. The idea: Rajbhandari et al. 2019, arXiv 1910.02054 (ZeRO-3), and Zhao et
+al. 2023, arXiv 2304.11277.
 
 Synchronous training on divided parameters: Δ is summed as it is computed, and each rank steps on its part.
 
@@ -106,17 +106,17 @@ class FsdpModule:
         module: whole, with the values of A_0; it is changed in place.
         layout: of A.
         ranks: how many there are.
-        traffic: by which they meet.
+        communicator: by which they meet.
     """
 
-    def __init__(self, module: nn.Module, layout: FlatLayout, ranks: int, traffic: Communicator) -> None:
-        self._layout, self._ranks, self._traffic = layout, ranks, traffic
+    def __init__(self, module: nn.Module, layout: FlatLayout, ranks: int, communicator: Communicator) -> None:
+        self._layout, self._ranks, self._communicator = layout, ranks, communicator
         self.absent = False
         """Whether this rank only lets the others go on: its gradients don't count."""
         self.finite = True
         """Whether all gradients are that this rank has brought; for who counts to set anew."""
-        mesh = DeviceMesh.from_group(traffic.group.handle, "cpu")
-        gather, total = _Gather(traffic), _Sum(traffic, self)
+        mesh = DeviceMesh.from_group(communicator.group.handle, "cpu")
+        gather, total = _Gather(communicator), _Sum(communicator, self)
         for unit in units(module):
             _divide(unit, mesh, gather, total)
         named = dict(module.named_parameters())
@@ -148,14 +148,14 @@ class FsdpModule:
 
         It is for scores, so its bytes are not counted as training's.
         """
-        sent = self._traffic.sent_bytes
+        sent = self._communicator.sent_bytes
         found = self._layout.new() if wanted else None
         views: Iterable[Tensor | None] = [None] * len(self._parameters) if found is None else found.views.parameters
         for parameter, view in zip(self._parameters, views, strict=True):
             gathered = self._gathered(parameter)
             if view is not None:
                 view.copy_(gathered)
-        self._traffic.sent_bytes = sent
+        self._communicator.sent_bytes = sent
         return found
 
     def _gathered(self, parameter: nn.Parameter) -> Tensor:
@@ -165,29 +165,29 @@ class FsdpModule:
         padded = mine.new_zeros(most, *size[1:])
         padded[: len(mine)] = mine
         rows = mine.new_empty(self._ranks * most, *size[1:])
-        self._traffic.wait(self._traffic.all_gather(rows, padded.view(-1)), "the gathering of A")
+        self._communicator.wait(self._communicator.all_gather(rows, padded.view(-1)), "the gathering of A")
         return rows[: size[0]]
 
 
 class _Gather:
     """The all-gather that torch asks for; over when it returns."""
 
-    def __init__(self, traffic: Communicator) -> None:
-        self._traffic = traffic
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
         del group, async_op
-        self._traffic.wait(self._traffic.all_gather(output_tensor, input_tensor), "the all-gather of a layer")
+        self._communicator.wait(self._communicator.all_gather(output_tensor, input_tensor), "the all-gather of a layer")
 
 
 class _Sum:
     """The reduce-scatter that torch asks for; over when it returns."""
 
-    def __init__(self, traffic: Communicator, divided: FsdpModule) -> None:
-        self._traffic, self._divided = traffic, divided
+    def __init__(self, communicator: Communicator, divided: FsdpModule) -> None:
+        self._communicator, self._divided = communicator, divided
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -205,8 +205,8 @@ class _Sum:
             input_tensor.zero_()
         elif not finite([input_tensor], 0.0):
             self._divided.finite = False
-        work = self._traffic.reduce_scatter(input_tensor, output_tensor)
-        self._traffic.wait(work, "the reduce-scatter of a layer's gradients")
+        work = self._communicator.reduce_scatter(input_tensor, output_tensor)
+        self._communicator.wait(work, "the reduce-scatter of a layer's gradients")
 
 
 def _divide(module: nn.Module, mesh: DeviceMesh, gather: Any, total: Any) -> None:
@@ -247,13 +247,18 @@ class FsdpShard(Update):
         divided: this rank's part.
         freight: brings the running buffers.
         running: A's running buffers, which every rank has.
-        traffic: by which ranks meet.
+        communicator: by which ranks meet.
     """
 
     def __init__(
-        self, program: Program, divided: FsdpModule, freight: ReduceBuffer, running: FlatState, traffic: Communicator
+        self,
+        program: Program,
+        divided: FsdpModule,
+        freight: ReduceBuffer,
+        running: FlatState,
+        communicator: Communicator,
     ) -> None:
-        self._divided, self._freight, self._running, self._traffic = divided, freight, running, traffic
+        self._divided, self._freight, self._running, self._communicator = divided, freight, running, communicator
         self._clip_norm = program.clip_norm
         self._gradient = divided.like()
         self._stepper = FlatOptimizer(program.optimizer, program.scheduler, divided.part, self._gradient)
@@ -272,7 +277,7 @@ class FsdpShard(Update):
         torch._foreach_mul_(gradients, factor)
         if self._clip_norm is not None:
             square = torch.tensor([square_norm(gradients)], dtype=torch.float64)
-            self._traffic.all_reduce([square], "the norm of Δ")
+            self._communicator.all_reduce([square], "the norm of Δ")
             torch._foreach_mul_(gradients, clip_scale(float(square), self._clip_norm))
         self._stepper.step(gradients, rate)
         take_buffers(self._running, self._freight.state)

@@ -117,19 +117,21 @@ class Overlap:
     Args:
         cuts: the buckets, in the order in which all ranks begin them.
         freight: what ranks bring; its parameters are summed here, and its tails by others.
-        traffic: sums them.
+        communicator: sums them.
     """
 
-    def __init__(self, cuts: tuple[Bucket, ...], freight: ReduceBuffer, traffic: Communicator) -> None:
-        self._cuts, self._traffic, self._vectors = cuts, traffic, freight.state.parameters
-        self._lanes = [traffic.there(vector) for vector in self._vectors]
+    def __init__(self, cuts: tuple[Bucket, ...], freight: ReduceBuffer, communicator: Communicator) -> None:
+        self._cuts, self._communicator, self._vectors = cuts, communicator, freight.state.parameters
+        self._lanes = [communicator.there(vector) for vector in self._vectors]
         """Where the backend sums: the vectors themselves, unless that is another device."""
         self._views = [
             v for b, lane in zip(freight.state.layout.parameters, self._lanes, strict=True) for v in b.views(lane)
         ]
         self._home = {member: number for number, bucket in enumerate(cuts) for member in bucket.members}
         # Counted as if no vector were cut: each piece would be rounded down to a byte.
-        whole, tails = (sum(ring_bytes(v.nbytes, traffic.ranks) for v in vs) for vs in (freight.vectors, freight.tails))
+        whole, tails = (
+            sum(ring_bytes(v.nbytes, communicator.ranks) for v in vs) for vs in (freight.vectors, freight.tails)
+        )
         self._bytes = whole - tails
         self._forget()
 
@@ -168,11 +170,11 @@ class Overlap:
     def wait(self, what: str) -> None:
         """Wait for all buckets; the freight then holds their sums."""
         for work in self._works:
-            self._traffic.wait(work, what)
+            self._communicator.wait(work, what)
         for vector, lane in zip(self._vectors, self._lanes, strict=True):
             if lane is not vector:
                 vector.copy_(lane)
-        self._traffic.sent_bytes += self._bytes
+        self._communicator.sent_bytes += self._bytes
         self._forget()
 
     def _begin(self, bucket: Bucket, weight: float) -> None:
@@ -181,7 +183,7 @@ class Overlap:
             part.zero_()
         elif weight != 1.0:
             part.mul_(weight)
-        self._works.append(self._traffic.begin(part))
+        self._works.append(self._communicator.begin(part))
 
     def _forget(self) -> None:
         self._works: list[Any] = []
@@ -189,15 +191,15 @@ class Overlap:
         self._missing = [len(bucket.members) for bucket in self._cuts]
 
 
-def overlapped(job: Job, team: RankContext, backend: str, freight: ReduceBuffer) -> Overlap | None:
+def overlapped(job: Job, context: RankContext, backend: str, freight: ReduceBuffer) -> Overlap | None:
     """What sends Δ during the backward pass; None where the backend can't, or where it would not pay."""
     layout = freight.state.layout
     cuts = cut(layout, BUCKET_BYTES, FIRST_BUCKET_BYTES)
     able = IN_BACKGROUND.get(backend) == job.strategy.device
-    if team.traffic is None or not able or len(cuts) == len(layout.parameters):
+    if context.communicator is None or not able or len(cuts) == len(layout.parameters):
         return None
-    agreed = all(team.gather(pays(job, team.world, backend), "the others' cores"))
-    return Overlap(cuts, freight, team.traffic) if agreed else None
+    agreed = all(context.gather(pays(job, context.world, backend), "the others' cores"))
+    return Overlap(cuts, freight, context.communicator) if agreed else None
 
 
 def pays(job: Job, world: LaunchEnv, backend: str) -> bool:

@@ -43,7 +43,7 @@ class StagedExchange:
             nobody asks for the norm.
         mesh: of all ranks.
         rank: whose.
-        traffic: by which all meet; None: nobody else is there.
+        communicator: by which all meet; None: nobody else is there.
         peers: by which those meet who have the same part of A; None: nobody else has.
         brings: whether this rank does; of several in a replica who have the same Δ one does.
         norms: of what it brings; None: nobody has asked.
@@ -56,13 +56,19 @@ class StagedExchange:
         mine: Sequence[str],
         mesh: Mesh,
         rank: int,
-        traffic: Communicator | None,
+        communicator: Communicator | None,
         peers: Communicator | None,
         *,
         brings: bool = True,
         norms: Norms | None = None,
     ) -> None:
-        self._freight, self._mesh, self._rank, self._traffic, self._peers = freight, mesh, rank, traffic, peers
+        self._freight, self._mesh, self._rank, self._communicator, self._peers = (
+            freight,
+            mesh,
+            rank,
+            communicator,
+            peers,
+        )
         self._vectors, self._brings, self._norms = vectors, brings, norms
         self._replica = mesh.place(rank).replica
         parameters = dict(zip(freight.state.layout.parameter_names, freight.state.views.parameters, strict=True))
@@ -94,8 +100,8 @@ class StagedExchange:
             row = row._replace(norm=row.norm._replace(together=self._norms.together()))
         self._table.zero_()
         self._place.copy_(torch.tensor([*reduce_buffer.numbers(row), square_norm(self._counted)], dtype=torch.float64))
-        if self._traffic is not None:
-            self._traffic.all_reduce([self._table.view(-1)], of_step(step))
+        if self._communicator is not None:
+            self._communicator.all_reduce([self._table.view(-1)], of_step(step))
         told = self._table.tolist()
         self.square = sum(told[rank][-1] for rank in self._mesh.replica_ranks(self._replica))
         each = [reduce_buffer.read(numbers, norms=self._norms is not None) for numbers in told]

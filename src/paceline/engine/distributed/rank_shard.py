@@ -37,30 +37,42 @@ from paceline.trace.recorder import AnyRecorder
 
 
 def stepping(
-    here: RankSetup, held: HeldState, freight: ReduceBuffer, peers: Communicator | None, *, by_tensor: bool = False
+    rank_setup: RankSetup,
+    held: HeldState,
+    freight: ReduceBuffer,
+    peers: Communicator | None,
+    *,
+    by_tensor: bool = False,
 ) -> tuple[Update, StagedExchange]:
     """What makes updates here, and the exchange before them; all ranks make it together.
 
     Args:
-        here: the rank.
+        rank_setup: the rank at the start of the run.
         held: its part of A.
         freight: what it brings.
         peers: by which those meet who have the same part in other replicas; None: there is one replica.
         by_tensor: whether gradients may stay outside the freight.
     """
-    job, mesh, rank, traffic = here.setup.job, here.mesh, here.team.world.rank, here.team.traffic
-    if traffic is None or not job.strategy.shard_optimizer:
+    job, mesh, rank, communicator = (
+        rank_setup.run_context.job,
+        rank_setup.mesh,
+        rank_setup.context.world.rank,
+        rank_setup.context.communicator,
+    )
+    if communicator is None or not job.strategy.shard_optimizer:
         norms = Norms(job, freight.state, held.counted, held.whole) if job.noise_scale else None
         clipped = held.counted if job.program.clip_norm is not None else ()
-        exchange = StagedExchange(freight, freight.vectors, clipped, mesh, rank, traffic, peers, norms=norms)
+        exchange = StagedExchange(freight, freight.vectors, clipped, mesh, rank, communicator, peers, norms=norms)
         update = Staged(job.program, freight, held, exchange, by_tensor=by_tensor and norms is None)
         if norms is not None:
             norms.measure_by(update.stepper)
         return update, exchange
-    circle = holders(mesh, rank, traffic, peers)
-    divided = ZeroOptimizer(job.program, freight, held, circle, traffic)
+    subgroup = holders(mesh, rank, communicator, peers)
+    divided = ZeroOptimizer(job.program, freight, held, subgroup, communicator)
     first = mesh.column(mesh.place(rank)).copy == 0  # each copy of a stage has the whole Δ of its replica
-    exchange = StagedExchange(freight, divided.meeting, (), mesh, rank, traffic, circle.traffic, brings=first)
+    exchange = StagedExchange(
+        freight, divided.meeting, (), mesh, rank, communicator, subgroup.communicator, brings=first
+    )
     return divided, exchange
 
 
@@ -125,25 +137,25 @@ class RankShard(ABC):
 class WholeModelShard(RankShard):
     """All of A, or of each parameter a part."""
 
-    def __init__(self, here: RankSetup) -> None:
-        setup, team = here.setup, here.team
-        job, self._module, self._layout = here.setup.job, here.module, here.layout
-        whole = read(here.module, here.layout.new())
+    def __init__(self, rank_setup: RankSetup) -> None:
+        setup, context = rank_setup.run_context, rank_setup.context
+        job, self._module, self._layout = rank_setup.run_context.job, rank_setup.module, rank_setup.layout
+        whole = read(rank_setup.module, rank_setup.layout.new())
         divided = None
-        if team.traffic is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
-            divided = FsdpModule(here.module, here.layout, team.world.size, team.traffic)
+        if context.communicator is not None and job.strategy.shard_parameters:  # with nobody else there they stay whole
+            divided = FsdpModule(rank_setup.module, rank_setup.layout, context.world.size, context.communicator)
         state = whole if divided is None else only_buffers(whole)
-        freight = ReduceBuffer(state.layout, team.world.size, norms=job.noise_scale)
-        update = _update(here, divided, freight, state)
-        noise = _noise(here, freight, update) if job.noise_scale else None
-        meeting = _meeting(here, divided)
+        freight = ReduceBuffer(state.layout, context.world.size, norms=job.noise_scale)
+        update = _update(rank_setup, divided, freight, state)
+        noise = _noise(rank_setup, freight, update) if job.noise_scale else None
+        meeting = _meeting(rank_setup, divided)
         at_once = isinstance(update, ReplicatedUpdate) and meeting is None and job.on_nonfinite != "skip"
         if job.noise_scale:  # each gradient is looked at as it is handed over, on the host
             at_once &= job.strategy.accumulate == 1 and job.strategy.device == "cpu"
-        overlap = overlapped(job, team, here.backend, freight) if at_once else None
-        place = Coordinate(team.world.rank)
+        overlap = overlapped(job, context, rank_setup.backend, freight) if at_once else None
+        place = Coordinate(context.world.rank)
         super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided, noise=noise)
-        self._setup, self._team = setup, team
+        self._setup, self._context = setup, context
 
     @property
     def parameter_bytes(self) -> int:
@@ -155,7 +167,7 @@ class WholeModelShard(RankShard):
 
     def exchange(self) -> Meets:
         vectors = self.update.meeting if self.overlap is None else self.freight.tails
-        return GradientSync(self.freight, vectors, self._team.world.rank, self._team.traffic)
+        return GradientSync(self.freight, vectors, self._context.world.rank, self._context.communicator)
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         setup, rank, module = self._setup, self.place.replica, self._module
@@ -165,7 +177,7 @@ class WholeModelShard(RankShard):
         return Partial(autograd, self.divided, weigh)
 
     def rules(self) -> Mapping[str, str | int | float]:
-        ranks, size = self._team.world.size, self._layout.parameter_bytes
+        ranks, size = self._context.world.size, self._layout.parameter_bytes
         rules: dict[str, str | int | float] = {
             "shard_optimizer": isinstance(self.update, ZeroOptimizer),
             "buckets": self.overlap.buckets if self.overlap is not None else 0,
@@ -176,57 +188,59 @@ class WholeModelShard(RankShard):
         return rules
 
 
-def _update(here: RankSetup, divided: FsdpModule | None, freight: ReduceBuffer, state: FlatState) -> Update:
+def _update(rank_setup: RankSetup, divided: FsdpModule | None, freight: ReduceBuffer, state: FlatState) -> Update:
     """How updates are made."""
-    job, team, traffic = here.setup.job, here.team, here.team.traffic
-    if traffic is not None and divided is not None:
-        return FsdpShard(job.program, divided, freight, state, traffic)
-    if traffic is not None and _divides(here):
-        return ZeroOptimizer(job.program, freight, all_of(state), SubGroup(traffic, team.world.rank), traffic)
-    owner = ServerOptimizer(job.program, here.setup.policy, state)
-    if traffic is None or job.strategy.compression == "none":
+    job, context, communicator = rank_setup.run_context.job, rank_setup.context, rank_setup.context.communicator
+    if communicator is not None and divided is not None:
+        return FsdpShard(job.program, divided, freight, state, communicator)
+    if communicator is not None and _divides(rank_setup):
+        return ZeroOptimizer(
+            job.program, freight, all_of(state), SubGroup(communicator, context.world.rank), communicator
+        )
+    owner = ServerOptimizer(job.program, rank_setup.run_context.policy, state)
+    if communicator is None or job.strategy.compression == "none":
         return ReplicatedUpdate(freight, owner)
-    return CompressedUpdate(freight, owner, parse(job.strategy.compression), traffic)
+    return CompressedUpdate(freight, owner, parse(job.strategy.compression), communicator)
 
 
-def _noise(here: RankSetup, freight: ReduceBuffer, update: Update) -> Noise:
+def _noise(rank_setup: RankSetup, freight: ReduceBuffer, update: Update) -> Noise:
     assert isinstance(update, ReplicatedUpdate), "another update was not refused"
-    norms = Norms(here.setup.job, freight.state, here.layout.parameter_names, here.layout)
+    norms = Norms(rank_setup.run_context.job, freight.state, rank_setup.layout.parameter_names, rank_setup.layout)
     norms.measure_by(update.stepper)
-    return Noise(NoiseAccumulator(here.setup.reference_batch), norms, lambda _: norms.together())
+    return Noise(NoiseAccumulator(rank_setup.run_context.reference_batch), norms, lambda _: norms.together())
 
 
-def _divides(here: RankSetup) -> bool:
+def _divides(rank_setup: RankSetup) -> bool:
     """Whether each rank keeps a part of the optimizer's state."""
-    job = here.setup.job
+    job = rank_setup.run_context.job
     if job.strategy.shard_optimizer is not None:
         return job.strategy.shard_optimizer
     apart = job.strategy.compression == "none" and job.strategy.device == "cpu" and not job.noise_scale
-    return apart and pays(job.program, here.layout, here.backend, here.team.world.size)
+    return apart and pays(job.program, rank_setup.layout, rank_setup.backend, rank_setup.context.world.size)
 
 
-def _meeting(here: RankSetup, divided: FsdpModule | None) -> Meeting | None:
-    traffic, world = here.team.traffic, here.team.world
-    if traffic is None or not any(isinstance(m, SynchronisedBatchNorm) for m in here.module.modules()):
+def _meeting(rank_setup: RankSetup, divided: FsdpModule | None) -> Meeting | None:
+    communicator, world = rank_setup.context.communicator, rank_setup.context.world
+    if communicator is None or not any(isinstance(m, SynchronisedBatchNorm) for m in rank_setup.module.modules()):
         return None
-    policy = here.setup.policy
+    policy = rank_setup.run_context.policy
     added = isinstance(policy, Synchronous) and policy.combine == "sum"
-    summed = here.setup.job.strategy.accumulate > 1 or added or divided is not None
-    return Meeting(traffic, world.rank, world.size, summed=summed)
+    summed = rank_setup.run_context.job.strategy.accumulate > 1 or added or divided is not None
+    return Meeting(communicator, world.rank, world.size, summed=summed)
 
 
 @final
 class StageShard(RankShard):
     """One rank's."""
 
-    def __init__(self, here: RankSetup) -> None:
-        self._pipeline = pipeline = PipelineRank(here)
-        state, divides = pipeline.state, bool(here.setup.job.strategy.shard_optimizer)
-        gather = FullStateGather(state, pipeline.whole, pipeline.stages, pipeline.rank, here.team.traffic)
+    def __init__(self, rank_setup: RankSetup) -> None:
+        self._pipeline = pipeline = PipelineRank(rank_setup)
+        state, divides = pipeline.state, bool(rank_setup.run_context.job.strategy.shard_optimizer)
+        gather = FullStateGather(state, pipeline.whole, pipeline.stages, pipeline.rank, rank_setup.context.communicator)
         held = HeldState(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
         freight = ReduceBuffer(state.layout, ranks=pipeline.mesh.replicas)
-        update, self._exchange = stepping(here, held, freight, pipeline.circles.peers)
-        super().__init__(pipeline.place, state, freight, update, noise=self._exchange.noise(here.setup))
+        update, self._exchange = stepping(rank_setup, held, freight, pipeline.subgroups.peers)
+        super().__init__(pipeline.place, state, freight, update, noise=self._exchange.noise(rank_setup.run_context))
 
     @property
     def parameter_bytes(self) -> int:
@@ -241,11 +255,11 @@ class StageShard(RankShard):
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weigh  # Δ is scaled when all of it is there
-        self._replica = pipelined(self._pipeline, micro_steps(self._pipeline.setup.delta), recorder)
+        self._replica = pipelined(self._pipeline, micro_steps(self._pipeline.run_context.delta), recorder)
         return self._replica
 
     def rules(self) -> Mapping[str, str | int | float]:
-        count = self._pipeline.setup.job.strategy.micro_batch_count
+        count = self._pipeline.run_context.job.strategy.micro_batch_count
         needs = self._pipeline.needs
         return {
             "micro_batches": count,
@@ -259,22 +273,22 @@ class StageShard(RankShard):
 class TensorParallelShard(RankShard):
     """One rank's."""
 
-    def __init__(self, here: RankSetup) -> None:
-        self._sharding = sharding = TensorParallelRank(here)
-        mesh, rank, traffic = sharding.mesh, sharding.rank, here.team.traffic
+    def __init__(self, rank_setup: RankSetup) -> None:
+        self._sharding = sharding = TensorParallelRank(rank_setup)
+        mesh, rank, communicator = sharding.mesh, sharding.rank, rank_setup.context.communicator
         state, place = sharding.state, sharding.place
-        job = here.setup.job
+        job = rank_setup.run_context.job
         names = state.layout.parameter_names if job.program.clip_norm is not None or job.noise_scale else ()
         counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
-        gather = FullStateGather(state, sharding.whole, sharding.stages, rank, traffic)
+        gather = FullStateGather(state, sharding.whole, sharding.stages, rank, communicator)
         held, freight = (
             HeldState(state, sharding.whole, counted, gather),
             ReduceBuffer(state.layout, ranks=mesh.replicas),
         )
-        by_tensor = mesh.replicas == 1 and here.setup.device(rank) == "cpu" and worthwhile(state.layout)
-        update, self._exchange = stepping(here, held, freight, sharding.circles.peers, by_tensor=by_tensor)
+        by_tensor = mesh.replicas == 1 and rank_setup.run_context.device(rank) == "cpu" and worthwhile(state.layout)
+        update, self._exchange = stepping(rank_setup, held, freight, sharding.subgroups.peers, by_tensor=by_tensor)
         self._loose = update.loose if isinstance(update, Staged) else None
-        super().__init__(place, state, freight, update, noise=self._exchange.noise(here.setup))
+        super().__init__(place, state, freight, update, noise=self._exchange.noise(rank_setup.run_context))
 
     @property
     def parameter_bytes(self) -> int:
@@ -289,7 +303,7 @@ class TensorParallelShard(RankShard):
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weigh  # Δ is scaled when all of it is there
-        self._replica = self._sharding.worker(micro_steps(self._sharding.setup.delta), recorder, self._loose)
+        self._replica = self._sharding.worker(micro_steps(self._sharding.run_context.delta), recorder, self._loose)
         return self._replica
 
     def rules(self) -> Mapping[str, str | int | float]:

@@ -270,15 +270,17 @@ class GradientSync:
         freight: what this rank brings.
         vectors: what of it is summed here.
         rank: whose.
-        traffic: None where nobody else is there.
+        communicator: None where nobody else is there.
     """
 
-    def __init__(self, freight: ReduceBuffer, vectors: list[Tensor], rank: int, traffic: Communicator | None) -> None:
-        self._freight, self._vectors, self._rank, self._traffic = freight, vectors, rank, traffic
+    def __init__(
+        self, freight: ReduceBuffer, vectors: list[Tensor], rank: int, communicator: Communicator | None
+    ) -> None:
+        self._freight, self._vectors, self._rank, self._communicator = freight, vectors, rank, communicator
 
     def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
         """All ranks' rows; the vectors then hold the sum of what they brought."""
         self._freight.tell(self._rank, row)
-        if self._traffic is not None:
-            self._traffic.all_reduce(self._vectors, of_step(step))
+        if self._communicator is not None:
+            self._communicator.all_reduce(self._vectors, of_step(step))
         return self._freight.told()

@@ -50,27 +50,27 @@ class DistributedRun:
 
     Args:
         job: what is run.
-        team: with whom.
+        context: with whom.
         backend: moves the bytes.
         watch: told how it stands.
         closing: what has to be let go of, however it ends; for the caller to close.
     """
 
     def __init__(
-        self, job: Job, team: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
+        self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
     ) -> None:
-        self._job, self._team, self._backend, self._watch, self._closing = job, team, backend, watch, closing
+        self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
         self._setup = setup = RunContext.of(job)
         mesh = job.strategy.mesh
-        settle(job, mesh.place(team.world.rank).replica, team.world.local_size)
+        settle(job, mesh.place(context.world.rank).replica, context.world.local_size)
         with self._model() as module:
             self._layout = FlatLayout.of(module, job.running_buffers)
             digest = digest_of(module, self._layout)
             self._agree(digest)
-            self._share = share = _share(RankSetup(setup, team, backend, module, self._layout))
+            self._share = share = _share(RankSetup(setup, context, backend, module, self._layout))
         give_back_freed_memory()
-        self._stopwatch = SyncedClock(team.peers.ahead_ns)
-        self._desk = RankEvaluation(job, team, self._layout.nbytes)
+        self._stopwatch = SyncedClock(context.registry.clock_offset_ns)
+        self._desk = RankEvaluation(job, context, self._layout.nbytes)
         reads = share.reads if isinstance(share, StreamedShare) else None
         self._course = ReplicatedCoordinator(
             setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads, share.noise
@@ -93,7 +93,7 @@ class DistributedRun:
                 with self._named(station):
                     worker.run(self._job.loop)
                 if self._share.divided is not None and not station.begins_delta():
-                    raise ended_within_a_delta(self._team.world.rank, self._job.strategy.accumulate)
+                    raise ended_within_a_delta(self._context.world.rank, self._job.strategy.accumulate)
                 station.leave()
             self._course.finish()
             self._watch(replace(self._course.chronicle.progress("scoring", self._course.now), fraction=None))
@@ -106,14 +106,14 @@ class DistributedRun:
         """With the values of A_0: this rank's own where it is to train all of it."""
         program = self._job.program
         if self._job.strategy.spread:
-            return build_once_per_host(functools.partial(materialize, program), self._team)
+            return build_once_per_host(functools.partial(materialize, program), self._context)
         return contextlib.nullcontext(program.build())
 
     def _agree(self, digest: str) -> None:
         """All ranks must be about to do the same."""
         mine = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
         what = ("strategy", "budget", "seed", "digest of A_0")
-        said = self._team.gather(mine, "the others' start")
+        said = self._context.gather(mine, "the others' start")
         for rank, other in enumerate(said):
             for name, first, theirs in zip(what, said[0], other, strict=True):
                 if first != theirs:
@@ -123,10 +123,10 @@ class DistributedRun:
                     )
 
     def _write_roster(self) -> None:
-        if self._team.world.rank == 0:
+        if self._context.world.rank == 0:
             mesh = self._job.strategy.mesh
             where: dict[Coordinate, dict[str, int | str]] = {
-                mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._team.peers.all
+                mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
             }
             self._closing.callback(WorkersFile(self._job.out, {}, where).close)
 
@@ -143,7 +143,7 @@ class DistributedRun:
             stopwatch=self._stopwatch,
             attendance=self._attendance,
             gauge=self._gauge,
-            notices=self._team.notices,
+            store_signals=self._context.store_signals,
             asked_to_end=lambda: asked.heard > 0,
             woken=woken,
             after=self._tell,
@@ -162,7 +162,7 @@ class DistributedRun:
         return ClientWorker(self._setup, self._share.place.replica, measured, station, self._gauge)
 
     def _start(self) -> None:
-        self._stopwatch.start(self._team.gather(time.monotonic_ns(), "the others' start")[0])
+        self._stopwatch.start(self._context.gather(time.monotonic_ns(), "the others' start")[0])
         self._course.begin()
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ class DistributedRun:
         except Exception as error:
             if not self._job.strategy.spread:
                 raise
-            place, rank = self._share.place, self._team.world.rank
+            place, rank = self._share.place, self._context.world.rank
             where = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
             told = "".join(traceback.format_exception(error))
             raise WorkerError(
@@ -193,12 +193,12 @@ class DistributedRun:
     def _result(self, records: list[Record]) -> Outcome:
         course, seconds = self._course, self._course.now
         self._recorder.close()
-        traffic = self._team.traffic
-        seen = self._notes.seen._replace(payload_bytes=traffic.sent_bytes if traffic else 0)
+        communicator = self._context.communicator
+        seen = self._notes.seen._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
         figures = told(self._share.place, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
         remembered = self._share.update.optimizer_bytes
         mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes, optimizer_bytes=remembered)
-        said = self._team.gather((mine, records, self._spans()), "the others' scores and figures")
+        said = self._context.gather((mine, records, self._spans()), "the others' scores and figures")
         history = [record for _, theirs, _ in said for record in theirs]
         history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
         account = course.chronicle.account(
@@ -212,8 +212,8 @@ class DistributedRun:
 
     def _rules(self) -> dict[str, str | int | float]:
         return {
-            "threads": threads(self._job, self._team.world.local_size),
-            "backend": self._backend if self._team.world.size > 1 else "none",
+            "threads": threads(self._job, self._context.world.local_size),
+            "backend": self._backend if self._context.world.size > 1 else "none",
             **self._share.rules(),
         }
 
@@ -232,12 +232,12 @@ class DistributedRun:
         return sink
 
 
-def _share(here: RankSetup) -> RankShard:
+def _share(rank_setup: RankSetup) -> RankShard:
     """By what the strategy asks for."""
-    strategy = here.setup.job.strategy
+    strategy = rank_setup.run_context.job.strategy
     if strategy.pipelined:
-        return StageShard(here) if strategy.order.flushes else StreamedShare(here)
-    return TensorParallelShard(here) if strategy.tensor_parallel else WholeModelShard(here)
+        return StageShard(rank_setup) if strategy.order.flushes else StreamedShare(rank_setup)
+    return TensorParallelShard(rank_setup) if strategy.tensor_parallel else WholeModelShard(rank_setup)
 
 
 @contextlib.contextmanager

@@ -29,14 +29,14 @@ class Meeting:
     """The ranks whose samples are looked at together.
 
     Args:
-        traffic: by which they meet.
+        communicator: by which they meet.
         rank: of this process.
         ranks: how many there are.
         summed: whether gradients are added as they are, not weighed by samples: so where batches are accumulated.
     """
 
-    def __init__(self, traffic: Communicator, rank: ReplicaId, ranks: int, *, summed: bool) -> None:
-        self._traffic, self._rank, self._ranks, self.summed = traffic, rank, ranks, summed
+    def __init__(self, communicator: Communicator, rank: ReplicaId, ranks: int, *, summed: bool) -> None:
+        self._communicator, self._rank, self._ranks, self.summed = communicator, rank, ranks, summed
         self.absent = False
         """Whether this rank only lets the others go on: it has no sample."""
 
@@ -45,7 +45,7 @@ class Meeting:
         table = torch.zeros(self._ranks, len(row), dtype=torch.float64)
         if not self.absent:
             table[self._rank] = row
-        self._traffic.all_reduce([table.view(-1)], "the samples of a BatchNorm")
+        self._communicator.all_reduce([table.view(-1)], "the samples of a BatchNorm")
         return table
 
 

@@ -116,9 +116,9 @@ class CompressedUpdate(Update):
     """
 
     def __init__(
-        self, freight: ReduceBuffer, owner: ServerOptimizer, compression: Compression[Any], traffic: Communicator
+        self, freight: ReduceBuffer, owner: ServerOptimizer, compression: Compression[Any], communicator: Communicator
     ) -> None:
-        self._freight, self._compression, self._traffic = freight, compression, traffic
+        self._freight, self._compression, self._communicator = freight, compression, communicator
         self._whole = ReplicatedUpdate(freight, owner)
         self._states = [
             compression.start([tuple(e.shape) for e in block.entries], block.dtype)
@@ -134,9 +134,9 @@ class CompressedUpdate(Update):
         return self._whole.optimizer_bytes
 
     def apply(self, factor: float, rate: float) -> None:
-        traffic = self._traffic
+        communicator = self._communicator
         for state, vector in zip(self._states, self._freight.state.parameters, strict=True):
-            traffic.sent_bytes += self._compression.all_reduce(state, vector, traffic.group.handle)
+            communicator.sent_bytes += self._compression.all_reduce(state, vector, communicator.group.handle)
         self._whole.apply(factor, rate)
 
     def whole(self, *, wanted: bool) -> FlatState | None:

@@ -69,11 +69,11 @@ class Partition(ABC):
         self.own, self.shared = own, shared
 
     @abstractmethod
-    def begin_sum(self, traffic: Communicator) -> Any:
+    def begin_sum(self, communicator: Communicator) -> Any:
         """Begin to sum Δ: each rank is to have the sum of its own piece. To be waited for."""
 
     @abstractmethod
-    def begin_gathering(self, traffic: Communicator) -> Any:
+    def begin_gathering(self, communicator: Communicator) -> Any:
         """Begin to tell all ranks this one's new piece of A. To be waited for, and then :meth:`take`."""
 
     @abstractmethod
@@ -108,12 +108,12 @@ class Even(Partition):
             Piece(left, body, a[body:], delta[body:]) if left.elements else None,
         )
 
-    def begin_sum(self, traffic: Communicator) -> Any:
-        return traffic.reduce_scatter(self._delta, self._sum)
+    def begin_sum(self, communicator: Communicator) -> Any:
+        return communicator.reduce_scatter(self._delta, self._sum)
 
-    def begin_gathering(self, traffic: Communicator) -> Any:
+    def begin_gathering(self, communicator: Communicator) -> Any:
         self._sum.copy_(self.own.here)  # it may not be sent from where it is received
-        return traffic.all_gather(self._a, self._sum)
+        return communicator.all_gather(self._a, self._sum)
 
     def take(self) -> None:
         """All lies in its place."""
@@ -140,14 +140,14 @@ class AtBorders(Partition):
         here = self._a[rank]
         super().__init__(Piece(_inside(block, cut[rank], cut[rank + 1]), cut[rank], here, self._row[: len(here)]))
 
-    def begin_sum(self, traffic: Communicator) -> Any:
+    def begin_sum(self, communicator: Communicator) -> Any:
         for row, part in zip(self._rows, self._delta, strict=True):
             row[: len(part)] = part
-        return traffic.reduce_scatter(self._rows, self._row)
+        return communicator.reduce_scatter(self._rows, self._row)
 
-    def begin_gathering(self, traffic: Communicator) -> Any:
+    def begin_gathering(self, communicator: Communicator) -> Any:
         self.own.delta.copy_(self.own.here)
-        return traffic.all_gather(self._rows, self._row)
+        return communicator.all_gather(self._rows, self._row)
 
     def take(self) -> None:
         for row, part in zip(self._rows, self._a, strict=True):
@@ -180,19 +180,19 @@ class ZeroOptimizer(Update):
         program: gives optimizer, scheduler and clipping.
         freight: what ranks bring.
         held: this rank's part of A.
-        circle: those who have the same.
+        subgroup: those who have the same.
         everybody: by whom the norm of the whole Δ is found.
     """
 
     def __init__(
-        self, program: Program, freight: ReduceBuffer, held: HeldState, circle: SubGroup, everybody: Communicator
+        self, program: Program, freight: ReduceBuffer, held: HeldState, subgroup: SubGroup, everybody: Communicator
     ) -> None:
-        self._freight, self._held, self._among, self._everybody = freight, held, circle.traffic, everybody
+        self._freight, self._held, self._among, self._everybody = freight, held, subgroup.communicator, everybody
         self._clip_norm = program.clip_norm
         anywhere = elementwise(program.optimizer, held.whole)
-        self._parts = _parts(Even if anywhere else AtBorders, freight, held, circle)
+        self._parts = _parts(Even if anywhere else AtBorders, freight, held, subgroup)
         self._own, self._shared = _pieces(self._parts, freight, held)
-        self._counted = list(self._that_count(first=circle.rank == 0))
+        self._counted = list(self._that_count(first=subgroup.rank == 0))
         self._gradients = [piece.delta for piece in (*self._own, *self._shared)]
         self._stepper = _stepper(program, held.whole, [*self._own, *self._shared], anywhere=anywhere)
 
@@ -264,13 +264,13 @@ def _remembers(program: Program, layout: FlatLayout) -> bool:
 
 
 def _parts(
-    divided: type[Even | AtBorders], freight: ReduceBuffer, held: HeldState, circle: SubGroup
+    divided: type[Even | AtBorders], freight: ReduceBuffer, held: HeldState, subgroup: SubGroup
 ) -> Sequence[Partition]:
     """Of each vector this rank's; none where nobody else has it."""
-    if circle.traffic is None:
+    if subgroup.communicator is None:
         return []
     vectors = zip(held.state.layout.parameters, held.state.parameters, freight.state.parameters, strict=True)
-    return [divided(block, a, delta, circle.rank, circle.traffic.ranks) for block, a, delta in vectors]
+    return [divided(block, a, delta, subgroup.rank, subgroup.communicator.ranks) for block, a, delta in vectors]
 
 
 def _pieces(parts: Sequence[Partition], freight: ReduceBuffer, held: HeldState) -> tuple[list[Piece], list[Piece]]:

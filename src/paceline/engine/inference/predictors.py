@@ -15,7 +15,7 @@ from paceline.core.types import Seconds
 from paceline.engine.distributed.run import own_settings
 from paceline.engine.inference.worker import Answer, InferenceRequest, InferenceWorker, together
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for
-from paceline.engine.spmd.rank_context import RankContext, assembled
+from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.spmd.worker_pool import PRELOAD, Answering, WorkerPool
 from paceline.program import Tree, call, leaves
 from paceline.replica.capture.input_spec import batch_size
@@ -92,9 +92,9 @@ class LocalPredictor(Predictor):
 
     def _begin(self, closing: ExitStack) -> None:
         strategy = self._question.strategy
-        nursery = ForkServer.start((*PRELOAD, "paceline.engine.inference.worker"))
-        closing.callback(nursery.close)
-        crew = WorkerPool(Work(self._question), strategy.workers, threads(strategy, strategy.workers), nursery)
+        fork_server = ForkServer.start((*PRELOAD, "paceline.engine.inference.worker"))
+        closing.callback(fork_server.close)
+        crew = WorkerPool(Work(self._question), strategy.workers, threads(strategy, strategy.workers), fork_server)
         self._crew = closing.enter_context(crew)
 
     def _answered(self, inputs: Tree) -> Tree:
@@ -118,14 +118,14 @@ class TorchrunPredictor(Predictor):
         world, question = LaunchEnv.found(), self._question
         self._threads = threads(question.strategy, world.local_size)
         carrier = backend_for("cpu", self._backend, world)
-        team = closing.enter_context(assembled(world, carrier, "cpu", question.timeout_s, watched=True))
-        self._team, self._asked = team, InferenceWorker(question, team)
+        context = closing.enter_context(open_rank_context(world, carrier, "cpu", question.timeout_s, watched=True))
+        self._context, self._asked = context, InferenceWorker(question, context)
 
     def _answered(self, inputs: Tree) -> Tree:
         with own_settings():
             torch.set_num_threads(self._threads)
             mine = self._asked(inputs)
-            found = [replace(mine, pieces=pieces) for pieces in self._team.gather(mine.pieces, "the output")]
+            found = [replace(mine, pieces=pieces) for pieces in self._context.gather(mine.pieces, "the output")]
         return self._joined(found, inputs)
 
 
@@ -140,9 +140,9 @@ class Work:
         """Bound on every wait of one for another."""
         return self.question.timeout_s
 
-    def begin(self, team: RankContext) -> Answering:
+    def begin(self, context: RankContext) -> Answering:
         """One rank's."""
-        return InferenceWorker(self.question, team)
+        return InferenceWorker(self.question, context)
 
 
 def refuse_inputs(inputs: Tree) -> None:

@@ -116,8 +116,8 @@ class InferenceWorker:
     The model is captured, cut and divided for the first inputs, and anew for inputs of another form.
     """
 
-    def __init__(self, question: InferenceRequest, team: RankContext) -> None:
-        self._question, self._team = question, team
+    def __init__(self, question: InferenceRequest, context: RankContext) -> None:
+        self._question, self._context = question, context
         self._make = _Stages if question.strategy.pipelined else _Shards
         self._made: list[_Stages | _Shards] = []
 
@@ -130,8 +130,8 @@ class InferenceWorker:
         with torch.random.fork_rng(devices=[]), self._question.program.autocast("cpu"):
             made = next((each for each in self._made if each.takes(inputs)), None)
             if made is None:
-                with build_once_per_host(self._question.model, self._team) as module:
-                    made = self._make(self._question, self._team, module, inputs)
+                with build_once_per_host(self._question.model, self._context) as module:
+                    made = self._make(self._question, self._context, module, inputs)
                 self._made.append(made)
             with torch.no_grad():
                 return made.answer(inputs)
@@ -148,19 +148,19 @@ def _fits(captured: Captured, inputs: Tree) -> bool:
 class _Shards:
     """One worker's shard of the whole model."""
 
-    def __init__(self, question: InferenceRequest, team: RankContext, module: nn.Module, inputs: Tree) -> None:
+    def __init__(self, question: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
         strategy = question.strategy
-        traffic = SubGroups.of(strategy.mesh, team.traffic).shards
-        assert traffic is not None, "one worker answers by itself"
-        shards = GroupShards(traffic, team.world.rank)
-        self._first = team.world.rank == 0
-        with extended_timeout(team):
+        communicator = SubGroups.of(strategy.mesh, context.communicator).shards
+        assert communicator is not None, "one worker answers by itself"
+        shards = GroupShards(communicator, context.world.rank)
+        self._first = context.world.rank == 0
+        with extended_timeout(context):
             self._captured = capture(module, inputs, operators=True, training=False)
             leaves = self._captured.flat(inputs)
-            times = agreed_times(self._captured, leaves, team.gather)
+            times = agreed_times(self._captured, leaves, context.gather)
             name = type(module).__name__
             made = planned_graph(self._captured, leaves, shards.count, strategy.shard_rules, times, name)
-            agree(made, team.gather)
+            agree(made, context.gather)
             self._shard = rewritten(made, shards)
             check_shard(self._shard, self._captured, module, inputs, shards, training=False)
 
@@ -177,20 +177,20 @@ class _Shards:
 class _Stages:
     """One worker of a pipeline, which goes through forward passes alone."""
 
-    def __init__(self, question: InferenceRequest, team: RankContext, module: nn.Module, inputs: Tree) -> None:
-        self._question, self._team = question, team
+    def __init__(self, question: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
+        self._question, self._context = question, context
         # Without backward every schedule is the same, and what is kept for it takes no memory.
         plain: dict[str, Any] = {"schedule": "gpipe", "aggregation": Synchronous(), "stage_memory_bytes": None}
         strategy = self._strategy = replace(question.strategy, **plain)
-        self._mesh, self._place = strategy.mesh, strategy.mesh.place(team.world.rank)
-        among = SubGroups.of(self._mesh, team.traffic).shards
+        self._mesh, self._place = strategy.mesh, strategy.mesh.place(context.world.rank)
+        among = SubGroups.of(self._mesh, context.communicator).shards
         self._shards = None if among is None else GroupShards(among, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
-        with extended_timeout(team):
+        with extended_timeout(context):
             self._made = self._cut(module, rows(inputs, samples, slice(sizes(samples, count)[0])))
-        assert team.traffic is not None, "one worker answers by itself"
+        assert context.communicator is not None, "one worker answers by itself"
         self._plan = CommPlan.of(self._made, strategy.order, strategy.stage_count, count, strategy.copies)
-        self._mail = P2PQueue(ProcessGroupP2P(team.traffic, Routes(self._mesh, self._place)))
+        self._mail = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
         self._part = self._made.parts[self._place.stage]
         self._part.module.eval()
         self._ways: dict[int, WorkerProgram] = {}
@@ -211,15 +211,15 @@ class _Stages:
         units = units_of(strategy, module, first, training=False)
         leaves = units.captured.flat(first)
         mine: Boundaries = ()
-        if self._team.world.rank == 0:
+        if self._context.world.rank == 0:
             mine = boundaries(self._question.program, strategy, module, units, measure(units, leaves))
-        made = cut(units, self._team.gather(mine, "where the model is cut")[0])
+        made = cut(units, self._context.gather(mine, "where the model is cut")[0])
         check_cut(made, module, first)
         if not strategy.tensor_parallel:
             return made
         counts = [self._mesh.shards(part.number) for part in made.parts]
         own = {} if self._shards is None else {self._place.stage: self._shards}
-        says = self._team.gather
+        says = self._context.gather
         division = divided(self._question.program, made, module, leaves, counts, own, says, strategy.shard_rules)
         return replace(made, parts=division.parts)
 

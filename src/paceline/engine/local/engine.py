@@ -54,7 +54,7 @@ class LocalEngine(Engine):
 
     def __init__(self, script: EventScript | None = None, entry: str = ENTRY) -> None:
         self.script, self._entry = script or EventScript(), entry
-        self._nursery: ForkServer | None = None
+        self._fork_server: ForkServer | None = None
         self._preloaded: tuple[str, ...] = ()
 
     def refuse(self, job: Job) -> None:
@@ -84,32 +84,32 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         if job.strategy.spread and _in_step(job):
             with ExitStack() as closing:
-                return SpmdLauncher(job, self._nursery_with(HOSTING), watch, closing).outcome()
-        nursery = self._nursery_for(job)
+                return SpmdLauncher(job, self._fork_server_with(HOSTING), watch, closing).outcome()
+        fork_server = self._fork_server_for(job)
         with _one_thread(), _manners(job), ExitStack() as closing:
-            return LocalRun(job, nursery, watch, self.script, closing, self._entry).outcome()
+            return LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()
 
-    def _nursery_for(self, job: Job) -> ForkServer:
+    def _fork_server_for(self, job: Job) -> ForkServer:
         if job.strategy.spread:
-            return self._nursery_with(TEAMS)
+            return self._fork_server_with(TEAMS)
         own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
-        return self._nursery_with(WITH_OPTIMIZERS if own else PRELOAD)
+        return self._fork_server_with(WITH_OPTIMIZERS if own else PRELOAD)
 
-    def _nursery_with(self, wanted: tuple[str, ...]) -> ForkServer:
+    def _fork_server_with(self, wanted: tuple[str, ...]) -> ForkServer:
         """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed.
 
         A new one also imports what the one before had: runs of two kinds may take turns.
         """
-        if self._nursery is None or not self._nursery.alive or not set(wanted) <= set(self._preloaded):
+        if self._fork_server is None or not self._fork_server.alive or not set(wanted) <= set(self._preloaded):
             self.close()
             self._preloaded = tuple(dict.fromkeys((*self._preloaded, *wanted)))
-            self._nursery = ForkServer.start(self._preloaded)
-        return self._nursery
+            self._fork_server = ForkServer.start(self._preloaded)
+        return self._fork_server
 
     def close(self) -> None:
-        if self._nursery is not None:
-            self._nursery.close()
-            self._nursery = None
+        if self._fork_server is not None:
+            self._fork_server.close()
+            self._fork_server = None
 
 
 @contextmanager

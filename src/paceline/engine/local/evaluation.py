@@ -37,21 +37,21 @@ class EvaluationQueue:
 
     Args:
         job: of the run.
-        nursery: makes the process.
+        fork_server: makes the process.
         parcel: the job.
         layout: of A.
         patient: use only idle cores; not where the run waits for a score.
     """
 
     def __init__(
-        self, job: Job, nursery: ForkServer, parcel: SharedObject, layout: FlatLayout, *, patient: bool
+        self, job: Job, fork_server: ForkServer, parcel: SharedObject, layout: FlatLayout, *, patient: bool
     ) -> None:
-        self._job, self._nursery, self._layout = job, nursery, layout
+        self._job, self._fork_server, self._layout = job, fork_server, layout
         self._link, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._segment, self._slot = new_snapshot(layout)
         fds = [parcel.fd, theirs.fileno(), self._segment.fd]
         with theirs:
-            self.child = nursery.spawn(ENTRY, {"patient": patient}, fds)
+            self.child = fork_server.spawn(ENTRY, {"patient": patient}, fds)
         self._queue: deque[tuple[SnapshotInfo, FlatState]] = deque()
         self._early: list[Record] = []
         self._asked = False
@@ -98,7 +98,7 @@ class EvaluationQueue:
         self._link.close()
         self._segment.close()
         self._queue.clear()
-        self._nursery.forget(self.child)
+        self._fork_server.forget(self.child)
 
     @functools.cached_property
     def _scorer(self) -> Evaluator:

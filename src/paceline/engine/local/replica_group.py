@@ -23,7 +23,7 @@ from paceline.engine.local.client import SharedMemoryClient
 from paceline.engine.local.control_block import ControlBlock
 from paceline.engine.local.worker_processes import label
 from paceline.engine.spmd.communicator import Communicator
-from paceline.engine.spmd.shard_views import ShardViews, StageSharding, answered_for
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
 from paceline.engine.worker import WorkerMetrics
 from paceline.program import map_tree
 from paceline.replica.base import Batch, Measured, Replica
@@ -169,7 +169,7 @@ class ShardIO:
     ) -> None:
         self._store, self._board, self._place, self._inner, self._forget = store, board, place, inner, forget
         self._shard, self._stage = held.mesh.shard(held.place), held.stages[held.place.stage]
-        self._names = answered_for(held.stages, held.mesh, held.place)
+        self._names = owned_names(held.stages, held.mesh, held.place)
         self._mine, self._delta = held.state, held.state.layout.new()
         self._reads: dict[int, ShardViews] = {}
         self._writes: dict[int, ShardViews] = {}
@@ -224,7 +224,7 @@ class ReplicaLeader(Replica):
     Args:
         part: the leader's own.
         lines: to the followers.
-        traffic: by which batches are sent; None: there are no followers.
+        communicator: by which batches are sent; None: there are no followers.
         station: knows which A was sent, and which slot Δ goes to.
         told: whether a follower tells the loss of each micro-step, since the leader does not know it.
     """
@@ -233,12 +233,18 @@ class ReplicaLeader(Replica):
         self,
         part: ShardIO,
         lines: Sequence[CommandPipe],
-        traffic: Communicator | None,
+        communicator: Communicator | None,
         station: SharedMemoryClient,
         *,
         told: bool,
     ) -> None:
-        self._part, self._lines, self._traffic, self._station, self._told = part, lines, traffic, station, told
+        self._part, self._lines, self._communicator, self._station, self._told = (
+            part,
+            lines,
+            communicator,
+            station,
+            told,
+        )
         self._anew = False
 
     def adopt(self, state: FlatState) -> None:
@@ -268,9 +274,9 @@ class ReplicaLeader(Replica):
         return measured
 
     def _send(self, tensor: Tensor) -> Tensor:
-        assert self._traffic is not None, "nobody is there"
+        assert self._communicator is not None, "nobody is there"
         if tensor.numel():
-            self._traffic.broadcast(_bytes(tensor.contiguous()), 0, "a batch")
+            self._communicator.broadcast(_bytes(tensor.contiguous()), 0, "a batch")
         return tensor
 
 
@@ -292,15 +298,15 @@ class Follower:
     Args:
         part: its own.
         line: to the leader.
-        traffic: by which batches come.
+        communicator: by which batches come.
         gauge: measures it.
         tells: whether it tells the loss of each micro-step.
     """
 
     def __init__(
-        self, part: ShardIO, line: CommandPipe, traffic: Communicator, gauge: WorkerMetrics, *, tells: bool
+        self, part: ShardIO, line: CommandPipe, communicator: Communicator, gauge: WorkerMetrics, *, tells: bool
     ) -> None:
-        self._part, self._line, self._traffic, self._gauge, self._tells = part, line, traffic, gauge, tells
+        self._part, self._line, self._communicator, self._gauge, self._tells = part, line, communicator, gauge, tells
         self.step: Clock = 0
         """Which Δ the replica is at."""
 
@@ -341,7 +347,7 @@ class Follower:
     def _receive(self, form: Tensor) -> Tensor:
         made = torch.empty(form.shape, dtype=form.dtype)
         if made.numel():
-            self._traffic.broadcast(_bytes(made), 0, "a batch")
+            self._communicator.broadcast(_bytes(made), 0, "a batch")
         return made
 
 

@@ -38,8 +38,8 @@ from paceline.engine.remote_errors import LONGEST_TRACEBACK, failure, worker_fai
 from paceline.engine.run_context import RunContext, settle
 from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
-from paceline.engine.spmd.rank_context import RankContext, RankSetup, assembled
-from paceline.engine.spmd.shard_views import answered_for
+from paceline.engine.spmd.rank_context import RankContext, RankSetup, open_rank_context
+from paceline.engine.spmd.shard_views import owned_names
 from paceline.engine.spmd.sharded_local_sgd import ShardedLocalSGD
 from paceline.engine.spmd.shared_model import build_once_per_host
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
@@ -132,10 +132,13 @@ class _Member:
             file_rendezvous(self._rank, self._size, self._path, self._job.timeout_s)
         world = LaunchEnv(self._rank, self._size, self._job.strategy.workers, one_host=True)
         try:
-            with assembled(world, BACKEND, "cpu", self._job.timeout_s, watched=True) as team, self._named(team):
-                with build_once_per_host(functools.partial(materialize, self._job.program), team) as module:
-                    part = self._part(team, module)
-                work = self._led(team, part, mine, coordinator) if self._leads else self._following(team, part)
+            with (
+                open_rank_context(world, BACKEND, "cpu", self._job.timeout_s, watched=True) as context,
+                self._named(context),
+            ):
+                with build_once_per_host(functools.partial(materialize, self._job.program), context) as module:
+                    part = self._part(context, module)
+                work = self._led(context, part, mine, coordinator) if self._leads else self._following(context, part)
                 link.send(json.dumps({"ready": self._worker, "pid": os.getpid()}).encode())
                 work()
         finally:
@@ -143,16 +146,16 @@ class _Member:
                 dist.destroy_process_group()
 
     @contextlib.contextmanager
-    def _named(self, team: RankContext) -> Iterator[None]:
+    def _named(self, context: RankContext) -> Iterator[None]:
         """Say who has failed; say nothing where another one of the replica has ended."""
         try:
             yield
         except PartDone as parted:
             raise SystemExit(QUIET) from parted
         except Exception as error:
-            if team.peers.gone() is not None:
+            if context.registry.first_exited() is not None:
                 raise SystemExit(QUIET) from error
-            if isinstance(error, WorkerError) and _first_to_fail(team):
+            if isinstance(error, WorkerError) and _first_to_fail(context):
                 raise WorkerError(f"replica {label(self._place)}: {error}") from error
             if isinstance(error, PacelineError):
                 raise
@@ -160,12 +163,12 @@ class _Member:
 
     # ----------------------------------------------------------------------------------------------- what it works with
 
-    def _part(self, team: RankContext, module: nn.Module) -> ShardIO:
+    def _part(self, context: RankContext, module: nn.Module) -> ShardIO:
         """Its part of the replica; all workers of that make theirs together."""
         layout = FlatLayout.of(module, self._job.running_buffers)
         self._store, self._board = lay_out(self._setup, layout, self._remembers, self._store_fd)
-        here = RankSetup(self._setup, team, BACKEND, module, layout, self._place.replica)
-        held = PipelineRank(here) if self._job.strategy.pipelined else TensorParallelRank(here)
+        rank_setup = RankSetup(self._setup, context, BACKEND, module, layout, self._place.replica)
+        held = PipelineRank(rank_setup) if self._job.strategy.pipelined else TensorParallelRank(rank_setup)
         self._bytes = held.layout.parameter_bytes
         sheet_of(self._setup, self._store).hold(self._worker, self._bytes)
         steps = 1 if self._setup.owns_steps else micro_steps(self._setup.delta)
@@ -175,47 +178,49 @@ class _Member:
             inner = held.worker(steps, self._recorder)
         if not self._setup.owns_steps:
             return ShardIO(self._store, self._board, self._place, held, inner, _nothing)
-        own = self._walking(team, held, inner)
+        own = self._walking(context, held, inner)
         return ShardIO(self._store, self._board, self._place, held, own, own.forget)
 
-    def _walking(self, team: RankContext, held: PipelineRank | TensorParallelRank, inner: Replica) -> ShardedLocalSGD:
+    def _walking(
+        self, context: RankContext, held: PipelineRank | TensorParallelRank, inner: Replica
+    ) -> ShardedLocalSGD:
         def summed(mine: float) -> float:
-            return float(sum(team.gather(mine, "the norm of a gradient")))
+            return float(sum(context.gather(mine, "the norm of a gradient")))
 
         return ShardedLocalSGD(
             self._job.program,
             inner,
             held.whole,
             held.layout,
-            answered_for(held.stages, held.mesh, held.place),
+            owned_names(held.stages, held.mesh, held.place),
             summed,
             self._setup.policy.adopt,
             distance=isinstance(self._setup.delta, Distance),
         )
 
-    def _led(self, team: RankContext, part: ShardIO, mine: EventFd, coordinator: EventFd) -> Callable[[], None]:
+    def _led(self, context: RankContext, part: ShardIO, mine: EventFd, coordinator: EventFd) -> Callable[[], None]:
         setup, replica, board = self._setup, self._place.replica, self._board
         alarms = Wakeup(mine, board.sleeper(replica)), Wakeup(coordinator, board.sleeper(None))
         station = SharedMemoryClient(self._store, board, replica, *alarms)
         gauge = WorkerMetrics(board, replica, self._recorder, 2 * self._bytes, setup.per_step)
         told = len(self._mesh.stage_workers) > 1
-        led = ReplicaLeader(part, self._lines, team.traffic, station, told=told)
+        led = ReplicaLeader(part, self._lines, context.communicator, station, told=told)
         worker = ClientWorker(setup, replica, InstrumentedReplica(led, gauge, station, self._bytes), station, gauge)
 
         def work() -> None:
             worker.run(self._job.loop)
             say_all(self._lines, End())
             seen = board.figures(replica)
-            board.measure(replica, seen._replace(payload_bytes=seen.payload_bytes + _sent(team)))
+            board.measure(replica, seen._replace(payload_bytes=seen.payload_bytes + _sent(context)))
 
         return work
 
-    def _following(self, team: RankContext, part: ShardIO) -> Callable[[], None]:
-        assert team.traffic is not None, "a follower has a leader"
+    def _following(self, context: RankContext, part: ShardIO) -> Callable[[], None]:
+        assert context.communicator is not None, "a follower has a leader"
         sheet: MetricsBlock = sheet_of(self._setup, self._store)
         gauge = WorkerMetrics(sheet, self._worker, self._recorder, 0, self._setup.per_step)
         last = self._rank == self._size - 1 and len(self._mesh.stage_workers) > 1
-        follower = Follower(part, self._lines[0], team.traffic, gauge, tells=last)
+        follower = Follower(part, self._lines[0], context.communicator, gauge, tells=last)
 
         def work() -> None:
             try:
@@ -223,19 +228,19 @@ class _Member:
             finally:
                 gauge.close()
             seen = sheet.figures(self._worker)
-            sheet.measure(self._worker, seen._replace(payload_bytes=2 * self._bytes * follower.step + _sent(team)))
+            sheet.measure(self._worker, seen._replace(payload_bytes=2 * self._bytes * follower.step + _sent(context)))
 
         return work
 
 
-def _first_to_fail(team: RankContext) -> bool:
+def _first_to_fail(context: RankContext) -> bool:
     """Whether no other worker of the replica has said why it ends."""
-    return team.notices is None or team.notices.verdict() is None
+    return context.store_signals is None or context.store_signals.first_failure() is None
 
 
 def _nothing() -> None:
     """A gradient begins anew with each A."""
 
 
-def _sent(team: RankContext) -> int:
-    return team.traffic.sent_bytes if team.traffic is not None else 0
+def _sent(context: RankContext) -> int:
+    return context.communicator.sent_bytes if context.communicator is not None else 0

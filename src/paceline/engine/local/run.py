@@ -57,7 +57,7 @@ class LocalRun:
 
     Args:
         job: what is run.
-        nursery: makes its processes.
+        fork_server: makes its processes.
         watch: told how it stands.
         script: what is to happen in it.
         closing: what has to be let go of, however it ends; for the caller to close.
@@ -65,9 +65,15 @@ class LocalRun:
     """
 
     def __init__(
-        self, job: Job, nursery: ForkServer, watch: Watcher, script: EventScript, closing: ExitStack, entry: str = ENTRY
+        self,
+        job: Job,
+        fork_server: ForkServer,
+        watch: Watcher,
+        script: EventScript,
+        closing: ExitStack,
+        entry: str = ENTRY,
     ) -> None:
-        self._job, self._nursery, self._watch, self._closing = job, nursery, watch, closing
+        self._job, self._fork_server, self._watch, self._closing = job, fork_server, watch, closing
         self._setup = setup = RunContext.of(job)
         self._module, state = first_state(job.program, job.running_buffers)
         self._parcel: SharedObject = share(job)
@@ -85,7 +91,7 @@ class LocalRun:
         self._sink = self._new_sink()
         self._recorder = Recorder(SERVER, 0, 0, self._sink) if job.trace else NullRecorder()
         self._crew = WorkerProcesses(
-            nursery,
+            fork_server,
             self._store,
             self._board,
             self._parcel,
@@ -136,7 +142,9 @@ class LocalRun:
         self._watch(Progress("starting", 0.0))
         self._crew.start(lambda: ctrl_c.heard > 0)
         patient = self._job.budget.until is None
-        self._desk = EvaluationQueue(self._job, self._nursery, self._parcel, self._server.state.layout, patient=patient)
+        self._desk = EvaluationQueue(
+            self._job, self._fork_server, self._parcel, self._server.state.layout, patient=patient
+        )
         self._closing.callback(self._desk.close)
         workers, prepares = self._setup.job.strategy.workers, self._job.strategy.spread
         self._crew.wait_ready(

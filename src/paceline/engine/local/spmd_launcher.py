@@ -47,13 +47,13 @@ class SpmdLauncher:
 
     Args:
         job: what is run.
-        nursery: makes its processes.
+        fork_server: makes its processes.
         watch: told how it stands.
         closing: what has to be let go of, however it ends; for the caller to close.
     """
 
-    def __init__(self, job: Job, nursery: ForkServer, watch: Watcher, closing: ExitStack) -> None:
-        self._job, self._nursery, self._watch, self._closing = job, nursery, watch, closing
+    def __init__(self, job: Job, fork_server: ForkServer, watch: Watcher, closing: ExitStack) -> None:
+        self._job, self._fork_server, self._watch, self._closing = job, fork_server, watch, closing
         self._bell, self._waiter = EventFd(), Poller[tuple[str, int]]()
         self._links: dict[int, socket.socket] = {}
         self._children: dict[int, ProcessHandle] = {}
@@ -90,7 +90,7 @@ class SpmdLauncher:
             self._links[rank] = mine
             with theirs:
                 args = {"rank": rank, "size": size, "store": str(Path(folder) / "store")}
-                child = self._nursery.spawn(ENTRY, args, [parcel.fd, theirs.fileno()])
+                child = self._fork_server.spawn(ENTRY, args, [parcel.fd, theirs.fileno()])
             self._children[rank] = self._living[rank] = child
             self._waiter.add(mine.fileno(), ("message", rank))
             self._waiter.add(child.pidfd, ("ended", rank))
@@ -123,7 +123,7 @@ class SpmdLauncher:
     def _ended(self, rank: int) -> None:
         child = self._living.pop(rank)
         self._waiter.remove(child.pidfd)
-        if self._nursery.status(child.pid) != WELL:
+        if self._fork_server.status(child.pid) != WELL:
             self._no_longer_than(WORD_S)
 
     def _pass_on(self, heard: int) -> None:
@@ -144,14 +144,14 @@ class SpmdLauncher:
         if self._error is not None:
             raise self._error
         if self._outcome is None:
-            how = ((rank, self._nursery.status(child.pid) or "hangs") for rank, child in self._children.items())
+            how = ((rank, self._fork_server.status(child.pid) or "hangs") for rank, child in self._children.items())
             raise WorkerError(f"a rank ended without a word: {'; '.join(f'rank {r} {what}' for r, what in how)}")
         return self._outcome
 
     def _close(self) -> None:
         """End who still runs, and let go of everything."""
         for child in self._children.values():
-            self._nursery.forget(child)
+            self._fork_server.forget(child)
         for link in self._links.values():
             link.close()
         self._waiter.close()

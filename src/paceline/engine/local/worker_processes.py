@@ -64,7 +64,7 @@ class WorkerProcesses:
     """All workers of one run.
 
     Args:
-        nursery: makes them.
+        fork_server: makes them.
         store: the run's vectors.
         board: its words.
         parcel: the job.
@@ -77,7 +77,7 @@ class WorkerProcesses:
 
     def __init__(
         self,
-        nursery: ForkServer,
+        fork_server: ForkServer,
         store: ParameterArena,
         board: ControlBlock,
         parcel: SharedObject,
@@ -88,7 +88,7 @@ class WorkerProcesses:
         timeout_s: Seconds,
         entry: str = ENTRY,
     ) -> None:
-        self._nursery, self._entry, self._timeout_s = nursery, entry, timeout_s
+        self._fork_server, self._entry, self._timeout_s = fork_server, entry, timeout_s
         self._mesh, self._meeting = mesh, meeting
         replicas = store.plan.replicas
         self._args = {"remembers": store.plan.remembers}
@@ -138,7 +138,7 @@ class WorkerProcesses:
     def _fork(self, worker: int, replica: ReplicaId, entry: str, args: Mapping[str, Any], more: Sequence[int]) -> None:
         store_fd, job_fd = self._shared
         fds = [store_fd, job_fd, self._bells[replica].fileno(), self.bell.fileno(), self._theirs.fileno(), *more]
-        child = self._nursery.spawn(entry, dict(args) | self._args, fds)
+        child = self._fork_server.spawn(entry, dict(args) | self._args, fds)
         self._children[worker] = child
         self._there.add(worker)
         self.waiter.add(child.pidfd, ("ended", worker))
@@ -288,7 +288,7 @@ class WorkerProcesses:
         return next((worker for worker in dead if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED)), dead[0])
 
     def _status(self, worker: int) -> str:
-        return self._nursery.status(self._children[worker].pid) or "running"
+        return self._fork_server.status(self._children[worker].pid) or "running"
 
     def _miss_no_more(self, worker: int) -> None:
         self._there.discard(worker)
@@ -324,4 +324,4 @@ class WorkerProcesses:
         for fd in self._traces:
             os.close(fd)
         for child in self._children.values():
-            self._nursery.forget(child)
+            self._fork_server.forget(child)

@@ -22,15 +22,15 @@ class Communicator:
 
     Args:
         group: of the run, or of some of its ranks.
-        lookout: waits.
+        watchdog: waits.
         device: where the backend wants its tensors.
         whole: that of the whole run, which counts what is sent; None: this is it.
     """
 
     def __init__(
-        self, group: ProcessGroup, lookout: CollectiveWatchdog, device: str, whole: "Communicator | None" = None
+        self, group: ProcessGroup, watchdog: CollectiveWatchdog, device: str, whole: "Communicator | None" = None
     ) -> None:
-        self.group, self._lookout, self._device = group, lookout, torch.device(device)
+        self.group, self._watchdog, self._device = group, watchdog, torch.device(device)
         self.ranks = dist.get_world_size(group.handle)
         self._shm = group.handle if isinstance(group.handle, ShmGroup) else None
         self._whole, self._sent_bytes = whole, 0
@@ -47,19 +47,19 @@ class Communicator:
         else:
             self._whole.sent_bytes = count
 
-    def circle(self, circles: Sequence[Sequence[int]]) -> "Communicator | None":
-        """That among some ranks, in which this one is; all ranks make all circles together.
+    def split(self, groups: Sequence[Sequence[int]]) -> "Communicator | None":
+        """That among some ranks, in which this one is; all ranks make all groups together.
 
         Args:
-            circles: the ranks of each, every rank in one of them.
+            groups: the ranks of each, every rank in one of them.
 
         Returns:
             None: this rank's has nobody else in it.
         """
-        group = self.group.circle(circles)
+        group = self.group.split(groups)
         if group is None or group is self.group:
             return None if group is None else self
-        return Communicator(group, self._lookout, str(self._device), self if self._whole is None else self._whole)
+        return Communicator(group, self._watchdog, str(self._device), self if self._whole is None else self._whole)
 
     def all_reduce(self, vectors: list[Tensor], what: str) -> None:
         """Replace each vector by its sum over all ranks.
@@ -113,7 +113,7 @@ class Communicator:
 
     def wait(self, work: Any, what: str) -> None:
         """Wait for what has been begun."""
-        self._lookout.wait(work, what)
+        self._watchdog.wait(work, what)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor to be received, where the backend wants it."""

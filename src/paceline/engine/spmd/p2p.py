@@ -139,28 +139,28 @@ class ProcessGroupP2P(P2P):
     """One worker's.
 
     Args:
-        traffic: of the run; counts what is sent.
+        communicator: of the run; counts what is sent.
         routes: to the workers of this replica, in the run's group, which has all ranks.
     """
 
-    def __init__(self, traffic: Communicator, routes: Routes) -> None:
-        self._traffic, self._group, self._routes = traffic, traffic.group.handle, routes
-        self._aside = None if traffic.group.backend in IN_SLICES else WaitThread()
-        self._tells = traffic.group.backend == "shm"
+    def __init__(self, communicator: Communicator, routes: Routes) -> None:
+        self._communicator, self._group, self._routes = communicator, communicator.group.handle, routes
+        self._aside = None if communicator.group.backend in IN_SLICES else WaitThread()
+        self._tells = communicator.group.backend == "shm"
         self._sent: deque[_Sent] = deque()
 
     def send(self, tensor: Tensor, to: int, what: str) -> None:
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
         if tensor.numel():
-            moved = self._traffic.there(tensor)
+            moved = self._communicator.there(tensor)
             ranks = self._routes.to(to)
             works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend, but for its checks
             self._sent.append(_Sent(works, moved, what))
-            self._traffic.sent_bytes += tensor.nbytes * len(ranks)
+            self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
     def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
-        buffer = self._traffic.empty(shape, dtype)
+        buffer = self._communicator.empty(shape, dtype)
         work = self._group.recv([_real(buffer)], self._routes.source(source), 0) if buffer.numel() else None
         return _Message(self, work, buffer, what)
 
@@ -174,7 +174,7 @@ class ProcessGroupP2P(P2P):
         """Wait for a message."""
         if self._tells and work.is_completed() and work.is_success():
             return
-        self._traffic.wait(work if self._aside is None else self._aside.begin(work.wait), what)
+        self._communicator.wait(work if self._aside is None else self._aside.begin(work.wait), what)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -39,16 +39,16 @@ class GroupCopies(StageReplicaGroup):
     """One rank's.
 
     Args:
-        traffic: of the run, whose group has these copies alone; counts what is sent.
+        communicator: of the run, whose group has these copies alone; counts what is sent.
         copy: which of them this is.
     """
 
-    def __init__(self, traffic: Communicator, copy: int) -> None:
+    def __init__(self, communicator: Communicator, copy: int) -> None:
         super().__init__(first=copy == 0)
-        self._traffic, self._copy = traffic, copy
+        self._communicator, self._copy = communicator, copy
 
     def add_up(self, vector: Tensor, what: str) -> None:
-        self._traffic.all_reduce([vector], f"{what}, from those who take turns with copy {self._copy}")
+        self._communicator.all_reduce([vector], f"{what}, from those who take turns with copy {self._copy}")
 
 
 NORMS = ("running_mean", "running_var", "num_batches_tracked")
@@ -59,31 +59,32 @@ class PipelineRank:
     """One rank's view; all ranks make it together.
 
     Args:
-        here: the rank.
+        rank_setup: the rank at the start of the run.
     """
 
-    def __init__(self, here: RankSetup) -> None:
-        self.setup, self.team, job, world = here.setup, here.team, here.setup.job, here.team.world
-        self.mesh, self.order = here.mesh, job.strategy.order
-        self._steps_on_parts = here.steps_on_parts
+    def __init__(self, rank_setup: RankSetup) -> None:
+        self.run_context, self.context = rank_setup.run_context, rank_setup.context
+        job, world = self.run_context.job, self.context.world
+        self.mesh, self.order = rank_setup.mesh, job.strategy.order
+        self._steps_on_parts = rank_setup.steps_on_parts
         self.rank, self.place = world.rank, self.mesh.place(world.rank)
-        self._replica = self.place.replica if here.replica is None else here.replica
-        self.circles = SubGroups.of(self.mesh, here.team.traffic)
-        shards = self.circles.shards
+        self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
+        self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
+        shards = self.subgroups.shards
         self._column, self._shard = self.mesh.column(self.place), self.mesh.shard(self.place)
         self.shards = None if shards is None else GroupShards(shards, self._shard)
         """Who share this rank's column; None: it has one for itself."""
-        copies = self.circles.copies
+        copies = self.subgroups.copies
         self.copies = None if copies is None else GroupCopies(copies, self._column.copy)
         """Who take turns at this rank's stage; None: nobody else does."""
         batch = first_batch(job)
-        with extended_timeout(here.team):
-            self.cut = prepared(job.program, job.strategy, here.module, batch, self._agreement()).cut
-            self.needs = needed(job.program, self.cut, here.module, batch)
+        with extended_timeout(rank_setup.context):
+            self.cut = prepared(job.program, job.strategy, rank_setup.module, batch, self._agreement()).cut
+            self.needs = needed(job.program, self.cut, rank_setup.module, batch)
             """Which parts need which."""
             held = [list(tensors_of(part.module)) for part in self.cut.parts]
-            self._division = self._divided(here.module, batch)
-        self.whole = here.layout
+            self._division = self._divided(rank_setup.module, batch)
+        self.whole = rank_setup.layout
         """The layout of A."""
         self._refuse_running(held)
         self.stages = [self._stage(stage, held) for stage in range(len(self.mesh.stage_workers))]
@@ -91,9 +92,9 @@ class PipelineRank:
         self.state = read(merged_module(self.parts), self.layout.new())
         """This rank's part of A_0."""
         if self.shards is not None:
-            _let_go(here.module, self.parts)
-        if here.team.traffic is not None:
-            here.team.traffic.sent_bytes = 0
+            _let_go(rank_setup.module, self.parts)
+        if rank_setup.context.communicator is not None:
+            rank_setup.context.communicator.sent_bytes = 0
 
     @property
     def layout(self) -> FlatLayout:
@@ -116,7 +117,7 @@ class PipelineRank:
         Args:
             of_each_copy: whether those who take turns at a stage each count them, as where each has a piece of Δ.
         """
-        job = self.setup.job
+        job = self.run_context.job
         asked = job.program.clip_norm is not None or job.noise_scale
         if not asked or (self._column.copy and not of_each_copy):
             return []
@@ -130,17 +131,17 @@ class PipelineRank:
 
     def plan(self) -> CommPlan:
         """In which order all workers of a replica work."""
-        strategy = self.setup.job.strategy
+        strategy = self.run_context.job.strategy
         return CommPlan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
 
     def seat(self) -> WorkerId:
         """Which worker this rank is."""
-        return WorkerId(self._replica, self.mesh.columns.number(self._column), self.setup.device(self.rank))
+        return WorkerId(self._replica, self.mesh.columns.number(self._column), self.run_context.device(self.rank))
 
     def wire(self) -> P2P:
         """To the others of its replica."""
-        traffic = self.team.traffic
-        return NoP2P() if traffic is None else ProcessGroupP2P(traffic, Routes(self.mesh, self.place))
+        communicator = self.context.communicator
+        return NoP2P() if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place))
 
     def holders(self, name: str) -> list[int]:
         """The stages that hold a parameter of several parts; of any other, none."""
@@ -148,13 +149,13 @@ class PipelineRank:
 
     def _divided(self, module: nn.Module, batch: Batch) -> ShardedParts:
         """All parts, those of this rank rewritten as its shards."""
-        job, parts = self.setup.job, self.cut.parts
+        job, parts = self.run_context.job, self.cut.parts
         workers = [self.mesh.shards(self._stage_of(part.number)) for part in parts]
         if max(workers) == 1:
             return ShardedParts(parts, tuple({} for _ in parts))
         own = {} if self.shards is None else dict.fromkeys(self._numbers(self.place.stage), self.shards)
         leaves, rules = self.cut.captured.flat(first_rows(job.strategy, batch)), job.strategy.shard_rules
-        return divided(job.program, self.cut, module, leaves, workers, own, self.team.gather, rules)
+        return divided(job.program, self.cut, module, leaves, workers, own, self.context.gather, rules)
 
     def _stage(self, stage: int, held: Sequence[Sequence[str]]) -> StageSharding:
         """Of all parts of a stage together; what two of them have lies the same way in both."""
@@ -162,13 +163,13 @@ class PipelineRank:
         lies = {name: how for number in numbers for name, how in self._division.lies[number].items()}
         whole = self.whole.part({name for number in numbers for name in held[number]})
         if workers > 1 and self._steps_on_parts:
-            refuse_unless_elementwise(self.setup.job.program.optimizer, whole, lies, workers)
+            refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, lies, workers)
         parts = [part_of(whole, lies, shard) for shard in range(workers)]
         return StageSharding(lies, parts, self.mesh.columns.copies[stage])
 
     def _refuse_running(self, held: Sequence[Sequence[str]]) -> None:
         """Where several take turns, none sees all micro-batches in their order."""
-        strategy = self.setup.job.strategy
+        strategy = self.run_context.job.strategy
         running = {entry.name for block in self.whole.buffers for entry in block.entries}
         deferred = NORMS if strategy.batchnorm == "mini-batch" else ()
         for part, names in enumerate(held):
@@ -191,7 +192,7 @@ class PipelineRank:
 
     def _agreement(self) -> Agree:
         """What the first rank chooses; where there are too few cores for all, the others begin when it has chosen."""
-        world = self.team.world
+        world = self.context.world
         if world.rank == 0:
             return lambda choose: self._said(choose())
         if world.local_size <= len(os.sched_getaffinity(0)):
@@ -200,7 +201,7 @@ class PipelineRank:
         return lambda _: said
 
     def _said(self, mine: Boundaries) -> Boundaries:
-        said: Boundaries = self.team.gather(mine, "where the model is cut")[0]
+        said: Boundaries = self.context.gather(mine, "where the model is cut")[0]
         return said
 
 
@@ -220,12 +221,12 @@ def pipelined(pipeline: PipelineRank, micro_steps: int, recorder: AnyRecorder) -
         micro_steps: batches of one Δ.
         recorder: of this rank's spans.
     """
-    strategy, shared = pipeline.setup.job.strategy, None
+    strategy, shared = pipeline.run_context.job.strategy, None
     if pipeline.shards is not None:
         pipeline.shards.recorder = recorder
         shared = PartialGrads(pipeline.shards, pipeline.layout, pipeline.shared)
     return Pipelined(
-        pipeline.setup.job.program,
+        pipeline.run_context.job.program,
         pipeline.plan(),
         pipeline.cut.captured,
         pipeline.parts,

@@ -151,27 +151,27 @@ class ProcessGroup:
 
     def __init__(self, handle: Any, store: Store, backend: str, bound: timedelta) -> None:
         self.handle, self.store, self.backend, self._bound = handle, store, backend, bound
-        self._circles: list[Any] = []
+        self._subgroups: list[Any] = []
         self._for_ever = False
 
-    def circle(self, circles: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """A group of some ranks, in which this one is; all ranks of this group make all circles together.
+    def split(self, groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
+        """A group of some ranks, in which this one is; all ranks of this group make all groups together.
 
         Args:
-            circles: the ranks of each, every rank in one of them.
+            groups: the ranks of each, every rank in one of them.
 
         Returns:
             None: this rank's has nobody else in it.
         """
         rank, found = dist.get_rank(self.handle), None
-        for ranks in circles:
+        for ranks in groups:
             if len(ranks) == dist.get_world_size(self.handle):
                 return self
             if len(ranks) < 2:
                 continue
             handle = dist.new_group(list(ranks), backend=_in_torch(self.backend), timeout=self._bound)
             if rank in ranks:
-                self._circles.append(handle)
+                self._subgroups.append(handle)
                 found = ProcessGroup(handle, self.store, self.backend, self._bound)
         if found is not None and self._for_ever:
             found.wait_for_ever()
@@ -179,7 +179,7 @@ class ProcessGroup:
 
     def handles(self) -> list[Any]:
         """Of all groups that were made of it, itself last."""
-        return [*self._circles, self.handle]
+        return [*self._subgroups, self.handle]
 
     def gather(self, value: Any) -> list[Any]:
         """What each rank says, in their order."""
@@ -200,9 +200,8 @@ class ProcessGroup:
 def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[ProcessGroup | None]:
     """The group of a run; None for who is alone.
 
-    A process group that the user has initialised stays as it is, and the run's traffic has a group of its own beside
-    it. Where there is none, one is made here and destroyed at the end. What hangs in it when the run fails is broken
-    off.
+    A process group that the user has initialised stays as it is, and the run has a group of its own next to it. Where
+    there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails.
 
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.

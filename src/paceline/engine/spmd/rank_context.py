@@ -57,19 +57,23 @@ class RankContext:
 
     Args:
         world: which rank this is.
-        peers: who they are.
-        traffic: collectives.
-        notices: what is said outside them.
+        registry: who they are.
+        communicator: collectives.
+        store_signals: what is said outside them.
     """
 
     def __init__(
-        self, world: LaunchEnv, peers: RankRegistry, traffic: Communicator | None, notices: StoreSignals | None
+        self,
+        world: LaunchEnv,
+        registry: RankRegistry,
+        communicator: Communicator | None,
+        store_signals: StoreSignals | None,
     ) -> None:
-        self.world, self.peers, self.traffic, self.notices = world, peers, traffic, notices
+        self.world, self.registry, self.communicator, self.store_signals = world, registry, communicator, store_signals
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """What each rank says, in their order."""
-        if self.traffic is None:
+        if self.communicator is None:
             return [value]
         mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = [int(size) for size in self._gather(torch.tensor([len(mine)]), [1] * self.world.size, what)]
@@ -78,36 +82,36 @@ class RankContext:
         parts = self._gather(padded, [len(padded)] * self.world.size, what)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
-    def judge(self, error: BaseException) -> BaseException:
+    def agree_on_failure(self, error: BaseException) -> BaseException:
         """What all ranks raise, where this one has met an error."""
-        dead = None if isinstance(error, PacelineError) else self.peers.gone()
+        dead = None if isinstance(error, PacelineError) else self.registry.first_exited()
         if dead is not None:  # a collective of somebody else's broke
-            told: PacelineError = WorkerError(f"{dead} ended while {self.peers.me} was at work with it: {error}")
+            told: PacelineError = WorkerError(f"{dead} ended while {self.registry.own} was at work with it: {error}")
         else:
             told = error if isinstance(error, PacelineError) else WorkerError(_told(self.world.rank, error))
-        if self.notices is not None:
-            told = self._agreed(self.notices, told)
+        if self.store_signals is not None:
+            told = self._agreed(self.store_signals, told)
         return told if isinstance(error, Exception) else error
 
-    def _agreed(self, notices: StoreSignals, told: PacelineError) -> PacelineError:
+    def _agreed(self, store_signals: StoreSignals, told: PacelineError) -> PacelineError:
         try:
-            verdict = notices.judge(told)
-            notices.read(self.world.rank)
+            verdict = store_signals.report_failure(told)
+            store_signals.acknowledge(self.world.rank)
             if self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                notices.await_readers(LINGER_S)
+                store_signals.await_acknowledgements(LINGER_S)
         except RuntimeError:  # the store has gone with who kept it
             return told
         return verdict
 
     def _gather(self, mine: torch.Tensor, sizes: list[int], what: str) -> list[torch.Tensor]:
-        assert self.traffic is not None, "nobody is there"
+        assert self.communicator is not None, "nobody is there"
         found = [torch.empty(size, dtype=mine.dtype) for size in sizes]
-        self.traffic.wait(dist.all_gather(found, mine, group=self.traffic.group.handle, async_op=True), what)
+        self.communicator.wait(dist.all_gather(found, mine, group=self.communicator.group.handle, async_op=True), what)
         return found
 
 
 @contextlib.contextmanager
-def assembled(
+def open_rank_context(
     world: LaunchEnv, backend: str, device: str, timeout_s: Seconds, *, watched: bool
 ) -> Iterator[RankContext]:
     """The team of one run, while that lasts; what any rank raises inside, all raise.
@@ -120,21 +124,21 @@ def assembled(
         watched: whether :class:`CollectiveWatchdog` waits for collectives; else the backend itself must bound them.
     """
     with opened(world, backend, timeout_s) as group, contextlib.ExitStack() as closing:
-        peers = RankRegistry(world, group)
-        closing.callback(peers.close)
+        registry = RankRegistry(world, group)
+        closing.callback(registry.close)
         if group is None:
-            team = RankContext(world, peers, None, None)
+            context = RankContext(world, registry, None, None)
         else:
             if backend != "nccl" and watched:
                 group.wait_for_ever()
-            notices = StoreSignals(group.store, world.rank, world.size)
-            lookout = CollectiveWatchdog(notices, peers, timeout_s, backend)
-            traffic = Communicator(group, lookout, device if backend == "nccl" else "cpu")
-            team = RankContext(world, peers, traffic, notices)
+            store_signals = StoreSignals(group.store, world.rank, world.size)
+            watchdog = CollectiveWatchdog(store_signals, registry, timeout_s, backend)
+            communicator = Communicator(group, watchdog, device if backend == "nccl" else "cpu")
+            context = RankContext(world, registry, communicator, store_signals)
         try:
-            yield team
+            yield context
         except BaseException as error:
-            said = team.judge(error)
+            said = context.agree_on_failure(error)
             if said is error:
                 raise
             raise said from error
@@ -148,8 +152,8 @@ def _told(rank: int, error: BaseException) -> str:
 class RankSetup:
     """One rank at the start of a run."""
 
-    setup: RunContext
-    team: RankContext
+    run_context: RunContext
+    context: RankContext
     backend: str
     module: nn.Module
     """With the values of A_0; of this process, though not all of it need lie in its memory."""
@@ -161,13 +165,13 @@ class RankSetup:
     @property
     def mesh(self) -> Mesh:
         """Of the team's ranks."""
-        mesh = self.setup.job.strategy.mesh
+        mesh = self.run_context.job.strategy.mesh
         return mesh if self.replica is None else replace(mesh, replicas=1)
 
     @property
     def steps_on_parts(self) -> bool:
         """Whether each rank steps on its part of A, with an optimizer for that."""
-        return self.replica is None or self.setup.owns_steps
+        return self.replica is None or self.run_context.owns_steps
 
 
 @dataclass(frozen=True)
@@ -182,9 +186,9 @@ class SubGroups:
     """With those who have the same part of A in other replicas."""
 
     @classmethod
-    def of(cls, mesh: Mesh, traffic: Communicator | None) -> "SubGroups":
+    def of(cls, mesh: Mesh, communicator: Communicator | None) -> "SubGroups":
         """Those of a mesh; all ranks make them together."""
-        if traffic is None:
+        if communicator is None:
             return cls(None, None, None)
         replicas, stages = range(mesh.replicas), range(len(mesh.stage_workers))
         shards = [mesh.column_ranks(r, column) for r in replicas for column in mesh.columns]
@@ -192,25 +196,25 @@ class SubGroups:
             [mesh.rank(Coordinate(r, s, i)) for r in replicas] for s in stages for i in range(mesh.stage_workers[s])
         ]
         copies = [list(each) for r in replicas for s in stages for each in zip(*_columns(mesh, r, s), strict=True)]
-        return cls(traffic.circle(shards), traffic.circle(copies), traffic.circle(peers))
+        return cls(communicator.split(shards), communicator.split(copies), communicator.split(peers))
 
 
 class SubGroup(NamedTuple):
     """Some ranks, as one of them sees it."""
 
-    traffic: Communicator | None
+    communicator: Communicator | None
     """None: it is alone."""
     rank: int
     """Which of them it is."""
 
 
-def holders(mesh: Mesh, rank: int, traffic: Communicator, peers: Communicator | None) -> SubGroup:
+def holders(mesh: Mesh, rank: int, communicator: Communicator, peers: Communicator | None) -> SubGroup:
     """Who have the same part of A, in any column of any replica; all ranks make it together.
 
     Args:
         mesh: of all ranks.
         rank: whose.
-        traffic: of the whole run.
+        communicator: of the whole run.
         peers: those in other replicas, who are all where nobody takes turns.
     """
     place, replicas = mesh.place(rank), range(mesh.replicas)
@@ -220,7 +224,7 @@ def holders(mesh: Mesh, rank: int, traffic: Communicator, peers: Communicator | 
         return SubGroup(peers, number)
     stages = range(len(mesh.stage_workers))
     each = [zip(*(column for r in replicas for column in _columns(mesh, r, s)), strict=True) for s in stages]
-    return SubGroup(traffic.circle([list(ranks) for stage in each for ranks in stage]), number)
+    return SubGroup(communicator.split([list(ranks) for stage in each for ranks in stage]), number)
 
 
 def _columns(mesh: Mesh, replica: int, stage: int) -> list[list[int]]:
@@ -233,11 +237,11 @@ PREPARATION_S: Seconds = 1800.0
 
 
 @contextlib.contextmanager
-def extended_timeout(team: RankContext) -> Iterator[None]:
+def extended_timeout(context: RankContext) -> Iterator[None]:
     """While it is entered, nobody takes this rank's silence for a hang."""
-    notices, ahead_ns = team.notices, team.peers.ahead_ns
-    if notices is not None:
-        notices.excuse(time.monotonic_ns() + ahead_ns + int(PREPARATION_S * 1e9))
+    store_signals, offset_ns = context.store_signals, context.registry.clock_offset_ns
+    if store_signals is not None:
+        store_signals.extend_timeout(time.monotonic_ns() + offset_ns + int(PREPARATION_S * 1e9))
     yield
-    if notices is not None:
-        notices.excuse(0)
+    if store_signals is not None:
+        store_signals.extend_timeout(0)

@@ -74,7 +74,7 @@ class ShardViews:
             torch._foreach_copy_(self._wholes, self._parts)
 
 
-def answered_for(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) -> set[str]:
+def owned_names(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) -> set[str]:
     """The tensors that a worker writes: what several have is one's to write, unless they have different parts of it.
 
     Args:
@@ -113,14 +113,14 @@ class FullStateGather:
         whole: the layout of A.
         stages: in order.
         rank: whose.
-        traffic: to the others; None: this part is all.
+        communicator: to the others; None: this part is all.
     """
 
     mine: FlatState
     whole: FlatLayout
     stages: Sequence[StageSharding]
     rank: int
-    traffic: Communicator | None
+    communicator: Communicator | None
 
     def __call__(self, *, wanted: bool) -> FlatState | None:
         """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
@@ -139,11 +139,11 @@ class FullStateGather:
     def _part(self, source: int, layout: FlatLayout) -> FlatState:
         """That of one rank."""
         part = self.mine if source == self.rank else layout.new()
-        if self.traffic is not None:
-            sent = self.traffic.sent_bytes  # it is for scores, so its bytes are not counted as training's
+        if self.communicator is not None:
+            sent = self.communicator.sent_bytes  # it is for scores, so its bytes are not counted as training's
             for vector in part.vectors:
-                self.traffic.broadcast(vector, source, "the gathering of A")
-            self.traffic.sent_bytes = sent
+                self.communicator.broadcast(vector, source, "the gathering of A")
+            self.communicator.sent_bytes = sent
         return part
 
     def _sources(self) -> Iterator[tuple[int, StageSharding, int]]:

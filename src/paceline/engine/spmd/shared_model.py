@@ -26,21 +26,21 @@ Make: TypeAlias = Callable[[SpillAllocator], nn.Module]
 
 
 @contextlib.contextmanager
-def build_once_per_host(make: Make, team: RankContext) -> Iterator[nn.Module]:
+def build_once_per_host(make: Make, context: RankContext) -> Iterator[nn.Module]:
     """The model, on all ranks; they enter and leave it together. It stays good afterwards.
 
     Args:
         make: the same model wherever it is called.
-        team: all ranks.
+        context: all ranks.
     """
-    peers = team.peers
-    first = next(peer for peer in peers.all if peer.kernel == peers.me.kernel)
-    with contextlib.ExitStack() as closing, extended_timeout(team):
-        where, own = _offered(make, closing) if first == peers.me else (None, None)
-        where = team.gather(where, "the making of A_0")[first.rank]
+    registry = context.registry
+    first = next(peer for peer in registry.peers if peer.kernel == registry.own.kernel)
+    with contextlib.ExitStack() as closing, extended_timeout(context):
+        where, own = _offered(make, closing) if first == registry.own else (None, None)
+        where = context.gather(where, "the making of A_0")[first.rank]
         found = _found(where) if own is None else own
         yield make(SpillAllocator()) if found is None else found
-        team.gather(None, "the others' copy of A_0")
+        context.gather(None, "the others' copy of A_0")
 
 
 def _offered(make: Make, closing: contextlib.ExitStack) -> tuple[str | None, nn.Module | None]:

@@ -34,27 +34,27 @@ class GroupShards(TPCollectives):
     """One shard's.
 
     Args:
-        traffic: of the run, whose group has these shards alone; counts what is sent.
+        communicator: of the run, whose group has these shards alone; counts what is sent.
         rank: which shard this is.
     """
 
-    def __init__(self, traffic: Communicator, rank: int) -> None:
-        super().__init__(rank, traffic.ranks)
-        self._traffic, self._group = traffic, traffic.group.handle
+    def __init__(self, communicator: Communicator, rank: int) -> None:
+        super().__init__(rank, communicator.ranks)
+        self._communicator, self._group = communicator, communicator.group.handle
         self._others = " and ".join(str(shard) for shard in range(self.count) if shard != rank)
         self.recorder: AnyRecorder = NullRecorder()
         """Of the spans of what is sent: each lies within that of its forward or backward pass."""
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         with self._timed(ring_bytes(tensor.nbytes, self.count)):
-            return self._traffic.combined(tensor, self._waited_for(what), largest=largest)
+            return self._communicator.combined(tensor, self._waited_for(what), largest=largest)
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         sizes = [prod(shape) for shape in shapes]
         mine = _padded(part, max(sizes))
         rows = mine.new_empty(self.count, max(sizes))
         with self._timed((self.count - 1) * mine.nbytes):
-            self._wait(self._traffic.all_gather(rows, mine), what)
+            self._wait(self._communicator.all_gather(rows, mine), what)
         return [row[:size].view(*shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
@@ -62,25 +62,25 @@ class GroupShards(TPCollectives):
         rows = torch.stack([_padded(part, longest) for part in parts])
         mine = rows.new_empty(longest)
         with self._timed((self.count - 1) * mine.nbytes):
-            self._wait(self._traffic.reduce_scatter(rows, mine), what)
+            self._wait(self._communicator.reduce_scatter(rows, mine), what)
         return mine[: own.numel()].view(own.shape)
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         made = tensor.clone(memory_format=torch.contiguous_format)
         with self._timed(made.nbytes if owner == self.rank else 0) as sent:
             self._wait(dist.broadcast(made, group=self._group, group_src=owner, async_op=True), what)
-        self._traffic.sent_bytes += sent
+        self._communicator.sent_bytes += sent
         return made
 
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         made = tensor.clone(memory_format=torch.contiguous_format)
         with self._timed(0 if owner == self.rank else made.nbytes) as sent:
             self._wait(dist.reduce(made, group=self._group, group_dst=owner, async_op=True), what)
-        self._traffic.sent_bytes += sent
+        self._communicator.sent_bytes += sent
         return made
 
     def _wait(self, work: Any, what: str) -> None:
-        self._traffic.wait(work, self._waited_for(what))
+        self._communicator.wait(work, self._waited_for(what))
 
     def _waited_for(self, what: str) -> str:
         when = f"in step {self.step}" if self.step else "before the first step"
@@ -103,22 +103,22 @@ class TensorParallelRank:
     """One rank's view; all ranks make it together.
 
     Args:
-        here: the rank.
+        rank_setup: the rank at the start of the run.
     """
 
-    def __init__(self, here: RankSetup) -> None:
-        self.setup, self._team = here.setup, here.team
-        self.mesh, self.rank = here.mesh, here.team.world.rank
+    def __init__(self, rank_setup: RankSetup) -> None:
+        self.run_context, self._context = rank_setup.run_context, rank_setup.context
+        self.mesh, self.rank = rank_setup.mesh, rank_setup.context.world.rank
         self.place = self.mesh.place(self.rank)
-        self._replica = self.place.replica if here.replica is None else here.replica
-        self.circles = SubGroups.of(self.mesh, here.team.traffic)
-        among = self.circles.shards
+        self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
+        self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
+        among = self.subgroups.shards
         self.shards: SingleRankTP | GroupShards = (
             SingleRankTP() if among is None else GroupShards(among, self.place.shard)
         )
-        self.whole = here.layout
+        self.whole = rank_setup.layout
         """The layout of A."""
-        self.prepared = self._made(here)
+        self.prepared = self._made(rank_setup)
         self.lies = self.prepared.shard.parameters
         """How the tensors of A lie among the shards, by name."""
         parts = [part_of(self.whole, self.lies, shard) for shard in range(self.shards.count)]
@@ -127,7 +127,7 @@ class TensorParallelRank:
         """Of this rank's part of A."""
         self.state = read(self.prepared.shard.module, self.layout.new())
         """This rank's part of A_0."""
-        _let_go(here.module, self.lies, self.place.shard)
+        _let_go(rank_setup.module, self.lies, self.place.shard)
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, loose: GradientHandoff | None = None) -> TensorParallel:
         """What computes Δ here.
@@ -140,27 +140,31 @@ class TensorParallelRank:
         if isinstance(self.shards, GroupShards):
             self.shards.recorder = recorder
         return TensorParallel(
-            self.setup.job.program,
+            self.run_context.job.program,
             self.prepared,
             self.shards,
             self._replica,
             self.layout,
-            self.setup.device(self.rank),
+            self.run_context.device(self.rank),
             recorder=recorder,
             micro_steps=micro_steps,
             loose=loose,
         )
 
-    def _made(self, here: RankSetup) -> Prepared:
+    def _made(self, rank_setup: RankSetup) -> Prepared:
         """This rank's shard of the model; what it takes to find and check it is not counted as training's."""
-        job, traffic, rules = self.setup.job, self._team.traffic, self.setup.job.strategy.shard_rules
-        with extended_timeout(self._team):
-            made = prepared(job.program, here.module, first_batch(job), self.shards, self._team.gather, rules)
-            if here.steps_on_parts:
+        job, communicator, rules = (
+            self.run_context.job,
+            self._context.communicator,
+            self.run_context.job.strategy.shard_rules,
+        )
+        with extended_timeout(self._context):
+            made = prepared(job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules)
+            if rank_setup.steps_on_parts:
                 lies = made.shard.parameters
                 refuse_unless_elementwise(job.program.optimizer, self.whole, lies, self.shards.count)
-        if traffic is not None:
-            traffic.sent_bytes = 0
+        if communicator is not None:
+            communicator.sent_bytes = 0
         return made
 
 

@@ -65,20 +65,20 @@ class RankRegistry:
     """
 
     def __init__(self, world: LaunchEnv, group: ProcessGroup | None) -> None:
-        self.me = Peer.me(world.rank)
-        self.all: list[Peer] = [self.me] if group is None else group.gather(self.me)
+        self.own = Peer.me(world.rank)
+        self.peers: list[Peer] = [self.own] if group is None else group.gather(self.own)
         self._pidfds: dict[int, int] = {}
-        for peer in self.all:
-            if peer.kernel == self.me.kernel and peer.rank != world.rank:
+        for peer in self.peers:
+            if peer.kernel == self.own.kernel and peer.rank != world.rank:
                 self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
-        self.ahead_ns: Nanoseconds = 0 if group is None else self._ahead(group)
+        self.clock_offset_ns: Nanoseconds = 0 if group is None else self._clock_offset(group)
         """How far rank 0's clock is ahead of this host's."""
 
-    def gone(self) -> Peer | None:
+    def first_exited(self) -> Peer | None:
         """One of this host that has ended, if any has."""
         for rank, pidfd in self._pidfds.items():
             if not liveness.alive(pidfd):
-                return self.all[rank]
+                return self.peers[rank]
         return None
 
     def close(self) -> None:
@@ -87,15 +87,15 @@ class RankRegistry:
             os.close(pidfd)
         self._pidfds.clear()
 
-    def _ahead(self, group: ProcessGroup) -> Nanoseconds:
+    def _clock_offset(self, group: ProcessGroup) -> Nanoseconds:
         """Asked of rank 0, one rank after the other, by those who don't share its clock."""
-        first, ahead = self.all[0], 0
-        for peer in self.all[1:]:
+        first, ahead = self.peers[0], 0
+        for peer in self.peers[1:]:
             if peer.kernel == first.kernel:
                 continue
-            if self.me.rank == 0:
+            if self.own.rank == 0:
                 _answer(group.handle, peer.rank)
-            elif self.me.rank == peer.rank:
+            elif self.own.rank == peer.rank:
                 ahead = _ask(group.handle)
         return ahead
 
@@ -135,37 +135,37 @@ class StoreSignals:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
 
-    def judge(self, error: PacelineError) -> PacelineError:
+    def report_failure(self, error: PacelineError) -> PacelineError:
         """Say why the run ends; the first who says it wins. Returns what all ranks raise."""
         said = json.dumps({"kind": type(error).__name__, "text": str(error)})
         return _read(self._store.compare_set(_VERDICT, "", said))
 
-    def verdict(self) -> PacelineError | None:
+    def first_failure(self) -> PacelineError | None:
         """Why the run ends, if somebody has said so."""
         return _read(self._store.get(_VERDICT)) if self._store.check([_VERDICT]) else None
 
-    def excuse(self, until_ns: int) -> None:
+    def extend_timeout(self, until_ns: int) -> None:
         """This rank will say nothing until then, by rank 0's clock."""
         self._store.set(f"excused {self._rank}", str(until_ns))
 
-    def excused_ns(self) -> int:
+    def extended_until_ns(self) -> int:
         """When the last of those who have excused themselves will be back; 0: nobody has."""
         names = [f"excused {rank}" for rank in range(self._size)]
         return max((int(self._store.get(name)) for name in names if self._store.check([name])), default=0)
 
-    def call_roll(self) -> None:
+    def ping(self) -> None:
         """Ask all who wait to say so."""
         self._store.set(_ROLL, "")
 
-    def roll_called(self) -> bool:
+    def pinged(self) -> bool:
         """Whether somebody asks who is there."""
         return bool(self._store.check([_ROLL]))
 
-    def here(self) -> None:
+    def answer_ping(self) -> None:
         """Answer it."""
         self._store.set(_here(self._rank), "")
 
-    def absent(self, seconds: Seconds) -> list[int]:
+    def unanswered(self, seconds: Seconds) -> list[int]:
         """Who has not answered within so long."""
         names = {rank: _here(rank) for rank in range(self._size)}
         try:
@@ -174,11 +174,11 @@ class StoreSignals:
             return [rank for rank, name in names.items() if not self._store.check([name])]
         return []
 
-    def read(self, rank: int) -> None:
+    def acknowledge(self, rank: int) -> None:
         """This rank has read the verdict."""
         self._store.set(f"read {rank}", "")
 
-    def await_readers(self, seconds: Seconds) -> None:
+    def await_acknowledgements(self, seconds: Seconds) -> None:
         """Wait so long for all others to read it."""
         try:
             self._store.wait([f"read {r}" for r in range(self._size) if r != self._rank], timedelta(seconds=seconds))
@@ -211,14 +211,19 @@ class CollectiveWatchdog:
     """One rank's.
 
     Args:
-        notices: of the run.
-        peers: of the run.
+        store_signals: of the run.
+        registry: of the run.
         timeout_s: the longest wait.
         backend: whose work is waited for.
     """
 
-    def __init__(self, notices: StoreSignals, peers: RankRegistry, timeout_s: Seconds, backend: str) -> None:
-        self._notices, self._peers, self._timeout_s, self._backend = notices, peers, timeout_s, backend
+    def __init__(self, store_signals: StoreSignals, registry: RankRegistry, timeout_s: Seconds, backend: str) -> None:
+        self._store_signals, self._registry, self._timeout_s, self._backend = (
+            store_signals,
+            registry,
+            timeout_s,
+            backend,
+        )
         self._glanced_s = 0.0
 
     def wait(self, work: Any, what: str) -> None:
@@ -250,31 +255,34 @@ class CollectiveWatchdog:
         verdict = self._asked(what)
         if verdict is not None:
             raise verdict
-        if waited_s > self._timeout_s and time.monotonic_ns() + self._peers.ahead_ns > self._excused_ns():
+        if (
+            waited_s > self._timeout_s
+            and time.monotonic_ns() + self._registry.clock_offset_ns > self._extended_until_ns()
+        ):
             raise self._late(what)
 
     def _miss_the_dead(self, what: str) -> None:
-        dead = self._peers.gone()
+        dead = self._registry.first_exited()
         if dead is not None:
-            raise self._judged(WorkerError(f"{dead} ended while {self._peers.me} waited for {what}"))
+            raise self._judged(WorkerError(f"{dead} ended while {self._registry.own} waited for {what}"))
 
     def _judged(self, error: PacelineError) -> PacelineError:
         """What has been said already, or this; also where the store has gone with who kept it."""
         try:
-            return self._notices.verdict() or self._notices.judge(error)
+            return self._store_signals.first_failure() or self._store_signals.report_failure(error)
         except RuntimeError:
             return error
 
     def _asked(self, what: str) -> PacelineError | None:
         """What the others have said meanwhile."""
         try:
-            if self._notices.roll_called():
-                self._notices.here()
-            return self._notices.verdict()
+            if self._store_signals.pinged():
+                self._store_signals.answer_ping()
+            return self._store_signals.first_failure()
         except RuntimeError as error:
             return WorkerError(
-                f"the job's store, which rank 0 or torchrun keeps, is gone while {self._peers.me} waited for {what}: "
-                f"{error}"
+                f"the job's store, which rank 0 or torchrun keeps, is gone while {self._registry.own} waited for "
+                f"{what}: {error}"
             )
 
     def _why(self, error: RuntimeError, what: str) -> PacelineError:
@@ -289,14 +297,16 @@ class CollectiveWatchdog:
             return known
         except RuntimeError:
             said, absent = None, []
-        who = ", ".join(str(self._peers.all[rank]) for rank in absent) or "a rank"
-        return said or self._judged(WorkerError(f"{who} was lost while {self._peers.me} waited for {what}: {error}"))
+        who = ", ".join(str(self._registry.peers[rank]) for rank in absent) or "a rank"
+        return said or self._judged(
+            WorkerError(f"{who} was lost while {self._registry.own} waited for {what}: {error}")
+        )
 
     def _heard_of(self, what: str) -> PacelineError | None:
         """What is said, or seen of a process of this host, within the time of grace."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline:
-            said = self._notices.verdict()
+            said = self._store_signals.first_failure()
             if said is not None:
                 return said
             self._miss_the_dead(what)
@@ -305,8 +315,8 @@ class CollectiveWatchdog:
 
     def _late(self, what: str) -> PacelineError:
         absent = self._absent()
-        present = ", ".join(f"rank {p.rank}" for p in self._peers.all if p.rank not in absent)
-        late = ", ".join(str(self._peers.all[rank]) for rank in absent) or "nobody in particular"
+        present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
+        late = ", ".join(str(self._registry.peers[rank]) for rank in absent) or "nobody in particular"
         return self._judged(
             WaitTimeoutError(
                 f"{present} waited {self._timeout_s:g} s for {late} in {what}; write a larger timeout_s= if a step "
@@ -315,12 +325,12 @@ class CollectiveWatchdog:
         )
 
     def _absent(self) -> list[int]:
-        self._notices.call_roll()
-        self._notices.here()
-        return self._notices.absent(GRACE_S)
+        self._store_signals.ping()
+        self._store_signals.answer_ping()
+        return self._store_signals.unanswered(GRACE_S)
 
-    def _excused_ns(self) -> int:
-        return self._notices.excused_ns() + int(self._timeout_s * 1e9)
+    def _extended_until_ns(self) -> int:
+        return self._store_signals.extended_until_ns() + int(self._timeout_s * 1e9)
 
 
 def _in_slices(work: Any) -> bool:

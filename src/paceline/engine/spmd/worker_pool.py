@@ -30,7 +30,7 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Seconds
 from paceline.engine.remote_errors import kind_and_text
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
-from paceline.engine.spmd.rank_context import RankContext, assembled
+from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 
 ENTRY = "paceline.engine.spmd.worker_pool:main"
 
@@ -60,7 +60,7 @@ class Work(Protocol):
     def timeout_s(self) -> Seconds:
         """Bound on every wait of one member for another."""
 
-    def begin(self, team: RankContext) -> Answering:
+    def begin(self, context: RankContext) -> Answering:
         """On each rank, once they have met."""
 
 
@@ -71,11 +71,11 @@ class WorkerPool:
         work: what they are to do.
         size: how many they are.
         threads: of each.
-        nursery: makes them.
+        fork_server: makes them.
     """
 
-    def __init__(self, work: Work, size: int, threads: int, nursery: ForkServer) -> None:
-        self._nursery, self._size = nursery, size
+    def __init__(self, work: Work, size: int, threads: int, fork_server: ForkServer) -> None:
+        self._fork_server, self._size = fork_server, size
         self._waiter = Poller[tuple[str, int]]()
         self._found: dict[int, Any] = {}
         self._ended: dict[int, str] = {}
@@ -125,7 +125,7 @@ class WorkerPool:
                 self._inboxes.append(ObjectReceiver(mine))
                 with theirs:
                     args = {"rank": rank, "size": self._size, "threads": threads, "store": store}
-                    self._children.append(self._nursery.spawn(ENTRY, args, [parcel.fd, theirs.fileno()]))
+                    self._children.append(self._fork_server.spawn(ENTRY, args, [parcel.fd, theirs.fileno()]))
                 self._waiter.add(mine.fileno(), ("message", rank))
                 self._waiter.add(self._children[-1].pidfd, ("ended", rank))
         finally:
@@ -146,14 +146,14 @@ class WorkerPool:
 
     def _gone(self, rank: int) -> None:
         self._waiter.remove(self._children[rank].pidfd)
-        self._ended[rank] = self._nursery.status(self._children[rank].pid) or "hangs"
+        self._ended[rank] = self._fork_server.status(self._children[rank].pid) or "hangs"
         if rank not in self._found:
             self._deadline = min(self._deadline, time.monotonic() + WORD_S)
 
     def _close(self) -> None:
         """End who still runs, and let go of everything."""
         for child in self._children:
-            self._nursery.forget(child)
+            self._fork_server.forget(child)
         self._outbox.close()
         for inbox in self._inboxes:
             inbox.close()
@@ -189,8 +189,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
 def _answer(work: Work, link: socket.socket) -> None:
     """All that is asked, until nobody asks any more."""
     try:
-        with assembled(LaunchEnv.found(), BACKEND, "cpu", work.timeout_s, watched=True) as team:
-            answering = work.begin(team)
+        with open_rank_context(LaunchEnv.found(), BACKEND, "cpu", work.timeout_s, watched=True) as context:
+            answering = work.begin(context)
             inbox, outbox = ObjectReceiver(link), ObjectSender()
             while True:
                 try:

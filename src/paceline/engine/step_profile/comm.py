@@ -117,37 +117,37 @@ class Message(NamedTuple):
     """Between the two."""
 
 
-def collectives(team: RankContext, calls: Iterable[Call]) -> Mapping[Call, Seconds]:
+def collectives(context: RankContext, calls: Iterable[Call]) -> Mapping[Call, Seconds]:
     """Of each kind and size; all ranks measure the same ones together."""
-    assert team.traffic is not None, "there are two at least"
-    shards = GroupShards(team.traffic, team.world.rank)
-    return {call: _in_a_row(team, lambda call=call: call.make(shards)) for call in dict.fromkeys(calls)}  # type: ignore[misc]
+    assert context.communicator is not None, "there are two at least"
+    shards = GroupShards(context.communicator, context.world.rank)
+    return {call: _in_a_row(context, lambda call=call: call.make(shards)) for call in dict.fromkeys(calls)}  # type: ignore[misc]
 
 
-def message(team: RankContext, nbytes: int) -> Message:
+def message(context: RankContext, nbytes: int) -> Message:
     """Of so many bytes, from the first rank to the second and back; the others look on."""
-    assert team.traffic is not None, "there are two at least"
-    if team.world.rank > 1:
-        return _medians([_nothing(team) for _ in range(REPEATS)])
-    rank = team.world.rank
-    wire = ProcessGroupP2P(team.traffic, Routes(Mesh(1, (1,) * team.world.size), Coordinate(0, rank)))
-    return _medians([_there_and_back(team, wire, nbytes) for _ in range(REPEATS)])
+    assert context.communicator is not None, "there are two at least"
+    if context.world.rank > 1:
+        return _medians([_nothing(context) for _ in range(REPEATS)])
+    rank = context.world.rank
+    wire = ProcessGroupP2P(context.communicator, Routes(Mesh(1, (1,) * context.world.size), Coordinate(0, rank)))
+    return _medians([_there_and_back(context, wire, nbytes) for _ in range(REPEATS)])
 
 
-def meet(team: RankContext) -> None:
+def meet(context: RankContext) -> None:
     """Wait for all others."""
-    team.gather(None, "the others, to begin together")
+    context.gather(None, "the others, to begin together")
 
 
-def _nothing(team: RankContext) -> Message:
+def _nothing(context: RankContext) -> Message:
     for _ in range(3):
-        meet(team)
+        meet(context)
     return Message()
 
 
-def _there_and_back(team: RankContext, wire: ProcessGroupP2P, nbytes: int) -> Message:
-    rank, value = team.world.rank, torch.ones(max(1, nbytes // 4))
-    meet(team)
+def _there_and_back(context: RankContext, wire: ProcessGroupP2P, nbytes: int) -> Message:
+    rank, value = context.world.rank, torch.ones(max(1, nbytes // 4))
+    meet(context)
     began = time.perf_counter()
     if rank == 0:
         wire.send(value, 1, "a value")
@@ -159,10 +159,10 @@ def _there_and_back(team: RankContext, wire: ProcessGroupP2P, nbytes: int) -> Me
         wire.send(arrived, 0, "a value")
         send = both = 0.0
     wire.settle()
-    meet(team)
+    meet(context)
     if rank == 1:
         wire.send(value, 0, "a value")
-    meet(team)  # it lies there
+    meet(context)  # it lies there
     began = time.perf_counter()
     if rank == 0:
         wire.expect(value.shape, value.dtype, 1, "a value").take()
@@ -175,10 +175,10 @@ def _medians(found: Sequence[Message]) -> Message:
     return Message(*(statistics.median(each) for each in zip(*found, strict=True)))
 
 
-def _in_a_row(team: RankContext, work: Callable[[], None]) -> Seconds:
+def _in_a_row(context: RankContext, work: Callable[[], None]) -> Seconds:
     found = []
     for _ in range(REPEATS):
-        meet(team)
+        meet(context)
         began = time.perf_counter()
         for _ in range(IN_A_ROW):
             work()

@@ -35,15 +35,15 @@ def repeats_within(once_s: Seconds) -> int:
     return max(LEAST, min(MOST, int(SHARE_S / max(once_s, 1e-9))))
 
 
-def in_step(team: RankContext) -> Iterator[int]:
+def in_step(context: RankContext) -> Iterator[int]:
     """Numbers of times that all ranks begin together; those below 0 don't count. Ranks agree on how many there are."""
     began = time.perf_counter()
     for number in range(-WARM, 0):
-        meet(team)
+        meet(context)
         yield number
     once_s = (time.perf_counter() - began) / WARM
-    for number in range(max(team.gather(repeats_within(once_s), "how often"))):
-        meet(team)
+    for number in range(max(context.gather(repeats_within(once_s), "how often"))):
+        meet(context)
         yield number
 
 
@@ -81,27 +81,27 @@ class Found:
     """Which share of A's elements."""
 
 
-def plain(setup: RunContext, team: RankContext) -> Found:
+def plain(setup: RunContext, context: RankContext) -> Found:
     """A replica that is one worker."""
     module, state = first_state(setup.job.program, setup.job.running_buffers)
-    replica = setup.replica(team.world.rank % setup.replicas, module, state.layout)
-    return Found(_passes(setup, team, replica, state))
+    replica = setup.replica(context.world.rank % setup.replicas, module, state.layout)
+    return Found(_passes(setup, context, replica, state))
 
 
-def sharded(setup: RunContext, team: RankContext) -> Found:
+def sharded(setup: RunContext, context: RankContext) -> Found:
     """A replica whose operators are divided: one of its shards."""
     job, count = setup.job, max(setup.job.strategy.stage_workers)
-    shard = FakeShards(team.world.rank % count, count)
+    shard = FakeShards(context.world.rank % count, count)
     module, whole = first_state(job.program, job.running_buffers)
     batch, rules = first_batch(job), job.strategy.shard_rules
     with job.program.autocast("cpu"):
-        captured, plan = planned(job.program, module, batch, count, rules, team.gather)
+        captured, plan = planned(job.program, module, batch, count, rules, context.gather)
         made = rewritten(plan, shard)
         keep_unused(made, module)
     layout = part_of(whole.layout, made.parameters, shard.rank)
     state = read(made.module, layout.new())
     replica = TensorParallel(job.program, Prepared(captured, plan, made), shard, 0, layout)
-    passes = _passes(setup, team, replica, state, shard)
+    passes = _passes(setup, context, replica, state, shard)
     calls, last = _calls(replica, state, batch, shard)
     return Found(passes, calls, last, steps_on=share_of(layout, whole.layout))
 
@@ -112,11 +112,11 @@ def share_of(part: FlatLayout, whole: FlatLayout) -> float:
 
 
 def _passes(
-    setup: RunContext, team: RankContext, replica: Replica, state: FlatState, shard: FakeShards | None = None
+    setup: RunContext, context: RankContext, replica: Replica, state: FlatState, shard: FakeShards | None = None
 ) -> Sequence[Pass]:
-    batches, out, found = setup.batches(team.world.rank % setup.replicas), state.layout.new(), list[Pass]()
+    batches, out, found = setup.batches(context.world.rank % setup.replicas), state.layout.new(), list[Pass]()
     mine = state.clone()
-    for clock, number in enumerate(in_step(team)):
+    for clock, number in enumerate(in_step(context)):
         began = time.perf_counter()
         if shard is not None:  # it has its part of A for itself
             mine.copy_(state)

@@ -35,11 +35,11 @@ Key: TypeAlias = tuple[int, str]
 """(part, kind of action)."""
 
 
-def staged(setup: RunContext, team: RankContext) -> Found:
+def staged(setup: RunContext, context: RankContext) -> Found:
     """Of all workers of a replica, each on one of the ranks, and as many at a time as there are ranks."""
-    workers, size = setup.job.strategy.mesh.per_replica, team.world.size
+    workers, size = setup.job.strategy.mesh.per_replica, context.world.size
     turns = -(-workers // size)
-    found = [_Actor(setup, team, (turn * size + team.world.rank) % workers).found() for turn in range(turns)]
+    found = [_Actor(setup, context, (turn * size + context.world.rank) % workers).found() for turn in range(turns)]
     return Found(
         [each for one in found for each in one.passes],
         stages={key: times for one in found for key, times in one.stages.items()},
@@ -53,13 +53,13 @@ def staged(setup: RunContext, team: RankContext) -> Found:
 class _Actor:
     """One worker, on its own: what others would send it is there already."""
 
-    def __init__(self, setup: RunContext, team: RankContext, worker: int) -> None:
-        self._setup, self._team, self._job = setup, team, setup.job
+    def __init__(self, setup: RunContext, context: RankContext, worker: int) -> None:
+        self._setup, self._context, self._job = setup, context, setup.job
         strategy, mesh = self._job.strategy, self._job.strategy.mesh
         self._stage, column = mesh.place(worker).stage, mesh.column(mesh.place(worker))
         self._silent = FakeShards(mesh.shard(mesh.place(worker)), mesh.shards(self._stage))
         self._batch, self._module = first_batch(self._job), self._job.program.build()
-        says = team.gather
+        says = context.gather
         cut = prepared(
             self._job.program, strategy, self._module, self._batch, lambda choose: says(choose(), "the cut")[0]
         ).cut
@@ -83,7 +83,7 @@ class _Actor:
         """Of the passes that count."""
         times, passes, calls = defaultdict[Key, list[Seconds]](list), list[Pass](), dict[Key, Sequence[Call]]()
         mine, out = self._state.clone(), self._state.layout.new()
-        for number in in_step(self._team):
+        for number in in_step(self._context):
             began = time.perf_counter()
             self._place.tensors.bind(mine.copy_(self._state))
             pull = time.perf_counter() - began
@@ -138,7 +138,7 @@ class _Actor:
         counts = [strategy.mesh.shards(stage) for stage in owners]
         own = {number: self._silent for number in mine if counts[number] > 1}
         leaves, program, rules = self._micro_batches(cut)[0].inputs, self._job.program, strategy.shard_rules
-        made = divided(program, cut, self._module, leaves, counts, own, self._team.gather, rules, checked=False)
+        made = divided(program, cut, self._module, leaves, counts, own, self._context.gather, rules, checked=False)
         return [made.parts[n] for n in mine], {name: how for n in mine for name, how in made.lies[n].items()}
 
 

@@ -59,19 +59,19 @@ class Work:
         """Bound on every wait of one rank for another."""
         return self.job.timeout_s
 
-    def begin(self, team: RankContext) -> Answering:
+    def begin(self, context: RankContext) -> Answering:
         """One rank's."""
-        return lambda question: None if question == WORD else self._heard(team)
+        return lambda question: None if question == WORD else self._heard(context)
 
-    def _heard(self, team: RankContext) -> Heard:
+    def _heard(self, context: RankContext) -> Heard:
         strategy = self.job.strategy
         measure: Any = staged if strategy.pipelined else sharded if strategy.tensor_parallel else plain
-        with extended_timeout(team):
-            found: Found = measure(RunContext.of(self.job), team)
-            every = team.gather(found, "what was measured")
+        with extended_timeout(context):
+            found: Found = measure(RunContext.of(self.job), context)
+            every = context.gather(found, "what was measured")
             calls = {call: None for each in every for call in _calls(each)}
             sizes = sorted({size for each in every for sent in each.sent_bytes.values() for size in sent})
-            return Heard(found, collectives(team, calls) if calls else {}, {n: message(team, n) for n in sizes})
+            return Heard(found, collectives(context, calls) if calls else {}, {n: message(context, n) for n in sizes})
 
 
 def _calls(found: Found) -> list[Call]:
@@ -99,18 +99,18 @@ NEEDS = (*PRELOAD, "paceline.engine.step_profile.predict")
 """What a fork server of a forecast's processes imports."""
 
 
-def forecast(job: Job, nursery: ForkServer | None = None) -> Forecast:
+def forecast(job: Job, fork_server: ForkServer | None = None) -> Forecast:
     """Measure the pieces of a job's step, in processes of their own, which are gone when it returns.
 
     Args:
         job: whose.
-        nursery: makes the processes, and has imported :data:`NEEDS`; None: one for this forecast alone.
+        fork_server: makes the processes, and has imported :data:`NEEDS`; None: one for this forecast alone.
 
     Raises:
         InputError: the model can't be cut or divided as the strategy says.
         WorkerError: a process failed.
     """
-    heard, word_s = _heard(job, nursery)
+    heard, word_s = _heard(job, fork_server)
     strategy, passes = job.strategy, [each for one in heard for each in one.found.passes]
     pull, push = (statistics.median(each) for each in ([p.pull for p in passes], [p.push for p in passes]))
     push += sum(_slowest(heard, call) for call in heard[0].found.last_calls)
@@ -145,21 +145,21 @@ def update_s(job: Job, gradients: int, steps_on: float = 1.0) -> Seconds:
     return steps_on * statistics.median(found)
 
 
-def _heard(job: Job, nursery: ForkServer | None) -> tuple[Sequence[Heard], Seconds]:
+def _heard(job: Job, fork_server: ForkServer | None) -> tuple[Sequence[Heard], Seconds]:
     """What each rank of the crew has measured, and what a word to all and their answers take."""
-    if nursery is not None:
-        return _asked(job, nursery)
-    nursery = ForkServer.start(NEEDS)
+    if fork_server is not None:
+        return _asked(job, fork_server)
+    fork_server = ForkServer.start(NEEDS)
     try:
-        return _asked(job, nursery)
+        return _asked(job, fork_server)
     finally:
-        nursery.close()
+        fork_server.close()
 
 
-def _asked(job: Job, nursery: ForkServer) -> tuple[Sequence[Heard], Seconds]:
+def _asked(job: Job, fork_server: ForkServer) -> tuple[Sequence[Heard], Seconds]:
     workers, cores = job.strategy.workers, len(os.sched_getaffinity(0))
     size = 1 if workers == 1 else max(2, min(workers, cores))
-    with WorkerPool(Work(replace(job, loop=None)), size, threads(job, size), nursery) as crew:
+    with WorkerPool(Work(replace(job, loop=None)), size, threads(job, size), fork_server) as crew:
         heard, taken = crew.ask(None), []
         for _ in range(_WORDS):
             began = time.perf_counter()

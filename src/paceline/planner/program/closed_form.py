@@ -173,19 +173,19 @@ SPREADS_WITH = 9
 """Of fewer passes the 5th and the 95th of 100 say nothing."""
 
 
-def pieces_of(job: Job, nursery: ForkServer, busy: Busy) -> Pieces:
+def pieces_of(job: Job, fork_server: ForkServer, busy: Busy) -> Pieces:
     """Of a job.
 
     Args:
         job: whose.
-        nursery: of its processes.
+        fork_server: of its processes.
         busy: how far passes differ, where a few are measured.
 
     Raises:
         InputError: the model can't be cut or divided as the strategy says.
         WorkerError: a process failed.
     """
-    seen = forecast(job, nursery)
+    seen = forecast(job, fork_server)
     return put_together(seen, update_s(job, job.strategy.replicas, seen.steps_on), busy)
 
 

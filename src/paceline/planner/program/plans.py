@@ -48,23 +48,23 @@ def foretell(plans: Sequence[Plan], program: Program, profile: Profile, tell: Te
         profile: of the program, measured on this host.
         tell: of how far it is.
     """
-    nursery, found = ForkServer.start(NEEDS), list[Plan]()
+    fork_server, found = ForkServer.start(NEEDS), list[Plan]()
     try:
         for number, plan in enumerate(plans):
             tell(f"pieces of {plan.strategy}", number / len(plans))
-            found.append(_foretold(plan, program, profile, nursery))
+            found.append(_foretold(plan, program, profile, fork_server))
     finally:
-        nursery.close()
+        fork_server.close()
     return found
 
 
-def _foretold(plan: Plan, program: Program, profile: Profile, nursery: ForkServer) -> Plan:
+def _foretold(plan: Plan, program: Program, profile: Profile, fork_server: ForkServer) -> Plan:
     assert plan.strategy is not None, "what is not carried is not foretold"
     run = profile.runs.get(kind(plan.arrangement))
     if run is not None and run.arrangement == plan.arrangement:
         return with_pieces(plan, run.pieces, run)
     try:
-        found = pieces_of(job_for(program, plan.strategy), nursery, profile.at_work(plan.arrangement.workers))
+        found = pieces_of(job_for(program, plan.strategy), fork_server, profile.at_work(plan.arrangement.workers))
     except (InputError, WorkerError) as error:
         return replace(plan, why_not=f"it can't be had: {in_a_line(error)}")
     return with_pieces(plan, found, run)

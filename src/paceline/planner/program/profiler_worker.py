@@ -80,23 +80,23 @@ class Probe:
         """Bound on every wait of one rank for another."""
         return self.job.timeout_s
 
-    def begin(self, team: RankContext) -> Answering:
+    def begin(self, context: RankContext) -> Answering:
         """One rank's."""
-        return lambda _: self._heard(team)
+        return lambda _: self._heard(context)
 
-    def _heard(self, team: RankContext) -> Heard:
+    def _heard(self, context: RankContext) -> Heard:
         base = proportional_bytes()
-        with extended_timeout(team):
-            meet(team)
-            passes, flops = self._passes(team), products_per_s()
-            points = list(measured_points(team)) if team.traffic is not None else []
+        with extended_timeout(context):
+            meet(context)
+            passes, flops = self._passes(context), products_per_s()
+            points = list(measured_points(context)) if context.communicator is not None else []
             try:
-                found, refused = self._captured(team, passes), ""
+                found, refused = self._captured(context, passes), ""
             except InputError as error:
                 found, refused = None, str(error)
         return Heard(passes, flops, base, found, refused, points)
 
-    def _passes(self, team: RankContext) -> Mapping[int, Sequence[Seconds]]:
+    def _passes(self, context: RankContext) -> Mapping[int, Sequence[Seconds]]:
         """Of every size in turn, so that what disturbs the machine for a while disturbs all alike."""
         setup, batch = RunContext.of(self.job), first_batch(self.job)
         module, state = first_state(self.job.program, self.job.running_buffers)
@@ -105,19 +105,19 @@ class Probe:
         given = {size: part(batch, size) for size in sizes}
         taken = {size: [timed(replica, state, each) for _ in range(WARM)] for size, each in given.items()}
         longest = sum(times[-1] for times in taken.values())
-        repeats = max(team.gather(repeats_within(longest), "how often"))
+        repeats = max(context.gather(repeats_within(longest), "how often"))
         found: dict[int, list[Seconds]] = {size: [] for size in given}
         for _ in range(repeats):
             for size, each in given.items():
-                meet(team)
+                meet(context)
                 found[size].append(timed(replica, state, each))
         return found
 
-    def _captured(self, team: RankContext, passes: Mapping[int, Sequence[Seconds]]) -> Captured:
+    def _captured(self, context: RankContext, passes: Mapping[int, Sequence[Seconds]]) -> Captured:
         program, batch = self.job.program, first_batch(self.job)
         module = program.build()
         with program.autocast("cpu"):
-            made = outline(program, module, batch, self.shards if team.world.rank == 0 else ())
+            made = outline(program, module, batch, self.shards if context.world.rank == 0 else ())
             costs = self._costs(made, batch, passes)
         whole = {size: statistics.median(passes[size]) for size in costs}
         forward, backward = (seconds_of(made.units, costs, whole, way) for way in (_forward, _backward))
@@ -173,15 +173,15 @@ def products_per_s() -> float:
     return 2 * SIDE**3 / statistics.median(taken)
 
 
-def measured_points(team: RankContext) -> Iterator[Point]:
+def measured_points(context: RankContext) -> Iterator[Point]:
     """What collectives and messages take among all ranks; all of them call it together."""
-    ranks = team.world.size
+    ranks = context.world.size
     for kind in KINDS:
         calls = {size: _call(kind, size, ranks) for size in SIZES}
-        found = collectives(team, calls.values())
+        found = collectives(context, calls.values())
         yield from (Point(kind, ranks, size, found[call]) for size, call in calls.items())
     for size in SIZES:
-        yield Point("send", 2, size, sum(message(team, size)))
+        yield Point("send", 2, size, sum(message(context, size)))
 
 
 def _call(kind: Collective, size: int, ranks: int) -> Call:

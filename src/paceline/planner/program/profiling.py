@@ -87,7 +87,7 @@ def _sizes(batch: int) -> list[int]:
 
 def _heard(job: Job, counts: Sequence[int], sizes: Sequence[int], tell: Tell) -> Mapping[int, Sequence[Heard]]:
     """What each rank has measured, by how many there were."""
-    nursery, found = (
+    fork_server, found = (
         ForkServer.start((*PRELOAD, "paceline.planner.program.profiler_worker")),
         dict[int, Sequence[Heard]](),
     )
@@ -95,10 +95,10 @@ def _heard(job: Job, counts: Sequence[int], sizes: Sequence[int], tell: Tell) ->
         for number, count in enumerate(counts):
             tell(f"operators, {count} at work", 0.05 + 0.45 * number / len(counts))
             shards = _shards(count) if count == counts[-1] else []
-            with WorkerPool(Probe(job, sizes, shards), count, threads(job, count), nursery) as crew:
+            with WorkerPool(Probe(job, sizes, shards), count, threads(job, count), fork_server) as crew:
                 found[count] = crew.ask(None)
     finally:
-        nursery.close()
+        fork_server.close()
     return found
 
 

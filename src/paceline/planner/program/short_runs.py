@@ -111,19 +111,19 @@ def _with_pieces(
     kinds: "Sequence[tuple[str, _Kind, Sequence[Tried]]]", refused: Mapping[str, str], measured: Profile
 ) -> Runs:
     """Pieces measured twice, the shorter ones taken: by disturbed ones, plans held to them would look too good."""
-    found, nursery = dict[str, ShortRun](), ForkServer.start(NEEDS)
+    found, fork_server = dict[str, ShortRun](), ForkServer.start(NEEDS)
     refused = dict(refused)
     try:
         for name, each, runs in (*kinds, *kinds):
             try:
-                told = each.told(runs, nursery, measured)
+                told = each.told(runs, fork_server, measured)
             except PacelineError as error:
                 refused[name] = in_a_line(error)
                 continue
             if name not in found or told.pieces.step_s < found[name].pieces.step_s:
                 found[name] = told
     finally:
-        nursery.close()
+        fork_server.close()
     return Runs(found, {name: why for name, why in refused.items() if name not in found})
 
 
@@ -173,14 +173,14 @@ class _Kind:
         times = [each.step_time_s for each in account.workers if each.step_time_s is not None]
         return Tried(median(times), max(each.peak_memory_bytes or 0 for each in account.workers)) if times else None
 
-    def told(self, runs: Sequence[Tried], nursery: ForkServer, measured: Profile) -> ShortRun:
+    def told(self, runs: Sequence[Tried], fork_server: ForkServer, measured: Profile) -> ShortRun:
         """With what its pieces take."""
         cost = self.plan.cost
         counted = cost.most.total - cost.most.context
         return ShortRun(
             self.plan.arrangement,
             median(each.step_s for each in runs),
-            pieces_of(self.job, nursery, measured.at_work(self.plan.arrangement.workers)),
+            pieces_of(self.job, fork_server, measured.at_work(self.plan.arrangement.workers)),
             cost.step_s,
             staged_s(cost),
             median(each.held_bytes for each in runs) - counted,
