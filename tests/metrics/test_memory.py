@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.core.partitioning import at_borders
+from paceline.core.partitioning import cut_at_borders
 from paceline.metrics.memory import Memory, memory, peak_saved_bytes, stepped, stepped_at_borders
 from paceline.schedule import in_flight, parse
 
@@ -24,7 +24,7 @@ def test_all_is_stepped_on(elements: int, holders: int) -> None:
 @pytest.mark.parametrize("sizes", [[], [3], [1, 9, 1], [4, 4, 4, 4]])
 def test_whole_tensors_are_stepped_on_once(sizes: list[int]) -> None:
     assert sum(stepped_at_borders(sizes, 3)) == sum(sizes)
-    assert set(at_borders(sizes, 3)) <= {0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))}
+    assert set(cut_at_borders(sizes, 3)) <= {0, *(sum(sizes[: i + 1]) for i in range(len(sizes)))}
 
 
 @pytest.mark.parametrize("text", ["sequential", "gpipe", "1f1b", "interleaved", "zero-bubble"])

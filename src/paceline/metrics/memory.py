@@ -5,8 +5,9 @@ How many bytes a step moves: the formulas of the sources, to lay beside what was
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from paceline.core.partitioning import Equal, at_borders, lengths
+from paceline.core.partitioning import cut_at_borders
 from paceline.schedule import Action
 
 
@@ -55,7 +56,7 @@ def stepped(elements: int, holders: int) -> int:
     >>> stepped(280, 2), stepped(229, 2), stepped(14, 4)
     (140, 115, 5)
     """
-    return sum(Equal.of(elements, holders))
+    return sum(divmod(elements, holders))
 
 
 def stepped_at_borders(sizes: Sequence[int], holders: int) -> list[int]:
@@ -68,7 +69,7 @@ def stepped_at_borders(sizes: Sequence[int], holders: int) -> list[int]:
     >>> stepped_at_borders([144, 16, 64, 5], 2)
     [144, 85]
     """
-    return lengths(at_borders(sizes, holders))
+    return [stop - start for start, stop in pairwise(cut_at_borders(sizes, holders))]
 
 
 def peak_saved_bytes(actions: Iterable[Action], saved: Callable[[Action], int]) -> int:

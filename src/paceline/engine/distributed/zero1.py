@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from paceline.core.partitioning import Equal, at_borders
+from paceline.core.partitioning import cut_at_borders
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import HeldState, Update, take_buffers
 from paceline.engine.spmd.communicator import Communicator
@@ -98,7 +98,7 @@ class Even(Partition):
     """
 
     def __init__(self, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
-        each, _ = Equal.of(block.elements, ranks)
+        each = block.elements // ranks
         body = each * ranks
         self._a, self._delta = a[:body].view(ranks, each), delta[:body].view(ranks, each)
         self._sum = torch.zeros_like(self._a[rank])
@@ -132,7 +132,7 @@ class AtBorders(Partition):
     """
 
     def __init__(self, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
-        cut = at_borders([entry.stop - entry.start for entry in block.entries], ranks)
+        cut = cut_at_borders([entry.stop - entry.start for entry in block.entries], ranks)
         self._a, self._delta = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
         longest = max(map(len, self._a))
         self._rows = torch.zeros(ranks, longest, dtype=block.dtype)

@@ -1,7 +1,5 @@
 """What units share, and how much of it each run of units holds or receives.
 
-The best way to cut a row into contiguous non-empty parts, by dynamic programming.
-
 Where to cut a row of units into p parts: the slowest part as fast as can be, then as few bytes sent as can be.
 
 ::
@@ -22,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.core.errors import InputError, unknown
+from paceline.core.partitioning import PartCosts, best_partition
 from paceline.core.types import Seconds
 
 BEFORE = -1
@@ -77,58 +76,6 @@ class Rolling:
             self._row[self._last[index] + 1 : b] += self._items[index].nbytes
             self._last[index] = b - 1
         return self._row[:b]
-
-
-@dataclass(frozen=True)
-class Ends:
-    """What parts that end before unit b cost: a column for each first unit ``low`` .. b - 1.
-
-    Each array has one row, or one for each part's number; infinite where such a part is not allowed.
-    """
-
-    low: int
-    added: Vector
-    """Costs that add up over parts."""
-    worst: Vector
-    """Costs of which the largest counts."""
-
-
-def search(count: int, parts: int, ends: Iterable[Ends]) -> tuple[float, tuple[int, ...]] | None:
-    """The cut with the least sum of ``added`` and, of several such, the least maximum of ``worst``.
-
-    With (s, w)_k(b) for the best cut of units 0 .. b - 1 into k parts, (s, w)_k(b) is the least, over the first unit a
-    of the last part, of (s_{k-1}(a) + added, max(w_{k-1}(a), worst)). A best cut's beginning is itself best: a smaller
-    sum would make the whole sum smaller, and so would, of equal sums, a smaller maximum.
-
-    Args:
-        count: n, units.
-        parts: p.
-        ends: for b = 1 .. n.
-
-    Returns:
-        The maximum and the units that begin parts 1 .. p - 1; None where no cut is allowed.
-    """
-    added = np.full((parts + 1, count + 1), np.inf)
-    worst = np.full((parts + 1, count + 1), np.inf)
-    first = np.zeros((parts + 1, count + 1), dtype=np.int64)
-    added[0, 0] = worst[0, 0] = 0
-    rows = np.arange(parts)
-    for b, end in enumerate(ends, start=1):
-        sums = added[:parts, end.low : b] + end.added
-        least = sums.min(axis=1)
-        slow = np.where(sums == least[:, None], np.maximum(worst[:parts, end.low : b], end.worst), np.inf)
-        at = slow.argmin(axis=1)
-        added[1:, b], worst[1:, b], first[1:, b] = least, slow[rows, at], end.low + at
-    if np.isinf(added[parts, count]):
-        return None
-    return float(worst[parts, count]), _path(first, count, parts)
-
-
-def _path(first: np.ndarray[tuple[int, ...], np.dtype[np.int64]], count: int, parts: int) -> tuple[int, ...]:
-    cuts = [count]
-    for part in range(parts, 1, -1):
-        cuts.append(int(first[part, cuts[-1]]))
-    return tuple(reversed(cuts[1:]))
 
 
 Boundaries: TypeAlias = tuple[int, ...]
@@ -256,26 +203,28 @@ class _Costs:
         """The least time that the slowest of so many parts can have; None where none has memory enough."""
         # Parts filled until they reach the mean are slower than it by less than a run; only memory may ask for slower.
         for bound in (self._time[-1] / float(self._turns.sum()) + self._longest, math.inf):
-            found = search(self._count, parts, self._ends(bound))
+            found = best_partition(self._count, parts, self._ends(bound))
             if found is not None:
                 return found[0]
         return None
 
     def lightest(self, parts: int, bound: Seconds) -> tuple[int, ...]:
         """Where to cut into parts within ``bound`` so that fewest bytes are sent."""
-        found = search(self._count, parts, self._ends(bound, self._values))
+        found = best_partition(self._count, parts, self._ends(bound, self._values))
         assert found is not None, "the fastest cut is one"
         return found[1]
 
     def neediest(self, parts: int) -> tuple[int, int]:
         """The memory of the neediest part, where that is as little as it can be, and which part it is."""
-        found = search(self._count, parts, (Ends(0, np.zeros(need.shape[1]), need) for need in self._needs()))
+        found = best_partition(
+            self._count, parts, (PartCosts(0, np.zeros(need.shape[1]), need) for need in self._needs())
+        )
         assert found is not None, "nothing is forbidden"
         ends = {b: (part, a) for part, (a, b) in enumerate(pairwise([0, *found[1], self._count]))}
         each = [int(need[ends[b]]) for b, need in enumerate(self._needs(), start=1) if b in ends]
         return max(each), each.index(max(each))
 
-    def _ends(self, bound: Seconds, values: Sequence[Item] = ()) -> Iterator[Ends]:
+    def _ends(self, bound: Seconds, values: Sequence[Item] = ()) -> Iterator[PartCosts]:
         """What parts within ``bound`` and the limit send and how long they take."""
         rolling = Rolling(values, self._count)
         needs = self._needs()
@@ -285,7 +234,7 @@ class _Costs:
             added = np.where(taken[:, low:] > bound, np.inf, rolling.upto(b)[low:])
             if self._limit is not None:
                 added = np.where(next(needs)[:, low:] > self._limit.nbytes, np.inf, added)
-            yield Ends(low, added, taken[:, low:])
+            yield PartCosts(low, added, taken[:, low:])
 
     def _needs(self) -> Iterator[Vector]:
         """For b = 1, 2, ...: the memory of parts (0, b), ..., (b - 1, b), a row for each part's number."""
