@@ -31,7 +31,7 @@ def differing(share: TensorParallelShard, whole: dict[str, Any]) -> list[str]:
     lies, found = share._sharding.prepared.shard.parameters, []
     for name, mine in share.state.named():
         how = lies.get(name)
-        part = how.take(whole[name], share.place.shard) if isinstance(how, Shard) else whole[name]
+        part = how.take(whole[name], share.coordinate.shard) if isinstance(how, Shard) else whole[name]
         if not torch.equal(mine, part):
             found.append(name)
     return found

@@ -78,7 +78,7 @@ def in_a_delay(worker: Any) -> None:
     """The delay must be the first that this replica meets."""
 
     def watch() -> None:
-        while not worker._station._board.excused(worker.replica):
+        while not worker._station._board.paused_until(worker.replica):
             os.sched_yield()
         die()
 

@@ -85,7 +85,7 @@ def test_faults_meet_their_moment_alone() -> None:
     director = FaultInjector(script, lambda replica, number: sent.append((replica, number)))
     for replica in (0, 1):
         for step in (1, 2, 3, 4):
-            director.about_to_send(replica, step)
+            director.before_grant(replica, step)
             director.has_taken(replica, step)
     assert sent == [(0, 19), (1, 9)]
 

@@ -25,15 +25,15 @@ def test_nobody_reads_what_is_written(replicas: int, moves: list[int]) -> None:
         replica = move % replicas
         if move % 3 == 0:
             there = places.free()
-            assert there not in {places.present, *reads.values()}
-            places.move_to(there)
-            assert places.present == there
+            assert there not in {places.current, *reads.values()}
+            places.commit_write(there)
+            assert places.current == there
         elif replica in reads:
-            places.read_no_more(replica)
+            places.release(replica)
             del reads[replica]
         else:
-            reads[replica] = places.read(replica)
-            assert reads[replica] == places.present
+            reads[replica] = places.acquire(replica)
+            assert reads[replica] == places.current
     lying.close()
 
 
@@ -42,10 +42,10 @@ def test_lockstep_needs_two_places() -> None:
     places, seen = VersionPool(lying), set[int]()
     for _ in range(6):
         for replica in range(5):
-            seen.add(places.read(replica))
+            seen.add(places.acquire(replica))
         for replica in range(5):
-            places.read_no_more(replica)
-        places.move_to(places.free())
+            places.release(replica)
+        places.commit_write(places.free())
     assert seen == {0, 1}
     lying.close()
 
@@ -53,21 +53,21 @@ def test_lockstep_needs_two_places() -> None:
 def test_who_is_lost_twice_is_counted_once() -> None:
     lying = store()
     places = VersionPool(lying)
-    place = places.read(0)
-    places.read(1)
-    places.move_to(places.free())
-    places.read_no_more(0)
-    places.read_no_more(0)
+    place = places.acquire(0)
+    places.acquire(1)
+    places.commit_write(places.free())
+    places.release(0)
+    places.release(0)
     assert places.free() != place  # replica 1 still reads it
     lying.close()
 
 
 def test_versions_are_read_where_they_are_written_and_cannot_be_written_there() -> None:
     lying = store()
-    lying.claim("version 2")
+    lying.commit("version 2")
     for vector in lying.version(2).vectors:
         vector.fill_(3)
-    seen = lying.reading(2)
+    seen = lying.readonly_version(2)
     assert all(bool((vector == 3).all()) for vector in seen.vectors)
     assert {v.data_ptr() for v in seen.vectors}.isdisjoint(v.data_ptr() for v in lying.version(2).vectors)
     assert lying._readable is not None
@@ -85,7 +85,7 @@ def test_every_process_lays_out_alike() -> None:
         (here.memory[1][0], there.memory[1][0]),
         (here.version(3).buffers, there.version(3).buffers),
     ]
-    here.claim("delta 1 2", "sum", "memory 1 0", "memory 1 1", "version 3")
+    here.commit("delta 1 2", "sum", "memory 1 0", "memory 1 1", "version 3")
     for k, (mine, theirs) in enumerate(marks):
         for vector in mine:
             vector.fill_(k + 1)

@@ -61,16 +61,16 @@ def test_each_makes_its_part(local: Local, made: list[int], name: str) -> None:
 
 def test_without_room_for_parts_main_makes_all(local: Local, monkeypatch: pytest.MonkeyPatch) -> None:
     claims: list[str] = []
-    plain = ParameterArena.claim
+    plain = ParameterArena.commit
 
-    def claim(self: ParameterArena, *names: str) -> None:
+    def commit(self: ParameterArena, *names: str) -> None:
         if "sum" in names:
             claims.extend(names)
             raise PacelineError("none left")
         plain(self, *names)
 
     monkeypatch.setattr(parallel_update, "WORTH_BYTES", 0)
-    monkeypatch.setattr(ParameterArena, "claim", claim)
+    monkeypatch.setattr(ParameterArena, "commit", commit)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
     program = programs.program(optimizer=STATEFUL)
     trained = local(program, Strategy(replicas=3), steps=4)
@@ -145,7 +145,7 @@ def half_a_part(worker: Any) -> None:
 
 
 def a_part_made_but_not_told(worker: Any) -> None:
-    worker._station._helper._board.made = lambda *_: moments.die()
+    worker._station._helper._board.finish_slice = lambda *_: moments.die()
 
 
 def a_part_told_but_not_rung(worker: Any) -> None:
@@ -197,15 +197,15 @@ def test_a_task_is_read_as_it_was_written() -> None:
     kernel = AdamKernel(7, 0.1, 0.01, 0.9, 0.999, 1e-8, 1.0)
     deltas = tuple((r, slot, 1 / (r + slot + 1)) for r in range(3) for slot in range(2))
     task = UpdateTask(5, True, False, 1, 2, 0, tuple(encode(kernel)), deltas)
-    board.describe(task)
-    read = board.task()
+    board.write_task(task)
+    read = board.read_task()
     assert read._replace(kernel=()) == task._replace(kernel=())
     assert decode(read.kernel) == kernel
-    assert board.part(1) is None
-    board.assign(1, UpdateSlice(5, 0, 2))
-    part = board.part(1)
+    assert board.pending_slice(1) is None
+    board.assign_slice(1, UpdateSlice(5, 0, 2))
+    part = board.pending_slice(1)
     assert part == UpdateSlice(5, 0, 2)
-    assert not board.has_made(1, 5)
-    board.made(1, part, 2.5)
-    assert (board.part(1), board.has_made(1, 5), board.square(1)) == (None, True, 2.5)
-    assert torch.tensor(board.told()).tolist() == [0, 0, 0]
+    assert not board.slice_finished(1, 5)
+    board.finish_slice(1, part, 2.5)
+    assert (board.pending_slice(1), board.slice_finished(1, 5), board.slice_square(1)) == (None, True, 2.5)
+    assert torch.tensor(board.completed()).tolist() == [0, 0, 0]

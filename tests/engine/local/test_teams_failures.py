@@ -14,10 +14,10 @@ import torch
 from paceline import InputError, PacelineError, Run, Strategy, WaitTimeoutError, WorkerError, train
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
-from paceline.engine.local.control_block import WRITTEN, ControlBlock
+from paceline.engine.local.control_block import BEING_WRITTEN, ControlBlock
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
-from paceline.engine.local.replica_group import Command, ShardIO, _measured
+from paceline.engine.local.replica_group import PartDone, ShardIO, _measured
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -209,16 +209,16 @@ def test_a_part_is_read_and_written_by_name() -> None:
     part.adopt(0, 0, anew=False)
     whole = dict(store.version(0).named())
     assert torch.equal(inner.seen[0], torch.cat([whole["0.weight"].reshape(-1), whole["0.bias"]]))
-    assert part.finish(0) == Command(0, True, 4, 0.5)
+    assert part.finish(0) == PartDone(0, True, 4, 0.5)
     written = {name: sorted(set(tensor.reshape(-1).tolist())) for name, tensor in store.delta(0, 0).named()}
     assert written == {"0.weight": [2.0], "0.bias": [2.0], "2.weight": [0.0], "2.bias": [0.0]}
     store.close()
 
 
-@pytest.mark.parametrize("stamp", [1, WRITTEN])
+@pytest.mark.parametrize("stamp", [1, BEING_WRITTEN])
 def test_a_part_that_would_read_another_version_says_so(stamp: int) -> None:
     store, board, part, _ = half()
-    board.stamp(0, stamp)
+    board.set_version(0, stamp)
     with pytest.raises(
         PacelineError, match=rf"replica 0 \(stage 0, shard 0\) was sent version 0 of A, but read {stamp}"
     ):
@@ -228,15 +228,15 @@ def test_a_part_that_would_read_another_version_says_so(stamp: int) -> None:
 
 def test_parts_of_one_delta_that_read_two_versions_are_refused() -> None:
     with pytest.raises(PacelineError, match=r"read versions \[4, 5\] of A"):
-        _measured([Command(5, True, 4, 0.1), Command(4, True, 4, 0.1)])
+        _measured([PartDone(5, True, 4, 0.1), PartDone(4, True, 4, 0.1)])
 
 
 def test_a_delta_is_finite_if_all_its_parts_are() -> None:
     nan = float("nan")
-    assert _measured([Command(1, True, 4, nan), Command(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
-    assert not _measured([Command(1, False, 4, nan), Command(1, True, 4, 0.1)]).finite
-    assert not _measured([Command(1, True, 4, nan), Command(1, True, 4, nan)]).finite
-    assert _measured([Command(1, True, 0, nan), Command(1, True, 0, nan)]).finite
+    assert _measured([PartDone(1, True, 4, nan), PartDone(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
+    assert not _measured([PartDone(1, False, 4, nan), PartDone(1, True, 4, 0.1)]).finite
+    assert not _measured([PartDone(1, True, 4, nan), PartDone(1, True, 4, nan)]).finite
+    assert _measured([PartDone(1, True, 0, nan), PartDone(1, True, 0, nan)]).finite
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

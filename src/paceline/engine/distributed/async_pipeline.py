@@ -16,10 +16,10 @@ from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.budget import StepQuota
 from paceline.engine.distributed import reduce_buffer
-from paceline.engine.distributed.client import Surroundings, excuse
+from paceline.engine.distributed.client import ClientContext, excuse
 from paceline.engine.distributed.pipeline_sync import merged
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import Kind, Meets, RankStatus, ReduceBuffer, of_step
+from paceline.engine.distributed.reduce_buffer import RankStatus, ReduceBuffer, StatusKind, StatusSync, of_step
 from paceline.engine.distributed.update import Update
 from paceline.engine.remote_errors import not_finite
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
@@ -36,7 +36,7 @@ NOTHING = FlatLayout((), ())
 
 
 @final
-class StreamedExchange:
+class AsyncStatusSync:
     """Where ranks tell each other rows without waiting.
 
     Args:
@@ -86,7 +86,7 @@ class StreamedExchange:
 
 
 @final
-class Moved(Update):
+class AsyncUpdate(Update):
     """The weights have moved already.
 
     Args:
@@ -106,7 +106,7 @@ class Moved(Update):
         self._pipeline, self._now, self._remembered, self._communicator = pipeline, now, remembered, communicator
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         return []
 
     @property
@@ -116,7 +116,7 @@ class Moved(Update):
     def apply(self, factor: float, rate: float) -> None:
         """It was made when the gradient was there."""
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         """A as it is, of which later stages have had up to p - 1 updates more while the stream goes on.
 
         So it is what the formula of PipeDream computes with: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the
@@ -128,19 +128,21 @@ class Moved(Update):
 
 
 @final
-class StreamedShare(RankShard):
+class AsyncStageShard(RankShard):
     """One rank's."""
 
     def __init__(self, rank_setup: RankSetup) -> None:
         self._pipeline = PipelineRank(rank_setup)
         self._refuse_ties()
         self._replica: AsyncStage | None = None
-        update = Moved(self._pipeline, self._now, lambda: self._made.optimizer_bytes, rank_setup.context.communicator)
+        update = AsyncUpdate(
+            self._pipeline, self._now, lambda: self._made.optimizer_bytes, rank_setup.context.communicator
+        )
         super().__init__(self._pipeline.place, self._pipeline.state, ReduceBuffer(NOTHING, ranks=1), update)
         strategy = rank_setup.run_context.job.strategy
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
         lag = -(-(self._workers - 1) // self._m) + 1
-        self.rows = StreamedExchange(self._pipeline.mesh, self._pipeline.rank, rank_setup.context.communicator, lag)
+        self.rows = AsyncStatusSync(self._pipeline.mesh, self._pipeline.rank, rank_setup.context.communicator, lag)
 
     @property
     def parameter_bytes(self) -> int:
@@ -150,7 +152,7 @@ class StreamedShare(RankShard):
     def peak_saved_bytes(self) -> int | None:
         return self._made.peak_saved_bytes
 
-    def exchange(self) -> Meets:
+    def status_sync(self) -> StatusSync:
         return self.rows
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -174,11 +176,11 @@ class StreamedShare(RankShard):
         """No further batch comes; whether the gradients that were left were finite."""
         return self._made.drain()
 
-    def reads(self, update: Version) -> Version:
+    def read_version(self, update: Version) -> Version:
         """How old the weights are of which an update is a gradient: those of the first stage, the oldest."""
         return self._pipeline.order.version(update * self._m, 0, self._workers)
 
-    def rules(self) -> Mapping[str, str | int | float]:
+    def notes(self) -> Mapping[str, str | int | float]:
         """All ranks ask for them together."""
         stale = self._pipeline.context.gather(self._made.staleness, "the others' staleness")
         return {
@@ -219,9 +221,9 @@ class AsyncPipelineClient:
         timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
     """
 
-    def __init__(self, around: Surroundings, share: StreamedShare, ahead: StepQuota, timeout_s: Seconds) -> None:
+    def __init__(self, around: ClientContext, share: AsyncStageShard, ahead: StepQuota, timeout_s: Seconds) -> None:
         self._around, self._share, self._ahead, self._timeout_s = around, share, ahead, timeout_s
-        self._course, self._rows, self._replica = around.course, share.rows, share.place.replica
+        self._course, self._rows, self._replica = around.coordinator, share.rows, share.coordinate.replica
         self._granted = 0
         self.attempt: Clock = 0
         """Which step this replica is at."""
@@ -248,7 +250,7 @@ class AsyncPipelineClient:
         return self._around.state
 
     def push(self, measured: Measured) -> None:
-        self._say(Kind.delta, measured)
+        self._say(StatusKind.delta, measured)
         while self._rows.due:
             self._hear()
 
@@ -259,7 +261,7 @@ class AsyncPipelineClient:
         while self._rows.open:
             self._hear()
         while not self._course.over:
-            self._say(Kind.farewell, Measured(0.0, 0, True))
+            self._say(StatusKind.farewell, Measured(0.0, 0, True))
             self._hear()
 
     def cancelled(self) -> bool:
@@ -272,17 +274,17 @@ class AsyncPipelineClient:
     def pause(self, seconds: Seconds) -> None:
         """Be slow for so long, or until told to end."""
         excuse(self._around, seconds, self._timeout_s)
-        self._around.woken.wait(seconds)
+        self._around.stop_event.wait(seconds)
 
-    def _say(self, kind: Kind, measured: Measured) -> None:
+    def _say(self, kind: StatusKind, measured: Measured) -> None:
         around = self._around
-        now = around.stopwatch.now_ns()
-        row = RankStatus(kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, now)
+        now = around.clock.now_ns()
+        row = RankStatus(kind, measured.samples, measured.finite, around.stop_requested(), measured.loss, now)
         self._rows.begin(row, self.attempt)
 
     def _hear(self) -> None:
         around, began = self._around, time.monotonic_ns()
         rows = self._rows.take()
-        around.gauge.waited(began, self.attempt)
+        around.metrics.waited(began, self.attempt)
         self._course.take(rows)
-        around.after()
+        around.after_exchange()

@@ -8,9 +8,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.distributed.norms import Norms
+from paceline.engine.distributed.norms import DeltaNorms
 from paceline.engine.distributed.overlap import Overlap
-from paceline.engine.distributed.reduce_buffer import Kind, Meets, Norm, RankStatus, ReduceBuffer, of_step
+from paceline.engine.distributed.reduce_buffer import (
+    DeltaNorm,
+    RankStatus,
+    ReduceBuffer,
+    StatusKind,
+    StatusSync,
+    of_step,
+)
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
 from paceline.engine.spmd.watchdog import StoreSignals
@@ -20,35 +27,35 @@ from paceline.replica.flat_state import FlatState
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class ClientContext:
     """What a station works with."""
 
-    course: ReplicatedCoordinator
-    exchange: Meets
-    freight: ReduceBuffer
+    coordinator: ReplicatedCoordinator
+    status_sync: StatusSync
+    reduce_buffer: ReduceBuffer
     overlap: Overlap | None
     """None where Δ is summed in the exchange."""
-    norms: Norms | None
+    norms: DeltaNorms | None
     """None where nobody has asked."""
     state: FlatState
     """A."""
-    stopwatch: SyncedClock
-    gauge: WorkerMetrics
-    attendance: ShadowPasses
+    clock: SyncedClock
+    metrics: WorkerMetrics
+    shadow_passes: ShadowPasses
     store_signals: StoreSignals | None
     """None where nobody else is there."""
-    asked_to_end: Callable[[], bool]
+    stop_requested: Callable[[], bool]
     """Whether this process has been told to end, by Ctrl-C say."""
-    woken: threading.Event
+    stop_event: threading.Event
     """Set when it is."""
-    after: Callable[[], None]
+    after_exchange: Callable[[], None]
     """Called after each exchange."""
 
 
-def excuse(around: Surroundings, seconds: Seconds, timeout_s: Seconds) -> None:
+def excuse(around: ClientContext, seconds: Seconds, timeout_s: Seconds) -> None:
     """Announce a pause that is not much shorter than a hang."""
     if around.store_signals is not None and seconds > timeout_s / 4:
-        around.store_signals.extend_timeout(time.monotonic_ns() + around.stopwatch.ahead_ns + int(seconds * 1e9))
+        around.store_signals.extend_timeout(time.monotonic_ns() + around.clock.ahead_ns + int(seconds * 1e9))
 
 
 class AllReduceClient(Sink):
@@ -62,12 +69,12 @@ class AllReduceClient(Sink):
         timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
     """
 
-    def __init__(self, replica: ReplicaId, around: Surroundings, timeout_s: Seconds) -> None:
+    def __init__(self, replica: ReplicaId, around: ClientContext, timeout_s: Seconds) -> None:
         self._replica, self._around, self._timeout_s = replica, around, timeout_s
-        self._course, self._freight = around.course, around.freight
-        self._again = around.course.may_repeat
+        self._course, self._freight = around.coordinator, around.reduce_buffer
+        self._again = around.coordinator.may_repeat
         self._made = 0
-        self._norm = None if around.norms is None else Norm()
+        self._norm = None if around.norms is None else DeltaNorm()
         self.attempt: Clock = 0
         """Which Δ this replica is at."""
 
@@ -112,18 +119,18 @@ class AllReduceClient(Sink):
         else:
             self._freight.empty()
         kept = self._freight.kept() if self._again else []
-        self._meet(Kind.delta, measured)
+        self._meet(StatusKind.delta, measured)
         while self._course.waits(self._replica):
             self._freight.bring_again(kept)
-            self._meet(Kind.delta, measured)
+            self._meet(StatusKind.delta, measured)
 
     def leave(self) -> None:
         """The loop has ended; take part in what the others still exchange."""
         while not self._course.over:
             self._freight.empty()
-            self._norm = self._norm and Norm()
+            self._norm = self._norm and DeltaNorm()
             present = self._course.takes_part(self._replica)
-            self._meet(Kind.farewell if present else Kind.nothing, Measured(0.0, 0, True))
+            self._meet(StatusKind.farewell if present else StatusKind.nothing, Measured(0.0, 0, True))
 
     def cancelled(self) -> bool:
         """Never: in lockstep an attempt is always wanted."""
@@ -135,25 +142,25 @@ class AllReduceClient(Sink):
     def pause(self, seconds: Seconds) -> None:
         """Be slow for so long, or until told to end."""
         excuse(self._around, seconds, self._timeout_s)
-        self._around.woken.wait(seconds)
+        self._around.stop_event.wait(seconds)
 
-    def _meet(self, kind: Kind, measured: Measured) -> None:
+    def _meet(self, kind: StatusKind, measured: Measured) -> None:
         around, step = self._around, self.attempt
-        around.attendance.keep_up(self._course.passes)
+        around.shadow_passes.keep_up(self._course.passes)
         began = time.monotonic_ns()
-        now, norm = around.stopwatch.now_ns(), self._norm
-        row = RankStatus(kind, measured.samples, measured.finite, around.asked_to_end(), measured.loss, now, norm)
+        now, norm = around.clock.now_ns(), self._norm
+        row = RankStatus(kind, measured.samples, measured.finite, around.stop_requested(), measured.loss, now, norm)
         if around.overlap is not None:
             around.overlap.settle()
-        rows = around.exchange.meet(row, step)
+        rows = around.status_sync.meet(row, step)
         if around.overlap is not None:
             around.overlap.wait(of_step(step))
         if len(rows) > 1:
-            last_came = around.stopwatch.local_ns(max(row.entered_ns for row in rows))
+            last_came = around.clock.local_ns(max(row.entered_ns for row in rows))
             all_there = min(max(last_came, began), time.monotonic_ns())
-            around.gauge.waited(began, step, all_there)
-            around.gauge.spent("all_reduce", all_there, step, self._freight.nbytes)
+            around.metrics.waited(began, step, all_there)
+            around.metrics.spent("all_reduce", all_there, step, self._freight.nbytes)
         updating = time.monotonic_ns()
         self._course.take(rows)
-        around.gauge.spent("apply", updating, step)
-        around.after()
+        around.metrics.spent("apply", updating, step)
+        around.after_exchange()

@@ -41,13 +41,13 @@ class RankEvaluation:
         if mine:
             while len(self._queue) >= self._room:
                 self._score_next()
-        state = update.whole(wanted=mine)
+        state = update.full_state(wanted=mine)
         if state is not None:
             self._queue.append((moment, state))
 
     def score_now(self, update: Update, moment: SnapshotInfo) -> Record:
         """The record of A, on all ranks."""
-        state = update.whole(wanted=self._world.rank == 0)
+        state = update.full_state(wanted=self._world.rank == 0)
         mine = self._scorer.score(state, moment) if state is not None else None
         record: Record = self._context.gather(mine, "a score")[0]
         return record

@@ -143,7 +143,7 @@ class FsdpModule:
                 parameter.grad = None
 
     @torch.no_grad()
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         """A's parameters from all ranks, for those who want them; all ranks call it together.
 
         It is for scores, so its bytes are not counted as training's.
@@ -264,7 +264,7 @@ class FsdpShard(Update):
         self._stepper = FlatOptimizer(program.optimizer, program.scheduler, divided.part, self._gradient)
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         return self._freight.tails
 
     @property
@@ -282,8 +282,8 @@ class FsdpShard(Update):
         self._stepper.step(gradients, rate)
         take_buffers(self._running, self._freight.state)
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
-        found = self._divided.whole(wanted=wanted)
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        found = self._divided.full_state(wanted=wanted)
         if found is not None:
             for mine, running in zip(found.buffers, self._running.buffers, strict=True):
                 mine.copy_(running)
@@ -291,7 +291,7 @@ class FsdpShard(Update):
 
 
 @final
-class Partial(Replica):
+class FsdpReplica(Replica):
     """Computes Δ on a divided module; what it writes is the running buffers alone, since Δ is summed already.
 
     Args:

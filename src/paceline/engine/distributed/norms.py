@@ -1,4 +1,4 @@
-"""Norms of what ranks bring and of what becomes of it, told in the rows that they exchange anyway.
+"""DeltaNorms of what ranks bring and of what becomes of it, told in the rows that they exchange anyway.
 
 ::
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.noise_scale import Observation, Part, differenced, observation
 from paceline.engine.base import Job
-from paceline.engine.distributed.reduce_buffer import Norm, RankStatus
+from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus
 from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.replica.base import Measured
 from paceline.replica.flat_optimizer import FlatOptimizer, stand_ins
@@ -25,7 +25,7 @@ from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.noise_norms import WARM_STEPS, Preconditioner, Scales, square
 
 
-class Norms:
+class DeltaNorms:
     """One rank's.
 
     Args:
@@ -65,7 +65,7 @@ class Norms:
         (i, where), scales = self._entries[index], self._scales_now()
         self._gradients += square([gradient.reshape(-1)], None if scales is None else [scales[i][where]])
 
-    def brought(self, measured: Measured, *, sent: bool) -> Norm:
+    def brought(self, measured: Measured, *, sent: bool) -> DeltaNorm:
         """Of this rank's Δ, before it is weighed.
 
         Args:
@@ -74,25 +74,25 @@ class Norms:
         """
         given, self._gradients = self._gradients, 0.0
         if not (self.ready and measured.samples and measured.finite):
-            return Norm()
+            return DeltaNorm()
         whole = given if sent else self._square(self._vectors)
         if measured.micro is not None and not self.adaptive:
-            return Norm(measured.micro.square, measured.micro.pieces, together=whole)
-        return self._pair(whole, measured.samples) if self._alone else Norm(whole, 1)
+            return DeltaNorm(measured.micro.square, measured.micro.pieces, together=whole)
+        return self._pair(whole, measured.samples) if self._alone else DeltaNorm(whole, 1)
 
     def together(self) -> float:
         """Of what lies where Δ was: the sum of all."""
         return self._square(self._vectors)
 
-    def _pair(self, whole: float, samples: int) -> Norm:
+    def _pair(self, whole: float, samples: int) -> DeltaNorm:
         """Every other Δ is kept until the next has come."""
         if self._before is None:
             self._before = [v.clone() for v in self._vectors], samples
-            return Norm(whole, 1)
+            return DeltaNorm(whole, 1)
         (vectors, first), self._before = self._before, None
         share = first / (first + samples)
         mean = [torch.lerp(new, old, share) for new, old in zip(self._vectors, vectors, strict=True)]
-        return Norm(whole, 1, self._square(mean), self._square(vectors), first)
+        return DeltaNorm(whole, 1, self._square(mean), self._square(vectors), first)
 
     def _square(self, vectors: Sequence[Tensor]) -> float:
         scales = self._scales_now()
@@ -108,7 +108,7 @@ class Norms:
         return self._scales
 
 
-class Noise:
+class NoiseObserver:
     """What a run's rows tell of noise, on every rank alike.
 
     Args:
@@ -117,7 +117,9 @@ class Noise:
         summed: |Σ|² of what lies where Δ was, of the whole replica.
     """
 
-    def __init__(self, ledger: NoiseAccumulator, norms: Norms, summed: Callable[[Sequence[RankStatus]], float]) -> None:
+    def __init__(
+        self, ledger: NoiseAccumulator, norms: DeltaNorms, summed: Callable[[Sequence[RankStatus]], float]
+    ) -> None:
         self.ledger, self.norms, self._summed = ledger, norms, summed
 
     def applied(self, rows: Sequence[RankStatus], weighed: Sequence[tuple[int, float]], factor: float) -> None:
@@ -129,7 +131,7 @@ class Noise:
             factor: what the sum is multiplied by.
         """
         found = [(rows[replica], weight) for replica, weight in weighed]
-        parts = [Part(row.samples, weight, *(row.norm or Norm())[:2]) for row, weight in found]
+        parts = [Part(row.samples, weight, *(row.norm or DeltaNorm())[:2]) for row, weight in found]
         if not self.norms.ready:
             seen = None
         elif len(found) > 1:
@@ -142,7 +144,7 @@ class Noise:
 
 def _of_one(row: RankStatus, part: Part) -> Observation | None:
     """By its micro-steps; or by the Δ before it, where that was kept."""
-    norm = row.norm or Norm()
+    norm = row.norm or DeltaNorm()
     if norm.pieces > 1:
         return observation([part], norm.together * part.weight**2)
     if not norm.samples_before:

@@ -19,9 +19,9 @@ from torch import Tensor
 from paceline.core.mesh import Mesh
 from paceline.core.types import Clock
 from paceline.engine.distributed import reduce_buffer
-from paceline.engine.distributed.norms import Noise, Norms
-from paceline.engine.distributed.reduce_buffer import Norm, RankStatus, ReduceBuffer, of_step
-from paceline.engine.distributed.update import HeldState, Update, take_buffers
+from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
+from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus, ReduceBuffer, of_step
+from paceline.engine.distributed.update import ShardState, Update, take_buffers
 from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.communicator import Communicator
@@ -33,7 +33,7 @@ from paceline.replica.single import GradientHandoff
 
 
 @final
-class StagedExchange:
+class PipelineSync:
     """Where the ranks of all replicas meet: they tell each other a row and the square of their Δ's norm.
 
     Args:
@@ -60,7 +60,7 @@ class StagedExchange:
         peers: Communicator | None,
         *,
         brings: bool = True,
-        norms: Norms | None = None,
+        norms: DeltaNorms | None = None,
     ) -> None:
         self._freight, self._mesh, self._rank, self._communicator, self._peers = (
             freight,
@@ -81,11 +81,11 @@ class StagedExchange:
         self.square = 0.0
         """Of the norm of the replicas' Δs together, as they were brought."""
 
-    def noise(self, setup: RunContext) -> Noise | None:
+    def noise(self, setup: RunContext) -> NoiseObserver | None:
         """What is told of noise; None: nobody has asked."""
         if self._norms is None:
             return None
-        return Noise(NoiseAccumulator(setup.reference_batch), self._norms, _together)
+        return NoiseObserver(NoiseAccumulator(setup.reference_batch), self._norms, _together)
 
     def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
         """One row of each replica; the freight then holds the sum of what was brought of its part."""
@@ -113,10 +113,10 @@ class StagedExchange:
 def merged(parts: Sequence[RankStatus]) -> RankStatus:
     """What a replica says, of what its ranks say; its loss is the last one's.
 
-    >>> kind = reduce_buffer.Kind.delta
+    >>> kind = reduce_buffer.StatusKind.delta
     >>> a, b = RankStatus(kind, 4, True, False, 0.0, 7), RankStatus(kind, 4, True, True, 0.5, 9)
     >>> merged([a, b])
-    Row(kind=<Kind.delta: 1>, samples=4, finite=True, stop=True, loss=0.5, entered_ns=9, norm=None)
+    Row(kind=<StatusKind.delta: 1>, samples=4, finite=True, stop=True, loss=0.5, entered_ns=9, norm=None)
     """
     norms = [part.norm for part in parts if part.norm is not None]
     return RankStatus(
@@ -136,14 +136,14 @@ def _together(replicas: Sequence[RankStatus]) -> float:
     return found.together
 
 
-def _added(norms: Sequence[Norm]) -> Norm:
+def _added(norms: Sequence[DeltaNorm]) -> DeltaNorm:
     """Of a whole Δ, of which each rank tells its part."""
     square, together, before = (sum(part) for part in zip(*((n[0], n[2], n[3]) for n in norms), strict=True))
-    return Norm(square, norms[-1].pieces, together, before, norms[-1].samples_before)
+    return DeltaNorm(square, norms[-1].pieces, together, before, norms[-1].samples_before)
 
 
 @final
-class Staged(Update):
+class PartUpdate(Update):
     """Each rank steps on the part of A that its stages need.
 
     Args:
@@ -158,8 +158,8 @@ class Staged(Update):
         self,
         program: Program,
         freight: ReduceBuffer,
-        held: HeldState,
-        exchange: StagedExchange,
+        held: ShardState,
+        exchange: PipelineSync,
         *,
         by_tensor: bool = False,
     ) -> None:
@@ -174,7 +174,7 @@ class Staged(Update):
         """Where the gradients are to be; None: in the freight."""
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         return []
 
     @property
@@ -194,5 +194,5 @@ class Staged(Update):
             self.stepper.step(gradients, rate)
         take_buffers(self._held.state, self._freight.state)
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         return self._held.gather(wanted=wanted)

@@ -14,13 +14,13 @@ from typing import final
 from paceline.aggregation import Synchronous
 from paceline.comm.compression import parse
 from paceline.core.mesh import Coordinate
-from paceline.engine.distributed.fsdp import FsdpModule, FsdpShard, Partial, only_buffers
-from paceline.engine.distributed.norms import Noise, Norms
+from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpShard, only_buffers
+from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, overlapped
-from paceline.engine.distributed.pipeline_sync import Staged, StagedExchange
-from paceline.engine.distributed.reduce_buffer import GradientSync, Meets, ReduceBuffer
-from paceline.engine.distributed.sync_batchnorm import Meeting, SynchronisedBatchNorm
-from paceline.engine.distributed.update import CompressedUpdate, HeldState, ReplicatedUpdate, Update, all_of
+from paceline.engine.distributed.pipeline_sync import PartUpdate, PipelineSync
+from paceline.engine.distributed.reduce_buffer import GradientSync, ReduceBuffer, StatusSync
+from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
+from paceline.engine.distributed.update import CompressedUpdate, ReplicatedUpdate, ShardState, Update, all_of
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
 from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.engine.server_optimizer import ServerOptimizer
@@ -38,12 +38,12 @@ from paceline.trace.recorder import AnyRecorder
 
 def stepping(
     rank_setup: RankSetup,
-    held: HeldState,
+    held: ShardState,
     freight: ReduceBuffer,
     peers: Communicator | None,
     *,
     by_tensor: bool = False,
-) -> tuple[Update, StagedExchange]:
+) -> tuple[Update, PipelineSync]:
     """What makes updates here, and the exchange before them; all ranks make it together.
 
     Args:
@@ -60,18 +60,18 @@ def stepping(
         rank_setup.context.communicator,
     )
     if communicator is None or not job.strategy.shard_optimizer:
-        norms = Norms(job, freight.state, held.counted, held.whole) if job.noise_scale else None
+        norms = DeltaNorms(job, freight.state, held.counted, held.whole) if job.noise_scale else None
         clipped = held.counted if job.program.clip_norm is not None else ()
-        exchange = StagedExchange(freight, freight.vectors, clipped, mesh, rank, communicator, peers, norms=norms)
-        update = Staged(job.program, freight, held, exchange, by_tensor=by_tensor and norms is None)
+        exchange = PipelineSync(freight, freight.vectors, clipped, mesh, rank, communicator, peers, norms=norms)
+        update = PartUpdate(job.program, freight, held, exchange, by_tensor=by_tensor and norms is None)
         if norms is not None:
             norms.measure_by(update.stepper)
         return update, exchange
     subgroup = holders(mesh, rank, communicator, peers)
     divided = ZeroOptimizer(job.program, freight, held, subgroup, communicator)
     first = mesh.column(mesh.place(rank)).copy == 0  # each copy of a stage has the whole Δ of its replica
-    exchange = StagedExchange(
-        freight, divided.meeting, (), mesh, rank, communicator, subgroup.communicator, brings=first
+    exchange = PipelineSync(
+        freight, divided.reduced_vectors, (), mesh, rank, communicator, subgroup.communicator, brings=first
     )
     return divided, exchange
 
@@ -98,12 +98,12 @@ class RankShard(ABC):
         update: Update,
         *,
         overlap: Overlap | None = None,
-        meeting: Meeting | None = None,
-        divided: FsdpModule | None = None,
-        noise: Noise | None = None,
+        batchnorm_group: BatchNormGroup | None = None,
+        fsdp: FsdpModule | None = None,
+        noise: NoiseObserver | None = None,
     ) -> None:
-        self.place, self.state, self.freight, self.update = place, state, freight, update
-        self.overlap, self.meeting, self.divided, self.noise = overlap, meeting, divided, noise
+        self.coordinate, self.state, self.reduce_buffer, self.update = place, state, freight, update
+        self.overlap, self.batchnorm_group, self.fsdp, self.noise = overlap, batchnorm_group, fsdp, noise
 
     @property
     @abstractmethod
@@ -116,7 +116,7 @@ class RankShard(ABC):
         """The most that was kept for backward at one time; None: it is not counted."""
 
     @abstractmethod
-    def exchange(self) -> Meets:
+    def status_sync(self) -> StatusSync:
         """Where this rank meets the others."""
 
     @abstractmethod
@@ -129,7 +129,7 @@ class RankShard(ABC):
         """
 
     @abstractmethod
-    def rules(self) -> Mapping[str, str | int | float]:
+    def notes(self) -> Mapping[str, str | int | float]:
         """What a reader of the figures should know."""
 
 
@@ -154,36 +154,38 @@ class WholeModelShard(RankShard):
             at_once &= job.strategy.accumulate == 1 and job.strategy.device == "cpu"
         overlap = overlapped(job, context, rank_setup.backend, freight) if at_once else None
         place = Coordinate(context.world.rank)
-        super().__init__(place, state, freight, update, overlap=overlap, meeting=meeting, divided=divided, noise=noise)
+        super().__init__(
+            place, state, freight, update, overlap=overlap, batchnorm_group=meeting, fsdp=divided, noise=noise
+        )
         self._setup, self._context = setup, context
 
     @property
     def parameter_bytes(self) -> int:
-        return self._layout.parameter_bytes if self.divided is None else self.divided.nbytes
+        return self._layout.parameter_bytes if self.fsdp is None else self.fsdp.nbytes
 
     @property
     def peak_saved_bytes(self) -> int | None:
         return None
 
-    def exchange(self) -> Meets:
-        vectors = self.update.meeting if self.overlap is None else self.freight.tails
-        return GradientSync(self.freight, vectors, self._context.world.rank, self._context.communicator)
+    def status_sync(self) -> StatusSync:
+        vectors = self.update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails
+        return GradientSync(self.reduce_buffer, vectors, self._context.world.rank, self._context.communicator)
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
-        setup, rank, module = self._setup, self.place.replica, self._module
-        if self.divided is None:
+        setup, rank, module = self._setup, self.coordinate.replica, self._module
+        if self.fsdp is None:
             return setup.replica(rank, module, self._layout, recorder)
         autograd = Autograd(setup.job.program, module, self.state.layout, rank, setup.device(rank), recorder)
-        return Partial(autograd, self.divided, weigh)
+        return FsdpReplica(autograd, self.fsdp, weigh)
 
-    def rules(self) -> Mapping[str, str | int | float]:
+    def notes(self) -> Mapping[str, str | int | float]:
         ranks, size = self._context.world.size, self._layout.parameter_bytes
         rules: dict[str, str | int | float] = {
             "shard_optimizer": isinstance(self.update, ZeroOptimizer),
             "buckets": self.overlap.buckets if self.overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(size, ranks),
         }
-        if self.divided is not None:  # gathered for forward, gathered for backward, and gradients summed
+        if self.fsdp is not None:  # gathered for forward, gathered for backward, and gradients summed
             rules["payload_sharded_formula_bytes_per_step"] = 3 * (ranks - 1) * size * self._setup.per_step
         return rules
 
@@ -203,11 +205,11 @@ def _update(rank_setup: RankSetup, divided: FsdpModule | None, freight: ReduceBu
     return CompressedUpdate(freight, owner, parse(job.strategy.compression), communicator)
 
 
-def _noise(rank_setup: RankSetup, freight: ReduceBuffer, update: Update) -> Noise:
+def _noise(rank_setup: RankSetup, freight: ReduceBuffer, update: Update) -> NoiseObserver:
     assert isinstance(update, ReplicatedUpdate), "another update was not refused"
-    norms = Norms(rank_setup.run_context.job, freight.state, rank_setup.layout.parameter_names, rank_setup.layout)
+    norms = DeltaNorms(rank_setup.run_context.job, freight.state, rank_setup.layout.parameter_names, rank_setup.layout)
     norms.measure_by(update.stepper)
-    return Noise(NoiseAccumulator(rank_setup.run_context.reference_batch), norms, lambda _: norms.together())
+    return NoiseObserver(NoiseAccumulator(rank_setup.run_context.reference_batch), norms, lambda _: norms.together())
 
 
 def _divides(rank_setup: RankSetup) -> bool:
@@ -219,14 +221,14 @@ def _divides(rank_setup: RankSetup) -> bool:
     return apart and pays(job.program, rank_setup.layout, rank_setup.backend, rank_setup.context.world.size)
 
 
-def _meeting(rank_setup: RankSetup, divided: FsdpModule | None) -> Meeting | None:
+def _meeting(rank_setup: RankSetup, divided: FsdpModule | None) -> BatchNormGroup | None:
     communicator, world = rank_setup.context.communicator, rank_setup.context.world
     if communicator is None or not any(isinstance(m, SynchronisedBatchNorm) for m in rank_setup.module.modules()):
         return None
     policy = rank_setup.run_context.policy
     added = isinstance(policy, Synchronous) and policy.combine == "sum"
     summed = rank_setup.run_context.job.strategy.accumulate > 1 or added or divided is not None
-    return Meeting(communicator, world.rank, world.size, summed=summed)
+    return BatchNormGroup(communicator, world.rank, world.size, summed=summed)
 
 
 @final
@@ -237,7 +239,7 @@ class StageShard(RankShard):
         self._pipeline = pipeline = PipelineRank(rank_setup)
         state, divides = pipeline.state, bool(rank_setup.run_context.job.strategy.shard_optimizer)
         gather = FullStateGather(state, pipeline.whole, pipeline.stages, pipeline.rank, rank_setup.context.communicator)
-        held = HeldState(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
+        held = ShardState(state, pipeline.whole, pipeline.counted(of_each_copy=divides), gather)
         freight = ReduceBuffer(state.layout, ranks=pipeline.mesh.replicas)
         update, self._exchange = stepping(rank_setup, held, freight, pipeline.subgroups.peers)
         super().__init__(pipeline.place, state, freight, update, noise=self._exchange.noise(rank_setup.run_context))
@@ -250,7 +252,7 @@ class StageShard(RankShard):
     def peak_saved_bytes(self) -> int | None:
         return self._replica.peak_saved_bytes
 
-    def exchange(self) -> Meets:
+    def status_sync(self) -> StatusSync:
         return self._exchange
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -258,7 +260,7 @@ class StageShard(RankShard):
         self._replica = pipelined(self._pipeline, micro_steps(self._pipeline.run_context.delta), recorder)
         return self._replica
 
-    def rules(self) -> Mapping[str, str | int | float]:
+    def notes(self) -> Mapping[str, str | int | float]:
         count = self._pipeline.run_context.job.strategy.micro_batch_count
         needs = self._pipeline.needs
         return {
@@ -282,12 +284,12 @@ class TensorParallelShard(RankShard):
         counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
         gather = FullStateGather(state, sharding.whole, sharding.stages, rank, communicator)
         held, freight = (
-            HeldState(state, sharding.whole, counted, gather),
+            ShardState(state, sharding.whole, counted, gather),
             ReduceBuffer(state.layout, ranks=mesh.replicas),
         )
         by_tensor = mesh.replicas == 1 and rank_setup.run_context.device(rank) == "cpu" and worthwhile(state.layout)
         update, self._exchange = stepping(rank_setup, held, freight, sharding.subgroups.peers, by_tensor=by_tensor)
-        self._loose = update.loose if isinstance(update, Staged) else None
+        self._loose = update.loose if isinstance(update, PartUpdate) else None
         super().__init__(place, state, freight, update, noise=self._exchange.noise(rank_setup.run_context))
 
     @property
@@ -298,7 +300,7 @@ class TensorParallelShard(RankShard):
     def peak_saved_bytes(self) -> int | None:
         return self._replica.peak_saved_bytes
 
-    def exchange(self) -> Meets:
+    def status_sync(self) -> StatusSync:
         return self._exchange
 
     def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -306,7 +308,7 @@ class TensorParallelShard(RankShard):
         self._replica = self._sharding.worker(micro_steps(self._sharding.run_context.delta), recorder, self._loose)
         return self._replica
 
-    def rules(self) -> Mapping[str, str | int | float]:
+    def notes(self) -> Mapping[str, str | int | float]:
         sharding = self._sharding
         return {
             "shards": sharding.shards.count,

@@ -28,7 +28,7 @@ DIGITS = 3
 """Of 22 bits each: a float32 holds 24, and three cover an int64."""
 
 
-class Kind(IntEnum):
+class StatusKind(IntEnum):
     """What a rank brings."""
 
     nothing = 0
@@ -39,7 +39,7 @@ class Kind(IntEnum):
     """Its replica leaves."""
 
 
-class Norm(NamedTuple):
+class DeltaNorm(NamedTuple):
     """What a rank tells of its Δ, of those elements that count with it; squares of norms."""
 
     square: float = 0.0
@@ -57,7 +57,7 @@ class Norm(NamedTuple):
 class RankStatus(NamedTuple):
     """One rank's."""
 
-    kind: Kind
+    kind: StatusKind
     samples: int
     finite: bool
     stop: bool
@@ -65,7 +65,7 @@ class RankStatus(NamedTuple):
     loss: float
     entered_ns: Nanoseconds
     """When it came to the exchange, since the run began."""
-    norm: Norm | None = None
+    norm: DeltaNorm | None = None
     """None: nobody has asked."""
 
 
@@ -102,7 +102,7 @@ def numbers(row: RankStatus) -> list[float]:
     return [flags, row.loss, *digits(row.samples), *digits(row.entered_ns), *norm]
 
 
-def _norm_numbers(norm: Norm) -> list[float]:
+def _norm_numbers(norm: DeltaNorm) -> list[float]:
     """Lengths, which float32 has room for where it has none for their squares."""
     lengths = [math.sqrt(square) for square in (norm.square, norm.together, norm.before)]
     rounded = torch.tensor(lengths, dtype=torch.float32).tolist()
@@ -110,11 +110,11 @@ def _norm_numbers(norm: Norm) -> list[float]:
     return [norm.pieces, norm.samples_before, *rounded, *rest]
 
 
-def _norm(place: list[float]) -> Norm:
+def _norm(place: list[float]) -> DeltaNorm:
     pieces, samples, *parts = place
     lengths = (near + rest for near, rest in zip(parts[:3], parts[3:], strict=True))
     square, together, before = (length * length for length in lengths)
-    return Norm(square, int(pieces), together, before, int(samples))
+    return DeltaNorm(square, int(pieces), together, before, int(samples))
 
 
 def write(row: RankStatus, place: Tensor) -> None:
@@ -129,7 +129,7 @@ def read(place: list[float], *, norms: bool = False) -> RankStatus:
     norm = _norm(place[FIELDS : FIELDS + NORMS]) if norms else None
     samples, entered = whole(parts[:DIGITS]), whole(parts[DIGITS:])
     bits = int(flags)
-    return RankStatus(Kind(bits & 3), samples, bool(bits & 4), bool(bits & 8), loss, entered, norm)
+    return RankStatus(StatusKind(bits & 3), samples, bool(bits & 4), bool(bits & 8), loss, entered, norm)
 
 
 def write_counters(counters: list[Tensor], place: Tensor) -> None:
@@ -256,7 +256,7 @@ def of_step(step: Clock) -> str:
     return f"the all-reduce of its step {step}"
 
 
-class Meets(Protocol):
+class StatusSync(Protocol):
     """Where ranks meet."""
 
     def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
@@ -270,17 +270,15 @@ class GradientSync:
         freight: what this rank brings.
         vectors: what of it is summed here.
         rank: whose.
-        communicator: None where nobody else is there.
+        traffic: None where nobody else is there.
     """
 
-    def __init__(
-        self, freight: ReduceBuffer, vectors: list[Tensor], rank: int, communicator: Communicator | None
-    ) -> None:
-        self._freight, self._vectors, self._rank, self._communicator = freight, vectors, rank, communicator
+    def __init__(self, freight: ReduceBuffer, vectors: list[Tensor], rank: int, traffic: Communicator | None) -> None:
+        self._freight, self._vectors, self._rank, self._traffic = freight, vectors, rank, traffic
 
     def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
         """All ranks' rows; the vectors then hold the sum of what they brought."""
         self._freight.tell(self._rank, row)
-        if self._communicator is not None:
-            self._communicator.all_reduce(self._vectors, of_step(step))
+        if self._traffic is not None:
+            self._traffic.all_reduce(self._vectors, of_step(step))
         return self._freight.told()

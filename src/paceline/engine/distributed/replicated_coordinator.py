@@ -21,8 +21,8 @@ from paceline.aggregation.synchronous import Synchronous
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.distributed.evaluation import RankEvaluation
-from paceline.engine.distributed.norms import Noise
-from paceline.engine.distributed.reduce_buffer import Kind, RankStatus, ReduceBuffer
+from paceline.engine.distributed.norms import NoiseObserver
+from paceline.engine.distributed.reduce_buffer import RankStatus, ReduceBuffer, StatusKind
 from paceline.engine.distributed.update import Update
 from paceline.engine.remote_errors import not_finite
 from paceline.engine.run_context import RunContext
@@ -93,7 +93,7 @@ class ReplicatedCoordinator:
         stopwatch: SyncedClock,
         digest: str,
         reads: Callable[[Version], Version] | None = None,
-        noise: Noise | None = None,
+        noise: NoiseObserver | None = None,
     ) -> None:
         policy = setup.policy
         assert isinstance(policy, Synchronous), "another policy was not refused"
@@ -163,9 +163,9 @@ class ReplicatedCoordinator:
         if self._timed and self.chronicle.points.next < self._end * (1 - 1e-9):
             self._look()
         at_work = self._coordinator.computing  # who waits brings what has arrived before
-        for replica in (r for r, row in enumerate(rows) if row.kind is Kind.farewell):
+        for replica in (r for r, row in enumerate(rows) if row.kind is StatusKind.farewell):
             self._coordinator.left(replica, "done")
-        for replica in sorted(r for r in at_work if rows[r].kind is Kind.delta):
+        for replica in sorted(r for r in at_work if rows[r].kind is StatusKind.delta):
             if not self.over or self._reads is not None:
                 self._hear(replica, rows[replica])
         self.interrupted |= any(row.stop for row in rows)

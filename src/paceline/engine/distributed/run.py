@@ -20,12 +20,12 @@ from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, StreamedShare
-from paceline.engine.distributed.client import AllReduceClient, Surroundings
+from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
+from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.evaluation import RankEvaluation
 from paceline.engine.distributed.rank_shard import RankShard, StageShard, TensorParallelShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
-from paceline.engine.distributed.sync_batchnorm import meeting
+from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.distributed.validation import ended_within_a_delta
 from paceline.engine.run_context import RunContext, settle, threads
@@ -71,13 +71,13 @@ class DistributedRun:
         give_back_freed_memory()
         self._stopwatch = SyncedClock(context.registry.clock_offset_ns)
         self._desk = RankEvaluation(job, context, self._layout.nbytes)
-        reads = share.reads if isinstance(share, StreamedShare) else None
+        reads = share.read_version if isinstance(share, AsyncStageShard) else None
         self._course = ReplicatedCoordinator(
-            setup, share.update, share.freight, self._desk, self._stopwatch, digest, reads, share.noise
+            setup, share.update, share.reduce_buffer, self._desk, self._stopwatch, digest, reads, share.noise
         )
-        self._attendance = ShadowPasses(setup, share.place.replica, module, share.meeting, share.divided)
+        self._attendance = ShadowPasses(setup, share.coordinate.replica, module, share.batchnorm_group, share.fsdp)
         self._notes, self._sink = InMemorySink(), self._new_sink()
-        self._recorder: AnyRecorder = Recorder(*share.place, self._sink) if job.trace else NullRecorder()
+        self._recorder: AnyRecorder = Recorder(*share.coordinate, self._sink) if job.trace else NullRecorder()
         self._told_s: Seconds = -1.0
 
     def outcome(self) -> Outcome:
@@ -89,10 +89,10 @@ class DistributedRun:
             station = self._station(asked, woken)
             worker = self._worker(station)
             self._start()
-            with meeting(self._share.meeting):
+            with batchnorm_over(self._share.batchnorm_group):
                 with self._named(station):
                     worker.run(self._job.loop)
-                if self._share.divided is not None and not station.begins_delta():
+                if self._share.fsdp is not None and not station.begins_delta():
                     raise ended_within_a_delta(self._context.world.rank, self._job.strategy.accumulate)
                 station.leave()
             self._course.finish()
@@ -132,25 +132,25 @@ class DistributedRun:
 
     def _station(self, asked: Interruptible, woken: threading.Event) -> AllReduceClient | AsyncPipelineClient:
         share = self._share
-        self._gauge = WorkerMetrics(self._notes, share.place.replica, self._recorder, 0, self._setup.per_step)
-        around = Surroundings(
-            course=self._course,
-            exchange=share.exchange(),
-            freight=share.freight,
+        self._gauge = WorkerMetrics(self._notes, share.coordinate.replica, self._recorder, 0, self._setup.per_step)
+        around = ClientContext(
+            coordinator=self._course,
+            status_sync=share.status_sync(),
+            reduce_buffer=share.reduce_buffer,
             overlap=share.overlap,
             norms=share.noise.norms if share.noise else None,
             state=share.state,
-            stopwatch=self._stopwatch,
-            attendance=self._attendance,
-            gauge=self._gauge,
+            clock=self._stopwatch,
+            shadow_passes=self._attendance,
+            metrics=self._gauge,
             store_signals=self._context.store_signals,
-            asked_to_end=lambda: asked.heard > 0,
-            woken=woken,
-            after=self._tell,
+            stop_requested=lambda: asked.heard > 0,
+            stop_event=woken,
+            after_exchange=self._tell,
         )
-        if isinstance(share, StreamedShare):
+        if isinstance(share, AsyncStageShard):
             return AsyncPipelineClient(around, share, self._setup.allowance(), self._job.timeout_s)
-        return AllReduceClient(share.place.replica, around, self._job.timeout_s)
+        return AllReduceClient(share.coordinate.replica, around, self._job.timeout_s)
 
     def _worker(self, station: AllReduceClient | AsyncPipelineClient) -> ClientWorker:
         inner = self._share.replica(self._course.weight, self._recorder)
@@ -159,7 +159,7 @@ class DistributedRun:
             assert isinstance(station, AllReduceClient), "a stream has no Δ to send"
             self._closing.enter_context(inner.giving(station))
         measured = InstrumentedReplica(ShadowReplica(inner, self._attendance), self._gauge, station, 0)
-        return ClientWorker(self._setup, self._share.place.replica, measured, station, self._gauge)
+        return ClientWorker(self._setup, self._share.coordinate.replica, measured, station, self._gauge)
 
     def _start(self) -> None:
         self._stopwatch.start(self._context.gather(time.monotonic_ns(), "the others' start")[0])
@@ -175,7 +175,7 @@ class DistributedRun:
         except Exception as error:
             if not self._job.strategy.spread:
                 raise
-            place, rank = self._share.place, self._context.world.rank
+            place, rank = self._share.coordinate, self._context.world.rank
             where = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
             told = "".join(traceback.format_exception(error))
             raise WorkerError(
@@ -195,7 +195,7 @@ class DistributedRun:
         self._recorder.close()
         communicator = self._context.communicator
         seen = self._notes.seen._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
-        figures = told(self._share.place, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
+        figures = told(self._share.coordinate, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
         remembered = self._share.update.optimizer_bytes
         mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes, optimizer_bytes=remembered)
         said = self._context.gather((mine, records, self._spans()), "the others' scores and figures")
@@ -204,7 +204,7 @@ class DistributedRun:
         account = course.chronicle.account(
             seconds, [figures for figures, _, _ in said], (), self._rules(), interrupted=course.interrupted
         )
-        state = self._share.update.whole(wanted=True)
+        state = self._share.update.full_state(wanted=True)
         assert state is not None, "it is wanted here"
         model = write(materialize(self._job.program, SpillAllocator()), state)
         spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
@@ -214,7 +214,7 @@ class DistributedRun:
         return {
             "threads": threads(self._job, self._context.world.local_size),
             "backend": self._backend if self._context.world.size > 1 else "none",
-            **self._share.rules(),
+            **self._share.notes(),
         }
 
     def _spans(self) -> list[Span]:
@@ -236,7 +236,7 @@ def _share(rank_setup: RankSetup) -> RankShard:
     """By what the strategy asks for."""
     strategy = rank_setup.run_context.job.strategy
     if strategy.pipelined:
-        return StageShard(rank_setup) if strategy.order.flushes else StreamedShare(rank_setup)
+        return StageShard(rank_setup) if strategy.order.flushes else AsyncStageShard(rank_setup)
     return TensorParallelShard(rank_setup) if strategy.tensor_parallel else WholeModelShard(rank_setup)
 
 

@@ -25,7 +25,7 @@ from paceline.core.types import ReplicaId
 from paceline.engine.spmd.communicator import Communicator
 
 
-class Meeting:
+class BatchNormGroup:
     """The ranks whose samples are looked at together.
 
     Args:
@@ -49,11 +49,11 @@ class Meeting:
         return table
 
 
-_meeting: Meeting | None = None
+_meeting: BatchNormGroup | None = None
 
 
 @contextlib.contextmanager
-def meeting(with_whom: Meeting | None) -> Iterator[None]:
+def batchnorm_over(with_whom: BatchNormGroup | None) -> Iterator[None]:
     """While it is entered, :class:`SynchronisedBatchNorm` meets these ranks; with None it is BatchNorm."""
     global _meeting
     before, _meeting = _meeting, with_whom
@@ -98,7 +98,7 @@ class _Normalise(torch.autograd.Function):
     """x̂ = (x - mean) / σ, whose gradient knows that mean and σ are of all ranks' x."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: float, with_whom: Meeting) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mean: Tensor, rstd: Tensor, count: float, with_whom: BatchNormGroup) -> Tensor:
         normal = (x - _over_channels(mean, x)) * _over_channels(rstd, x)
         ctx.save_for_backward(normal, rstd)
         ctx.count, ctx.with_whom = count, with_whom
@@ -116,7 +116,7 @@ class _Normalise(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-def _statistics(x: Tensor, with_whom: Meeting) -> tuple[float, Tensor, Tensor]:
+def _statistics(x: Tensor, with_whom: BatchNormGroup) -> tuple[float, Tensor, Tensor]:
     """Count, mean and variance of each channel over all ranks, in float64."""
     dims = [0, *range(2, x.dim())]
     wide = x.double()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.distributed.fsdp import FsdpModule
-from paceline.engine.distributed.sync_batchnorm import Meeting, SynchronisedBatchNorm
+from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.run_context import RunContext
 from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured, Replica
@@ -37,7 +37,7 @@ class ShadowPasses:
         setup: RunContext,
         replica: ReplicaId,
         module: nn.Module,
-        with_whom: Meeting | None,
+        with_whom: BatchNormGroup | None,
         divided: FsdpModule | None = None,
     ) -> None:
         self._setup, self._replica, self._module = setup, replica, module

@@ -19,7 +19,7 @@ from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
-class Gather(Protocol):
+class StateGather(Protocol):
     """How A is made of the parts of all ranks."""
 
     def __call__(self, *, wanted: bool) -> FlatState | None:
@@ -27,7 +27,7 @@ class Gather(Protocol):
 
 
 @dataclass(frozen=True)
-class HeldState:
+class ShardState:
     """One rank's.
 
     Args:
@@ -40,16 +40,16 @@ class HeldState:
     state: FlatState
     whole: FlatLayout
     counted: Sequence[str]
-    gather: Gather
+    gather: StateGather
 
 
-def all_of(state: FlatState) -> HeldState:
+def all_of(state: FlatState) -> ShardState:
     """Where every rank has all of A."""
 
     def copied(*, wanted: bool) -> FlatState | None:
         return state.clone() if wanted else None
 
-    return HeldState(state, state.layout, state.layout.parameter_names, copied)
+    return ShardState(state, state.layout, state.layout.parameter_names, copied)
 
 
 class Update(ABC):
@@ -57,7 +57,7 @@ class Update(ABC):
 
     @property
     @abstractmethod
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         """What is all-reduced whenever ranks meet; with all ranks' rows."""
 
     @property
@@ -77,7 +77,7 @@ class Update(ABC):
         """
 
     @abstractmethod
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
 
 
@@ -89,7 +89,7 @@ class ReplicatedUpdate(Update):
         self._freight, self._owner = freight, owner
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         return self._freight.vectors
 
     @property
@@ -104,7 +104,7 @@ class ReplicatedUpdate(Update):
     def apply(self, factor: float, rate: float) -> None:
         self._owner.apply([(self._freight.state, factor)], rate, alone=True)
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         return self._owner.state.clone() if wanted else None
 
 
@@ -126,7 +126,7 @@ class CompressedUpdate(Update):
         ]
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         return self._freight.tails
 
     @property
@@ -139,8 +139,8 @@ class CompressedUpdate(Update):
             communicator.sent_bytes += self._compression.all_reduce(state, vector, communicator.group.handle)
         self._whole.apply(factor, rate)
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
-        return self._whole.whole(wanted=wanted)
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        return self._whole.full_state(wanted=wanted)
 
 
 def take_buffers(state: FlatState, brought: FlatState) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.core.partitioning import cut_at_borders
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
-from paceline.engine.distributed.update import HeldState, Update, take_buffers
+from paceline.engine.distributed.update import ShardState, Update, take_buffers
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import SubGroup
 from paceline.program import Program
@@ -33,7 +33,7 @@ from paceline.replica.flat_optimizer import FlatOptimizer, elementwise, of_part,
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
 
 
-class Piece(NamedTuple):
+class ZeroSlice(NamedTuple):
     """What a rank steps on."""
 
     block: DtypeBuffer
@@ -57,7 +57,7 @@ class Piece(NamedTuple):
                 yield self.delta[start:stop]
 
 
-class Partition(ABC):
+class ZeroPartition(ABC):
     """One rank's part of one vector.
 
     Args:
@@ -65,7 +65,7 @@ class Partition(ABC):
         shared: what every rank steps on: of its Δ the sum is made where ranks meet.
     """
 
-    def __init__(self, own: Piece, shared: Piece | None = None) -> None:
+    def __init__(self, own: ZeroSlice, shared: ZeroSlice | None = None) -> None:
         self.own, self.shared = own, shared
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Partition(ABC):
 
 
 @final
-class Even(Partition):
+class EvenPartition(ZeroPartition):
     """Equal parts that lie where they are; what is left over, fewer elements than ranks, all step on.
 
     ::
@@ -104,8 +104,8 @@ class Even(Partition):
         self._sum = torch.zeros_like(self._a[rank])
         left = _flat(block.dtype, body, block.elements)
         super().__init__(
-            Piece(_flat(block.dtype, rank * each, (rank + 1) * each), rank * each, self._a[rank], self._sum),
-            Piece(left, body, a[body:], delta[body:]) if left.elements else None,
+            ZeroSlice(_flat(block.dtype, rank * each, (rank + 1) * each), rank * each, self._a[rank], self._sum),
+            ZeroSlice(left, body, a[body:], delta[body:]) if left.elements else None,
         )
 
     def begin_sum(self, communicator: Communicator) -> Any:
@@ -120,7 +120,7 @@ class Even(Partition):
 
 
 @final
-class AtBorders(Partition):
+class ParameterPartition(ZeroPartition):
     """Whole parameters; the parts are as unequal as these are, and travel in rows as long as the longest.
 
     Args:
@@ -138,7 +138,7 @@ class AtBorders(Partition):
         self._rows = torch.zeros(ranks, longest, dtype=block.dtype)
         self._row = torch.zeros(longest, dtype=block.dtype)
         here = self._a[rank]
-        super().__init__(Piece(_inside(block, cut[rank], cut[rank + 1]), cut[rank], here, self._row[: len(here)]))
+        super().__init__(ZeroSlice(_inside(block, cut[rank], cut[rank + 1]), cut[rank], here, self._row[: len(here)]))
 
     def begin_sum(self, communicator: Communicator) -> Any:
         for row, part in zip(self._rows, self._delta, strict=True):
@@ -185,19 +185,19 @@ class ZeroOptimizer(Update):
     """
 
     def __init__(
-        self, program: Program, freight: ReduceBuffer, held: HeldState, subgroup: SubGroup, everybody: Communicator
+        self, program: Program, freight: ReduceBuffer, held: ShardState, subgroup: SubGroup, everybody: Communicator
     ) -> None:
         self._freight, self._held, self._among, self._everybody = freight, held, subgroup.communicator, everybody
         self._clip_norm = program.clip_norm
         anywhere = elementwise(program.optimizer, held.whole)
-        self._parts = _parts(Even if anywhere else AtBorders, freight, held, subgroup)
+        self._parts = _parts(EvenPartition if anywhere else ParameterPartition, freight, held, subgroup)
         self._own, self._shared = _pieces(self._parts, freight, held)
         self._counted = list(self._that_count(first=subgroup.rank == 0))
         self._gradients = [piece.delta for piece in (*self._own, *self._shared)]
         self._stepper = _stepper(program, held.whole, [*self._own, *self._shared], anywhere=anywhere)
 
     @property
-    def meeting(self) -> list[Tensor]:
+    def reduced_vectors(self) -> list[Tensor]:
         left = {piece.block.dtype: piece.block.elements for piece in self._shared}
         return self._freight.tails_with(left)
 
@@ -216,7 +216,7 @@ class ZeroOptimizer(Update):
         self._gather()
         take_buffers(self._held.state, self._freight.state)
 
-    def whole(self, *, wanted: bool) -> FlatState | None:
+    def full_state(self, *, wanted: bool) -> FlatState | None:
         return self._held.gather(wanted=wanted)
 
     def _sum(self) -> None:
@@ -264,8 +264,8 @@ def _remembers(program: Program, layout: FlatLayout) -> bool:
 
 
 def _parts(
-    divided: type[Even | AtBorders], freight: ReduceBuffer, held: HeldState, subgroup: SubGroup
-) -> Sequence[Partition]:
+    divided: type[EvenPartition | ParameterPartition], freight: ReduceBuffer, held: ShardState, subgroup: SubGroup
+) -> Sequence[ZeroPartition]:
     """Of each vector this rank's; none where nobody else has it."""
     if subgroup.communicator is None:
         return []
@@ -273,16 +273,20 @@ def _parts(
     return [divided(block, a, delta, subgroup.rank, subgroup.communicator.ranks) for block, a, delta in vectors]
 
 
-def _pieces(parts: Sequence[Partition], freight: ReduceBuffer, held: HeldState) -> tuple[list[Piece], list[Piece]]:
+def _pieces(
+    parts: Sequence[ZeroPartition], freight: ReduceBuffer, held: ShardState
+) -> tuple[list[ZeroSlice], list[ZeroSlice]]:
     """What this rank alone steps on, and what all do."""
     if not parts:
         vectors = zip(held.state.layout.parameters, held.state.parameters, freight.state.parameters, strict=True)
-        return [Piece(block, 0, a, delta) for block, a, delta in vectors], []
+        return [ZeroSlice(block, 0, a, delta) for block, a, delta in vectors], []
     own = [part.own for part in parts if part.own.block.elements]
     return own, [part.shared for part in parts if part.shared is not None]
 
 
-def _stepper(program: Program, whole: FlatLayout, pieces: Sequence[Piece], *, anywhere: bool) -> FlatOptimizer | None:
+def _stepper(
+    program: Program, whole: FlatLayout, pieces: Sequence[ZeroSlice], *, anywhere: bool
+) -> FlatOptimizer | None:
     """The optimizer of this rank's pieces; None where it has none."""
     if not pieces:
         return None

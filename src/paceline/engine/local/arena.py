@@ -77,7 +77,7 @@ class ParameterArena:
         found = self._made.get(v)
         return found if found is not None else self._keep(v, self._state(f"version {v}", self.segment))
 
-    def reading(self, v: int) -> FlatState:
+    def readonly_version(self, v: int) -> FlatState:
         """One A, where it can't be written."""
         found = self._made.get(("reading", v))
         if found is not None:
@@ -102,7 +102,7 @@ class ParameterArena:
         """Two copies of what the optimizer remembers, for each vector of A; give them memory first."""
         return self._memory(0), self._memory(1)
 
-    def claim(self, *names: str) -> None:
+    def commit(self, *names: str) -> None:
         """Give these memory now, so that a write can't meet a full memory later; once is enough.
 
         Raises:
@@ -170,16 +170,16 @@ class VersionPool:
         self._reads: dict[ReplicaId, int] = {}
         self._readers = [0] * store.plan.versions
         self._new = set(self._free)
-        self.present = 0
+        self.current = 0
         """Where the present A lies."""
 
-    def read(self, replica: ReplicaId) -> int:
+    def acquire(self, replica: ReplicaId) -> int:
         """A replica computes from the present A from now on; where that lies."""
-        self._reads[replica] = place = self.present
+        self._reads[replica] = place = self.current
         self._readers[place] += 1
         return place
 
-    def read_no_more(self, replica: ReplicaId) -> None:
+    def release(self, replica: ReplicaId) -> None:
         """A replica has computed, or is gone."""
         place = self._reads.pop(replica, None)
         if place is not None:
@@ -194,17 +194,17 @@ class VersionPool:
         """
         place = self._free[-1]
         if place in self._new:
-            self._store.claim(f"version {place}")
+            self._store.commit(f"version {place}")
             self._new.remove(place)
         return place
 
-    def move_to(self, place: int) -> None:
+    def commit_write(self, place: int) -> None:
         """The place that :meth:`free` gave holds the present A now."""
         taken = self._free.pop()
         assert taken == place, "not the place that was free"
-        before, self.present = self.present, place
+        before, self.current = self.current, place
         self._let_go(before)
 
     def _let_go(self, place: int) -> None:
-        if not self._readers[place] and place != self.present:
+        if not self._readers[place] and place != self.current:
             self._free.append(place)

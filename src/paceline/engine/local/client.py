@@ -58,7 +58,7 @@ class SharedMemoryClient:
         return self._made == 0
 
     def pull(self) -> FlatState:
-        return self._store.version(0) if self._in_place else self._store.reading(self._order.place)
+        return self._store.version(0) if self._in_place else self._store.readonly_version(self._order.place)
 
     def ends_delta(self) -> bool:
         self._made += 1
@@ -87,31 +87,31 @@ class SharedMemoryClient:
     def pause(self, seconds: float) -> None:
         """Be slow for so long, or until called off."""
         until = time.monotonic() + seconds
-        self._board.excuse(self._replica, int(until * 1e9))
+        self._board.set_pause(self._replica, int(until * 1e9))
         while not self.cancelled() and (left := until - time.monotonic()) > 0:
             self._mine.sleep(self.cancelled, self._mine.bell.wait, left)
 
     def _begun(self) -> bool:
         """Begin the next attempt, if there is an order for it."""
-        if self.attempt >= self._board.reach(self._replica):
+        if self.attempt >= self._board.last_allowed(self._replica):
             return False
-        self._order = order = self._board.order(self._replica)
+        self._order = order = self._board.read_grant(self._replica)
         self._made, self._under_way = 0, True
         self._mine.expect(order.at_ns - self._reported_ns, self._reported_ns - self._began_ns)
         self._began_ns = time.monotonic_ns()
         self.attempt += 1
         # Who writes A in place reads it as all that were told of have left it.
-        self._version = self._board.moves() if self._in_place else order.version
+        self._version = self._board.step_count() if self._in_place else order.version
         return True
 
     def _news(self) -> bool:
         board = self._board
-        return board.reach(self._replica) > self.attempt or board.ended(self._replica) or self._helper.asked()
+        return board.last_allowed(self._replica) > self.attempt or board.ended(self._replica) or self._helper.asked()
 
     def _report(self, ending: int, measured: Measured) -> None:
         order, attempt = self._order, self.attempt
         self._under_way, self._reported_ns = False, time.monotonic_ns()
-        self._board.tell(
+        self._board.write_completion(
             self._replica,
             Completion(
                 ending,
@@ -126,5 +126,5 @@ class SharedMemoryClient:
             ),
         )
         # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.
-        if 2 * attempt >= self._board.allowed(self._replica) + self._board.reach(self._replica):
+        if 2 * attempt >= self._board.granted(self._replica) + self._board.last_allowed(self._replica):
             self._main.ring()

@@ -35,7 +35,7 @@ TASK_WORDS = 32
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
 
-WRITTEN = -1
+BEING_WRITTEN = -1
 """The stamp of a place in which no version lies whole."""
 
 # pack_into clears what it writes to first: the number of a message, which says that it is there, is never among it.
@@ -133,28 +133,28 @@ class ControlBlock:
         each = _WORDS + 2 + REPORTS * REPORT_WORDS + STEP_TIMES + 3 * slots
         return replicas * each + 8 + replicas + 2 + TASK_WORDS
 
-    def sleeper(self, replica: ReplicaId | None) -> "memoryview[int]":
+    def sleep_flag(self, replica: ReplicaId | None) -> "memoryview[int]":
         """The word that says whether a worker, or None: main, sleeps."""
         at = self._main_at if replica is None else replica * _WORDS + _ASLEEP
         return self._words[at : at + 1]
 
     # ---------------------------------------------------------------------------------------------------------- orders
 
-    def give(self, replica: ReplicaId, order: Grant) -> None:
+    def write_grant(self, replica: ReplicaId, order: Grant) -> None:
         """Write an order."""
         at = replica * _WORDS
         _ORDER_REST.pack_into(self._bytes, 8 * (at + 1), *order[1:])
         self._words[at] = order.attempt
 
-    def order(self, replica: ReplicaId) -> Grant:
+    def read_grant(self, replica: ReplicaId) -> Grant:
         """The newest order."""
         return Grant._make(_ORDER.unpack_from(self._bytes, 8 * replica * _WORDS))
 
-    def allowed(self, replica: ReplicaId) -> int:
+    def granted(self, replica: ReplicaId) -> int:
         """The newest attempt that a worker was released for."""
         return self._words[replica * _WORDS]
 
-    def reach(self, replica: ReplicaId) -> int:
+    def last_allowed(self, replica: ReplicaId) -> int:
         """The newest attempt that a worker may begin."""
         at = replica * _WORDS
         return self._words[at] + self._words[at + 6]
@@ -171,41 +171,41 @@ class ControlBlock:
         """The newest attempt that was called off."""
         return self._words[replica * _WORDS + _CANCELLED]
 
-    def excuse(self, replica: ReplicaId, until_ns: int) -> None:
+    def set_pause(self, replica: ReplicaId, until_ns: int) -> None:
         """Say that nothing will be heard of a worker until then: it is in a delay that was asked for."""
         self._words[replica * _WORDS + _EXCUSED] = until_ns
 
-    def excused(self, replica: ReplicaId) -> int:
+    def paused_until(self, replica: ReplicaId) -> int:
         """Until when nothing will be heard of a worker; 0 where there was no delay."""
         return self._words[replica * _WORDS + _EXCUSED]
 
     # ---------------------------------------------------------------------------------------------------------- stamps
 
-    def stamp(self, place: int, version: int) -> None:
-        """Say which version lies in a place from now on; :data:`WRITTEN`: it is being written."""
+    def set_version(self, place: int, version: int) -> None:
+        """Say which version lies in a place from now on; :data:`BEING_WRITTEN`: it is being written."""
         self._words[self._stamps_at + place] = version
 
-    def stamped(self, place: int) -> int:
+    def version_in(self, place: int) -> int:
         """Which version lies in a place."""
         return self._words[self._stamps_at + place]
 
     # --------------------------------------------------------------------------------------------------------- reports
 
-    def tell(self, replica: ReplicaId, report: Completion) -> None:
+    def write_completion(self, replica: ReplicaId, report: Completion) -> None:
         """Write a report."""
         _REPORT.pack_into(self._bytes, self._report_at(replica, report.attempt), *report)
         self._moves[replica] += report.ending == ARRIVED and report.samples > 0
         self._told[replica] = report.attempt
 
-    def told(self) -> list[int]:
+    def completed(self) -> list[int]:
         """For each worker the newest attempt that it has reported."""
         return self._told.tolist()
 
-    def moves(self) -> int:
+    def step_count(self) -> int:
         """How many steps with samples have been reported, by all."""
         return sum(self._moves.tolist())
 
-    def report(self, replica: ReplicaId, attempt: int) -> Completion:
+    def completion(self, replica: ReplicaId, attempt: int) -> Completion:
         """The report of one of the last attempts."""
         return Completion._make(_REPORT.unpack_from(self._bytes, self._report_at(replica, attempt)))
 
@@ -214,7 +214,7 @@ class ControlBlock:
 
     # ----------------------------------------------------------------------------------------------------------- tasks
 
-    def describe(self, task: UpdateTask) -> None:
+    def write_task(self, task: UpdateTask) -> None:
         """Write what is to be made in parts."""
         at = 8 * self._task_at
         kernel = struct.Struct(f"={len(task.kernel)}d")
@@ -224,7 +224,7 @@ class ControlBlock:
         for i, delta in enumerate(task.deltas):
             _DELTA.pack_into(self._bytes, at + 8 * TASK_WORDS + i * _DELTA.size, *delta)
 
-    def task(self) -> UpdateTask:
+    def read_task(self) -> UpdateTask:
         """The newest task."""
         at = 8 * self._task_at
         number, only_sum, of_sum, here, there, memory, count = _TASK.unpack_from(self._bytes, at)
@@ -234,29 +234,29 @@ class ControlBlock:
         deltas = tuple(_DELTA.unpack_from(self._bytes, first + i * _DELTA.size) for i in range(count))
         return UpdateTask(number, bool(only_sum), bool(of_sum), here, there, memory, kernel, deltas)
 
-    def assign(self, replica: ReplicaId, part: UpdateSlice) -> None:
+    def assign_slice(self, replica: ReplicaId, part: UpdateSlice) -> None:
         """Write what a worker's part of the newest task is."""
         at = replica * _WORDS + _PART_AT
         self._words[at + 1], self._words[at + 2] = part.number, part.of
         self._words[at] = part.task
 
-    def part(self, replica: ReplicaId) -> UpdateSlice | None:
+    def pending_slice(self, replica: ReplicaId) -> UpdateSlice | None:
         """A worker's part that it has not made."""
         at = replica * _WORDS + _PART_AT
         if self._words[at] == self._words[replica * _WORDS + _DONE]:
             return None
         return UpdateSlice._make(_PART.unpack_from(self._bytes, 8 * at))
 
-    def made(self, replica: ReplicaId, part: UpdateSlice, square: float) -> None:
+    def finish_slice(self, replica: ReplicaId, part: UpdateSlice, square: float) -> None:
         """A worker has made its part; ``square`` is the squared norm of its Σ weight·Δ."""
         self._reals[replica * _WORDS + _SQUARE] = square
         self._words[replica * _WORDS + _DONE] = part.task
 
-    def has_made(self, replica: ReplicaId, task: int) -> bool:
+    def slice_finished(self, replica: ReplicaId, task: int) -> bool:
         """Whether a worker has made its part of a task."""
         return self._words[replica * _WORDS + _DONE] == task
 
-    def square(self, replica: ReplicaId) -> float:
+    def slice_square(self, replica: ReplicaId) -> float:
         """What a worker gave to :meth:`made`."""
         return self._reals[replica * _WORDS + _SQUARE]
 
@@ -312,10 +312,10 @@ class MetricsBlock:
         first = worker * _EACH + 5
         return [t for t in self._reals[first : first + STEP_TIMES].tolist() if t > 0]
 
-    def hold(self, worker: int, nbytes: int) -> None:
+    def set_parameter_bytes(self, worker: int, nbytes: int) -> None:
         """Write how many bytes of parameters a worker has."""
         self._words[worker * _EACH + 4] = nbytes
 
-    def held_bytes(self, worker: int) -> int:
+    def parameter_bytes_of(self, worker: int) -> int:
         """How many bytes of parameters a worker has."""
         return self._words[worker * _EACH + 4]

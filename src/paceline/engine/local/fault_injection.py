@@ -78,17 +78,17 @@ class FaultInjector:
         self._faults = {(f.replica, f.step, f.when): f.number for f in script.faults}
         self._send_signal = send_signal
 
-    def about_to_send(self, replica: ReplicaId, step: Clock) -> None:
+    def before_grant(self, replica: ReplicaId, step: Clock) -> None:
         """A replica is to be sent A for a step: its worker may have to meet its fault instead."""
         if self._faults:
             self._reached(replica, step, "sent")
 
-    def has_taken(self, replica: ReplicaId, step: Clock) -> None:
+    def after_decision(self, replica: ReplicaId, step: Clock) -> None:
         """A Δ has been decided on: its worker may have to meet its fault now."""
         if self._faults:
             self._reached(replica, step, "taken")
 
-    def cued(self, untaken: Untaken, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
+    def due(self, untaken: Untaken, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
         """The reports to take now, one after the other; the next is looked for when the one before has been taken."""
         while self._order:
             found = self._next(untaken(), coordinator)

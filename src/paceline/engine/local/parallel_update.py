@@ -161,21 +161,21 @@ class ParallelUpdate:
         """Have all parts made; returns the squared norm of Σ weight·Δ where that is asked for."""
         self._number += 1
         task = task._replace(number=self._number)
-        self._board.describe(task)
+        self._board.write_task(task)
         parts = {replica: UpdateSlice(self._number, number, len(by)) for number, replica in enumerate(by)}
         for replica, part in parts.items():
-            self._board.assign(replica, part)
+            self._board.assign_slice(replica, part)
             self._crew.ring(replica)
         self._crew.wait_for(self._has_made, parts, f"their part of update {self._owner.stepper.steps}")
         return sum(self._ended(task, replica, part) for replica, part in parts.items())
 
     def _has_made(self, replica: ReplicaId) -> bool:
-        return self._board.has_made(replica, self._number)
+        return self._board.slice_finished(replica, self._number)
 
     def _ended(self, task: UpdateTask, replica: ReplicaId, part: UpdateSlice) -> float:
         """The squared norm of a part, which is made here if its worker died over it."""
         if self._has_made(replica):
-            return self._board.square(replica)
+            return self._board.slice_square(replica)
         return self._bench.make(task, part)
 
     def _settled(self) -> bool:
@@ -184,7 +184,7 @@ class ParallelUpdate:
             return True
         remembers = range(self._store.plan.remembers)
         try:
-            self._store.claim("sum", *(f"memory {copy} {m}" for copy in (0, 1) for m in remembers))
+            self._store.commit("sum", *(f"memory {copy} {m}" for copy in (0, 1) for m in remembers))
         except PacelineError:
             self._least = math.inf
             return False
@@ -212,11 +212,11 @@ class UpdateHelper:
 
     def asked(self) -> bool:
         """Whether there is a part to make."""
-        return self._board.part(self._replica) is not None
+        return self._board.pending_slice(self._replica) is not None
 
     def help(self) -> None:
         """Make the part that there is, if there is one."""
-        part = self._board.part(self._replica)
+        part = self._board.pending_slice(self._replica)
         if part is not None:
-            self._board.made(self._replica, part, self._bench.make(self._board.task(), part))
+            self._board.finish_slice(self._replica, part, self._bench.make(self._board.read_task(), part))
             self._ring()

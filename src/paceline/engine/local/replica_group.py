@@ -30,7 +30,7 @@ from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
 
 
-class PartDone(Exception):  # noqa: N818 (who has ended is for main to say)
+class PeerExited(Exception):  # noqa: N818 (who has ended is for main to say)
     """Another worker of this replica has ended."""
 
 
@@ -66,7 +66,7 @@ class End(NamedTuple):
 Word: TypeAlias = Adopt | Advance | Finish | End
 
 
-class Command(NamedTuple):
+class PartDone(NamedTuple):
     """What a worker says of its part of a Δ, once that is written."""
 
     version: Version
@@ -98,7 +98,7 @@ class CommandPipe:
         try:
             self._connection.send_bytes(pickle.dumps(what))
         except OSError as error:
-            raise PartDone(self._whom) from error
+            raise PeerExited(self._whom) from error
 
     def hear(self) -> Any:
         """Wait, as long as it takes, for what the other end says.
@@ -109,7 +109,7 @@ class CommandPipe:
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise PartDone(self._whom) from error
+            raise PeerExited(self._whom) from error
 
     def answer(self, what: str) -> Any:
         """Wait for an answer.
@@ -181,9 +181,9 @@ class ShardIO:
         Raises:
             PacelineError: another version lies there, or it was written meanwhile.
         """
-        before = self._board.stamped(place)
+        before = self._board.version_in(place)
         self._reading(place).take()
-        after = self._board.stamped(place)
+        after = self._board.version_in(place)
         if not before == after == version:
             raise PacelineError(
                 f"replica {label(self._place)} was sent version {version} of A, but read {before} and then {after} in "
@@ -198,15 +198,15 @@ class ShardIO:
         """One micro-step; its mean loss, where that is known."""
         return self._inner.advance(batch, clock)
 
-    def finish(self, slot: int) -> Command:
+    def finish(self, slot: int) -> PartDone:
         """Write this part of Δ into the replica's slot."""
         measured = self._inner.finish(self._delta)
         self._writing(slot).put()
-        return Command(self._version, measured.finite, measured.samples, measured.loss)
+        return PartDone(self._version, measured.finite, measured.samples, measured.loss)
 
     def _reading(self, place: int) -> ShardViews:
         if place not in self._reads:
-            whole = self._store.reading(place)
+            whole = self._store.readonly_version(place)
             self._reads[place] = ShardViews(self._mine, whole, self._stage.lies, self._shard)
         return self._reads[place]
 
@@ -280,7 +280,7 @@ class ReplicaLeader(Replica):
         return tensor
 
 
-def _measured(said: Sequence[Command]) -> Measured:
+def _measured(said: Sequence[PartDone]) -> Measured:
     """Of all parts of a Δ."""
     versions = {each.version for each in said}
     if len(versions) > 1:

@@ -31,8 +31,8 @@ from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job
 from paceline.engine.local.client import SharedMemoryClient
 from paceline.engine.local.control_block import MetricsBlock
-from paceline.engine.local.replica_group import CommandPipe, End, Follower, PartDone, ReplicaLeader, ShardIO, say_all
-from paceline.engine.local.worker import lay_out, sheet_of
+from paceline.engine.local.replica_group import CommandPipe, End, Follower, PeerExited, ReplicaLeader, ShardIO, say_all
+from paceline.engine.local.worker import metrics_block, open_arena
 from paceline.engine.local.worker_processes import QUIET, label
 from paceline.engine.remote_errors import LONGEST_TRACEBACK, failure, worker_failed
 from paceline.engine.run_context import RunContext, settle
@@ -150,7 +150,7 @@ class _Member:
         """Say who has failed; say nothing where another one of the replica has ended."""
         try:
             yield
-        except PartDone as parted:
+        except PeerExited as parted:
             raise SystemExit(QUIET) from parted
         except Exception as error:
             if context.registry.first_exited() is not None:
@@ -166,11 +166,11 @@ class _Member:
     def _part(self, context: RankContext, module: nn.Module) -> ShardIO:
         """Its part of the replica; all workers of that make theirs together."""
         layout = FlatLayout.of(module, self._job.running_buffers)
-        self._store, self._board = lay_out(self._setup, layout, self._remembers, self._store_fd)
+        self._store, self._board = open_arena(self._setup, layout, self._remembers, self._store_fd)
         rank_setup = RankSetup(self._setup, context, BACKEND, module, layout, self._place.replica)
         held = PipelineRank(rank_setup) if self._job.strategy.pipelined else TensorParallelRank(rank_setup)
         self._bytes = held.layout.parameter_bytes
-        sheet_of(self._setup, self._store).hold(self._worker, self._bytes)
+        metrics_block(self._setup, self._store).set_parameter_bytes(self._worker, self._bytes)
         steps = 1 if self._setup.owns_steps else micro_steps(self._setup.delta)
         if isinstance(held, PipelineRank):
             inner: Replica = pipelined(held, steps, self._recorder)
@@ -200,7 +200,7 @@ class _Member:
 
     def _led(self, context: RankContext, part: ShardIO, mine: EventFd, coordinator: EventFd) -> Callable[[], None]:
         setup, replica, board = self._setup, self._place.replica, self._board
-        alarms = Wakeup(mine, board.sleeper(replica)), Wakeup(coordinator, board.sleeper(None))
+        alarms = Wakeup(mine, board.sleep_flag(replica)), Wakeup(coordinator, board.sleep_flag(None))
         station = SharedMemoryClient(self._store, board, replica, *alarms)
         gauge = WorkerMetrics(board, replica, self._recorder, 2 * self._bytes, setup.per_step)
         told = len(self._mesh.stage_workers) > 1
@@ -217,7 +217,7 @@ class _Member:
 
     def _following(self, context: RankContext, part: ShardIO) -> Callable[[], None]:
         assert context.communicator is not None, "a follower has a leader"
-        sheet: MetricsBlock = sheet_of(self._setup, self._store)
+        sheet: MetricsBlock = metrics_block(self._setup, self._store)
         gauge = WorkerMetrics(sheet, self._worker, self._recorder, 0, self._setup.per_step)
         last = self._rank == self._size - 1 and len(self._mesh.stage_workers) > 1
         follower = Follower(part, self._lines[0], context.communicator, gauge, tells=last)

@@ -30,7 +30,7 @@ from paceline.engine.local.control_block import ARRIVED, REPORTS, Completion
 from paceline.engine.local.evaluation import EvaluationQueue
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.local.server import SharedMemoryServer
-from paceline.engine.local.worker import lay_out, sheet_of
+from paceline.engine.local.worker import metrics_block, open_arena
 from paceline.engine.local.worker_processes import ENTRY, EXIT_OK, Token, WorkerProcesses
 from paceline.engine.noise_scale import NoiseAccumulator, NoiseEstimator
 from paceline.engine.remote_errors import not_finite
@@ -81,7 +81,7 @@ class LocalRun:
         noise = NoiseAccumulator(setup.reference_batch) if job.noise_scale else None
         meter = NoiseEstimator(noise) if noise else None
         owner = ServerOptimizer(job.program, setup.policy, state, meter) if setup.slots else None
-        self._store, self._board = lay_out(setup, state.layout, owner.stepper.remembers if owner else 0)
+        self._store, self._board = open_arena(setup, state.layout, owner.stepper.remembers if owner else 0)
         closing.callback(self._store.close)
         digest = state.digest()
         if owner is not None:
@@ -112,7 +112,7 @@ class LocalRun:
             self._crew,
             waiting=lambda: self._coordinator.waiting,
             ahead=self._lead(scripted=script != EventScript()),
-            about_to_send=self._director.about_to_send,
+            about_to_send=self._director.before_grant,
             recorder=self._recorder,
             meter=meter,
         )
@@ -217,17 +217,17 @@ class LocalRun:
     def _wait(self, timeout_s: Seconds) -> list[Token]:
         """Wait for news; whatever is no report is looked for once a while, however many of these there are."""
         alarm, tokens = self._crew.alarm, list[Token]()
-        if alarm.spin(self._server.news) and self._now() - self._glanced_s < GLANCE_S:
+        if alarm.spin(self._server.has_news) and self._now() - self._glanced_s < GLANCE_S:
             return tokens
         self._glanced_s = self._now()
 
         def block(seconds: Seconds) -> None:
             tokens.extend(self._crew.waiter.wait(seconds))
 
-        if self._server.news():
+        if self._server.has_news():
             block(0.0)
         else:
-            alarm.sleep(self._server.news, block, timeout_s)
+            alarm.sleep(self._server.has_news, block, timeout_s)
         return tokens
 
     def _hear(self, tokens: list[Token]) -> None:
@@ -237,7 +237,7 @@ class LocalRun:
             self._crew.hear()
         if "report" in what:
             self._crew.bell.clear()
-        for replica, report in self._director.cued(self._server.untaken, self._coordinator):
+        for replica, report in self._director.due(self._server.pending, self._coordinator):
             self._take(replica, report)
         for kind, worker in tokens:
             if kind == "ended":
@@ -247,24 +247,24 @@ class LocalRun:
 
     def _take(self, replica: ReplicaId, report: Completion) -> None:
         if replica not in self._coordinator.present:
-            self._server.take(replica, report)
+            self._server.release(replica, report)
             return
         now = self._now()
         if report.ending == ARRIVED and not self._coordinator.voids(replica):
             self._arrived(replica, report, now)
         else:
-            self._server.take(replica, report)
+            self._server.release(replica, report)
             self._coordinator.cancelled(replica)
         self._heard_s = self._now()  # an update may have been waited for
         if not self._timed:
             self._look(self._heard_s)
-        self._director.has_taken(replica, report.attempt)
+        self._director.after_decision(replica, report.attempt)
 
     def _arrived(self, replica: ReplicaId, report: Completion, now: Seconds) -> None:
         if not report.finite and self._job.on_nonfinite == "stop":
             raise not_finite(report.loss, replica, report.attempt)
         self._chronicle.heard(report.loss, report.samples)
-        observed = self._server.observer.observe(self._server.keep(replica, report), now)
+        observed = self._server.observer.observe(self._server.hold_delta(replica, report), now)
         loss = report.loss if report.samples else None
         # Where A is written in place, a step may be taken before another whose result it has read.
         version = min(report.version, self._coordinator.version)
@@ -293,9 +293,9 @@ class LocalRun:
         at_work = sorted(self._coordinator.computing)
         if not at_work:
             raise self._coordinator.deadlock()
-        excused_s = (max(self._board.excused(r) for r in at_work) - self._began) * 1e-9
+        excused_s = (max(self._board.paused_until(r) for r in at_work) - self._began) * 1e-9
         silent = self._now() - max(self._heard_s, excused_s) > self._job.timeout_s
-        if silent and not self._server.untaken():  # main itself may have been suspended
+        if silent and not self._server.pending():  # main itself may have been suspended
             waiting = [f"replica {r}" for r in sorted(self._coordinator.present - set(at_work))]
             late = ", ".join(f"replica {r} at its step {self._server.attempt(r)}" for r in at_work)
             raise WaitTimeoutError(
@@ -349,7 +349,7 @@ class LocalRun:
 
     def _figures(self, seconds: Seconds) -> list[WorkerFigures]:
         """Of all workers; those of the first one of each replica are on the board."""
-        mesh, board, sheet = self._job.strategy.mesh, self._board, sheet_of(self._setup, self._store)
+        mesh, board, sheet = self._job.strategy.mesh, self._board, metrics_block(self._setup, self._store)
         size, found = self._server.state.layout.parameter_bytes, list[WorkerFigures]()
         own_bytes = 0 if self._setup.slots and not self._setup.owns_steps else None  # who has an optimizer says nothing
         for worker in range(mesh.workers):
@@ -357,7 +357,7 @@ class LocalRun:
             leads = worker == mesh.replica_ranks(place.replica).start
             seen = board.figures(place.replica) if leads else sheet.figures(worker)
             times = board.step_times(place.replica) if leads else sheet.step_times(worker)
-            held = sheet.held_bytes(worker) if self._job.strategy.spread else size
+            held = sheet.parameter_bytes_of(worker) if self._job.strategy.spread else size
             found.append(replace(told(place, seen, times, held, seconds), optimizer_bytes=own_bytes))
         return found
 

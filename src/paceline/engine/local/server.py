@@ -9,7 +9,7 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.local.arena import ParameterArena, VersionPool
-from paceline.engine.local.control_block import END, GO, WRITTEN, Completion, ControlBlock, Grant
+from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completion, ControlBlock, Grant
 from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.noise_scale import NoiseEstimator, Seen
@@ -69,7 +69,7 @@ class SharedMemoryServer:
     @property
     def state(self) -> FlatState:
         """A."""
-        return self._store.version(self._places.present)
+        return self._store.version(self._places.current)
 
     @property
     def optimizer_bytes(self) -> int:
@@ -78,25 +78,25 @@ class SharedMemoryServer:
 
     # ------------------------------------------------------------------------------------------ what workers have told
 
-    def news(self) -> bool:
+    def has_news(self) -> bool:
         """Whether there are reports that have not been looked at."""
-        return self._board.told() != self._seen
+        return self._board.completed() != self._seen
 
-    def untaken(self) -> list[tuple[ReplicaId, Completion]]:
+    def pending(self) -> list[tuple[ReplicaId, Completion]]:
         """The reports that lie on the board."""
-        self._seen = told = self._board.told()
+        self._seen = told = self._board.completed()
         if told == self._heard:
             return []
         ends = enumerate(zip(self._heard, told, strict=True))
-        return [(r, self._board.report(r, a)) for r, (old, new) in ends for a in range(old + 1, new + 1)]
+        return [(r, self._board.completion(r, a)) for r, (old, new) in ends for a in range(old + 1, new + 1)]
 
-    def take(self, replica: ReplicaId, report: Completion) -> None:
+    def release(self, replica: ReplicaId, report: Completion) -> None:
         """Look at a report no more; the slot it names is free again."""
         self._look_at(replica, report)
         if self._slots:
             self._free[replica].append(report.slot)
 
-    def keep(self, replica: ReplicaId, report: Completion) -> FlatState | None:
+    def hold_delta(self, replica: ReplicaId, report: Completion) -> FlatState | None:
         """Take a report and hold its Δ until it is applied or discarded; None where Δs have no slots."""
         self._look_at(replica, report)
         if not self._slots:
@@ -108,7 +108,7 @@ class SharedMemoryServer:
 
     def lost(self, replica: ReplicaId) -> None:
         """A replica computes no more."""
-        self._places.read_no_more(replica)
+        self._places.release(replica)
 
     def attempt(self, replica: ReplicaId) -> Clock:
         """The newest step that a replica was sent A for."""
@@ -116,16 +116,16 @@ class SharedMemoryServer:
 
     def _look_at(self, replica: ReplicaId, report: Completion) -> None:
         self._heard[replica] = report.attempt
-        self._places.read_no_more(replica)
+        self._places.release(replica)
 
     # ----------------------------------------------------------------------------------------------- hands: in the log
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
         self._attempts[replica] = attempt = self._attempts[replica] + 1
         slot = self._free_slot(replica) if self._slots else 0
-        place, ahead = self._places.read(replica), self._ahead(replica)
+        place, ahead = self._places.acquire(replica), self._ahead(replica)
         self._about_to_send(replica, attempt)
-        self._board.give(
+        self._board.write_grant(
             replica, Grant(attempt, GO, micro_steps, self.version, place, slot, ahead, time.monotonic_ns())
         )
         self._crew.ring(replica)
@@ -150,15 +150,17 @@ class SharedMemoryServer:
         self._crew.ring(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._board.give(replica, Grant(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns()))
+        self._board.write_grant(
+            replica, Grant(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns())
+        )
         self._crew.ring(replica)
 
     def _update(self, owner: ServerOptimizer, action: Apply) -> None:
         """Write the next A where nobody reads."""
         names = [(a.replica, self._held.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._store.delta(replica, slot), weight) for replica, slot, weight in names]
-        here, there, rounds = self._places.present, self._places.free(), self._rounds
-        self._board.stamp(there, WRITTEN)
+        here, there, rounds = self._places.current, self._places.free(), self._rounds
+        self._board.set_version(there, BEING_WRITTEN)
         if rounds is not None and rounds.worth(len(deltas)) and len(waiting := self._waiting()) > 1:
             rounds.apply(deltas, names, action.rate, (here, there), waiting)
         elif self._meter is None:
@@ -167,8 +169,8 @@ class SharedMemoryServer:
             seen = self._meter.through(self._seen_of(action, deltas), len(deltas))
             owner.apply(seen, action.rate, alone=action.alone, out=self._store.version(there))
             self._meter.updated()
-        self._board.stamp(there, self.version + 1)
-        self._places.move_to(there)
+        self._board.set_version(there, self.version + 1)
+        self._places.commit_write(there)
         for replica, slot, _ in names:
             self._free[replica].append(slot)
 
@@ -188,5 +190,5 @@ class SharedMemoryServer:
             )
         slot = slots.pop()
         if slot:
-            self._store.claim(f"delta {replica} {slot}")
+            self._store.commit(f"delta {replica} {slot}")
         return slot

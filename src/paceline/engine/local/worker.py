@@ -56,9 +56,9 @@ def _carry(
     settle(job, replica)
     setup, module = RunContext.of(job), job.program.build()
     layout = FlatLayout.of(module, job.running_buffers)
-    store, board = lay_out(setup, layout, remembers, store_fd)
+    store, board = open_arena(setup, layout, remembers, store_fd)
     station = SharedMemoryClient(
-        store, board, replica, Wakeup(mine, board.sleeper(replica)), Wakeup(coordinator, board.sleeper(None))
+        store, board, replica, Wakeup(mine, board.sleep_flag(replica)), Wakeup(coordinator, board.sleep_flag(None))
     )
     gauge = WorkerMetrics(board, replica, recorder, 2 * layout.parameter_bytes if setup.slots else 0, setup.per_step)
     watch(module, station)
@@ -70,7 +70,7 @@ def _carry(
     worker.run(job.loop)
 
 
-def lay_out(
+def open_arena(
     setup: RunContext, layout: FlatLayout, remembers: int, fd: int | None = None
 ) -> tuple[ParameterArena, ControlBlock]:
     """The shared memory of a run, in any of its processes: new, or what lies behind ``fd``."""
@@ -80,7 +80,7 @@ def lay_out(
     return store, ControlBlock(store.words, replicas)
 
 
-def sheet_of(setup: RunContext, store: ParameterArena) -> MetricsBlock:
+def metrics_block(setup: RunContext, store: ParameterArena) -> MetricsBlock:
     """The figures of workers that are not the first ones of their replicas, in the shared memory of a run."""
     return MetricsBlock(store.words[8 * ControlBlock.size(setup.replicas, setup.slots) :])
 

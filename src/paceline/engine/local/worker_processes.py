@@ -97,7 +97,7 @@ class WorkerProcesses:
         self._there: set[int] = set()
         """The workers that have not been seen to end."""
         self._bells = [EventFd() for _ in range(replicas)]
-        self._alarms = [Wakeup(bell, board.sleeper(r)) for r, bell in enumerate(self._bells)]
+        self._alarms = [Wakeup(bell, board.sleep_flag(r)) for r, bell in enumerate(self._bells)]
         self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(mesh.workers)] if trace else []
@@ -107,7 +107,7 @@ class WorkerProcesses:
         self.living: set[ReplicaId] = set()
         """The replicas of which nobody has been seen to end, unless well."""
         self.bell = EventFd()
-        self.alarm = Wakeup(self.bell, board.sleeper(None))
+        self.alarm = Wakeup(self.bell, board.sleep_flag(None))
         """Main's own: workers ring it."""
         self.waiter: Poller[Token] = Poller()
         self.waiter.add(self.bell.fileno(), ("report", 0))
