@@ -13,7 +13,7 @@ from paceline.core.data_order import Partition
 from paceline.core.errors import InputError
 from paceline.strategy import Device, Recompute, Strategy
 from tests.aggregation.policy_values import policies
-from tests.comm.compression_values import methods
+from tests.comm.compression_values import compressions
 from tests.schedule.schedule_values import TEXTS as SCHEDULES
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
@@ -38,7 +38,7 @@ def strategies(draw: st.DrawFn) -> Strategy:
         partition=draw(st.sampled_from(get_args(Partition))),
         threads=draw(st.none() | SIZES),
         device=draw(st.sampled_from(get_args(Device))),
-        compression=text_of(draw(methods())),
+        compression=text_of(draw(compressions())),
         shard_optimizer=draw(st.none() | st.booleans()),
         shard_parameters=draw(st.booleans()),
     )

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from comm_entries import Args, reply
 from torch import Tensor
 
-from paceline.comm.compression import Compression, parse
-from paceline.compression import Method
+from paceline.compression import Compression, parse
 from paceline.core.registry import registered
 
 SHAPES = [(12, 20), (20,), (16, 4, 3, 3), (3, 3), (), (40, 1), (0, 5)]
@@ -23,7 +22,7 @@ SHAPES = [(12, 20), (20,), (16, 4, 3, 3), (3, 3), (), (40, 1), (0, 5)]
 
 ELEMENTS = 12 * 20 + 20 + 16 * 36 + 9 + 1 + 40
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-TEXTS = [*registered(Method), "powersgd:rank=1", "top-k:ratio=0.25", "top-k:ratio=1"]
+TEXTS = [*registered(Compression), "powersgd:rank=1", "top-k:ratio=0.25", "top-k:ratio=1"]
 FEEDBACK = [text for text in TEXTS if text.startswith(("powersgd", "top-k"))]
 STEPS = 4
 TIMEOUT = datetime.timedelta(seconds=60)

@@ -15,9 +15,9 @@ from comm_entries import Pipe
 from compression_entries import DTYPES, ELEMENTS, FEEDBACK, SHAPES, TEXTS
 from torch import Tensor
 
-from paceline.comm.compression import parse
-from paceline.comm.compression.powersgd import LowRankReduction
 from paceline.comm.fork_server import ForkServer
+from paceline.compression import parse
+from paceline.compression.powersgd import PowerSgd
 from paceline.metrics.memory import ring_payload_bytes
 
 WORLDS = (1, 2, 3)
@@ -225,7 +225,7 @@ def test_payload_of_top_k_is_indices_and_values_to_all_others(ranks: Ranks, rati
 
 def test_only_what_shrinks_to_half_is_compressed() -> None:
     compression = parse("powersgd:rank=4")
-    assert isinstance(compression, LowRankReduction)
+    assert isinstance(compression, PowerSgd)
     state = compression.start([(16, 16), (15, 16), (16, 4, 2, 2), (64,)], torch.float32)
     assert [(p.start, p.rows, p.columns) for p in state.matrices] == [(0, 16, 16), (496, 16, 16)]
     assert [(p.start, p.rows, p.columns) for p in state.rest] == [(256, 15, 16), (752, 1, 64)]

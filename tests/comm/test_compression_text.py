@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import FrozenInstanceError, dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -9,40 +10,32 @@ import torch.distributed as dist
 from hypothesis import given, settings
 
 from paceline import Strategy, register
-from paceline.comm import compression
-from paceline.comm.compression import base
-from paceline.comm.compression.base import Compression, Shape, carriers, carries
-from paceline.compression import Bf16, Fp16, Method, PowerSgd, TopK, Whole, canonical, parse
-from paceline.core import registry
-from paceline.core.errors import InputError
+from paceline.compression import Compression, canonical, parse
+from paceline.compression.base import Shape
+from paceline.compression.bf16 import Bf16
+from paceline.compression.fp16 import Fp16
+from paceline.compression.powersgd import PowerSgd
+from paceline.compression.topk import TopK
+from paceline.compression.uncompressed import Uncompressed
+from paceline.core.registry import family_of
 from paceline.core.text_form import text_of
-from tests.comm.compression_values import methods
+from tests.comm.compression_values import compressions
 
 CHECK = settings(max_examples=200, deadline=None, derandomize=True)
 
 
 @CHECK
-@given(methods())
-def test_parse_undoes_print(method: Method) -> None:
-    text = text_of(method)
-    assert parse(text) == method
-    assert canonical(text) == text == Strategy(compression=text).compression
-
-
-@CHECK
-@given(methods())
-def test_what_carries_a_method_out_prints_as_it(method: Method) -> None:
-    text = text_of(method)
-    carrier = compression.parse(text)
-    assert carrier.method == method
-    assert str(carrier) == text
-    assert compression.parse(str(carrier)) == carrier
+@given(compressions())
+def test_parse_undoes_print(compression: Compression[Any]) -> None:
+    text = text_of(compression)
+    assert parse(text) == compression
+    assert str(compression) == canonical(text) == text == Strategy(compression=text).compression
 
 
 @pytest.mark.parametrize(
-    ("text", "method"),
+    ("text", "compression"),
     [
-        ("none", Whole()),
+        ("none", Uncompressed()),
         ("fp16", Fp16()),
         ("bf16", Bf16()),
         ("powersgd", PowerSgd(rank=4)),
@@ -51,52 +44,35 @@ def test_what_carries_a_method_out_prints_as_it(method: Method) -> None:
         ("top-k:ratio=1", TopK(ratio=1)),
     ],
 )
-def test_canonical_texts(text: str, method: Method) -> None:
-    assert parse(text) == method
-    assert text_of(method) == text
-
-
-def test_every_method_is_carried_out() -> None:
-    assert set(carriers()) == set(registry.registered(Method).values())
+def test_canonical_texts(text: str, compression: Compression[Any]) -> None:
+    assert parse(text) == compression
+    assert text_of(compression) == text
 
 
 def test_compressions_are_values() -> None:
-    carrier = compression.parse("powersgd:rank=2")
-    assert hash(carrier) == hash(compression.parse("powersgd:rank=2"))
+    compression = parse("powersgd:rank=2")
+    assert hash(compression) == hash(parse("powersgd:rank=2"))
     with pytest.raises(FrozenInstanceError):
-        carrier.method = PowerSgd()  # type: ignore[misc]
-
-
-# ---------------------------------------------------------------------------------------------------- one of your own
+        compression.rank = 3  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def own() -> Iterator[None]:
-    """Forgets what a test registers."""
-    methods, carried = dict(registry._FAMILIES[Method].entries), dict(base._CARRIERS)
+def registry() -> Iterator[None]:
+    """Takes back what a test registers."""
+    family = family_of(Compression)
+    assert family is not None
+    before = dict(family.entries)
     yield
-    for table, before in ((registry._FAMILIES[Method].entries, methods), (base._CARRIERS, carried)):
-        table.clear()
-        table.update(before)
+    family.entries.clear()
+    family.entries.update(before)
 
 
-def signs() -> type[Method]:
+@pytest.mark.usefixtures("registry")
+def test_one_file_adds_a_compression() -> None:
     @register("signs")
     @dataclass(frozen=True)
-    class Signs(Method):
+    class Signs(Compression[None]):
         scale: float = 1.0
-
-    return Signs
-
-
-@pytest.mark.usefixtures("own")
-def test_one_file_adds_a_compression() -> None:
-    method = signs()
-
-    @carries(method)
-    @dataclass(frozen=True)
-    class SignReduction(Compression[None]):
-        method: Method
 
         def start(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
             return None
@@ -105,11 +81,4 @@ def test_one_file_adds_a_compression() -> None:
             return 0
 
     assert Strategy.parse("replicas=2 compression=signs:scale=0.5").compression == "signs:scale=0.5"
-    assert isinstance(compression.parse("signs"), SignReduction)
-
-
-@pytest.mark.usefixtures("own")
-def test_a_method_that_nothing_carries_out_is_refused() -> None:
-    signs()
-    with pytest.raises(InputError, match=r"nothing that carries it out; write @carries\(Signs\)"):
-        compression.parse("signs")
+    assert parse("signs") == Signs()

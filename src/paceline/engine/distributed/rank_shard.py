@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import final
 
 from paceline.aggregation import Synchronous
-from paceline.comm.compression import parse
+from paceline.compression import parse
 from paceline.core.mesh import Coordinate
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpShard, only_buffers
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver

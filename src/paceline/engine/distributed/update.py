@@ -11,7 +11,7 @@ from typing import Any, Protocol, final
 import torch
 from torch import Tensor
 
-from paceline.comm.compression.base import Compression
+from paceline.compression import Compression
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator

@@ -1,9 +1,9 @@
 """``fp16``: every element in 16 bits, moved into their range first.
 
 A float16 ends at 65504 and its steps end at 2^-24, and gradients know neither bound. So the ranks agree on the largest
-magnitude there is, one number beside the gradient, and each multiplies by one power of two: the largest possible sum
-of P ranks then lies just below 2^15. A power of two changes no digit. Nothing overflows, and what is lost at the other
-end is less than 2^-38·P² of the largest element. With u = 2^-11 and the power of two c:
+magnitude there is, one number in addition to the gradient, and each multiplies by one power of two: the largest
+possible sum of P ranks is then just below 2^15. A power of two changes no digit. Nothing overflows, and what is lost at
+the other end is less than 2^-38·P² of the largest element. With u = 2^-11 and the power of two c:
 
     |error| ≤ ((1 + u)^P − 1) · Σ_ranks |g| + P · 2^-25 / c
 
@@ -13,31 +13,33 @@ If a rank's gradient is not finite, nothing is moved: what is infinite or not a 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from paceline.compression.base import Compression, Shape, ring_bytes
+from paceline.core.registry import register
 
-from paceline.comm.compression.base import Compression, Shape, carries, ring_bytes
-from paceline.compression import Fp16
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
 
 LARGEST = 15
 """Sums stay below 2 to this power: roundings on the way then still end below 65504, with up to a thousand ranks."""
 
 
-@carries(Fp16)
 @final
+@register("fp16")
 @dataclass(frozen=True)
-class Fp16Reduction(Compression[None]):
-    """Two all-reduces: of the largest magnitude, then of the gradient in float16."""
+class Fp16(Compression[None]):
+    """Two all-reduces: of the largest magnitude, then of the gradient in float16, 11 significant bits."""
 
-    method: Fp16
-
-    def start(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> None:
         del shapes, dtype, device
 
-    def all_reduce(self, state: None, gradient: Tensor, group: dist.ProcessGroup) -> int:
+    def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+        import torch
+        import torch.distributed as dist
+
         del state
         ranks = group.size()
         low, high = torch.aminmax(gradient)
@@ -50,9 +52,10 @@ class Fp16Reduction(Compression[None]):
         return ring_bytes(peak, ranks) + ring_bytes(small, ranks)
 
 
-def scale(peak: float, ranks: int, limits: torch.finfo) -> int:
-    """The power of two that moves the largest possible sum next below 2^15; none where all is zero or not finite.
+def scale(peak: float, ranks: int, limits: "torch.finfo") -> int:
+    """Return the power of two that moves the largest possible sum just below 2^15; 0 if all is zero or not finite.
 
+    >>> import torch
     >>> scale(1.0, 4, torch.finfo(torch.float32)), scale(60000.0, 2, torch.finfo(torch.float32))
     (12, -2)
     """

@@ -9,7 +9,7 @@ For a matrix M of n rows and m columns on each rank, its residual added, and Q f
 
 One such step is a step of the power iteration, so Q turns towards the largest singular vectors of what is being summed
 (warm start). r·(n + m) elements travel instead of n·m. A parameter of one dim, or one that would not shrink to half,
-travels whole and exactly, beside M·Q'. More dims than two: the first is the rows, all others are the columns.
+is sent whole and exactly, together with M·Q'. More dims than two: the first is the rows, all others are the columns.
 
 What a rank keeps for its next step is M − B·B'·M, what its own compression lost, as in the paper's algorithm 1. (The
 paper's published code keeps M minus the mean of the result instead. Over the ranks both sum up to the same; but that
@@ -20,68 +20,82 @@ used, which changes no span and keeps small gradients away from the smallest flo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from paceline.compression.base import Compression, Shape, ring_bytes
+from paceline.core.checks import check_int
+from paceline.core.registry import register
 
-from paceline.comm.compression.base import Compression, Shape, carries, ring_bytes
-from paceline.compression import PowerSgd
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
 
 SEED = 0
-"""Of the first Q: the same on every rank."""
+"""For the first Q: the same on every rank."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a parameter lies in the gradient, as rows × columns."""
+    """Position of a parameter in the gradient, as rows × columns."""
 
     start: int
     rows: int
     columns: int
 
-    def of(self, vector: Tensor) -> Tensor:
-        """It, as a view."""
+    def of(self, vector: "Tensor") -> "Tensor":
+        """Return the parameter's view of a vector."""
         return vector[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
-
-    def halves(self, rank: int) -> bool:
-        """Whether two factors of this rank have at most half its elements."""
-        return 2 * rank * (self.rows + self.columns) <= self.rows * self.columns
 
 
 @dataclass
 class LowRankState:
-    """What is kept from step to step."""
+    """State that is kept from step to step."""
 
     matrices: tuple[Place, ...]
-    """What is compressed."""
+    """Compressed parameters."""
     rest: tuple[Place, ...]
-    """What travels whole."""
-    residual: Tensor
-    """What compression has lost so far, as long as the gradient; 0 where it travels whole."""
-    queries: list[Tensor]
+    """Parameters that are sent whole."""
+    residual: "Tensor"
+    """Loss of the compression so far, as long as the gradient; 0 for what is sent whole."""
+    queries: "list[Tensor]"
     """Q of each matrix, one row for each of its r directions."""
 
 
-@carries(PowerSgd)
 @final
+@register("powersgd")
 @dataclass(frozen=True)
-class LowRankReduction(Compression[LowRankState]):
-    """Two all-reduces of factors."""
+class PowerSgd(Compression[LowRankState]):
+    """Two all-reduces of factors of low rank.
 
-    method: PowerSgd
+    Args:
+        rank: r of each matrix that is sent. With 4, the paper reaches SGD's accuracy in both of its tasks.
+    """
 
-    def start(self, shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device | str = "cpu") -> LowRankState:
-        places = _places(shapes)
-        rank, generator = self.method.rank, torch.Generator().manual_seed(SEED)
-        matrices = tuple(p for p in places if p.halves(rank))
-        rest = tuple(p for p in places if not p.halves(rank))
-        residual = torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device)
-        queries = [torch.randn(rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
-        return LowRankState(matrices, rest, residual, queries)
+    rank: int = 4
 
-    def all_reduce(self, state: LowRankState, gradient: Tensor, group: dist.ProcessGroup) -> int:
+    def __post_init__(self) -> None:
+        check_int("powersgd:rank", self.rank, least=1)
+
+    def start(
+        self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu"
+    ) -> LowRankState:
+        import torch
+
+        matrices, rest, start = list[Place](), list[Place](), 0
+        for shape in shapes:
+            rows = shape[0] if len(shape) > 1 else 1
+            place = Place(start, rows, math.prod(shape) // max(rows, 1))
+            halves = 2 * self.rank * (place.rows + place.columns) <= place.rows * place.columns
+            (matrices if halves else rest).append(place)
+            start += math.prod(shape)
+        generator = torch.Generator().manual_seed(SEED)
+        queries = [torch.randn(self.rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
+        return LowRankState(tuple(matrices), tuple(rest), torch.zeros(start, dtype=dtype, device=device), queries)
+
+    def all_reduce(self, state: LowRankState, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+        import torch
+
         gradient.add_(state.residual)
         matrices = [place.of(gradient) for place in state.matrices]
         whole = [place.of(gradient) for place in state.rest]
@@ -93,6 +107,7 @@ class LowRankReduction(Compression[LowRankState]):
         sums = _split(first, [*whole, *products])
         bases = [_orthonormal(product) for product in sums[len(whole) :]]
         factors = [base.T @ matrix for base, matrix in zip(bases, matrices, strict=True)]
+        # The residual is taken from this rank's own matrix, before the sum replaces it.
         for place, matrix, base, factor in zip(state.matrices, matrices, bases, factors, strict=True):
             lost = torch.mm(base, factor, out=place.of(state.residual))
             torch.sub(matrix, lost, out=lost)
@@ -105,30 +120,27 @@ class LowRankReduction(Compression[LowRankState]):
         return ring_bytes(first, group.size()) + ring_bytes(second, group.size())
 
 
-def _places(shapes: Sequence[Shape]) -> list[Place]:
-    places, start = [], 0
-    for shape in shapes:
-        rows = shape[0] if len(shape) > 1 else 1
-        elements = math.prod(shape)
-        places.append(Place(start, rows, elements // max(rows, 1)))
-        start += elements
-    return places
+def _orthonormal(columns: "Tensor") -> "Tensor":
+    """Return an orthonormal base of at least what the columns span, as many vectors as columns."""
+    import torch
 
-
-def _orthonormal(columns: Tensor) -> Tensor:
-    """An orthonormal base of at least what the columns span, as many vectors as columns."""
     base: Tensor = torch.linalg.qr(columns).Q
     return base
 
 
-def _sum(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Their sums over the ranks, in one vector and one message."""
+def _sum(tensors: "Sequence[Tensor]", group: "dist.ProcessGroup") -> "Tensor":
+    """Return the sums over the ranks, in one vector and one message."""
+    import torch
+    import torch.distributed as dist
+
     flat = torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
     if len(flat):
         dist.all_reduce(flat, group=group)
     return flat
 
 
-def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+def _split(flat: "Tensor", like: "Sequence[Tensor]") -> "list[Tensor]":
+    import torch
+
     pieces = torch.split(flat, [t.numel() for t in like])
     return [piece.view_as(t) for piece, t in zip(pieces, like, strict=True)]

@@ -1,0 +1,129 @@
+"""How a gradient is made smaller on its way through an all-reduce: the contract.
+
+::
+
+    rank 0   gradient ---- compress ----+                    +---- decompress ---- Σ gradient
+                              |         |                    |
+                            loss        +--- few bytes, all --+    the same bits on every rank
+                              |         |    ranks to all     |
+    rank 1   gradient ---- compress ----+                    +---- decompress ---- Σ gradient
+
+The loss may be kept and added to the next gradient (error feedback): then nothing is lost, it only comes later.
+
+A compression is a frozen value; all that changes from step to step is the state that it makes and is given back::
+
+    compression = parse("powersgd:rank=2")
+    state = compression.start(shapes, torch.float32)
+    for each step:
+        sent_bytes = compression.all_reduce(state, gradient, group)
+
+It works over any backend that has ``all_reduce`` and ``all_gather``. Sums of the same bits are only as equal as the
+arithmetic: ranks need processors of one kind, one build of torch and equally many threads, as for the update itself.
+
+A compression of your own is one file. A Strategy reads its name without torch, so methods import torch when they run::
+
+    @register("signs")
+    @dataclass(frozen=True)
+    class Signs(Compression[None]):
+        scale: float = 1.0                     # text form: signs:scale=0.5
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+
+from paceline.core.errors import InputError
+from paceline.core.registry import declare
+from paceline.core.text_form import parse_option, text_of
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+Shape: TypeAlias = tuple[int, ...]
+
+S = TypeVar("S")
+
+
+@declare("compression")
+class Compression(ABC, Generic[S]):
+    """One way to sum gradients over ranks with fewer bytes. Subclasses are registered frozen dataclasses."""
+
+    @abstractmethod
+    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> S:
+        """Return the state of one gradient before its first step: the same on every rank, and picklable.
+
+        Args:
+            shapes: of the parameters, in their order in the gradient.
+            dtype: float32 or float64.
+            device: of the gradients.
+        """
+
+    @abstractmethod
+    def all_reduce(self, state: S, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+        """Replace ``gradient`` by its sum over the ranks of ``group``, the same bits on each, and advance ``state``.
+
+        If a rank's gradient is not finite, the sum is not finite on any rank, and what earlier steps have left in the
+        state stays as it was: an engine may skip the step and go on.
+
+        Args:
+            state: of :meth:`start`; its tensors change.
+            gradient: this rank's term, one contiguous vector, the parameters one after another.
+            group: every rank of it makes the same call.
+
+        Returns:
+            The bytes that this rank has sent: :func:`ring_bytes` for all-reduces, :func:`gather_bytes` for all-gathers.
+        """
+
+    def __str__(self) -> str:
+        return text_of(self)
+
+
+def parse(text: str) -> Compression[Any]:
+    """Return the compression that a text says.
+
+    Raises:
+        InputError: an unknown compression or option, with the nearest name; a value out of its range.
+
+    >>> parse("top-k:ratio=0.1")
+    TopK(ratio=0.1)
+    """
+    compression: Compression[Any] = parse_option("compression", Compression, text)
+    return compression
+
+
+def canonical(text: Any) -> str:
+    """Return the text of the same compression that has only what differs from the defaults.
+
+    >>> canonical("powersgd:rank=4"), canonical("top-k:ratio=0.5")
+    ('powersgd', 'top-k:ratio=0.5')
+    """
+    if not isinstance(text, str):
+        raise InputError(
+            f"compression={text!r} is no text; write compression='none', or compression='powersgd:rank=4'."
+        )
+    return str(parse(text))
+
+
+def ring_bytes(tensor: "Tensor", ranks: int) -> int:
+    """Return 2·(P−1)/P·n·b: the bytes that a rank sends in a ring all-reduce of n elements of b bytes; rounded up.
+
+    Each of the P slices of the ring leaves a rank P-1 times in all: once for each sum but its own, once for each copy.
+    Backends may take other ways; this is the least that any of them can send per rank.
+
+    >>> import torch
+    >>> ring_bytes(torch.zeros(1000), 4)
+    6000
+    """
+    return -(-2 * (ranks - 1) * tensor.nbytes // ranks)
+
+
+def gather_bytes(tensor: "Tensor", ranks: int) -> int:
+    """Return (P−1)·k·b: the bytes that a rank sends in an all-gather to which each gives k elements of b bytes.
+
+    >>> import torch
+    >>> gather_bytes(torch.zeros(1000), 4)
+    12000
+    """
+    return (ranks - 1) * tensor.nbytes

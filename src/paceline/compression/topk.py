@@ -1,0 +1,90 @@
+"""``top-k``: each rank's k largest elements, by magnitude; the others wait (Stich et al. 2018, arXiv 1809.07599).
+
+::
+
+    gradient + residual     3   -1    0   -7    2        k = 2
+    sent                    3              -7            as indices and values, to every rank
+    residual                    -1    0         2        added to the next gradient
+
+Each rank chooses its own elements from the whole gradient, all parameters together. Sums are taken in ascending rank
+order, element by element, so all ranks have the same bits, whatever their processors. Every rank receives what P−1
+others have sent: the payload grows with P, unlike that of an all-reduce, and is smaller than dense up to a ratio of
+about 2/P · b/(b + 4).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import numpy as np
+
+from paceline.compression.base import Compression, Shape, gather_bytes
+from paceline.core.checks import check_number
+from paceline.core.registry import register
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+
+
+@dataclass
+class SparseState:
+    """State that is kept from step to step."""
+
+    residual: "Tensor"
+    """Elements not sent yet; as long as the gradient."""
+
+
+@final
+@register("top-k")
+@dataclass(frozen=True)
+class TopK(Compression[SparseState]):
+    """Two all-gathers, of indices and of values; each rank sums them by itself.
+
+    Args:
+        ratio: k/n, the part of the elements that is sent, above 0 and up to 1.
+    """
+
+    ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("top-k:ratio", self.ratio, "above 0 and up to 1", lambda v: 0 < v <= 1, instead=0.01)
+
+    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> SparseState:
+        import torch
+
+        return SparseState(torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device))
+
+    def all_reduce(self, state: SparseState, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+        import torch
+        import torch.distributed as dist
+
+        gradient.add_(state.residual)
+        magnitudes, k = gradient.abs(), self.kept(len(gradient))
+        # What is no number counts as larger than all.
+        if magnitudes.device.type == "cpu":  # torch.topk of 2.13 takes four times as long for 1 % of 6 million
+            indices = torch.from_numpy(np.argpartition(magnitudes.numpy(), -k)[-k:])
+        else:
+            indices = torch.topk(magnitudes, k, sorted=False).indices
+        indices = indices.to(torch.int32 if len(gradient) < 2**31 else torch.int64)
+        values = gradient[indices]
+        all_indices, all_values = ([torch.empty_like(t) for _ in range(group.size())] for t in (indices, values))
+        dist.all_gather(all_indices, indices, group=group)
+        dist.all_gather(all_values, values, group=group)
+        # An element that is not finite is among the largest, so all ranks see it here.
+        if all(bool(torch.isfinite(rank_values).all()) for rank_values in all_values):
+            state.residual.copy_(gradient)[indices] = 0
+        gradient.zero_()
+        for rank_indices, rank_values in zip(all_indices, all_values, strict=True):  # in ascending rank order
+            gradient.index_add_(0, rank_indices, rank_values)
+        return gather_bytes(indices, group.size()) + gather_bytes(values, group.size())
+
+    def kept(self, elements: int) -> int:
+        """Return k, how many of n elements are sent: at least one.
+
+        >>> TopK(ratio=0.01).kept(1060)
+        11
+        """
+        return min(elements, max(1, round(self.ratio * elements)))
