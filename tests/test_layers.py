@@ -8,7 +8,7 @@ import pytest
 
 import paceline
 
-WITHOUT_TORCH = ("core", "clock", "trace", "aggregation", "compression", "schedule", "strategy", "cli")
+WITHOUT_TORCH = ("core", "clock", "trace", "aggregation", "compression", "schedule", "strategy", "support", "cli")
 MODULES = sorted(
     found.name for found in walk_packages(paceline.__path__, "paceline.") if found.name.split(".")[1] in WITHOUT_TORCH
 )

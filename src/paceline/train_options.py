@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args
 
 from torch.utils.data import DataLoader
 
+from paceline import support
 from paceline.aggregation import text_of
 from paceline.clock.times import Delay, Times
 from paceline.core.delta import Gradient
@@ -20,6 +21,7 @@ from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch
 from paceline.program import Program, is_source
 from paceline.strategy import Strategy
+from paceline.support import Case
 
 V = TypeVar("V", Delay, Times)
 
@@ -27,9 +29,6 @@ _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0
 
 _OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
 """What DataLoader could be told, but the program's batch size and seed say already."""
-
-PIPELINES = ("local", "distributed", "virtual")
-"""Engines on which a replica may be several workers."""
 
 POINTS = 20
 """Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
@@ -81,9 +80,20 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings:
     strategy = Strategy.coerce(strategy)
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
-    _refuse_mesh(strategy, engine)
-    _refuse_settings(engine, settings)
-    _refuse_noise_scale(strategy, engine, settings)
+    _refuse_settings(settings)
+    support.refuse(
+        Case.of(
+            strategy,
+            engine.name,
+            engine.features,
+            clip_norm=program.clip_norm,
+            on_nonfinite=settings.on_nonfinite,
+            noise_scale=settings.noise_scale,
+            times=settings.times is not None,
+        )
+    )
+    if strategy.pipelined:
+        strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
     budget = settings.budget()
     _refuse_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
@@ -116,66 +126,14 @@ def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
     return given
 
 
-def _refuse_mesh(strategy: Strategy, engine: Engine) -> None:
-    """What no engine carries yet, or one alone."""
-    if strategy.tensor_parallel and engine.name not in PIPELINES:
-        raise InputError(
-            f"shards={strategy.shards}: engine={engine.name} divides no operators; write engine='{PIPELINES[0]}' or "
-            f"'{PIPELINES[1]}'"
-        )
-    if strategy.shard_rules and not strategy.tensor_parallel:
-        raise InputError(
-            f"shard_rules={strategy.shard_rules} say how operators are divided, but shards={strategy.shards} leaves "
-            "them whole; write shards=2, or leave shard_rules out"
-        )
-    if strategy.pipelined and engine.name not in PIPELINES:
-        raise InputError(
-            f"stages={strategy.stages} micro_batches={strategy.micro_batch_count}: engine={engine.name} carries no "
-            f"pipelines; write engine='{PIPELINES[0]}' or '{PIPELINES[1]}'"
-        )
-    ranks = strategy.spread and engine.name == "local"  # where such replicas make one update together
-    for name, only in (("compression", "none"), ("shard_parameters", False), ("shard_optimizer", None)):
-        carried = engine.name == "distributed" or (ranks and name == "shard_optimizer")
-        if getattr(strategy, name) not in (only, False) and not carried:
-            raise InputError(
-                f"{name}={getattr(strategy, name)} is for engine=distributed alone, not for engine={engine.name}; "
-                "leave it out, or write engine='distributed'"
-            )
-    if strategy.accumulate > 1 and not isinstance(strategy.aggregation.delta, Gradient):
-        raise InputError(
-            f"accumulate={strategy.accumulate} is for policies that send gradients, but under "
-            f"aggregation={text_of(strategy.aggregation)} replicas take steps of their own; write accumulate=1 and a "
-            "longer period"
-        )
-
-
-def _refuse_settings(engine: Engine, settings: TrainOptions) -> None:
-    if settings.times is not None and engine.name != "virtual":
-        raise InputError(
-            f"times= sets virtual time, but engine={engine.name} runs in real time; write engine='virtual'"
-        )
+def _refuse_settings(settings: TrainOptions) -> None:
+    """Raise InputError where an option has a value that it can't have."""
     if settings.on_nonfinite not in get_args(OnNonFinite):
         raise unknown("on_nonfinite", str(settings.on_nonfinite), get_args(OnNonFinite))
     if not (_is_number(settings.timeout_s) and settings.timeout_s > 0):
         raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-
-
-def _refuse_noise_scale(strategy: Strategy, engine: Engine, settings: TrainOptions) -> None:
-    """Where no gradients are sent, or nobody looks at them."""
     if not isinstance(settings.noise_scale, bool):
         raise InputError(f"noise_scale={settings.noise_scale!r} is True or False; write noise_scale=True")
-    if not settings.noise_scale:
-        return
-    if not isinstance(strategy.aggregation.delta, Gradient):
-        raise InputError(
-            f"noise_scale=True looks at gradients, but under aggregation={text_of(strategy.aggregation)} replicas take "
-            "steps of their own; write aggregation=synchronous, or leave noise_scale out"
-        )
-    if engine.name not in PIPELINES:
-        raise InputError(
-            f"noise_scale=True: engine={engine.name} looks at no gradients; write engine='{PIPELINES[0]}' or "
-            f"'{PIPELINES[1]}'"
-        )
 
 
 def _refuse_loader(program: Program) -> None:

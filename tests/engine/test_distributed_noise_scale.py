@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline import InputError, Strategy
-from paceline.engine.base import Budget, Job
+from paceline import InputError, Strategy, support
 from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, DeltaNorm, RankStatus, StatusKind, read, write
-from paceline.engine.validation import refuse_norms
+from paceline.support import Case
 from tests.engine.distributed_cases import kept
-from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED, still
+from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED
 from tests.ranks import Play
 
 ROUNDING = 1e-7
@@ -66,6 +65,5 @@ def test_norms_come_back_from_the_table(norm: DeltaNorm, dtype: torch.dtype, bou
     ],
 )
 def test_where_norms_are_nobodys_it_is_refused(strategy: str, says: str) -> None:
-    job = Job(still(), Strategy.parse(strategy), Budget("steps", 1, 1), noise_scale=True)
     with pytest.raises(InputError, match=says):
-        refuse_norms(job)
+        support.refuse(Case.of(Strategy.parse(strategy), "distributed", noise_scale=True))

@@ -192,7 +192,7 @@ def test_a_run_can_end_by_it() -> None:
     [
         ("replicas=2 aggregation=local-steps:period=4", "virtual", "replicas take steps of their own"),
         ("replicas=2 aggregation=elastic-averaging:period=4", "virtual", "replicas take steps of their own"),
-        ("replicas=2", "ray", "looks at no gradients"),
+        ("replicas=2", "ray", "does not measure gradients"),
     ],
 )
 def test_where_there_are_no_gradients_it_is_refused(strategy: str, engine: str, says: str) -> None:

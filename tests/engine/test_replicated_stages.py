@@ -1,4 +1,4 @@
-"""Pipelines at whose stages several take turns compute what one process computes, parameter by parameter."""
+"""Pipelines at whose stages several workers take turns compute what one process computes, parameter by parameter."""
 
 import functools
 import os
@@ -149,12 +149,12 @@ def test_a_step_is_recorded_by_column(engine: LocalEngine) -> None:
     "words", ["schedule=zero-bubble", "schedule=interleaved micro_batches=4", "schedule=pipedream"]
 )
 def test_schedules_that_take_no_turns_are_refused(words: str) -> None:
-    with pytest.raises(InputError, match=r"stages=\[2, 1\]: several take turns .* write schedule=1f1b, or stages=2"):
+    with pytest.raises(InputError, match=r"stages=\[2, 1\]: several .* take turns .* write schedule=1f1b, or stages=2"):
         trained(CASES["tied"], f"stages=[2,1] {words}", "local", steps=1)
 
 
 def test_fewer_micro_batches_than_columns_are_refused() -> None:
-    with pytest.raises(InputError, match=r"micro_batches=1: 2 take turns .* write micro_batches=8"):
+    with pytest.raises(InputError, match=r"micro_batches=1: 2 workers take turns .* write micro_batches=8"):
         trained(CASES["tied"], "stages=[2,1] micro_batches=1", "local", steps=1)
 
 

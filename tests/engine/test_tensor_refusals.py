@@ -35,13 +35,13 @@ def refused(match: str, strategy: str, engine: str = "local") -> None:
 
 
 def test_an_engine_that_divides_no_operators() -> None:
-    refused("shards=2: engine=ray divides no operators; write engine='local' or 'distributed'", "shards=2", "ray")
+    refused("shards=2: engine=ray does not divide operators; write engine='local' or 'distributed'", "shards=2", "ray")
 
 
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("stages=2 schedule=zero-bubble", "schedule=zero-bubble takes the backward pass .* write schedule=1f1b"),
+        ("stages=2 schedule=zero-bubble", "schedule=zero-bubble splits the backward pass .* write schedule=1f1b"),
         ("stages=2 schedule=pipedream micro_batches=1", "shards of such stages are not built yet; write schedule=1f1b"),
         (
             "stages=2 recompute=all",

@@ -16,6 +16,7 @@ from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.program import Program
 from paceline.strategy import Strategy
+from paceline.support import Feature
 from paceline.trace.spans import Span
 
 BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
@@ -114,6 +115,8 @@ class Engine(ABC):
     """
 
     name: str
+    features: frozenset[Feature] = frozenset()
+    """What it supports beyond single-worker replicas that make one update together on CPUs."""
 
     @classmethod
     def from_address(cls, address: str | None) -> "Engine":
@@ -128,7 +131,7 @@ class Engine(ABC):
 
     @abstractmethod
     def refuse(self, job: Job) -> None:
-        """Raise InputError, naming both parties and the line to write instead, where it can't carry this job."""
+        """Raise InputError where this machine can't run the job; what no machine can is in :mod:`paceline.support`."""
 
     @abstractmethod
     def run(self, job: Job, watch: Watcher) -> Outcome:

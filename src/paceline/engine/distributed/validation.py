@@ -4,11 +4,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.aggregation import Synchronous
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
-from paceline.engine.base import Job
 from paceline.engine.distributed.fsdp import units
+from paceline.program import Program
 from paceline.replica.flat_optimizer import ELEMENTWISE
 
 _ELEMENTWISE = (
@@ -28,12 +27,11 @@ something else there (Muon: 0.01 apart after 13 steps of 0.01).
 """
 
 
-def refuse_dividing(job: Job) -> None:
-    """Raise InputError where this job's parameters can't be divided among the ranks."""
-    _refuse_options(job)
-    module = job.program.build()
+def refuse_model(program: Program) -> None:
+    """Raise InputError where ``shard_parameters=true`` can't shard this model or its optimizer among ranks."""
+    module = program.build()
     _refuse_parameters(module)
-    _refuse_optimizer(job.program.optimizer([p for p in module.parameters() if p.requires_grad]))
+    _refuse_optimizer(program.optimizer([p for p in module.parameters() if p.requires_grad]))
 
 
 def ended_within_a_delta(replica: ReplicaId, accumulate: int) -> InputError:
@@ -42,36 +40,6 @@ def ended_within_a_delta(replica: ReplicaId, accumulate: int) -> InputError:
         f"the loop of replica {replica} ended between two of the accumulate={accumulate} batches of one update, but "
         "shard_parameters=True has summed the first of them already; end it after the last"
     )
-
-
-def _refuse_options(job: Job) -> None:
-    strategy, policy = job.strategy, job.strategy.aggregation
-    if strategy.compression != "none":
-        raise InputError(
-            f"shard_parameters=True sums each layer's gradients as they come, and compression={strategy.compression} "
-            "all of Δ at once; leave one of them out"
-        )
-    if strategy.shard_optimizer is False:
-        raise InputError(
-            "shard_parameters=True divides the optimizer's state as well, but shard_optimizer=False; leave "
-            "shard_optimizer out"
-        )
-    if strategy.device != "cpu":
-        raise InputError(
-            f"shard_parameters=True is carried between CPUs, not on device={strategy.device}; leave it out, or write "
-            "device=cpu"
-        )
-    if job.on_nonfinite == "skip":
-        raise InputError(
-            "on_nonfinite='skip' discards a bad Δ, but shard_parameters=True has added it to the others' by then; "
-            "write on_nonfinite='stop' or leave shard_parameters out"
-        )
-    if strategy.accumulate > 1 and isinstance(policy, Synchronous) and policy.combine == "sum":
-        raise InputError(
-            f"shard_parameters=True adds a batch before it is known how many samples its accumulate="
-            f"{strategy.accumulate} batches have together, which combine=sum divides by; write combine=mean or "
-            "accumulate=1"
-        )
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:

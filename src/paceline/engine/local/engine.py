@@ -6,11 +6,10 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
-from paceline.aggregation import Synchronous, text_of
+from paceline.aggregation import Synchronous
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
-from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
@@ -18,7 +17,7 @@ from paceline.engine.local.run import LocalRun
 from paceline.engine.local.spmd_launcher import SpmdLauncher
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
-from paceline.engine.validation import refuse_norms, refuse_pieces, refuse_shards, refuse_stages
+from paceline.support import ENGINES
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evaluation")
 """What the fork server imports, so that no worker has to."""
@@ -51,6 +50,7 @@ class LocalEngine(Engine):
     """
 
     name = "local"
+    features = ENGINES[name]
 
     def __init__(self, script: EventScript | None = None, entry: str = ENTRY) -> None:
         self.script, self._entry = script or EventScript(), entry
@@ -60,26 +60,6 @@ class LocalEngine(Engine):
     def refuse(self, job: Job) -> None:
         refuse_torchrun(self.name)
         refuse_absent_gpu(job)
-        strategy = job.strategy
-        if strategy.tensor_parallel:
-            refuse_shards(job)
-        if strategy.pipelined:
-            refuse_stages(job)
-        refuse_pieces(job)
-        refuse_norms(job)
-        if strategy.spread and not _in_step(job):
-            _refuse_teams(job)
-        in_place = isinstance(strategy.aggregation.delta, InPlace)
-        if in_place and job.on_nonfinite == "skip":
-            raise InputError(
-                f"on_nonfinite=skip discards a Δ before it is applied, but aggregation={text_of(strategy.aggregation)} "
-                "has none: replicas write A in place; write on_nonfinite='stop'"
-            )
-        if in_place and strategy.device != "cpu":
-            raise InputError(
-                f"aggregation={text_of(strategy.aggregation)} shares A in the host's memory, not on "
-                f"device={strategy.device}; write device=cpu"
-            )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         if job.strategy.spread and _in_step(job):
@@ -132,13 +112,3 @@ def _in_step(job: Job) -> bool:
     """Whether all replicas make one update together, each worker of its part of A: then main has nothing to decide."""
     policy = job.strategy.aggregation
     return isinstance(policy, Synchronous) and not policy.backups
-
-
-def _refuse_teams(job: Job) -> None:
-    """Raise InputError where replicas of several workers can't go on by themselves."""
-    strategy = job.strategy
-    if strategy.device != "cpu":
-        raise InputError(
-            f"device={strategy.device}: A lies in the host's memory, and of a replica of several workers under "
-            f"aggregation={text_of(strategy.aggregation)} each is to read its part there; write device=cpu"
-        )

@@ -3,13 +3,12 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from paceline.aggregation import text_of
-from paceline.core.delta import InPlace
 from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.ray.cluster import Cluster, require_ray
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
+from paceline.support import ENGINES
 
 if TYPE_CHECKING:
     from paceline.engine.ray.actor_pool import ActorPool
@@ -30,6 +29,7 @@ class RayEngine(Engine):
     """
 
     name = "ray"
+    features = ENGINES[name]
 
     def __init__(self, address: str | None = None, *, replace: bool = False) -> None:
         require_ray()
@@ -47,11 +47,6 @@ class RayEngine(Engine):
     def refuse(self, job: Job) -> None:
         strategy = job.strategy
         refuse_torchrun(self.name)
-        if isinstance(strategy.aggregation.delta, InPlace):
-            raise InputError(
-                f"aggregation={text_of(strategy.aggregation)} writes memory that replicas share, but the replicas of "
-                "engine=ray share none; write engine=local"
-            )
         if self._address is None:
             refuse_absent_gpu(job)  # its own Ray has this host's; none is started to learn that
         elif strategy.device.startswith("cuda") and not self._joined().gpus:

@@ -1,0 +1,54 @@
+"""The table of what runs where: feature × engine × policy × device -> the sentence to show where it does not.
+
+Everything that Paceline refuses because two features exclude each other stands in ``table.py``, once. ``train_options``
+asks before anything starts, the planner asks about each arrangement, and the README's tables are made from it. What is
+no matter of combination is refused where it belongs: a field's own value by ``Strategy``, a schedule's sizes by the
+schedule, a missing GPU or a wrong number of processes by the engine that looks at the machine, a model by its capture.
+
+To add an engine, name in its class what it supports (:data:`Feature`); to add a feature, add its rows.
+"""
+
+from paceline.aggregation import text_of
+from paceline.core.errors import InputError
+from paceline.support.case import ENGINES, Case, Feature
+from paceline.support.table import TABLE, Row
+
+__all__ = ["ENGINES", "Case", "Feature", "first_row", "reason", "refuse"]
+
+
+def refuse(case: Case) -> None:
+    """Raise InputError with the sentence of the first row that applies."""
+    if row := first_row(case):
+        raise InputError(_sentence(row, case))
+
+
+def reason(case: Case) -> str | None:
+    """Return why a combination is not supported, without the line to write instead; None: it is supported."""
+    row = first_row(case)
+    return _sentence(row, case).rpartition("; ")[0] if row else None
+
+
+def first_row(case: Case) -> Row | None:
+    """Return the first row that applies."""
+    for row in TABLE:
+        if row.applies(case):
+            return row
+    return None
+
+
+def _sentence(row: Row, case: Case) -> str:
+    s = case.strategy()
+    # Real engines only: in virtual time nothing is distributed.
+    able = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
+    return row.sentence.format(
+        s=s,
+        feature=row.feature,
+        value=getattr(s, row.feature, None),
+        engine=case.engine,
+        engines=" or ".join(able),
+        policy=text_of(case.policy),
+        clip_norm=case.clip_norm,
+        copies=list(s.copies),
+        most=max(s.copies),
+        enough=2 * s.stage_count * max(s.copies),
+    )

@@ -1,0 +1,131 @@
+"""The combination of features that the table of support is asked about, and what each engine supports."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from paceline.aggregation import Aggregation, Synchronous
+from paceline.schedule import Schedule
+from paceline.strategy import Strategy
+
+Feature: TypeAlias = Literal[
+    "asynchronous",  # policies by which replicas do not all make one update together
+    "in-place",  # replicas that write one A in shared memory (Hogwild)
+    "stages",  # replicas that are pipelines
+    "async-stages",  # pipelines that never flush (PipeDream)
+    "shards",  # replicas whose operators are divided
+    "cuda",
+    "compression",
+    "shard_optimizer",
+    "shard_parameters",
+    "noise_scale",
+    "virtual-time",
+]
+
+ENGINES: Mapping[str, frozenset[Feature]] = {
+    "local": frozenset({"asynchronous", "in-place", "stages", "async-stages", "shards", "cuda", "noise_scale"}),
+    "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
+    "ray": frozenset({"asynchronous", "cuda"}),
+    "distributed": frozenset(
+        {
+            "stages",
+            "async-stages",
+            "shards",
+            "cuda",
+            "compression",
+            "shard_optimizer",
+            "shard_parameters",
+            "noise_scale",
+        }
+    ),
+}
+"""The engines that come with Paceline; the planner chooses among them without importing any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One combination, as the rows look at it: plain values, so that the planner can ask of 100,000 arrangements.
+
+    Args:
+        engine: the engine's name.
+        features: what it supports.
+        strategy: makes the strategy, whose values the sentences show.
+        policy: the aggregation.
+        replicas, stages, shards: sizes of the mesh; of unequal ones the largest.
+        stage_replicas: the largest number of workers that take turns at a stage (PipeDream's replicated stages).
+        pipelined: whether a replica processes its batches by micro-batches.
+        schedule: of the pipeline.
+        micro_batches: m, per mini-batch.
+    """
+
+    engine: str
+    features: frozenset[Feature]
+    strategy: Callable[[], Strategy]
+    policy: Aggregation[Any]
+    replicas: int = 1
+    stages: int = 1
+    shards: int = 1
+    stage_replicas: int = 1
+    pipelined: bool = False
+    schedule: Schedule | None = None
+    micro_batches: int = 1
+    recompute: str = "none"
+    accumulate: int = 1
+    device: str = "cpu"
+    compression: str = "none"
+    shard_optimizer: bool | None = None
+    shard_parameters: bool = False
+    shard_rules: bool = False
+    batchnorm: str = "micro-batch"
+    clip_norm: float | None = None
+    on_nonfinite: str = "stop"
+    noise_scale: bool = False
+    times: bool = False
+
+    @classmethod
+    def of(cls, strategy: Strategy, engine: str, features: frozenset[Feature] | None = None, **options: Any) -> "Case":
+        """Return the case of a strategy.
+
+        Args:
+            strategy: the strategy.
+            engine: the engine's name.
+            features: what the engine supports; None: as :data:`ENGINES` says.
+            options: the fields of this class that are no part of a strategy.
+        """
+        return cls(
+            engine,
+            ENGINES[engine] if features is None else features,
+            lambda: strategy,
+            strategy.aggregation,
+            strategy.replicas,
+            strategy.stage_count,
+            max(strategy.shards) if isinstance(strategy.shards, tuple) else strategy.shards,
+            max(strategy.copies),
+            strategy.pipelined,
+            strategy.order if strategy.pipelined else None,
+            strategy.micro_batch_count,
+            strategy.recompute,
+            strategy.accumulate,
+            strategy.device,
+            strategy.compression,
+            strategy.shard_optimizer,
+            strategy.shard_parameters,
+            bool(strategy.shard_rules),
+            strategy.batchnorm,
+            **options,
+        )
+
+    @property
+    def lockstep(self) -> bool:
+        """Whether all replicas make one update together."""
+        return isinstance(self.policy, Synchronous) and not self.policy.backups
+
+    @property
+    def several_workers(self) -> bool:
+        """Whether a replica is several workers, or processes its batches as if it were."""
+        return self.pipelined or self.shards > 1
+
+    @property
+    def flushes(self) -> bool:
+        """Whether the pipeline, if there is one, is empty before A moves."""
+        return self.schedule is None or self.schedule.flushes

@@ -1,0 +1,93 @@
+"""The table of support: each row is reached, its sentence is complete, and engines say what they support."""
+
+import string
+
+import pytest
+
+from paceline import support
+from paceline.core.errors import InputError
+from paceline.strategy import Strategy
+from paceline.support import ENGINES, Case
+from paceline.support.table import TABLE, Row
+
+CASES = [
+    ("ray", "shards=2", {}),
+    ("local", "shard_rules=head:whole", {}),
+    ("ray", "stages=2", {}),
+    ("local", "replicas=2 compression=fp16", {}),
+    ("local", "replicas=2 shard_parameters=true", {}),
+    ("local", "replicas=2 shard_optimizer=true", {}),
+    ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
+    ("local", "replicas=2", {"times": True}),
+    ("distributed", "replicas=2 aggregation=asynchronous", {}),
+    ("local", "replicas=2 aggregation=local-steps:period=4", {"noise_scale": True}),
+    ("ray", "replicas=2", {"noise_scale": True}),
+    ("distributed", "replicas=2 shard_optimizer=true", {"noise_scale": True}),
+    ("distributed", "replicas=2 shard_parameters=true", {"noise_scale": True}),
+    ("distributed", "replicas=2 compression=fp16", {"noise_scale": True}),
+    ("distributed", "stages=2 schedule=pipedream", {"noise_scale": True}),
+    ("virtual", "replicas=2 aggregation=hogwild", {}),
+    ("ray", "replicas=2 aggregation=hogwild", {}),
+    ("local", "shards=2 aggregation=hogwild", {}),
+    ("local", "stages=2 aggregation=hogwild", {}),
+    ("local", "replicas=2 aggregation=hogwild", {"on_nonfinite": "skip"}),
+    ("local", "replicas=2 aggregation=hogwild device=cuda", {}),
+    ("distributed", "shards=2 compression=fp16", {}),
+    ("distributed", "shards=2 shard_parameters=true", {}),
+    ("local", "shards=2 device=cuda", {}),
+    ("local", "stages=2 shards=2 schedule=pipedream", {}),
+    ("local", "stages=2 shards=2 schedule=zero-bubble", {}),
+    ("local", "stages=2 shards=2 recompute=all", {}),
+    ("local", "stages=[2,1] schedule=zero-bubble", {}),
+    ("local", "stages=[2,1] micro_batches=1", {}),
+    ("distributed", "stages=2 compression=fp16", {}),
+    ("distributed", "stages=2 shard_parameters=true", {}),
+    ("virtual", "stages=2 schedule=pipedream", {}),
+    ("local", "replicas=2 stages=2 schedule=pipedream", {}),
+    ("local", "stages=2 schedule=pipedream aggregation=asynchronous", {}),
+    ("local", "stages=2 schedule=pipedream micro_batches=2", {}),
+    ("local", "stages=2 schedule=pipedream device=cuda", {}),
+    ("local", "stages=2 schedule=pipedream", {"clip_norm": 1.0}),
+    ("local", "stages=2 schedule=pipedream", {"on_nonfinite": "skip"}),
+    ("local", "stages=2 schedule=pipedream accumulate=2", {}),
+    ("local", "stages=2 schedule=pipedream batchnorm=mini-batch", {}),
+    ("distributed", "replicas=2 shard_parameters=true compression=fp16", {}),
+    ("distributed", "replicas=2 shard_parameters=true shard_optimizer=false", {}),
+    ("distributed", "replicas=2 shard_parameters=true device=cuda", {}),
+    ("distributed", "replicas=2 shard_parameters=true", {"on_nonfinite": "skip"}),
+    ("distributed", "replicas=2 shard_parameters=true accumulate=2 aggregation=synchronous:combine=sum", {}),
+    ("distributed", "replicas=2 shard_optimizer=true compression=fp16", {}),
+    ("distributed", "replicas=2 shard_optimizer=true device=cuda", {}),
+    ("local", "replicas=2 stages=2 shard_optimizer=true aggregation=asynchronous", {}),
+    ("distributed", "stages=2 schedule=pipedream shard_optimizer=true", {}),
+    ("local", "stages=2 shard_optimizer=true", {}),
+    ("virtual", "replicas=2 device=cuda", {}),
+    ("local", "replicas=2 stages=2 aggregation=asynchronous device=cuda", {}),
+    ("distributed", "replicas=2 compression=fp16 device=cuda", {}),
+]
+"""For each row of the table, in its order, a combination for which it is the first."""
+
+
+@pytest.mark.parametrize(("row", "case"), list(zip(TABLE, CASES, strict=True)), ids=range(len(TABLE)))
+def test_each_row_is_the_first_for_some_combination(row: Row, case: tuple[str, str, dict[str, object]]) -> None:
+    engine, strategy, options = case
+    made = Case.of(Strategy.parse(strategy), engine, **options)
+    assert support.first_row(made) is row
+    with pytest.raises(InputError) as refused:
+        support.refuse(made)
+    sentence = str(refused.value)
+    assert not any(field for _, field, _, _ in string.Formatter().parse(sentence) if field)
+    assert "; write " in sentence or "; leave " in sentence
+    assert sentence.startswith(str(support.reason(made)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_one_replica_runs_everywhere(engine: str) -> None:
+    assert support.reason(Case.of(Strategy(), engine)) is None
+
+
+def test_an_engine_that_supports_nothing_special_runs_replicas_in_lockstep() -> None:
+    nothing = frozenset[support.Feature]()
+    assert support.reason(Case.of(Strategy(replicas=4), "new", nothing)) is None
+    for strategy in ("replicas=2 aggregation=asynchronous", "stages=2", "shards=2", "device=cuda"):
+        assert support.reason(Case.of(Strategy.parse(strategy), "new", nothing)) is not None
