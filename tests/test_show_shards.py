@@ -16,9 +16,9 @@ from paceline.engine.run_context import first_batch
 from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding
 from paceline.replica.pipeline.prepare import Fed, cut_as_named, fed, first_rows
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.report import ShardingReport
-from paceline.replica.tensor.rewrite import rewritten
+from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.cases import own
@@ -95,11 +95,11 @@ def test_what_it_says_is_what_shards_hold_and_do(name: str, k: int) -> None:
     given = program(MODELS[name])
     shown = divided(given, f"shards={k}")
     batch = first_batch(Job(given, Strategy(shards=k), Budget("steps", 1, 1)))
-    captured, made = planned(given, given.build(), batch, k)
+    captured, made = plan_program(given, given.build(), batch, k)
     inputs = captured.flat((batch.input, batch.target))
 
     def work(shards: TPCollectives) -> int:
-        shard = own(rewritten(made, shards))
+        shard = own(rewrite_for_shard(made, shards))
         (loss,) = shard.module(*inputs)
         loss.backward()
         return sum(parameter.numel() for parameter in shard.module.parameters())
@@ -147,7 +147,7 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
 
 def forward_and_backward(plan: ShardingPlan, run: Fed, shards: TPCollectives) -> int:
     """Of a part, once: how many elements of parameters a shard holds."""
-    shard = own(rewritten(plan, shards))
+    shard = own(rewrite_for_shard(plan, shards))
     given = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in run.given]
     made = [each for each in shard.module(*given) if each.requires_grad]
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
@@ -183,7 +183,7 @@ def test_branches_of_a_stage_are_balanced_without_a_clock(monkeypatch: pytest.Mo
     def measured(*_: object) -> None:
         raise AssertionError("somebody measures")
 
-    monkeypatch.setattr("paceline.replica.tensor.prepare.measured", measured)
+    monkeypatch.setattr("paceline.replica.tensor.prepare.measure_op_times", measured)
     given = program(lambda: nn.Sequential(nn.Linear(8, 8), Fork(), nn.Linear(12, 2)))
     shown = shards_of(given, "stages=2 cuts=2 shards=[2,1] shard_rules=1.b*:branch")
     assert shown.stages[0].sharding is not None

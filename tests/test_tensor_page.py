@@ -26,7 +26,7 @@ def ways() -> Iterator[str]:
     """The names that the rules give."""
     for file in Path(rules.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Way":
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "OpStrategy":
                 given = [*node.args[2:3], *(keyword.value for keyword in node.keywords if keyword.arg == "name")]
                 yield from (str(each.value) for each in given if isinstance(each, ast.Constant))
 

@@ -12,7 +12,7 @@ from sides import OPTIMIZER
 
 import paceline
 from paceline.replica.base import Batch
-from paceline.replica.tensor.prepare import prepared
+from paceline.replica.tensor.prepare import prepare_shard
 
 Step: TypeAlias = Callable[[], None]
 
@@ -49,7 +49,7 @@ def trained(row: Row, backend: str, steps: int, loop: Callable[[Step, Step], Non
 def _forward(program: paceline.Program, row: Row, backend: str) -> Step:
     x, y = row.batch()
     shards = Bare(dist.new_group(backend=backend))
-    module = prepared(program, row.built(), Batch(x, y, len(x)), shards, shards.says).shard.module
+    module = prepare_shard(program, row.built(), Batch(x, y, len(x)), shards, shards.says).shard.module
     sample = row.batch()[0][:1], row.batch()[1][:1]
 
     @torch.no_grad()

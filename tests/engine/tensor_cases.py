@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW
 from paceline import Program, Run, Strategy, train
 from paceline.replica.base import Batch
 from paceline.replica.tensor.placements import OnRank, Shard
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.prepare import plan_program
 from paceline.shard_rules import ShardRules
 from tests import zoo
 
@@ -125,7 +125,7 @@ def largest_part(case: Case, shards: int) -> int:
     """
     program, rules = case.program, ShardRules(case.rules)
     inputs, targets = program.train
-    _, plan = planned(program, module := program.build(), Batch(inputs[:4], targets[:4], 4), shards, rules)
+    _, plan = plan_program(program, module := program.build(), Batch(inputs[:4], targets[:4], 4), shards, rules)
     if "branch" in rules.values():
         each = [p.nbytes for p in module.parameters()]
         return sum(each) - min(each)

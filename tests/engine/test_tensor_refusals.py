@@ -21,9 +21,9 @@ from paceline.optim.lars import Lars
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import Layout as Lies
-from paceline.replica.tensor.placements import OnRank, Shard, shares
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.placements import OnRank, Shard, even_sizes
+from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.prepare import plan_program
 from tests.engine import programs
 
 # ------------------------------------------------------------------------------------------------------- the strategy
@@ -82,7 +82,7 @@ def refused_model(match: str, shards: int = 2, **fields: Any) -> None:
     program = programs.program(**fields)
     inputs, targets = program.train
     with pytest.raises(InputError, match=match):
-        planned(program, program.build(), Batch(inputs[:4], targets[:4], 4), shards)
+        plan_program(program, program.build(), Batch(inputs[:4], targets[:4], 4), shards)
 
 
 def test_nothing_can_be_divided_by_so_many() -> None:
@@ -198,9 +198,9 @@ def net() -> nn.Module:
 
 
 LIES: dict[str, Lies] = {
-    "0.weight": Shard(-2, shares(8, 2)),
-    "0.bias": Shard(-1, shares(8, 2)),
-    "2.weight": Shard(-1, shares(8, 2)),
+    "0.weight": Shard(-2, even_sizes(8, 2)),
+    "0.bias": Shard(-1, even_sizes(8, 2)),
+    "2.weight": Shard(-1, even_sizes(8, 2)),
     "2.bias": OnRank(0),
 }
 
@@ -242,7 +242,7 @@ WHOLE: dict[str, Any] = {
 @pytest.mark.parametrize("name", WHOLE)
 @pytest.mark.parametrize("shards", [2, 3])
 def test_optimizers_that_look_at_whole_tensors(name: str, shards: int) -> None:
-    lies = {key: Shard(how.dim, shares(8, shards)) if isinstance(how, Shard) else how for key, how in LIES.items()}
+    lies = {key: Shard(how.dim, even_sizes(8, shards)) if isinstance(how, Shard) else how for key, how in LIES.items()}
     with pytest.raises(
         InputError,
         match=rf"shards={shards}: each shard steps on its part of a tensor, but {name} looks at more of \S+ than one "

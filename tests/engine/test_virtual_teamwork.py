@@ -121,7 +121,7 @@ def test_branches_are_balanced_without_a_clock(monkeypatch: pytest.MonkeyPatch) 
     def measured(*_: Any) -> Any:
         raise AssertionError("somebody measures")
 
-    monkeypatch.setattr("paceline.replica.tensor.prepare.measured", measured)
+    monkeypatch.setattr("paceline.replica.tensor.prepare.measure_op_times", measured)
     assert 0.5 <= run("shards=2 shard_rules=b*:branch", branches).summary["notes"]["time_of_one_process"] < 1
     with pytest.raises(AssertionError, match="somebody measures"):
         run("shards=2 shard_rules=b*:branch", branches, times="compute=measured")

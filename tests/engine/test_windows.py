@@ -7,8 +7,8 @@ from torch import nn
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.tensor.placements import SHARED, OnRank, Shard, part_of
-from paceline.replica.tensor.placements import Layout as Lies
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard, shard_layout
+from paceline.replica.tensor.placements import Placement as Lies
 
 
 class Model(nn.Module):
@@ -22,8 +22,8 @@ class Model(nn.Module):
         self.owned = nn.Parameter(torch.zeros(2))
 
 
-LIES: dict[str, Lies] = {"blocks": Shard(-1, (2, 1), outer=3), "rows": Shard(-2, (2, 3)), "owned": OnRank(1)}
-LIES["whole"] = SHARED
+LIES: dict[str, Lies] = {"blocks": Shard(-1, (2, 1), blocks=3), "rows": Shard(-2, (2, 3)), "owned": OnRank(1)}
+LIES["whole"] = PARTIAL_GRAD
 
 
 def numbered(layout: FlatLayout) -> FlatState:
@@ -35,7 +35,7 @@ def numbered(layout: FlatLayout) -> FlatState:
 @pytest.mark.parametrize("shard", [0, 1])
 def test_what_is_taken_is_what_the_layouts_say(shard: int) -> None:
     whole = numbered(FlatLayout.of(Model()))
-    part = part_of(whole.layout, LIES, shard).new()
+    part = shard_layout(whole.layout, LIES, shard).new()
     ShardViews(part, whole, LIES, shard).take()
     tensors = dict(whole.named())
     for name, mine in part.named():
@@ -47,7 +47,7 @@ def test_what_all_write_is_the_whole_and_each_tensor_is_written_once() -> None:
     expected = numbered(FlatLayout.of(Model()))
     found = expected.layout.new()
     found.parameters[0].fill_(-1.0)
-    parts = [part_of(expected.layout, LIES, shard) for shard in (0, 1)]
+    parts = [shard_layout(expected.layout, LIES, shard) for shard in (0, 1)]
     mesh, written = Mesh(1, (2,)), list[str]()
     for shard, layout in enumerate(parts):
         part = layout.new()

@@ -11,8 +11,8 @@ from paceline import InputError, Program, Strategy
 from paceline.replica.base import Batch
 from paceline.replica.hybrid import divided
 from paceline.replica.pipeline.prepare import prepared
-from paceline.replica.tensor.placements import Layout, OnRank, Shard
-from paceline.replica.tensor.prepare import to_itself
+from paceline.replica.tensor.placements import OnRank, Placement, Shard
+from paceline.replica.tensor.prepare import gather_alone
 from paceline.shard_rules import ShardRules
 
 
@@ -29,7 +29,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), Fork(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 4)).double()
 
 
-def lies(rules: Mapping[str, str], counts: Sequence[int] = (2, 2)) -> list[Mapping[str, Layout]]:
+def lies(rules: Mapping[str, str], counts: Sequence[int] = (2, 2)) -> list[Mapping[str, Placement]]:
     """Of two stages, the second of which begins with the third layer."""
     x = torch.randn(8, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     batch = Batch(x, torch.arange(8) % 4, 8)
@@ -41,7 +41,7 @@ def lies(rules: Mapping[str, str], counts: Sequence[int] = (2, 2)) -> list[Mappi
     )
     module, strategy = program.build(), Strategy.parse("stages=2 cuts=2 shards=2 micro_batches=2")
     cut = prepared(program, strategy, module, batch, lambda choose: choose()).cut
-    return list(divided(program, cut, module, [x[:4]], counts, {}, to_itself, ShardRules(rules)).lies)
+    return list(divided(program, cut, module, [x[:4]], counts, {}, gather_alone, ShardRules(rules)).lies)
 
 
 def test_each_part_is_divided_for_itself() -> None:

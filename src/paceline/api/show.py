@@ -26,8 +26,8 @@ from paceline.replica.base import Batch
 from paceline.replica.hybrid import StagedSharding, StageTable
 from paceline.replica.pipeline.prepare import first_rows, prepared
 from paceline.replica.pipeline.report import table
-from paceline.replica.tensor.prepare import planned
-from paceline.replica.tensor.report import ShardingReport, sharding
+from paceline.replica.tensor.prepare import plan_program
+from paceline.replica.tensor.report import ShardingReport, sharding_report
 from paceline.strategy import Strategy
 
 
@@ -131,8 +131,8 @@ def divided(program: Program, strategy: Strategy | str) -> ShardingReport | Stag
         if strategy.pipelined:
             return _staged(program, strategy, module, batch)
         with program.autocast(strategy.device):
-            _, plan = planned(program, module, batch, max(strategy.stage_workers), strategy.shard_rules)
-        return sharding(plan, strategy.shard_rules)
+            _, plan = plan_program(program, module, batch, max(strategy.stage_workers), strategy.shard_rules)
+        return sharding_report(plan, strategy.shard_rules)
 
 
 def _staged(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> StagedSharding:
@@ -146,7 +146,7 @@ def _staged(program: Program, strategy: Strategy, module: nn.Module, batch: Batc
         passes = -(-strategy.micro_batch_count // strategy.copies[stage])
         parameters = sum(each.numel() for each in part.module.parameters())
         found.append(
-            StageTable(stage, part.number, parameters, None if plan is None else sharding(plan, rules, passes))
+            StageTable(stage, part.number, parameters, None if plan is None else sharding_report(plan, rules, passes))
         )
     return StagedSharding(found)
 

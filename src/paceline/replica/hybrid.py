@@ -26,16 +26,16 @@ from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.module_utils import rewound
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.prepare import fed
-from paceline.replica.tensor.branches import Times, counted
-from paceline.replica.tensor.functionalize import write_out_of_place
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.placements import Layout as Lies
+from paceline.replica.tensor.branches import OpTimes, multiplication_counts
+from paceline.replica.tensor.functionalize import functionalize
+from paceline.replica.tensor.graph_ops import operator_graph
 from paceline.replica.tensor.placements import OnRank
+from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.placements import Shard as Split
-from paceline.replica.tensor.prepare import Says, agree, agreed_times, check_shard, to_itself
+from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, check_shard, gather_alone
 from paceline.replica.tensor.report import ShardingReport
-from paceline.replica.tensor.rewrite import ShardGraph, keep_unused, rewritten
-from paceline.replica.tensor.sharding_plan import ShardingPlan, plan
+from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
+from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 
@@ -152,7 +152,7 @@ def divided(
     leaves: Sequence[Tensor],
     counts: Sequence[int],
     own: Mapping[int, TPCollectives],
-    says: Says,
+    says: GatherText,
     rules: ShardRules,
     *,
     checked: bool = True,
@@ -175,7 +175,9 @@ def divided(
     """
     with program.autocast(str(next(module.parameters()).device)):
         given = _given(cut, module, leaves)
-        dividing = _Dividing(cut, given, counts, says, rules, lambda whole, leaves: agreed_times(whole, leaves, says))
+        dividing = _Dividing(
+            cut, given, counts, says, rules, lambda whole, leaves: agreed_op_times(whole, leaves, says)
+        )
         return dividing.all(own, checked=checked)
 
 
@@ -193,7 +195,7 @@ def planned(
     """
     with program.autocast(str(next(module.parameters()).device)):
         given = _given(cut, module, leaves)
-        return _Dividing(cut, given, counts, to_itself, rules, lambda *_: counted).plans()
+        return _Dividing(cut, given, counts, gather_alone, rules, lambda *_: multiplication_counts).plans()
 
 
 def _given(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
@@ -208,9 +210,9 @@ class _Dividing:
         cut: Cut,
         given: Sequence[Sequence[Any]],
         counts: Sequence[int],
-        says: Says,
+        says: GatherText,
         rules: ShardRules,
-        times: Callable[[Captured, Sequence[Any]], Times],
+        times: Callable[[Captured, Sequence[Any]], OpTimes],
     ) -> None:
         self._cut, self._given, self._counts = cut, given, counts
         self._says, self._rules, self._times = says, rules, times
@@ -231,8 +233,8 @@ class _Dividing:
             return part, {}
         if shards is None:
             return part, plan_of.parameters
-        shard = rewritten(plan_of, shards)
-        keep_unused(shard, part.module)
+        shard = rewrite_for_shard(plan_of, shards)
+        add_unused_tensors(shard, part.module)
         if checked:
             check_part(shard, part, self._given[part.number], shards)
         return replace(part, module=shard.module), plan_of.parameters
@@ -243,9 +245,9 @@ class _Dividing:
         self._refuse_ties(tied)
         if count == 1:
             return None
-        write_out_of_place(part.module)
+        functionalize(part.module)
         plan_of = self._planned(part, count)
-        agree(plan_of, self._says)
+        check_same_plan(plan_of, self._says)
         self._fixed |= {name: plan_of.parameters[name] for name in tied if name in plan_of.parameters}
         if not any(isinstance(layout, (Split, OnRank)) for layout in plan_of.parameters.values()):
             raise InputError(
@@ -257,9 +259,9 @@ class _Dividing:
     def _planned(self, part: Part, count: int) -> ShardingPlan:
         captured: Captured = replace(self._cut.captured, module=part.module)
         given = self._given[part.number]
-        found = operators(captured, count, given, flowing=_flowing(part))
+        found = operator_graph(captured, count, given, flowing=_flowing(part))
         rules = ShardRules({pattern: way for pattern, way in self._rules.items() if _matches(pattern, _modules(part))})
-        return plan(found, count, rules, self._times(captured, given), self._fixed)
+        return plan_sharding(found, count, rules, self._times(captured, given), self._fixed)
 
     def _refuse_unmatched(self) -> None:
         """Raise InputError for a pattern that fits no module of any part."""

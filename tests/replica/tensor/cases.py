@@ -18,13 +18,21 @@ from torch.fx import Node
 from paceline.program import Tree, call, leaves
 from paceline.replica.capture.capture import capture
 from paceline.replica.tensor import rules
-from paceline.replica.tensor.base import OpCall, OpRule, OpStrategy, Value, divided, rule_of, undivided
-from paceline.replica.tensor.graph_ops import Operators, operators
-from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED, Layout, OnRank, Shard, shares
+from paceline.replica.tensor.base import (
+    GraphTensor,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    replicated_strategies,
+    rule_of,
+    sharded_strategies,
+)
+from paceline.replica.tensor.graph_ops import OperatorGraph, operator_graph
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, even_sizes
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Cost, Key, Versions, key, taken
-from paceline.replica.tensor.rewrite import ShardGraph, rewritten
-from paceline.replica.tensor.sharding_plan import ShardingPlan, parameters, plan
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, input_cost, value_key
+from paceline.replica.tensor.rewrite import ShardGraph, rewrite_for_shard
+from paceline.replica.tensor.sharding_plan import ShardingPlan, parameter_placements, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 
@@ -42,9 +50,9 @@ class Made(NamedTuple):
     buffers: Mapping[str, Tensor]
 
 
-def looked_at(model: nn.Module, inputs: Tree, k: int) -> Operators:
+def looked_at(model: nn.Module, inputs: Tree, k: int) -> OperatorGraph:
     """The operators of a model."""
-    return operators(capture(model, inputs, operators=True), k)
+    return operator_graph(capture(model, inputs, operators=True), k)
 
 
 def eager(model: nn.Module, inputs: Tree) -> Made:
@@ -54,10 +62,10 @@ def eager(model: nn.Module, inputs: Tree) -> Made:
 
 def sharded(made: ShardingPlan, inputs: Tree) -> tuple[list[Made], Counter[str]]:
     """What each shard does, each with tensors of its own, and the collectives."""
-    captured = made.operators.captured
+    captured = made.graph.captured
 
     def work(shards: TPCollectives) -> Made:
-        shard = own(rewritten(made, shards))
+        shard = own(rewrite_for_shard(made, shards))
         return _run(shard.module, lambda module: leaves(captured.rebuild(module(*captured.flat(inputs)))))
 
     return together(made.shards, work)
@@ -108,7 +116,7 @@ def same(made: ShardingPlan, model: nn.Module, inputs: Tree, what: str = "") -> 
 
 
 def put_together(
-    parts: Sequence[Tensor | None], layout: Layout, like: Tensor | None, *, terms: bool = True
+    parts: Sequence[Tensor | None], layout: Placement, like: Tensor | None, *, terms: bool = True
 ) -> Tensor | None:
     """The whole tensor; no part of a gradient is as good as zeros."""
     if like is None or all(part is None for part in parts):
@@ -116,10 +124,10 @@ def put_together(
     if isinstance(layout, OnRank):
         return parts[layout.shard]
     if isinstance(layout, Shard):
-        shapes = [layout.local(like.shape, shard) for shard in range(len(parts))]
+        shapes = [layout.local_shape(like.shape, shard) for shard in range(len(parts))]
         filled = [like.new_zeros(s) if p is None else p for p, s in zip(parts, shapes, strict=True)]
-        return layout.put_together(filled)
-    if layout == SHARED and terms:
+        return layout.concat(filled)
+    if layout == PARTIAL_GRAD and terms:
         return sum((part for part in parts if part is not None), torch.zeros_like(like))
     for part in parts[1:]:
         _close(part, parts[0], "all shards have the same")
@@ -140,7 +148,7 @@ def holds_its_part(made: ShardingPlan, model: nn.Module) -> None:
     whole = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
 
     def held(shards: TPCollectives) -> dict[str, torch.Size]:
-        module = rewritten(made, shards).module
+        module = rewrite_for_shard(made, shards).module
         return {n: t.shape for n, t in (*module.named_parameters(), *module.named_buffers())}
 
     shapes, _ = together(made.shards, held)
@@ -149,7 +157,7 @@ def holds_its_part(made: ShardingPlan, model: nn.Module) -> None:
             continue
         for shard, has in enumerate(shapes):
             if isinstance(layout, Shard):
-                assert has[name] == layout.local(whole[name].shape, shard), (name, shard)
+                assert has[name] == layout.local_shape(whole[name].shape, shard), (name, shard)
             elif isinstance(layout, OnRank) and layout.shard != shard:
                 assert name not in has, (name, shard)
             else:
@@ -166,7 +174,7 @@ def split_share(made: ShardingPlan, model: nn.Module) -> float:
 
 def planned(model: nn.Module, inputs: Tree, k: int) -> ShardingPlan:
     """The plan of a model."""
-    return plan(looked_at(model, inputs, k), k)
+    return plan_sharding(looked_at(model, inputs, k), k)
 
 
 @dataclass(frozen=True)
@@ -180,7 +188,7 @@ class Case:
         tensors: shapes of what is computed; the first dim is the samples. A tensor itself is given as it is.
         parameters: shapes.
         buffers: of the module, by name: given to ``function`` after the parameters.
-        ways: the names of the ways that have to be there.
+        names: those of strategies that have to be there.
         whole: whether the rule has to say that it can't be divided.
     """
 
@@ -190,7 +198,7 @@ class Case:
     tensors: Sequence[tuple[int, ...] | Tensor]
     parameters: Sequence[tuple[int, ...]] = ()
     buffers: Sequence[Tensor] = ()
-    ways: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
     whole: bool = False
 
     def __str__(self) -> str:
@@ -235,71 +243,76 @@ def every_way(case: Case, shards: Sequence[int] = (2, 3, 4)) -> None:
     module, inputs = built(case)
     captured = capture(module, inputs, operators=True)
     for k in shards:
-        found = operators(captured, k)
+        found = operator_graph(captured, k)
         calls = [each for each in found.calls.values() if type(rule_of(each.target)) is case.rule]
         assert calls, f"{[str(each.target) for each in found.calls.values()]}: none is of {case.rule.__name__}"
         asked = calls[-1]
-        ways = [way for way in possible(asked) if _can_be_had(asked, way)]
-        names = {way.name for way in ways}
-        assert names >= set(case.ways), f"k = {k}: {case.ways} of {names}"
-        assert any(map(_divides, ways)) is not case.whole, f"k = {k}: {ways}"
-        for way in ways:
-            same(forced(found, k, {asked.node: way}), module, inputs, f"k = {k}, {_told(way)}")
+        strategies = [strategy for strategy in possible(asked) if _can_be_had(asked, strategy)]
+        names = {strategy.name for strategy in strategies}
+        assert names >= set(case.names), f"k = {k}: {case.names} of {names}"
+        assert any(map(_divides, strategies)) is not case.whole, f"k = {k}: {strategies}"
+        for strategy in strategies:
+            same(forced(found, k, {asked.node: strategy}), module, inputs, f"k = {k}, {_told(strategy)}")
 
 
 def possible(asked: OpCall) -> list[OpStrategy]:
     """All ways of an operator, whatever its tensors can be had as."""
-    offers = [frozenset(layouts(value, asked)) for value in asked.takes]
-    return list(dict.fromkeys((*undivided(asked), *divided(asked, offers))))
+    offers = [frozenset(layouts(value, asked)) for value in asked.inputs]
+    return list(dict.fromkeys((*replicated_strategies(asked), *sharded_strategies(asked, offers))))
 
 
-def layouts(value: Value, asked: OpCall) -> Iterator[Layout]:
+def layouts(value: GraphTensor, asked: OpCall) -> Iterator[Placement]:
     """Those that a tensor can have: uneven parts, the larger ones first or last, by units, and in two blocks."""
     k = asked.shards
-    yield from (REPLICATE, SHARED)
+    yield from (REPLICATE, PARTIAL_GRAD)
     if value.dtype.is_floating_point:
         yield PARTIAL
     for dim in range(value.dims):
         length = value.shape[dim]
-        yield from asked.splits(length, dim - value.dims)
+        yield from asked.shardings(length, dim - value.dims)
         if length >= k:
-            yield Shard(dim - value.dims, shares(length, k))
-            yield Shard(dim - value.dims, shares(length, k)[::-1])
+            yield Shard(dim - value.dims, even_sizes(length, k))
+            yield Shard(dim - value.dims, even_sizes(length, k)[::-1])
         if length % 2 == 0 and length // 2 >= k:
-            yield Shard(dim - value.dims, shares(length // 2, k), outer=2)
+            yield Shard(dim - value.dims, even_sizes(length // 2, k), blocks=2)
 
 
-def _can_be_had(asked: OpCall, way: OpStrategy) -> bool:
+def _can_be_had(asked: OpCall, strategy: OpStrategy) -> bool:
     """A parameter is never a term of a sum."""
-    return all(v.parameter is None or layout != PARTIAL for v, layout in zip(asked.takes, way.takes, strict=True))
+    return all(
+        v.parameter is None or layout != PARTIAL for v, layout in zip(asked.inputs, strategy.inputs, strict=True)
+    )
 
 
-def _divides(way: OpStrategy) -> bool:
-    return any(isinstance(layout, Shard) or layout == PARTIAL for layout in way.takes)
+def _divides(strategy: OpStrategy) -> bool:
+    return any(isinstance(layout, Shard) or layout == PARTIAL for layout in strategy.inputs)
 
 
-def _told(way: OpStrategy) -> str:
-    return f"{way.name or 'unnamed'}: {', '.join(map(str, way.takes))} -> {', '.join(map(str, way.gives))}"
+def _told(strategy: OpStrategy) -> str:
+    before, after = (", ".join(map(str, layouts)) for layouts in (strategy.inputs, strategy.outputs))
+    return f"{strategy.name or 'unnamed'}: {before} -> {after}"
 
 
-def forced(found: Operators, k: int, ways: Mapping[Node, OpStrategy]) -> ShardingPlan:
+def forced(found: OperatorGraph, k: int, strategies: Mapping[Node, OpStrategy]) -> ShardingPlan:
     """The plan by which some operators are divided in these ways, and all others are not."""
-    there: dict[Key, Versions] = {}
+    there: dict[ValueKey, Placements] = {}
     steps: list[SearchStep] = []
     for each in found.calls.values():
-        way = ways.get(each.node) or _as_it_is(each, there)
-        had = taken(each, way, there)
-        assert had is not None, f"{each.node}: {_told(way)}"
+        strategy = strategies.get(each.node) or _as_it_is(each, there)
+        had = input_cost(each, strategy, there)
+        assert had is not None, f"{each.node}: {_told(strategy)}"
         _, converted, versions = had
         there.update(versions)
-        there.update({key(v): frozenset((layout,)) for v, layout in zip(each.gives, way.gives, strict=True)})
-        steps.append(SearchStep(each, way, converted))
-    return ShardingPlan(found, k, tuple(steps), parameters(steps), Cost())
+        there.update(
+            {value_key(v): frozenset((layout,)) for v, layout in zip(each.outputs, strategy.outputs, strict=True)}
+        )
+        steps.append(SearchStep(each, strategy, converted))
+    return ShardingPlan(found, k, tuple(steps), parameter_placements(steps), PlanCost())
 
 
-def _as_it_is(each: OpCall, there: Mapping[Key, Versions]) -> OpStrategy:
+def _as_it_is(each: OpCall, there: Mapping[ValueKey, Placements]) -> OpStrategy:
     """Whole; but an element of a tuple as it was made."""
-    if each.target is getitem and len(each.takes) == 1:
-        (layout,) = there[key(each.takes[0])]
-        return next(way for way in possible(each) if way.takes == (layout,))
-    return next(iter(undivided(each)))
+    if each.target is getitem and len(each.inputs) == 1:
+        (layout,) = there[value_key(each.inputs[0])]
+        return next(strategy for strategy in possible(each) if strategy.inputs == (layout,))
+    return next(iter(replicated_strategies(each)))

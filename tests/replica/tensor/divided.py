@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from paceline.replica.capture.capture import capture
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.tensor import rules
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.placements import SHARED, Layout, OnRank, Shard
-from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan, plan
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
+from paceline.replica.tensor.rewrite import rewrite_for_shard
+from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.threads import together
@@ -26,10 +26,10 @@ class Weighed(TPCollectives):
 
     def __init__(self, shards: TPCollectives) -> None:
         super().__init__(shards.rank, shards.count)
-        self._shards, self.sent, self.calls = shards, 0.0, 0
+        self._shards, self.sent_bytes, self.calls = shards, 0.0, 0
 
     def _send(self, nbytes: int, rounds: int) -> None:
-        self.sent += rounds * nbytes * (self.count - 1) / self.count
+        self.sent_bytes += rounds * nbytes * (self.count - 1) / self.count
         self.calls += 1
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
@@ -60,15 +60,15 @@ class Divided:
     plan: ShardingPlan
     outputs: tuple[Tensor, ...]
 
-    def way(self, operator: str) -> str:
+    def strategy(self, operator: str) -> str:
         """The name of the way of the one operator that has this in its name."""
         (found,) = (step for step in self.plan.steps if operator in str(step.call.target))
-        return found.way.name
+        return found.strategy.name
 
-    def converted(self, operator: str) -> list[tuple[type[Layout], type[Layout]]]:
+    def converted(self, operator: str) -> list[tuple[type[Placement], type[Placement]]]:
         """(from, to) of what was converted for it, and has a gradient."""
         steps = [step for step in self.plan.steps if operator in str(step.call.target)]
-        return [(type(a), type(b)) for step in steps for v, a, b in step.converted if v.differentiable]
+        return [(type(a), type(b)) for step in steps for v, a, b in step.redistributions if v.differentiable]
 
 
 def divided(
@@ -84,12 +84,12 @@ def divided(
         asked: what the plan has to keep to.
     """
     captured = capture(module, inputs, operators=True)
-    made = plan(operators(captured, count, captured.flat(inputs)), count, asked)
+    made = plan_sharding(operator_graph(captured, count, captured.flat(inputs)), count, asked)
     outputs, gradients = _run(captured.module, captured.flat(inputs))
 
     def work(shards: TPCollectives) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:
         weighed = Weighed(shards)
-        local = rewritten(made, weighed).module
+        local = rewrite_for_shard(made, weighed).module
         _own(local)
         return *_run(local, captured.flat(inputs)), weighed
 
@@ -100,11 +100,11 @@ def divided(
     for name, layout in named.items():
         _close([_whole(layout, [given.get(name) for _, given, _ in shards])], [gradients[name]], rtol, name)
     assert any(isinstance(layout, Shard) for layout in named.values()), "something is divided"
-    summed = sum(gradients[name].nbytes for name, layout in named.items() if layout == SHARED)
+    summed = sum(gradients[name].nbytes for name, layout in named.items() if layout == PARTIAL_GRAD)
     for _, _, weighed in shards:
         assert weighed.calls == made.cost.collectives
-        sent = weighed.sent + 2 * (count - 1) / count * summed
-        assert abs(sent - made.cost.sent) <= 1e-9 * sent, "the plan knows what is sent"
+        sent = weighed.sent_bytes + 2 * (count - 1) / count * summed
+        assert abs(sent - made.cost.sent_bytes) <= 1e-9 * sent, "the plan knows what is sent"
     return Divided(made, tuple(outputs))
 
 
@@ -125,14 +125,14 @@ def _own(module: nn.Module) -> None:
                 each._parameters[name] = nn.Parameter(held.detach().clone(), held.requires_grad)
 
 
-def _whole(layout: Layout | None, parts: Sequence[Tensor | None]) -> Tensor:
+def _whole(layout: Placement | None, parts: Sequence[Tensor | None]) -> Tensor:
     given = [part for part in parts if part is not None]
     if isinstance(layout, Shard):
-        return layout.put_together(given)
+        return layout.concat(given)
     if isinstance(layout, OnRank):
         assert len(given) == 1
         return given[0]
-    return torch.stack(given).sum(0) if layout == SHARED else given[0]
+    return torch.stack(given).sum(0) if layout == PARTIAL_GRAD else given[0]
 
 
 def _close(found: Sequence[Tensor], expected: Sequence[Tensor], rtol: float, what: str = "an output") -> None:

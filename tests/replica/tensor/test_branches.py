@@ -11,12 +11,12 @@ from torch.fx import Node
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import capture
 from paceline.replica.tensor.base import OpCall
-from paceline.replica.tensor.branches import Placed, StandIn, placed, regions
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.op_times import measured
+from paceline.replica.tensor.branches import PlacedRegion, StandIn, branch_regions, place_branches
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.op_times import measure_op_times
 from paceline.replica.tensor.placements import OnRank, Shard
-from paceline.replica.tensor.rewrite import rewritten
-from paceline.replica.tensor.sharding_plan import plan
+from paceline.replica.tensor.rewrite import rewrite_for_shard
+from paceline.replica.tensor.sharding_plan import plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import holds_its_part, looked_at, same
@@ -135,7 +135,7 @@ ASKED = ShardRules({"b*": "branch"})
 def test_branches_are_the_model(name: str, k: int) -> None:
     """Also on more shards than there are branches, and where the trunk goes on beside them."""
     model, inputs, _ = built(name)
-    made = plan(looked_at(model, inputs, k), k, ASKED)
+    made = plan_sharding(looked_at(model, inputs, k), k, ASKED)
     owned = {layout.shard for layout in made.parameters.values() if isinstance(layout, OnRank)}
     assert len(owned) > 1
     holds_its_part(made, model)
@@ -145,11 +145,11 @@ def test_branches_are_the_model(name: str, k: int) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_how_many_there_are(name: str) -> None:
     model, inputs, count = built(name)
-    assert max(len(region.branches) for region in regions(looked_at(model, inputs, 2))) == count
+    assert max(len(region.branches) for region in branch_regions(looked_at(model, inputs, 2))) == count
 
 
 def test_a_residual_is_no_fork() -> None:
-    assert not regions(looked_at(Residual().double(), (numbers(4, 6),), 2))
+    assert not branch_regions(looked_at(Residual().double(), (numbers(4, 6),), 2))
 
 
 def test_what_others_take_too_is_of_the_trunk() -> None:
@@ -163,8 +163,8 @@ def test_what_others_take_too_is_of_the_trunk() -> None:
             return self.b2(tapped) + self.b3(x), tapped
 
     found = looked_at(Tapped().double(), (numbers(4, 6),), 2)
-    (region,) = regions(found)
-    inside = {str(value.parameter) for b in region.branches for node in b for value in found.calls[node].takes}
+    (region,) = branch_regions(found)
+    inside = {str(value.parameter) for b in region.branches for node in b for value in found.calls[node].inputs}
     assert {"b2.weight", "b3.weight"} <= inside
     assert "b1.weight" not in inside
 
@@ -174,7 +174,7 @@ def test_what_others_take_too_is_of_the_trunk() -> None:
 
 def by_width(calls: Sequence[OpCall]) -> Mapping[Node, float]:
     """A linear layer of n outputs takes n, all else nothing."""
-    return {call.node: float(call.gives[0].shape[-1]) if "linear" in str(call.target) else 0.0 for call in calls}
+    return {call.node: float(call.outputs[0].shape[-1]) if "linear" in str(call.target) else 0.0 for call in calls}
 
 
 def of_widths(*widths: int) -> nn.Module:
@@ -189,37 +189,37 @@ def of_widths(*widths: int) -> nn.Module:
     return Wide().double()
 
 
-def by_owner(region: Placed) -> list[int]:
+def by_owner(region: PlacedRegion) -> list[int]:
     return [owner.shard for owner in region.owners]
 
 
 def test_the_longest_goes_to_the_shard_that_has_least() -> None:
     found = looked_at(of_widths(7, 6, 4, 3, 2), (numbers(4, 6),), 2)
-    (region,) = placed(found, 2, by_width)
+    (region,) = place_branches(found, 2, by_width)
     assert by_owner(region) == [0, 1, 1, 0, 0]
     assert region.share == 12 / 22
 
 
 def test_uneven_branches_are_not_worth_it_unless_asked_for() -> None:
     found = looked_at(of_widths(9, 3), (numbers(4, 6),), 2)
-    assert not placed(found, 2, by_width)
-    (region,) = placed(found, 2, by_width, lambda call: "linear" in str(call.target))
+    assert not place_branches(found, 2, by_width)
+    (region,) = place_branches(found, 2, by_width, lambda call: "linear" in str(call.target))
     assert region.share == 9 / 12
 
 
 def test_of_two_that_overlap_the_larger_is_taken() -> None:
     model, inputs, _ = built("nested")
     found = looked_at(model, inputs, 2)
-    assert len(regions(found)) == 2
+    assert len(branch_regions(found)) == 2
     even = {"b1": 9.0, "b2": 1.0, "b21": 4.0, "b22": 4.0}
 
     def times(calls: Sequence[OpCall]) -> Mapping[Node, float]:
         return {
-            call.node: sum(even.get(str(v.parameter).removesuffix(".weight"), 0.0) for v in call.takes)
+            call.node: sum(even.get(str(v.parameter).removesuffix(".weight"), 0.0) for v in call.inputs)
             for call in calls
         }
 
-    (region,) = placed(found, 2, times)
+    (region,) = place_branches(found, 2, times)
     assert len(region.region.branches) == 2
     assert region.region.join.target is torch.ops.aten.cat.default
     assert len(region.region.join.args[0]) == 2  # type: ignore[arg-type]
@@ -229,11 +229,11 @@ def test_of_two_that_overlap_the_larger_is_taken() -> None:
 def test_times_are_those_of_each_operator() -> None:
     model, inputs, _ = built("inception")
     captured = capture(model, inputs, operators=True)
-    found = operators(captured, 2)
+    found = operator_graph(captured, 2)
     before = {name: value.clone() for name, value in captured.module.state_dict().items()}
-    calls = [call for call in found.calls.values() if call.gives]
+    calls = [call for call in found.calls.values() if call.outputs]
     began = time.perf_counter()
-    took = measured(captured.module, list(inputs), calls)
+    took = measure_op_times(captured.module, list(inputs), calls)
     whole = time.perf_counter() - began
     assert took.keys() == {call.node for call in calls}
     assert all(each > 0 for each in took.values())
@@ -247,10 +247,10 @@ def test_times_are_those_of_each_operator() -> None:
 
 def test_others_have_one_stand_in_for_each_end() -> None:
     model, inputs, _ = built("inception")
-    made = plan(looked_at(model, inputs, 2), 2, ASKED)
+    made = plan_sharding(looked_at(model, inputs, 2), 2, ASKED)
 
     def stand_ins(shards: TPCollectives) -> int:
-        return sum(isinstance(part, StandIn) for part in _called(rewritten(made, shards).module))
+        return sum(isinstance(part, StandIn) for part in _called(rewrite_for_shard(made, shards).module))
 
     counts, _ = together(2, stand_ins)
     assert sum(counts) == 4
@@ -263,7 +263,7 @@ def _called(module: torch.fx.GraphModule) -> list[nn.Module]:
 def test_another_number_of_samples() -> None:
     model, _, _ = built("inception")
     found = looked_at(model, (numbers(4, 3, 4, 4),), 2)
-    same(plan(found, 2, ASKED), model, (numbers(9, 3, 4, 4),), "nine samples")
+    same(plan_sharding(found, 2, ASKED), model, (numbers(9, 3, 4, 4),), "nine samples")
 
 
 def test_what_writes_into_the_trunk_is_in_no_branch() -> None:
@@ -279,10 +279,10 @@ def test_what_writes_into_the_trunk_is_in_no_branch() -> None:
 
     model = Writes().double()
     found = looked_at(model, (numbers(4, 6),), 2)
-    assert not regions(found)
+    assert not branch_regions(found)
     with pytest.raises(InputError, match="no way 'branch'"):
-        plan(found, 2, ASKED)
-    same(plan(found, 2), model, (numbers(4, 6),), "in place")
+        plan_sharding(found, 2, ASKED)
+    same(plan_sharding(found, 2), model, (numbers(4, 6),), "in place")
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -298,6 +298,6 @@ def test_what_is_joined_may_stay_with_those_who_made_it(k: int) -> None:
             return self.head(torch.cat([self.b1(x), self.b2(x), self.b3(x)], -1).tanh())
 
     model, x = Joined().double(), numbers(4, 6)
-    made = plan(looked_at(model, x, k), k, ASKED)
+    made = plan_sharding(looked_at(model, x, k), k, ASKED)
     assert same(made, model, x, "joined") == {"all_reduce": 1}
     assert made.parameters["head.weight"] == Shard(-1, (11, 7) if k == 2 else (5, 6, 7))

@@ -13,10 +13,10 @@ from tests.replica.tensor.cases import planned, same
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.block_size = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.block(x)
+        return x + self.block_size(x)
 
 
 def seeded(make: object) -> nn.Module:

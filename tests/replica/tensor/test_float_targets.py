@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline import Program
 from paceline.replica.base import Batch
 from paceline.replica.tensor.placements import Shard
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.prepare import plan_program
 from tests.replica.tensor.cases import same
 
 OUTPUTS = 6
@@ -67,7 +67,7 @@ def test_shards_are_the_model(name: str) -> None:
         torch.manual_seed(9)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, OUTPUTS)).double()
     program = Program(model=lambda: model, loss=loss, optimizer=torch.optim.SGD, train=(_numbers(5, 4), target))
-    _, made = planned(program, model, Batch(_numbers(5, 4), target, 5), 2)
+    _, made = plan_program(program, model, Batch(_numbers(5, 4), target, 5), 2)
     assert isinstance(made.parameters["2.weight"], Shard)
     joined = Joined(*model)
     joined.loss = loss

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.tensor.base import OpCall, OpStrategy, rule_of
-from paceline.replica.tensor.rules.linear import FIRST
+from paceline.replica.tensor.rules.linear import BIAS_RANK
 from tests.replica.tensor.cases import forced, looked_at, possible, same
 
 K = 2
@@ -45,17 +45,21 @@ def test_a_layer_whose_terms_are_summed(layer: str, frozen: str) -> None:
         model.get_parameter(name).requires_grad_(False)
     found = looked_at(model, x, K)
     first, last = (call for call in found.calls.values() if _weighed(call))
-    summed = [way for way in possible(first) if FIRST in way.takes]
+    summed = [strategy for strategy in possible(first) if BIAS_RANK in strategy.inputs]
     assert bool(summed) is (frozen != "all but the bias"), "shard 0 alone would have a gradient to send"
-    for way in summed:
-        same(forced(found, K, {first.node: way, last.node: _columns(last)}), model, x, f"{layer}, frozen: {frozen}")
+    for strategy in summed:
+        same(
+            forced(found, K, {first.node: strategy, last.node: _columns(last)}), model, x, f"{layer}, frozen: {frozen}"
+        )
 
 
 def _weighed(call: OpCall) -> bool:
-    return any("weight" in (value.parameter or "") for value in call.takes)
+    return any("weight" in (value.parameter or "") for value in call.inputs)
 
 
 def _columns(call: OpCall) -> OpStrategy:
     rule = rule_of(call.target)
     assert rule is not None
-    return next(way for way in rule.ways(call, [frozenset()] * len(call.takes)) if way.name == "column")
+    return next(
+        strategy for strategy in rule.strategies(call, [frozenset()] * len(call.inputs)) if strategy.name == "column"
+    )

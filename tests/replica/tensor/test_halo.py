@@ -5,13 +5,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.replica.tensor.halo import Halo, WindowOps, through
+from paceline.replica.tensor.halo import Halo, SlidingWindow, halo_reach
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 
 LINE = Shard(-1, (1, 4, 3))
-REACH = through(LINE, 8, WindowOps(5, before=2))
+REACH = halo_reach(LINE, 8, SlidingWindow(5, before=2))
 
 
 def halo(shards: TPCollectives, fill: float = 0.0) -> Halo:
@@ -38,7 +38,7 @@ def test_gradients_go_back_to_where_the_elements_came_from() -> None:
 
     made, calls = together(3, work)
     # Shard 0 sees the first three elements, shard 1 the first seven, shard 2 the last five.
-    assert LINE.put_together(made).tolist() == [[11, 11, 11, 110, 110, 110, 110, 100]] * 2
+    assert LINE.concat(made).tolist() == [[11, 11, 11, 110, 110, 110, 110, 100]] * 2
     assert calls == {"all_gather": 1, "reduce_scatter": 1}
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.replica.capture.capture import Captured, capture
-from paceline.replica.tensor.functionalize import write_out_of_place
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.sharding_plan import ShardingPlan, plan
+from paceline.replica.tensor.functionalize import functionalize
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from tests.replica.tensor.cases import eager, holds_its_part, same, split_share
 
 aten = torch.ops.aten
@@ -38,10 +38,10 @@ def written(model: nn.Module, x: Tensor) -> Captured:
     """The graph after the pass, which has to do what the model does, outputs, gradients and buffers."""
     captured = capture(model, x, operators=True)
     names = [node.name for node in captured.module.graph.nodes]
-    write_out_of_place(captured.module)
+    functionalize(captured.module)
     assert [node.name for node in captured.module.graph.nodes] == names
     captured.module.graph.lint()
-    same(plan(operators(captured, 2), 2), model, x)
+    same(plan_sharding(operator_graph(captured, 2), 2), model, x)
     return captured
 
 
@@ -140,7 +140,7 @@ def test_an_input_is_left_for_whoever_gave_it_sees_it(through_a_view: bool) -> N
         return (x.flatten(1) if through_a_view else x).add_(1).sum() * m.scale  # type: ignore[operator]
 
     captured, x = capture(Around(function), numbers(5, 4, 6), operators=True), numbers(5, 4, 6)
-    write_out_of_place(captured.module)
+    functionalize(captured.module)
     captured.module(x)
     assert in_place(captured) == ["add_"]
     assert torch.equal(x, numbers(5, 4, 6) + 1)
@@ -153,7 +153,7 @@ def test_dropout_drops_the_same() -> None:
         with torch.random.fork_rng():
             torch.manual_seed(3)
             found.append(captured.module(numbers(5, 4, 6))[0])
-        write_out_of_place(captured.module)
+        functionalize(captured.module)
     assert not in_place(captured)
     assert torch.equal(*found)
     assert 0 < (found[0] == 0).sum() < found[0].numel()
@@ -212,8 +212,8 @@ def residual(*, inplace: bool) -> nn.Module:
 
 def planned(model: nn.Module, x: Tensor, k: int) -> ShardingPlan:
     captured = capture(model, x, operators=True)
-    write_out_of_place(captured.module)
-    return plan(operators(captured, k), k)
+    functionalize(captured.module)
+    return plan_sharding(operator_graph(captured, k), k)
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -225,14 +225,14 @@ def test_a_residual_network_is_divided_as_if_nothing_were_in_place(k: int) -> No
     same(made, model, x, f"k = {k}")
     holds_its_part(made, model)
     assert split_share(made, model) > 0.9
-    before = operators(capture(model, x, operators=True), k)
-    assert plan(before, k).cost > made.cost
+    before = operator_graph(capture(model, x, operators=True), k)
+    assert plan_sharding(before, k).cost > made.cost
 
 
 def test_nodes_keep_their_owners() -> None:
     captured = capture(residual(inplace=True), numbers(5, 3, 6, 6), operators=True)
     owners = dict(captured.owners)
-    write_out_of_place(captured.module)
+    functionalize(captured.module)
     relus: list[Node] = [node for node in captured.module.graph.nodes if node.target is aten.relu.default]
     assert [owners[node.name] for node in relus] == ["0.2", "1.relu", "1.relu", "2.relu", "2.relu"]
 
@@ -241,6 +241,6 @@ def test_the_graph_itself_runs_as_before() -> None:
     model, x = residual(inplace=True), numbers(5, 3, 6, 6)
     expected = eager(model, x).outputs
     captured = capture(model, x, operators=True)
-    write_out_of_place(captured.module)
+    functionalize(captured.module)
     assert "relu_.default" not in captured.module.code
     assert torch.equal(captured.module(x)[0], expected[0])

@@ -8,9 +8,9 @@ from torch import nn
 
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import Captured, capture
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.placements import REPLICATE, SHARED
-from paceline.replica.tensor.sharding_plan import ShardingPlan, module_of, plan
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE
+from paceline.replica.tensor.sharding_plan import ShardingPlan, module_of, plan_sharding
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import rules, same
 
@@ -53,15 +53,15 @@ def captured(model: nn.Module) -> tuple[Captured, torch.Tensor]:
 
 def planned(model: nn.Module, k: int, asked: dict[str, str]) -> tuple[ShardingPlan, torch.Tensor]:
     graph, inputs = captured(model)
-    return plan(operators(graph, k), k, ShardRules(asked)), inputs
+    return plan_sharding(operator_graph(graph, k), k, ShardRules(asked)), inputs
 
 
 def chosen(made: ShardingPlan) -> dict[str, set[str]]:
     """Module -> names of its operators' ways."""
-    owners = made.operators.captured.owners
+    owners = made.graph.captured.owners
     found: dict[str, set[str]] = {}
     for step in made.steps:
-        found.setdefault(module_of(step.call, owners), set()).add(step.way.name)
+        found.setdefault(module_of(step.call, owners), set()).add(step.strategy.name)
     return found
 
 
@@ -90,9 +90,9 @@ def test_whole_leaves_a_module_whole_and_the_others_to_the_plan() -> None:
     made, inputs = planned(Block(), 2, {"up": "whole", "attention*": "whole"})
     layouts = {name: layout for name, layout in made.parameters.items() if name.startswith(("up", "attention"))}
     assert len(layouts) == 6
-    assert all(layout in (REPLICATE, SHARED) for layout in layouts.values())
+    assert all(layout in (REPLICATE, PARTIAL_GRAD) for layout in layouts.values())
     assert chosen(made)["down"] != {""}
-    same(made, made.operators.captured.module, inputs)
+    same(made, made.graph.captured.module, inputs)
 
 
 def test_of_patterns_that_match_the_last_counts() -> None:
@@ -129,4 +129,4 @@ def test_a_weight_of_two_modules_can_lie_in_one_way_alone() -> None:
     with pytest.raises(InputError, match="divide a parameter that several modules have in more than one way"):
         planned(Tied(), 2, {"first": "column", "second": "row"})
     made, inputs = planned(Tied(), 2, {"*": "column"})
-    same(made, made.operators.captured.module, inputs)
+    same(made, made.graph.captured.module, inputs)

@@ -8,13 +8,13 @@ from torch import nn
 
 from paceline.replica.flat_optimizer import FlatOptimizer, of_part
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.tensor.placements import SHARED, OnRank, Shard, counts, part_of, shares
-from paceline.replica.tensor.placements import Layout as Lies
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard, even_sizes, is_counted_on, shard_layout
+from paceline.replica.tensor.placements import Placement as Lies
 
 LIES: dict[str, Lies] = {
-    "0.weight": Shard(-2, shares(8, 3)),
-    "0.bias": SHARED,
-    "1.weight": Shard(-1, shares(8, 3)),
+    "0.weight": Shard(-2, even_sizes(8, 3)),
+    "0.bias": PARTIAL_GRAD,
+    "1.weight": Shard(-1, even_sizes(8, 3)),
     "1.bias": OnRank(2),
 }
 
@@ -26,11 +26,13 @@ def whole() -> FlatLayout:
 
 def test_each_element_counts_once(whole: FlatLayout) -> None:
     """In a sum over all shards, as that of the norm of a gradient is."""
-    parts = [part_of(whole, LIES, shard) for shard in range(3)]
+    parts = [shard_layout(whole, LIES, shard) for shard in range(3)]
     sizes = [{e.name: e.shape.numel() for b in part.parameters for e in b.entries} for part in parts]
     assert sizes[0] == {"0.weight": 18, "0.bias": 8, "1.weight": 9}
     assert sizes[2] == {"0.weight": 12, "0.bias": 8, "1.weight": 6, "1.bias": 3}
-    counted = sum(n for shard, found in enumerate(sizes) for name, n in found.items() if counts(LIES[name], shard))
+    counted = sum(
+        n for shard, found in enumerate(sizes) for name, n in found.items() if is_counted_on(LIES[name], shard)
+    )
     assert counted == sum(block.elements for block in whole.parameters)
 
 
@@ -42,7 +44,7 @@ def test_groups_are_those_of_whole_shapes(whole: FlatLayout) -> None:
         rest = [p for p in parameters if p.shape[0] != 8]
         return torch.optim.Adagrad([{"params": wide, "lr": 0.5}, {"params": rest, "lr": 0.0}])
 
-    part = part_of(whole, LIES, 1)
+    part = shard_layout(whole, LIES, 1)
     state, gradient = part.new(), part.new()
     for vector in (*state.parameters, *gradient.parameters):
         vector.fill_(1.0)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.tensor import redistribute_cost
-from paceline.replica.tensor.base import Value
-from paceline.replica.tensor.branches import placed
-from paceline.replica.tensor.graph_ops import Operators
-from paceline.replica.tensor.placements import REPLICATE, Layout
-from paceline.replica.tensor.redistribute_cost import Cost, Key, Versions, key
-from paceline.replica.tensor.sharding_plan import NO_RULES, UserRules, choices, plan
+from paceline.replica.tensor.base import GraphTensor
+from paceline.replica.tensor.branches import place_branches
+from paceline.replica.tensor.graph_ops import OperatorGraph
+from paceline.replica.tensor.placements import REPLICATE, Placement
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, value_key
+from paceline.replica.tensor.sharding_plan import NO_RULES, UserRules, op_choices, plan_sharding
 from tests.replica.tensor.cases import looked_at, same
 
 
@@ -106,27 +106,27 @@ def test_none_is_cheaper(name: str, k: int) -> None:
     model, shape = MODELS[name]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     found = looked_at(model, x, k)
-    made, best = plan(found, k), cheapest(found, k)
-    assert made.cost[:3] == (best.whole, best.sent / k, best.collectives)
+    made, best = plan_sharding(found, k), cheapest(found, k)
+    assert made.cost[:3] == (best.whole, best.sent_bytes / k, best.collectives)
     calls = same(made, model, x, name)
-    converting = sum(sum(_collectives(v, a, b, k)) for step in made.steps for v, a, b in step.converted)
+    converting = sum(sum(_collectives(v, a, b, k)) for step in made.steps for v, a, b in step.redistributions)
     assert calls.total() <= made.cost.collectives
     assert calls.total() >= converting
 
 
-def _collectives(value: Value, before: Layout, after: Layout, k: int) -> tuple[int, int]:
-    made = redistribute_cost.price(before, after, k, differentiable=value.differentiable)
+def _collectives(value: GraphTensor, before: Placement, after: Placement, k: int) -> tuple[int, int]:
+    made = redistribute_cost.redistribution_cost(before, after, k, differentiable=value.differentiable)
     assert made is not None
     return made.collectives
 
 
-def cheapest(found: Operators, k: int) -> Cost:
+def cheapest(found: OperatorGraph, k: int) -> PlanCost:
     """Of all plans that there are, each tried."""
     override = UserRules(NO_RULES, found.captured.owners, tuple(found.calls.values()))
-    open_ = choices(found, override, placed(found, k))
-    tried: list[Cost] = []
+    open_ = op_choices(found, override, place_branches(found, k))
+    tried: list[PlanCost] = []
 
-    def onward(index: int, there: Mapping[Key, Versions], alone: Mapping[int, bool], cost: Cost) -> None:
+    def onward(index: int, there: Mapping[ValueKey, Placements], alone: Mapping[int, bool], cost: PlanCost) -> None:
         if tried and cost[:3] > min(tried)[:3]:
             return
         if index == len(open_):
@@ -137,23 +137,26 @@ def cheapest(found: Operators, k: int) -> Cost:
         each = open_[index]
         modes = [each.region is not None and alone.get(each.region, mode) for mode in (False, True)]
         for mode in dict.fromkeys(modes):
-            for way in each.alone if mode else each.ways:
-                taken = redistribute_cost.taken(each.call, way, there)
+            for strategy in each.alone if mode else each.strategies:
+                taken = redistribute_cost.input_cost(each.call, strategy, there)
                 if taken is not None:
-                    own = Cost(0, round(way.sent * k), way.collectives)
-                    gives = {key(v): frozenset((layout,)) for v, layout in zip(each.call.gives, way.gives, strict=True)}
+                    own = PlanCost(0, round(strategy.sent_bytes * k), strategy.collectives)
+                    outputs = {
+                        value_key(v): frozenset((layout,))
+                        for v, layout in zip(each.call.outputs, strategy.outputs, strict=True)
+                    }
                     begun = alone if each.region is None else {**alone, each.region: mode}
-                    onward(index + 1, {**there, **taken[2], **gives}, begun, cost + taken[0] + own)
+                    onward(index + 1, {**there, **taken[2], **outputs}, begun, cost + taken[0] + own)
 
-    onward(0, {}, {}, Cost())
+    onward(0, {}, {}, PlanCost())
     return min(tried)
 
 
-def _whole(found: Operators, there: Mapping[Key, Versions], k: int) -> Cost | None:
-    cost = Cost()
+def _whole(found: OperatorGraph, there: Mapping[ValueKey, Placements], k: int) -> PlanCost | None:
+    cost = PlanCost()
     for value in found.outputs():
-        if REPLICATE not in there[key(value)]:
-            made = redistribute_cost.converted_from(value, there[key(value)], REPLICATE, k)
+        if REPLICATE not in there[value_key(value)]:
+            made = redistribute_cost.cheapest_redistribution(value, there[value_key(value)], REPLICATE, k)
             if made is None:
                 return None
             cost += made[1]
@@ -164,12 +167,12 @@ def test_equal_costs_are_equal_whatever_they_are_sums_of() -> None:
     """A third and a third of a byte are two thirds, so that fewer collectives win."""
     model, shape = MODELS["residual"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    assert same(plan(looked_at(model, x, 3), 3), model, x) == {"all_reduce": 1}
+    assert same(plan_sharding(looked_at(model, x, 3), 3), model, x) == {"all_reduce": 1}
 
 
 def test_the_plan_is_the_same_each_time() -> None:
     model, shape = MODELS["diamond"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    first, second = (plan(looked_at(model, x, 3), 3) for _ in range(2))
+    first, second = (plan_sharding(looked_at(model, x, 3), 3) for _ in range(2))
     assert first.parameters == second.parameters
-    assert [step.way.name for step in first.steps] == [step.way.name for step in second.steps]
+    assert [step.strategy.name for step in first.steps] == [step.strategy.name for step in second.steps]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from paceline.replica.tensor.placements import SHARED, Shard
-from paceline.replica.tensor.report import sharding
-from paceline.replica.tensor.rewrite import rewritten
+from paceline.replica.tensor.placements import PARTIAL_GRAD, Shard
+from paceline.replica.tensor.report import sharding_report
+from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
@@ -64,13 +64,13 @@ def trained(
 
 def by_shards(made: ShardingPlan) -> list[Mapping[str, Tensor]]:
     def work(shards: TPCollectives) -> Mapping[str, Tensor]:
-        module = own(rewritten(made, shards)).module
+        module = own(rewrite_for_shard(made, shards)).module
 
         def summed(name: str, gradient: Tensor) -> Tensor:
-            shared = made.parameters[name] == SHARED
+            shared = made.parameters[name] == PARTIAL_GRAD
             return shards.all_reduce(gradient, name) if shared else gradient
 
-        return trained(module, lambda words: module(*made.operators.captured.flat(words))[0], summed)
+        return trained(module, lambda words: module(*made.graph.captured.flat(words))[0], summed)
 
     return together(made.shards, work)[0]
 
@@ -94,5 +94,5 @@ def test_a_model_with_one_trains_as_one_process_does(kind: Kind, k: int) -> None
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_the_table_says_why_it_is_whole(kind: Kind) -> None:
     made = divided(seeded(kind), batches()[0][0], 2).plan
-    (row,) = (row for row in sharding(made, ShardRules({})).rows if row.module == "recurrent" and row.parameters)
+    (row,) = (row for row in sharding_report(made, ShardRules({})).rows if row.module == "recurrent" and row.parameters)
     assert (row.cut, row.why_whole) == ("whole", "its hidden units would have to be gathered in every time step")

@@ -94,4 +94,4 @@ def test_what_is_put_together_need_not_be_gathered(k: int) -> None:
     assert same(made, model, x, f"k = {k}") == {"all_reduce": 1}
     layout = made.parameters["c.weight"]
     assert isinstance(layout, Shard)
-    assert layout.outer == 2
+    assert layout.blocks == 2

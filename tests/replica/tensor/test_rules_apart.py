@@ -98,7 +98,7 @@ CASES = (
     Case("stack, last", Stack, stacked_last, [(5, 6, 8), (5, 6, 8)]),
     Case("index select", Picked, selected, [(5, 6, 8), ROWS]),
     Case("index", Picked, indexed, [(5, 6, 8), PLACES]),
-    Case("rows of a table", Picked, from_table, [PLACES], [(6, 8)], ways=("column",)),
+    Case("rows of a table", Picked, from_table, [PLACES], [(6, 8)], names=("column",)),
     Case("gather", Gathered, gathered, [(5, 6, 7), LOOKED_UP]),
     Case("prelu", PReLU, F.prelu, [(5, 6, 7)], [(6,)]),
     Case("prelu, one for all", PReLU, F.prelu, [(5, 6, 7)], [(1,)]),

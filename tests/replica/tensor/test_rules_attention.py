@@ -33,20 +33,20 @@ def grouped_and_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("heads", Attention, attention, [QUERIES, KEYS, KEYS], ways=("heads",)),
-    Case("causal", Attention, partial(attention, is_causal=True, scale=0.3), [QUERIES] * 3, ways=("heads",)),
-    Case("masked", Attention, attention, [QUERIES, KEYS, KEYS, ALLOWED], ways=("heads",)),
-    Case("biased by head", Attention, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], ways=("heads",)),
-    Case("a bias for all", Attention, biased, [QUERIES, KEYS, KEYS], [(7, 9)], ways=("heads",)),
-    Case("of itself", Attention, of_itself, [QUERIES], ways=("heads",)),
-    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], ways=("heads",)),
+    Case("heads", Attention, attention, [QUERIES, KEYS, KEYS], names=("heads",)),
+    Case("causal", Attention, partial(attention, is_causal=True, scale=0.3), [QUERIES] * 3, names=("heads",)),
+    Case("masked", Attention, attention, [QUERIES, KEYS, KEYS, ALLOWED], names=("heads",)),
+    Case("biased by head", Attention, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], names=("heads",)),
+    Case("a bias for all", Attention, biased, [QUERIES, KEYS, KEYS], [(7, 9)], names=("heads",)),
+    Case("of itself", Attention, of_itself, [QUERIES], names=("heads",)),
+    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], names=("heads",)),
     Case(
         "grouped", Attention, partial(attention, enable_gqa=True),
-        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6)], ways=("heads",),
+        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6)], names=("heads",),
     ),
     Case(
         "grouped, biased by head", Attention, grouped_and_biased,
-        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6), (5, 8, 7, 7)], ways=("heads",),
+        [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6), (5, 8, 7, 7)], names=("heads",),
     ),
 )  # fmt: skip
 

@@ -44,10 +44,10 @@ CASES = (
     Case("as they run", BatchNorm, as_they_run, [(5, 7, 4, 4)], [(7,), (7,)], STATISTICS, ("channels", "space")),
     Case("quick", BatchNorm, quick, [(5, 7, 5)], [], STATISTICS, ("channels", "space")),
     Case("features", BatchNorm, running, [(5, 7)], [(7,), (7,)], STATISTICS, ("channels",)),
-    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], ways=("channels", "space")),
-    Case("instance", BatchNorm, by_instance, [(5, 7, 6, 4)], [(7,), (7,)], ways=("channels", "space")),
-    Case("groups", GroupNorm, groups, [(6, 10, 3)], [(10,), (10,)], ways=("channels", "samples")),
-    Case("groups of one", GroupNorm, of_one, [(5, 6, 4, 3)], ways=("channels", "samples")),
+    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], names=("channels", "space")),
+    Case("instance", BatchNorm, by_instance, [(5, 7, 6, 4)], [(7,), (7,)], names=("channels", "space")),
+    Case("groups", GroupNorm, groups, [(6, 10, 3)], [(10,), (10,)], names=("channels", "samples")),
+    Case("groups of one", GroupNorm, of_one, [(5, 6, 4, 3)], names=("channels", "samples")),
 )
 
 

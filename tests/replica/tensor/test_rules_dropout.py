@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.replica.tensor.base import GraphEmitter
-from paceline.replica.tensor.placements import PARTIAL, Shard, shares
+from paceline.replica.tensor.placements import PARTIAL, Shard, even_sizes
 from paceline.replica.tensor.rules.attention import Dropping
-from paceline.replica.tensor.rules.dropout import Dropout, dropped
+from paceline.replica.tensor.rules.dropout import Dropout, drop_part
 from tests.replica.tensor.cases import Case, every_way, looked_at, possible
 from tests.replica.tensor.threads import together
 
@@ -43,7 +43,7 @@ def numbers(*shape: int) -> Tensor:
 def test_parts_are_dropped_as_the_whole(k: int, outer: int, dim: int, transposed: bool) -> None:
     whole = numbers(10, 10, 10)
     whole = whole.transpose(0, 1) if transposed else whole
-    split, parts, states = Shard(dim, shares(10 // outer, k), outer), [], []
+    split, parts, states = Shard(dim, even_sizes(10 // outer, k), outer), [], []
     with torch.random.fork_rng():
         torch.manual_seed(3)
         expected = F.dropout(whole, 0.3)
@@ -52,9 +52,9 @@ def test_parts_are_dropped_as_the_whole(k: int, outer: int, dim: int, transposed
             part = split.take(whole, shard)
             part = part.transpose(0, 1).contiguous().transpose(0, 1) if transposed else part.contiguous()
             torch.manual_seed(3)
-            parts.append(dropped(part, 0.3, split, shard))
+            parts.append(drop_part(part, 0.3, split, shard))
             states.append(torch.get_rng_state())
-    assert torch.equal(split.put_together(parts), expected)
+    assert torch.equal(split.concat(parts), expected)
     assert all(torch.equal(state, after) for state in states)
     assert 0 < int((expected == 0).sum()) < expected.numel()
 
@@ -70,10 +70,10 @@ class Dropped(nn.Module):
 
 def test_each_part_is_written_with_its_split() -> None:
     asked = next(c for c in looked_at(Dropped(), numbers(5, 6), 2).calls.values() if "dropout" in str(c.target))
-    ways = possible(asked)
-    assert PARTIAL in {way.gives[0] for way in ways}
-    for way in ways:
-        assert (way.write is not None) == isinstance(way.gives[0], Shard), way
+    strategies = possible(asked)
+    assert PARTIAL in {strategy.outputs[0] for strategy in strategies}
+    for strategy in strategies:
+        assert (strategy.emit is not None) == isinstance(strategy.outputs[0], Shard), strategy
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -84,19 +84,19 @@ def test_attention_drops_the_weights_of_one_process(k: int, causal: bool, masked
     mask = numbers(4, 4) > 0 if masked and not causal else None
     if mask is not None:
         mask[1] = False  # one that may look at nothing
-    heads, groups = Shard(-3, tuple(2 * share for share in shares(3, k))), Shard(-3, shares(3, k))
+    heads, groups = Shard(-3, tuple(2 * share for share in even_sizes(3, k))), Shard(-3, even_sizes(3, k))
     with torch.random.fork_rng():
         torch.manual_seed(3)
         expected = F.scaled_dot_product_attention(q, keys, v, mask, 0.4, causal, scale=0.3, enable_gqa=True)
 
         def part(shard: int) -> Tensor:
-            writer = _writer(k, shard)
+            emitter = _writer(k, shard)
             torch.manual_seed(3)
             given = (split.take(t, shard) for t, split in ((q, heads), (keys, groups), (v, groups)))
-            made: Tensor = Dropping(writer, heads, 0.4, causal, 0.3, True)(*given, mask)
+            made: Tensor = Dropping(emitter, heads, 0.4, causal, 0.3, True)(*given, mask)
             return made
 
-        found = heads.put_together([part(shard) for shard in range(k)])
+        found = heads.concat([part(shard) for shard in range(k)])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)  # the same products in the same order, or nearly
 
 

@@ -20,14 +20,14 @@ def by_itself(x: Tensor) -> Tensor:
 
 CASES = (
     Case("scores", Einsum, product("bqhd,bkhd->bhqk"), [(5, 4, 6, 3), (5, 7, 6, 3)]),
-    Case("a layer", Einsum, product("bi,oi->bo"), [(5, 6)], [(8, 6)], ways=("column", "row")),
-    Case("a layer of heads", Einsum, product("bti,ihd->bhtd"), [(5, 4, 6)], [(6, 4, 3)], ways=("column", "row")),
+    Case("a layer", Einsum, product("bi,oi->bo"), [(5, 6)], [(8, 6)], names=("column", "row")),
+    Case("a layer of heads", Einsum, product("bti,ihd->bhtd"), [(5, 4, 6)], [(6, 4, 3)], names=("column", "row")),
     Case("nothing said of the result", Einsum, product("bi, bij"), [(5, 6), (5, 6, 7)]),
-    Case("three", Einsum, product("bi,bj,ij->b"), [(5, 6), (5, 7)], [(6, 7)], ways=("row",)),
+    Case("three", Einsum, product("bi,bj,ij->b"), [(5, 6), (5, 7)], [(6, 7)], names=("row",)),
     Case("all summed up", Einsum, product("bij->"), [(5, 6, 7)]),
     Case("other order", Einsum, product("bij->jib"), [(5, 6, 7)]),
     Case("dots", Einsum, product("...ij,...jk->...ik"), [(5, 4, 6), (5, 6, 7)]),
-    Case("more dots", Einsum, product("...i,oi->...o"), [(5, 4, 6)], [(8, 6)], ways=("column", "row")),
+    Case("more dots", Einsum, product("...i,oi->...o"), [(5, 4, 6)], [(8, 6)], names=("column", "row")),
     Case("dots of one", Einsum, product("...i,...i->..."), [(5, 1, 6), (5, 4, 6)]),
     Case("a diagonal", Einsum, product("bii->bi"), [(5, 6, 6)], whole=True),
     Case("by itself", Einsum, by_itself, [(5, 6, 7)], whole=True),

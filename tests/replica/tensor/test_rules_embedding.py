@@ -17,9 +17,23 @@ def looked_up(tokens: torch.Tensor, table: torch.Tensor, **options: object) -> t
 
 
 CASES = (
-    Case("table", Embedding, looked_up, [TOKENS], [(11, 7)], ways=("column", "row", "samples")),
-    Case("first is padding", Embedding, partial(looked_up, padding_idx=0), [TOKENS], [(11, 7)], ways=("column", "row")),
-    Case("last is padding", Embedding, partial(looked_up, padding_idx=10), [TOKENS], [(11, 8)], ways=("column", "row")),
+    Case("table", Embedding, looked_up, [TOKENS], [(11, 7)], names=("column", "row", "samples")),
+    Case(
+        "first is padding",
+        Embedding,
+        partial(looked_up, padding_idx=0),
+        [TOKENS],
+        [(11, 7)],
+        names=("column", "row"),
+    ),
+    Case(
+        "last is padding",
+        Embedding,
+        partial(looked_up, padding_idx=10),
+        [TOKENS],
+        [(11, 8)],
+        names=("column", "row"),
+    ),
     Case("frequency", Embedding, partial(looked_up, scale_grad_by_freq=True), [TOKENS], [(11, 7)], whole=True),
 )
 

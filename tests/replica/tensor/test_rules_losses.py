@@ -13,7 +13,7 @@ from paceline import Program
 from paceline.replica.base import Batch
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.prepare import WithLoss as Joined
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.rules.elementwise import Broadcast
 from paceline.replica.tensor.rules.losses import CrossEntropy, OverClasses, OverElements
 from tests.replica.tensor.cases import Case, every_way
@@ -72,8 +72,8 @@ OPTIONS = [
 
 def _stays_divided(model: WithLoss, x: Tensor, target: Tensor, count: int, operator: str = "cross_entropy") -> None:
     found = divided(model, (x, target), count)
-    assert found.way(operator) == "classes"
-    assert found.converted(operator) == []
+    assert found.strategy(operator) == "classes"
+    assert found.redistributions(operator) == []
     assert isinstance(found.plan.parameters["head.weight"], Shard)
 
 
@@ -129,12 +129,12 @@ def test_a_target_may_have_a_gradient() -> None:
     model = Both(F.cross_entropy)
     model.teacher = nn.Linear(5, CLASSES, dtype=torch.float64)
     found = divided(model, (_x(SAMPLES), _x(SAMPLES) + 1), 3)
-    assert found.way("cross_entropy") == "classes"
+    assert found.strategy("cross_entropy") == "classes"
 
 
 def test_few_classes_are_rather_gathered() -> None:
     found = divided(WithLoss(F.cross_entropy, classes=3), (_x(SAMPLES), _classes(SAMPLES, classes=3)), 2)
-    assert found.way("cross_entropy") == ""
+    assert found.strategy("cross_entropy") == ""
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -144,7 +144,7 @@ def test_of_one_sample_that_is_no_batch(count: int) -> None:
             return torch.stack([F.cross_entropy(self.head(x).sum(0), target.sum() % CLASSES, label_smoothing=0.1)])
 
     found = divided(One(F.cross_entropy), (_x(SAMPLES), _classes(SAMPLES)), count)
-    assert found.way("cross_entropy") == "classes"
+    assert found.strategy("cross_entropy") == "classes"
 
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -100])
@@ -163,20 +163,20 @@ def _broadcast(x: Tensor, y: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("classes", CrossEntropy, F.cross_entropy, [(5, 10), TARGET], ways=("classes",)),
+    Case("classes", CrossEntropy, F.cross_entropy, [(5, 10), TARGET], names=("classes",)),
     Case(
         "classes, smoothed",
         CrossEntropy,
         lambda x, t: F.cross_entropy(x, t, ignore_index=9, label_smoothing=0.2),
         [(5, 10), TARGET],
-        ways=("classes",),
+        names=("classes",),
     ),
     Case(
         "probabilities",
         CrossEntropy,
         lambda x, t: F.cross_entropy(x, t, reduction="none"),
         [(5, 10, 2), (5, 10, 2)],
-        ways=("classes",),
+        names=("classes",),
     ),
     Case(
         "weighed",
@@ -184,7 +184,7 @@ CASES = (
         lambda x, t, w: F.nll_loss(x, t, w, reduction="none"),
         [(5, 10), TARGET],
         buffers=[torch.arange(1.0, 11, dtype=torch.float64)],
-        ways=("classes",),
+        names=("classes",),
     ),
     Case(
         "a weight with a gradient", CrossEntropy, lambda x, w: F.cross_entropy(x, x, w), [(5, 10)], [(10,)], whole=True
@@ -209,13 +209,13 @@ def test_a_classifier_never_gathers_its_logits(classes: int, count: int) -> None
     torch.manual_seed(6)
     model = nn.Sequential(nn.Linear(5, 13), nn.ReLU(), nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, classes)).double()
     program = Program(lambda: model, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), (x, y))
-    _, plan = planned(program, model, Batch(x, y, 8), count)
-    converted = [value.shape for step in plan.steps for value, _, _ in step.converted if value.differentiable]
+    _, plan = plan_program(program, model, Batch(x, y, 8), count)
+    converted = [value.shape for step in plan.steps for value, _, _ in step.redistributions if value.differentiable]
     assert converted, "other tensors are"
     assert not [shape for shape in converted if classes in shape]
     assert isinstance(plan.parameters["4.weight"], Shard)
     found = divided(Joined(program, model), (x, y), count)
-    assert found.way("cross_entropy") == "classes"
+    assert found.strategy("cross_entropy") == "classes"
     assert found.plan.parameters == plan.parameters
 
 
@@ -243,8 +243,8 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_losses_of_elements(name: str, count: int) -> None:
     found = divided(WithLoss(LOSSES[name]), (_x(SAMPLES), _probabilities(SAMPLES, CLASSES)), count)
     step = next(s for s in found.plan.steps if name.split()[0] in str(s.call.target) + ".")
-    assert all(isinstance(layout, Shard) for layout in step.way.takes[:2])
-    assert found.converted("linear") == [] == found.converted("loss")
+    assert all(isinstance(layout, Shard) for layout in step.strategy.inputs[:2])
+    assert found.redistributions("linear") == [] == found.redistributions("loss")
     assert found.plan.cost.collectives == 1, "of the loss, or of the losses of all elements"
 
 

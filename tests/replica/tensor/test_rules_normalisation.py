@@ -74,8 +74,8 @@ def test_a_norm_over_divided_channels_sends_a_few_numbers_a_row(name: str, count
     norm, collectives = NORMS[name]
     found = divided(Between(norm()), _x(2, 6), count)
     operator = name.split()[0]
-    assert found.way(operator) == "channels"
-    assert found.converted(operator) == [] == found.converted("linear")
+    assert found.strategy(operator) == "channels"
+    assert found.redistributions(operator) == [] == found.redistributions("linear")
     assert found.plan.cost.collectives == collectives + 1, "and one for the sum at the end"
 
 
@@ -83,13 +83,13 @@ def test_a_norm_over_divided_channels_sends_a_few_numbers_a_row(name: str, count
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_over_two_dims(norm: type[nn.LayerNorm], count: int) -> None:
     found = divided(Between(OfSquare(norm([7, 8])), 56), _x(6), count)
-    assert found.way("_norm") == "channels"
+    assert found.strategy("_norm") == "channels"
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_rms_norm_by_hand(count: int) -> None:
     found = divided(Between(ByHand()), _x(2, 6), count)
-    assert found.converted("linear") == [], "the channels stay divided"
+    assert found.redistributions("linear") == [], "the channels stay divided"
 
 
 class Rows(nn.Module):
@@ -107,7 +107,7 @@ class Rows(nn.Module):
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
 def test_a_norm_of_each_head_sends_nothing(norm: type[nn.LayerNorm], count: int) -> None:
     found = divided(Between(Rows(norm(4)), 28), _x(6), count)
-    assert found.way("_norm") == "samples"
+    assert found.strategy("_norm") == "samples"
     assert found.plan.cost.collectives == 1
 
 
@@ -135,8 +135,8 @@ class Softmax(nn.Module):
 @pytest.mark.parametrize("logarithm", [False, True])
 def test_softmax_along_the_divided_dim(logarithm: bool, count: int) -> None:
     found = divided(Between(Softmax(logarithm=logarithm)), _x(2, 6), count)
-    assert found.way("softmax") == "across"
-    assert found.converted("softmax") == [] == found.converted("linear")
+    assert found.strategy("softmax") == "across"
+    assert found.redistributions("softmax") == [] == found.redistributions("linear")
     assert found.plan.cost.collectives == 4, "largest, sum and gradient; and the sum at the end"
 
 
@@ -150,7 +150,7 @@ def test_softmax_of_large_numbers() -> None:
 @pytest.mark.parametrize("logarithm", [False, True])
 def test_softmax_along_another_dim_sends_nothing(logarithm: bool) -> None:
     found = divided(Between(Softmax(logarithm=logarithm, dim=-2)), _x(2, 6), 3)
-    assert found.way("softmax") == ""
+    assert found.strategy("softmax") == ""
     assert found.plan.cost.collectives == 1
 
 
@@ -185,7 +185,7 @@ def test_in_bf16_sums_are_in_float32(name: str) -> None:
     whole_x = x.clone().requires_grad_()
     expected = whole(whole_x)
     (gradient,) = torch.autograd.grad((expected * seed).sum(), whole_x)
-    found = HALF.put_together([part for part, _ in made]), HALF.put_together([part for _, part in made])
+    found = HALF.concat([part for part, _ in made]), HALF.concat([part for _, part in made])
     for each, right in zip(found, (expected.detach(), gradient), strict=True):
         assert each.dtype == torch.bfloat16
         torch.testing.assert_close(each, right, rtol=2**-8, atol=float(right.abs().max()) * 2**-8)
@@ -200,7 +200,7 @@ CASES = (
         lambda x, w, b: F.layer_norm(x, (8,), w, b),
         [(4, 6, 8)],
         [(8,), (8,)],
-        ways=BOTH,
+        names=BOTH,
     ),
     Case(
         "layer_norm, weight alone",
@@ -208,7 +208,7 @@ CASES = (
         lambda x, w: F.layer_norm(x, (6, 8), w),
         [(5, 6, 8)],
         [(6, 8)],
-        ways=BOTH,
+        names=BOTH,
     ),
     Case(
         "layer_norm, bias alone",
@@ -216,7 +216,7 @@ CASES = (
         lambda x, b: F.layer_norm(x, (8,), None, b, 0.1),
         [(5, 8)],
         [(8,)],
-        ways=BOTH,
+        names=BOTH,
     ),
     Case(
         "rms_norm",
@@ -224,11 +224,11 @@ CASES = (
         lambda x, w: F.rms_norm(x, (8,), w, 0.1),
         [(4, 6, 8)],
         [(8,)],
-        ways=BOTH,
+        names=BOTH,
     ),
-    Case("rms_norm, plain", normalisation.LayerNorm, lambda x: F.rms_norm(x, (6, 8)), [(5, 6, 8)], ways=BOTH),
-    Case("softmax", softmax.Softmax, lambda x: x.softmax(-2), [(4, 6, 8)], ways=("", "across")),
-    Case("log_softmax", softmax.Softmax, lambda x: x.log_softmax(1), [(4, 6, 8)], ways=("", "across")),
+    Case("rms_norm, plain", normalisation.LayerNorm, lambda x: F.rms_norm(x, (6, 8)), [(5, 6, 8)], names=BOTH),
+    Case("softmax", softmax.Softmax, lambda x: x.softmax(-2), [(4, 6, 8)], names=("", "across")),
+    Case("log_softmax", softmax.Softmax, lambda x: x.log_softmax(1), [(4, 6, 8)], names=("", "across")),
 )
 
 

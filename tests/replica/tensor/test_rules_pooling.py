@@ -11,8 +11,8 @@ from tests.replica.tensor.cases import Case, every_way
 SPACE = ("space",)
 
 CASES = (
-    Case("max", Pooling, partial(F.max_pool2d, kernel_size=2), [(5, 6, 9, 8)], ways=SPACE),
-    Case("average", Pooling, partial(F.avg_pool1d, kernel_size=3, stride=1, padding=1), [(5, 6, 8)], ways=SPACE),
+    Case("max", Pooling, partial(F.max_pool2d, kernel_size=2), [(5, 6, 9, 8)], names=SPACE),
+    Case("average", Pooling, partial(F.avg_pool1d, kernel_size=3, stride=1, padding=1), [(5, 6, 8)], names=SPACE),
     Case("adaptive", Pooling, partial(F.adaptive_avg_pool2d, output_size=1), [(5, 6, 7, 8)]),
     Case("upsampled", Pooling, partial(F.interpolate, scale_factor=2.0), [(5, 6, 7, 8)]),
     Case(
@@ -23,30 +23,30 @@ CASES = (
     Case("shuffled", Pooling, partial(F.pixel_shuffle, upscale_factor=2), [(5, 8, 3, 3)]),
     Case(
         "max, apart", Pooling, partial(F.max_pool1d, kernel_size=3, stride=2, padding=1, dilation=2),
-        [(5, 4, 17)], ways=SPACE,
+        [(5, 4, 17)], names=SPACE,
     ),
     Case(
         "max, rounded up", Pooling, partial(F.max_pool2d, kernel_size=(3, 2), stride=2, padding=1, ceil_mode=True),
-        [(5, 4, 8, 6)], ways=SPACE,
+        [(5, 4, 8, 6)], names=SPACE,
     ),
-    Case("max in depth", Pooling, partial(F.max_pool3d, kernel_size=3, stride=1), [(5, 1, 6, 6, 4)], ways=SPACE),
+    Case("max in depth", Pooling, partial(F.max_pool3d, kernel_size=3, stride=1), [(5, 1, 6, 6, 4)], names=SPACE),
     Case(
         "average of what is there", Pooling,
         partial(F.avg_pool2d, kernel_size=(5, 3), stride=(1, 2), padding=(2, 1), count_include_pad=False),
-        [(5, 4, 6, 7)], ways=SPACE,
+        [(5, 4, 6, 7)], names=SPACE,
     ),
     Case(
         "average, rounded up", Pooling,
-        partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1, ceil_mode=True), [(5, 4, 8, 10)], ways=SPACE,
+        partial(F.avg_pool2d, kernel_size=3, stride=2, padding=1, ceil_mode=True), [(5, 4, 8, 10)], names=SPACE,
     ),
     Case(
         "average of some rounded up", Pooling,
         partial(F.avg_pool1d, kernel_size=3, stride=2, padding=1, ceil_mode=True, count_include_pad=False),
-        [(5, 4, 8)], ways=SPACE,
+        [(5, 4, 8)], names=SPACE,
     ),
     Case(
         "sum over a number", Pooling, partial(F.avg_pool3d, kernel_size=2, padding=1, divisor_override=3),
-        [(5, 1, 8, 6, 6)], ways=SPACE,
+        [(5, 1, 8, 6, 6)], names=SPACE,
     ),
     Case("mean of a line", Pooling, partial(F.adaptive_avg_pool1d, output_size=1), [(5, 4, 7)]),
     Case("mean of columns", Pooling, partial(F.adaptive_avg_pool2d, output_size=(4, 1)), [(5, 4, 8, 7)]),

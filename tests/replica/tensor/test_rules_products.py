@@ -15,11 +15,11 @@ def by_itself(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("matmul", Product, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], ways=ALL),
-    Case("matmul, broadcast", Product, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], ways=ALL),
-    Case("bmm", Product, torch.bmm, [(5, 6, 7), (5, 7, 9)], ways=ALL),
-    Case("weight", Product, torch.matmul, [(5, 6, 7)], [(7, 9)], ways=("samples", "row", "column")),
-    Case("mm", Product, torch.mm, [(5, 7)], [(7, 10)], ways=("samples", "row", "column")),
+    Case("matmul", Product, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], names=ALL),
+    Case("matmul, broadcast", Product, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], names=ALL),
+    Case("bmm", Product, torch.bmm, [(5, 6, 7), (5, 7, 9)], names=ALL),
+    Case("weight", Product, torch.matmul, [(5, 6, 7)], [(7, 9)], names=("samples", "row", "column")),
+    Case("mm", Product, torch.mm, [(5, 7)], [(7, 10)], names=("samples", "row", "column")),
     Case("vector", Product, torch.matmul, [(5, 6)], [(6,)], whole=True),
     Case("squared", Product, by_itself, [(5, 6, 6)], whole=True),
 )

@@ -36,24 +36,24 @@ def any_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CASES = (
-    Case("norm", Statistic, norm(2, -1, keepdim=True), [(5, 6, 7)], ways=ACROSS),
-    Case("norm of two dims", Statistic, norm(2, (1, 3)), [(5, 6, 4, 7)], ways=ACROSS),
-    Case("norm of all", Statistic, torch.linalg.vector_norm, [(5, 6, 7)], ways=ACROSS),
-    Case("1-norm", Statistic, norm(1, 1), [(5, 6, 7)], ways=ACROSS),
+    Case("norm", Statistic, norm(2, -1, keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("norm of two dims", Statistic, norm(2, (1, 3)), [(5, 6, 4, 7)], names=ACROSS),
+    Case("norm of all", Statistic, torch.linalg.vector_norm, [(5, 6, 7)], names=ACROSS),
+    Case("1-norm", Statistic, norm(1, 1), [(5, 6, 7)], names=ACROSS),
     Case("3-norm", Statistic, norm(3, 1), [(5, 6, 7)]),
-    Case("norm of zeros", Statistic, lambda x: torch.linalg.vector_norm(x * 0, dim=1), [(5, 6, 7)], ways=ACROSS),
-    Case("variance", Statistic, along(torch.var, dim=-1), [(5, 6, 7)], ways=ACROSS),
-    Case("variance, uncorrected", Statistic, along(torch.var, dim=(1, 2), correction=0), [(5, 6, 7)], ways=ACROSS),
-    Case("variance of all", Statistic, torch.var, [(5, 6, 7)], ways=ACROSS),
-    Case("deviation", Statistic, along(torch.std, dim=1, keepdim=True), [(5, 6, 7)], ways=ACROSS),
-    Case("deviation of equals", Statistic, lambda x: (x * 0).std(1), [(5, 6, 7)], ways=ACROSS),
-    Case("amax", Statistic, along(torch.amax, dim=1), [(5, 6, 7)], ways=ACROSS),
-    Case("amin, kept", Statistic, along(torch.amin, dim=(1, 2), keepdim=True), [(5, 6, 7)], ways=ACROSS),
-    Case("equally large", Statistic, lambda x: x.clamp(-0.3, 0.3).amax(1), [(5, 6, 7)], ways=ACROSS),
-    Case("largest of all", Statistic, torch.max, [(5, 6, 7)], ways=ACROSS),
-    Case("logsumexp", Statistic, along(torch.logsumexp, dim=1), [(5, 6, 7)], ways=ACROSS),
-    Case("logsumexp of large ones", Statistic, lambda x: (x * 500).logsumexp(-1), [(5, 6, 7)], ways=ACROSS),
-    Case("logsumexp of nothing", Statistic, lambda x: (x - torch.inf).logsumexp(-1), [(5, 6, 7)], ways=ACROSS),
+    Case("norm of zeros", Statistic, lambda x: torch.linalg.vector_norm(x * 0, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("variance", Statistic, along(torch.var, dim=-1), [(5, 6, 7)], names=ACROSS),
+    Case("variance, uncorrected", Statistic, along(torch.var, dim=(1, 2), correction=0), [(5, 6, 7)], names=ACROSS),
+    Case("variance of all", Statistic, torch.var, [(5, 6, 7)], names=ACROSS),
+    Case("deviation", Statistic, along(torch.std, dim=1, keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("deviation of equals", Statistic, lambda x: (x * 0).std(1), [(5, 6, 7)], names=ACROSS),
+    Case("amax", Statistic, along(torch.amax, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("amin, kept", Statistic, along(torch.amin, dim=(1, 2), keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("equally large", Statistic, lambda x: x.clamp(-0.3, 0.3).amax(1), [(5, 6, 7)], names=ACROSS),
+    Case("largest of all", Statistic, torch.max, [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp", Statistic, along(torch.logsumexp, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp of large ones", Statistic, lambda x: (x * 500).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp of nothing", Statistic, lambda x: (x - torch.inf).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
     Case("max and where", Statistic, values, [(5, 6, 7)]),
     Case("argmax", Statistic, places, [(5, 6, 7)]),
     Case("product", Statistic, along(torch.prod, dim=1), [(5, 6, 7)]),
@@ -86,4 +86,4 @@ def test_features_stay_divided_where_they_are_normalised(k: int) -> None:
     x = torch.randn(16, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
     found = divided(model, x, k)
     assert isinstance(found.plan.parameters["a.weight"], Shard)
-    assert found.way("norm") == "across"
+    assert found.strategy("norm") == "across"

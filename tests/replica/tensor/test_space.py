@@ -10,9 +10,9 @@ from paceline import Program, show_shards
 from paceline.core.errors import InputError
 from paceline.replica.tensor import sharding_plan
 from paceline.replica.tensor.base import OpStrategy
-from paceline.replica.tensor.graph_ops import Operators
-from paceline.replica.tensor.placements import REPLICATE, SHARED, Shard
-from paceline.replica.tensor.sharding_plan import ShardingPlan, plan
+from paceline.replica.tensor.graph_ops import OperatorGraph
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, Shard
+from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import looked_at, same, sharded
 from tests.replica.tensor.divided import divided
@@ -66,13 +66,13 @@ def numbers(*shape: int) -> Tensor:
 
 def space(made: ShardingPlan) -> list[str]:
     """The operators that are divided so."""
-    return [str(step.call.target).split(".")[1] for step in made.steps if step.way.name == "space"]
+    return [str(step.call.target).split(".")[1] for step in made.steps if step.strategy.name == "space"]
 
 
-def in_space(found: Operators) -> list[OpStrategy]:
+def in_space(found: OperatorGraph) -> list[OpStrategy]:
     """The ways of the one convolution that are in space, where its input is there as a whole."""
     (call,) = (each for each in found.calls.values() if "conv2d" in str(each.target))
-    return [way for way in sharding_plan.ways(call, call.shards) if way.name == "space"]
+    return [strategy for strategy in sharding_plan.rule_strategies(call, call.shards) if strategy.name == "space"]
 
 
 @pytest.mark.parametrize("k", [2, 3, 4])
@@ -81,8 +81,8 @@ def test_a_network_for_images_is_the_same(k: int) -> None:
     made = divided(model, x, k, asked=ASKED).plan
     assert sorted(space(made)) == ["batch_norm"] * 2 + ["conv2d"] * 3 + ["max_pool2d"]
     same(made, model, x, "with running statistics")
-    assert not any(isinstance(layout, Shard) for step in made.steps[:-4] for _, layout, _ in step.converted)
-    assert made.parameters["features2.0.weight"] == SHARED
+    assert not any(isinstance(layout, Shard) for step in made.steps[:-4] for _, layout, _ in step.redistributions)
+    assert made.parameters["features2.0.weight"] == PARTIAL_GRAD
 
 
 @pytest.mark.parametrize("k", [2, 3])
@@ -101,15 +101,15 @@ def test_a_batch_may_have_another_size_but_an_image_may_not() -> None:
 
 def test_where_sizes_may_change_it_has_to_be_asked_for() -> None:
     found = looked_at(nn.Conv2d(1, 1, 1).double(), numbers(3, 1, 6, 5), 2)
-    assert [way.asked for way in in_space(found)] == [True]
-    assert space(plan(found, 2)) == []
-    assert space(plan(found, 2, ShardRules({"*": "space"}))) == ["conv2d"]
+    assert [strategy.on_request for strategy in in_space(found)] == [True]
+    assert space(plan_sharding(found, 2)) == []
+    assert space(plan_sharding(found, 2, ShardRules({"*": "space"}))) == ["conv2d"]
 
 
 @pytest.mark.parametrize(("filters", "asked"), [(1, False), (2, True)])
 def test_where_there_are_enough_filters_it_has_to_be_asked_for(filters: int, asked: bool) -> None:
     model = nn.Sequential(nn.Unflatten(-1, (1, 4, 4)), nn.Conv2d(1, filters, 3)).double()
-    assert [way.asked for way in in_space(looked_at(model, numbers(3, 16), 2))] == [asked]
+    assert [strategy.on_request for strategy in in_space(looked_at(model, numbers(3, 16), 2))] == [asked]
 
 
 def test_a_model_of_which_only_the_input_is_divided_is_trained() -> None:
@@ -140,8 +140,8 @@ class OfFeatures(nn.Module):
 def test_what_is_divided_already_stays_so_where_there_are_too_few_filters(k: int) -> None:
     model, x = seeded(OfFeatures), numbers(3, 6)
     made = divided(model, x, k)
-    assert made.way("conv2d") == "space"
-    assert [step.way.name for step in made.plan.steps if step.way.name] == ["column", "space", "row"]
+    assert made.strategy("conv2d") == "space"
+    assert [step.strategy.name for step in made.plan.steps if step.strategy.name] == ["column", "space", "row"]
     assert made.plan.parameters["first.weight"] != REPLICATE
 
 
@@ -159,4 +159,4 @@ class Stacked(nn.Module):
 
 def test_samples_that_became_rows_are_not_divided_in_space() -> None:
     found = looked_at(seeded(Stacked), numbers(6, 8), 2)
-    assert [way.takes[0] for way in in_space(found)] == [Shard(-1, (4, 4))]
+    assert [strategy.inputs[0] for strategy in in_space(found)] == [Shard(-1, (4, 4))]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor.graph_ops import groups
+from paceline.replica.tensor.graph_ops import matching_dims
 from paceline.replica.tensor.placements import Shard
 from tests.replica.tensor.cases import looked_at, planned, same
 from tests.replica.tensor.test_models import ByHand, Fused, Grouped
@@ -22,12 +22,12 @@ def seeded(make: type[nn.Module], *args: object) -> nn.Module:
 
 def splits(model: nn.Module, x: Tensor, k: int, length: int) -> list[Shard]:
     asked = next(iter(looked_at(model, x, k).calls.values()))
-    return list(asked.splits(length, -1))
+    return list(asked.shardings(length, -1))
 
 
 def test_one_product_of_queries_keys_and_values_has_three_blocks_of_heads() -> None:
     found = splits(seeded(Fused, 5), numbers(3, 7, 20), 2, 60)
-    assert Shard(-1, (12, 8), outer=3) in found
+    assert Shard(-1, (12, 8), blocks=3) in found
 
 
 def test_what_is_viewed_as_heads_is_divided_by_heads() -> None:
@@ -52,7 +52,9 @@ def test_three_shards_of_two_heads_leave_attention_whole() -> None:
     plan = planned(model, x, 3)
     products = [step for step in plan.steps if "matmul" in str(step.call.target)]
     assert len(products) == 2
-    assert not any(isinstance(layout, Shard) and layout.dim == -3 for step in products for layout in step.way.takes)
+    assert not any(
+        isinstance(layout, Shard) and layout.dim == -3 for step in products for layout in step.strategy.inputs
+    )
     same(plan, model, x)
 
 
@@ -78,4 +80,4 @@ def test_channels_that_are_grouped_stay_together() -> None:
 def test_dims_that_have_the_same_elements(
     apart: tuple[int, ...], together: tuple[int, ...], found: list[tuple[list[int], list[int]]]
 ) -> None:
-    assert groups(apart, together) == found
+    assert matching_dims(apart, together) == found

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from paceline.replica.capture.capture import capture
 from paceline.replica.tensor.base import rule_of
-from paceline.replica.tensor.functionalize import write_out_of_place
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.sharding_plan import plan
+from paceline.replica.tensor.functionalize import functionalize
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.sharding_plan import plan_sharding
 from tests.replica.tensor.cases import holds_its_part, same, split_share
 
 
@@ -85,11 +85,11 @@ def test_shards_are_the_model(name: str, k: int) -> None:
         model = MODELS[name]().double()
     x = torch.randn(5, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(8))
     captured = capture(model, x, operators=True)
-    write_out_of_place(captured.module)
-    found = operators(captured, k)
-    differentiable = [call for call in found.calls.values() if any(value.differentiable for value in call.gives)]
+    functionalize(captured.module)
+    found = operator_graph(captured, k)
+    differentiable = [call for call in found.calls.values() if any(value.differentiable for value in call.outputs)]
     assert not [call.target for call in differentiable if rule_of(call.target) is None]
-    made = plan(found, k)
+    made = plan_sharding(found, k)
     same(made, model, x, f"{name}, k = {k}")
     holds_its_part(made, model)
     assert split_share(made, model) > 0.9

@@ -2,24 +2,24 @@
 
 import random
 
-from paceline.replica.tensor.halo import Reach, WindowOps, through
+from paceline.replica.tensor.halo import HaloReach, SlidingWindow, halo_reach
 from paceline.replica.tensor.placements import Shard
 
 
-def drawn(seed: int) -> Reach | None:
+def drawn(seed: int) -> HaloReach | None:
     """Of a dim of some length, in parts of some lengths."""
     draw = random.Random(seed)
     shards, length = draw.randint(1, 4), draw.randint(4, 20)
     borders = sorted(draw.sample(range(1, length), shards - 1))
     sizes = tuple(b - a for a, b in zip((0, *borders), (*borders, length), strict=True))
-    windows = WindowOps(draw.randint(1, 7), draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 3))
+    windows = SlidingWindow(draw.randint(1, 7), draw.randint(1, 4), draw.randint(0, 4), draw.randint(1, 3))
     made = (length + 2 * windows.before - windows.reach) // windows.stride + 1
-    return through(Shard(-1, sizes), made, windows)
+    return halo_reach(Shard(-1, sizes), made, windows)
 
 
-def seen(reach: Reach, shard: int) -> list[int]:
+def seen(reach: HaloReach, shard: int) -> list[int]:
     """The elements that the windows of a shard reach over, padding included."""
-    start, windows = reach.makes.starts()[shard], reach.windows
+    start, windows = reach.makes.offsets[shard], reach.windows
     firsts = [i * windows.stride - windows.before for i in range(start, start + reach.makes.sizes[shard])]
     return list(range(firsts[0], firsts[-1] + windows.dilation * (windows.size - 1) + 1))
 
@@ -43,7 +43,7 @@ def test_all_that_a_window_sees_is_there() -> None:
 
 
 def test_parts_stay_as_they_are_where_the_result_is_as_long() -> None:
-    reach = through(Shard(-2, (3, 5)), 8, WindowOps(3, before=1))
+    reach = halo_reach(Shard(-2, (3, 5)), 8, SlidingWindow(3, before=1))
     assert reach is not None
     assert reach.makes == Shard(-2, (3, 5))
     assert (reach.needs(0), reach.needs(1)) == (range(4), range(2, 8))
@@ -51,12 +51,12 @@ def test_parts_stay_as_they_are_where_the_result_is_as_long() -> None:
 
 
 def test_windows_beside_one_another_send_nothing() -> None:
-    reach = through(Shard(-1, (6, 6)), 4, WindowOps(3, stride=3))
+    reach = halo_reach(Shard(-1, (6, 6)), 4, SlidingWindow(3, stride=3))
     assert reach is not None
     assert reach.crossed == 0
 
 
 def test_what_not_all_shards_would_have_a_part_of_is_not_divided() -> None:
-    assert through(Shard(-1, (2, 2, 2)), 2, WindowOps(3, stride=2)) is None
-    assert through(Shard(-1, (6, 0)), 6, WindowOps(1)) is None
-    assert through(Shard(-1, (2, 2), outer=2), 8, WindowOps(1)) is None
+    assert halo_reach(Shard(-1, (2, 2, 2)), 2, SlidingWindow(3, stride=2)) is None
+    assert halo_reach(Shard(-1, (6, 0)), 6, SlidingWindow(1)) is None
+    assert halo_reach(Shard(-1, (2, 2), blocks=2), 8, SlidingWindow(1)) is None

@@ -32,7 +32,7 @@ from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatState, read
 from paceline.replica.single import Autograd, worthwhile
-from paceline.replica.tensor.placements import counts
+from paceline.replica.tensor.placements import is_counted_on
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -281,7 +281,7 @@ class TensorParallelShard(RankShard):
         state, place = sharding.state, sharding.place
         job = rank_setup.run_context.job
         names = state.layout.parameter_names if job.program.clip_norm is not None or job.noise_scale else ()
-        counted = [name for name in names if counts(sharding.lies.get(name), place.shard)]
+        counted = [name for name in names if is_counted_on(sharding.lies.get(name), place.shard)]
         gather = FullStateGather(state, sharding.whole, sharding.stages, rank, communicator)
         held, freight = (
             ShardState(state, sharding.whole, counted, gather),
@@ -312,6 +312,6 @@ class TensorParallelShard(RankShard):
         sharding = self._sharding
         return {
             "shards": sharding.shards.count,
-            "planned_bytes_per_step": sharding.prepared.plan.cost.sent,
+            "planned_bytes_per_step": sharding.prepared.plan.cost.sent_bytes,
             "shard_optimizer": isinstance(self.update, ZeroOptimizer),
         }

@@ -32,8 +32,8 @@ from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches, s
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.prepare import boundaries, check_cut, rows, units_of
-from paceline.replica.tensor.prepare import agree, agreed_times, check_shard, planned_graph
-from paceline.replica.tensor.rewrite import rewritten
+from paceline.replica.tensor.prepare import check_same_plan, agreed_op_times, check_shard, plan_captured
+from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.safe_files import State
 from paceline.strategy import Strategy
 
@@ -157,11 +157,11 @@ class _Shards:
         with extended_timeout(context):
             self._captured = capture(module, inputs, operators=True, training=False)
             leaves = self._captured.flat(inputs)
-            times = agreed_times(self._captured, leaves, context.gather)
+            times = agreed_op_times(self._captured, leaves, context.gather)
             name = type(module).__name__
-            made = planned_graph(self._captured, leaves, shards.count, strategy.shard_rules, times, name)
-            agree(made, context.gather)
-            self._shard = rewritten(made, shards)
+            made = plan_captured(self._captured, leaves, shards.count, strategy.shard_rules, times, name)
+            check_same_plan(made, context.gather)
+            self._shard = rewrite_for_shard(made, shards)
             check_shard(self._shard, self._captured, module, inputs, shards, training=False)
 
     def takes(self, inputs: Tree) -> bool:

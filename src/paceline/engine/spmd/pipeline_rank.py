@@ -29,7 +29,7 @@ from paceline.replica.pipeline.prepare import Agree, first_rows, needed, prepare
 from paceline.replica.pipeline.runtime import Pipelined
 from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import SHARED, counts, part_of
+from paceline.replica.tensor.placements import PARTIAL_GRAD, is_counted_on, shard_layout
 from paceline.replica.tensor.tp_group import PartialGrads
 from paceline.trace.recorder import AnyRecorder
 
@@ -109,7 +109,7 @@ class PipelineRank:
     @property
     def shared(self) -> list[str]:
         """The parameters of which each shard of this stage has a term of the gradient."""
-        return [name for name, how in self.stages[self.place.stage].lies.items() if how == SHARED]
+        return [name for name, how in self.stages[self.place.stage].lies.items() if how == PARTIAL_GRAD]
 
     def counted(self, *, of_each_copy: bool) -> list[str]:
         """The parameters that count here in the norm of Δ, if that is asked for: what several have counts once.
@@ -126,7 +126,7 @@ class PipelineRank:
         return [
             name
             for name in self.layout.parameter_names
-            if first.get(name, stage) == stage and counts(lies.get(name), self._shard)
+            if first.get(name, stage) == stage and is_counted_on(lies.get(name), self._shard)
         ]
 
     def plan(self) -> CommPlan:
@@ -164,7 +164,7 @@ class PipelineRank:
         whole = self.whole.part({name for number in numbers for name in held[number]})
         if workers > 1 and self._steps_on_parts:
             refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, lies, workers)
-        parts = [part_of(whole, lies, shard) for shard in range(workers)]
+        parts = [shard_layout(whole, lies, shard) for shard in range(workers)]
         return StageSharding(lies, parts, self.mesh.columns.copies[stage])
 
     def _refuse_running(self, held: Sequence[Sequence[str]]) -> None:

@@ -21,8 +21,8 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.engine.spmd.communicator import Communicator
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.tensor.placements import Layout as Lies
-from paceline.replica.tensor.placements import Shard, counts
+from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.placements import Shard, is_counted_on
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def owned_names(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) 
     earlier = {name for stage in stages[: place.stage] for part in stage.parts for name in _names(part)}
     mine = stages[place.stage]
     held = _names(mine.parts[shard])
-    return {name for name in held if name not in earlier and counts(mine.lies.get(name), shard)}
+    return {name for name in held if name not in earlier and is_counted_on(mine.lies.get(name), shard)}
 
 
 def _names(layout: FlatLayout) -> list[str]:
@@ -100,8 +100,8 @@ def _window(whole: Tensor, how: Lies | None, shard: int) -> Tensor:
     if not isinstance(how, Shard):
         return whole
     dim, shape = how.dim % whole.dim(), whole.shape
-    blocks = whole.view(*shape[:dim], shape[dim] // how.block, how.block, *shape[dim + 1 :])
-    return blocks.narrow(dim + 1, how.starts()[shard], how.sizes[shard])
+    blocks = whole.view(*shape[:dim], shape[dim] // how.block_size, how.block_size, *shape[dim + 1 :])
+    return blocks.narrow(dim + 1, how.offsets[shard], how.sizes[shard])
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ from paceline.replica.flat_state import read
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import Layout as Lies
-from paceline.replica.tensor.placements import OnRank, Shard, part_of
-from paceline.replica.tensor.prepare import Prepared, prepared
+from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.placements import OnRank, Shard, shard_layout
+from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import SingleRankTP, TPCollectives
 from paceline.trace.recorder import AnyRecorder, NullRecorder
@@ -121,7 +121,7 @@ class TensorParallelRank:
         self.prepared = self._made(rank_setup)
         self.lies = self.prepared.shard.parameters
         """How the tensors of A lie among the shards, by name."""
-        parts = [part_of(self.whole, self.lies, shard) for shard in range(self.shards.count)]
+        parts = [shard_layout(self.whole, self.lies, shard) for shard in range(self.shards.count)]
         self.stages = [StageSharding(self.lies, parts)]
         self.layout = parts[self.place.shard]
         """Of this rank's part of A."""
@@ -151,7 +151,7 @@ class TensorParallelRank:
             loose=loose,
         )
 
-    def _made(self, rank_setup: RankSetup) -> Prepared:
+    def _made(self, rank_setup: RankSetup) -> PreparedShard:
         """This rank's shard of the model; what it takes to find and check it is not counted as training's."""
         job, communicator, rules = (
             self.run_context.job,
@@ -159,7 +159,7 @@ class TensorParallelRank:
             self.run_context.job.strategy.shard_rules,
         )
         with extended_timeout(self._context):
-            made = prepared(job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules)
+            made = prepare_shard(job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules)
             if rank_setup.steps_on_parts:
                 lies = made.shard.parameters
                 refuse_unless_elementwise(job.program.optimizer, self.whole, lies, self.shards.count)

@@ -13,9 +13,9 @@ from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import Call, FakeShards, meet
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.tensor.placements import part_of
-from paceline.replica.tensor.prepare import Prepared, planned
-from paceline.replica.tensor.rewrite import keep_unused, rewritten
+from paceline.replica.tensor.placements import shard_layout
+from paceline.replica.tensor.prepare import PreparedShard, plan_program
+from paceline.replica.tensor.rewrite import add_unused_tensors, rewrite_for_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.schedule import Dependencies
 
@@ -95,12 +95,12 @@ def sharded(setup: RunContext, context: RankContext) -> Found:
     module, whole = first_state(job.program, job.running_buffers)
     batch, rules = first_batch(job), job.strategy.shard_rules
     with job.program.autocast("cpu"):
-        captured, plan = planned(job.program, module, batch, count, rules, context.gather)
-        made = rewritten(plan, shard)
-        keep_unused(made, module)
-    layout = part_of(whole.layout, made.parameters, shard.rank)
+        captured, plan = plan_program(job.program, module, batch, count, rules, context.gather)
+        made = rewrite_for_shard(plan, shard)
+        add_unused_tensors(made, module)
+    layout = shard_layout(whole.layout, made.parameters, shard.rank)
     state = read(made.module, layout.new())
-    replica = TensorParallel(job.program, Prepared(captured, plan, made), shard, 0, layout)
+    replica = TensorParallel(job.program, PreparedShard(captured, plan, made), shard, 0, layout)
     passes = _passes(setup, context, replica, state, shard)
     calls, last = _calls(replica, state, batch, shard)
     return Found(passes, calls, last, steps_on=share_of(layout, whole.layout))

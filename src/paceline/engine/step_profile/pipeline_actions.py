@@ -25,8 +25,8 @@ from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.p2p_queue import Received
 from paceline.replica.pipeline.prepare import needed, prepared
 from paceline.replica.pipeline.stage_builder import StageRuntime, WorkerId, merged_module
-from paceline.replica.tensor.placements import Layout as Lies
-from paceline.replica.tensor.placements import part_of
+from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.placements import shard_layout
 
 SMALL = 1e-4
 """Gradients that come back, of the values that went: nobody steps by them."""
@@ -67,7 +67,7 @@ class _Actor:
         self._given = _Given(cut, self._module, self._micro_batches(cut))
         whole = FlatLayout.of(self._module, self._job.running_buffers)
         parts, lies = self._parts(cut)
-        layout = part_of(whole.part(tensors_of(merged_module(parts)).keys()), lies, self._silent.rank)
+        layout = shard_layout(whole.part(tensors_of(merged_module(parts)).keys()), lies, self._silent.rank)
         plan = CommPlan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
         number = mesh.columns.number(column)
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}

@@ -20,8 +20,8 @@ from paceline.engine.base import Job
 from paceline.engine.run_context import first_batch
 from paceline.engine.virtual.durations import span
 from paceline.replica.pipeline.prepare import cut_as_named, needed, prepared
-from paceline.replica.tensor.op_times import work
-from paceline.replica.tensor.prepare import planned
+from paceline.replica.tensor.op_times import op_work
+from paceline.replica.tensor.prepare import plan_program
 from paceline.schedule import Dependencies
 from paceline.schedule.simulate import StageTimes, Timed, timeline
 from paceline.strategy import Strategy
@@ -121,6 +121,6 @@ def _busiest(job: Job, *, counts: bool) -> float:
     strategy = job.strategy
     count = max(strategy.stage_workers)
     batch, rules = first_batch(job), strategy.shard_rules
-    _, plan = planned(job.program, job.program.build(), batch, count, rules, counts=counts)
-    total = sum(work(step.call) for step in plan.steps)
+    _, plan = plan_program(job.program, job.program.build(), batch, count, rules, counts=counts)
+    total = sum(op_work(step.call) for step in plan.steps)
     return plan.cost.work / total if total else 1.0

@@ -21,13 +21,13 @@ from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.graph_nodes import attribute, child
 from paceline.replica.pipeline.partition import Item
 from paceline.replica.tensor import sharding_plan
-from paceline.replica.tensor.base import Value
-from paceline.replica.tensor.branches import counted
-from paceline.replica.tensor.placements import SHARED, Layout, OnRank, Shard
+from paceline.replica.tensor.base import GraphTensor
+from paceline.replica.tensor.branches import multiplication_counts
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.prepare import WithLoss, planned_graph
-from paceline.replica.tensor.redistribute_cost import price
-from paceline.replica.tensor.report import backward_kind, forward_kind
+from paceline.replica.tensor.prepare import WithLoss, plan_captured
+from paceline.replica.tensor.redistribute_cost import redistribution_cost
+from paceline.replica.tensor.report import backward_collective, forward_collective
 from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 
 
@@ -52,7 +52,7 @@ def outline(program: Program, module: nn.Module, batch: Batch, shards: Iterable[
     plans: dict[int, ShardingPlan | str] = {}
     for count in shards:
         try:
-            plans[count] = planned_graph(graph, leaves, count, NO_RULES, counted, name)
+            plans[count] = plan_captured(graph, leaves, count, NO_RULES, multiplication_counts, name)
         except InputError as error:
             plans[count] = str(error)
     return Outline(group(graph), plans)
@@ -203,7 +203,7 @@ class _Dividing:
 
     def _work(self, unit: int) -> float:
         """The share of its seconds; what is no operator of the plan is done by every shard."""
-        shares = {step.call.node: step.way.share for step in self._steps[unit]}
+        shares = {step.call.node: step.strategy.share for step in self._steps[unit]}
         times = [(sum(self._costs.nodes[node.name]), shares.get(node, 1.0)) for node in self._units.groups[unit]]
         total = fsum(spent for spent, _ in times)
         return fsum(spent * share for spent, share in times) / total if total else 1.0
@@ -213,7 +213,10 @@ class _Dividing:
         through = [
             (value.nbytes, _share(layout))
             for step in steps
-            for values, layouts in ((step.call.takes, step.way.takes), (step.call.gives, step.way.gives))
+            for values, layouts in (
+                (step.call.inputs, step.strategy.inputs),
+                (step.call.outputs, step.strategy.outputs),
+            )
             for value, layout in zip(values, layouts, strict=True)
             if value.parameter is None
         ]
@@ -223,41 +226,41 @@ class _Dividing:
     def _held(self, name: str, shard: int) -> int:
         layout, size = self._plan.parameters.get(name), self._sizes[name]
         if isinstance(layout, Shard):
-            return size // layout.block * layout.sizes[shard]
+            return size // layout.block_size * layout.sizes[shard]
         return 0 if isinstance(layout, OnRank) and layout.shard != shard else size
 
     def _sent(self, step: SearchStep) -> tuple[list[Sent], list[Sent]]:
         forward, backward = list[Sent](), list[Sent]()
-        for value, before, after in step.converted:
-            found = price(before, after, self._plan.shards, differentiable=value.differentiable)
+        for value, before, after in step.redistributions:
+            found = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
             if found is not None and found.collectives[0]:
-                forward.append(self._call(forward_kind(before, after), value))
+                forward.append(self._call(forward_collective(before, after), value))
             if found is not None and found.collectives[1]:
-                backward.append(self._call(backward_kind(before, after), value))
+                backward.append(self._call(backward_collective(before, after), value))
         return [*forward, *self._within(step)], backward
 
-    def _call(self, kind: str, value: Value) -> Sent:
+    def _call(self, kind: str, value: GraphTensor) -> Sent:
         size = value.nbytes
         fixed = value.parameter is not None
         return Sent(_NAMED.get(kind, "broadcast"), LineFit(size, 0.0) if fixed else LineFit(0.0, size / self._samples))
 
     def _within(self, step: SearchStep) -> Iterator[Sent]:
         """Those that the written operator makes itself: sums, as of a norm's statistics."""
-        count, k = step.way.collectives, self._plan.shards
+        count, k = step.strategy.collectives, self._plan.shards
         for _ in range(count):
-            yield Sent("all_reduce", LineFit(step.way.sent / count * k / (2 * (k - 1)), 0.0))
+            yield Sent("all_reduce", LineFit(step.strategy.sent_bytes / count * k / (2 * (k - 1)), 0.0))
 
     def _once(self) -> Iterator[Sent]:
         """Gradients of parameters that all shards have and each uses for its part of the work."""
         values = {
             str(value.parameter): value.nbytes
-            for call in self._plan.operators.calls.values()
+            for call in self._plan.graph.calls.values()
             for value in sharding_plan.operator_parameters(call)
-            if self._plan.parameters.get(str(value.parameter)) == SHARED
+            if self._plan.parameters.get(str(value.parameter)) == PARTIAL_GRAD
         }
         if values:
             yield Sent("all_reduce", LineFit(sum(values.values()), 0.0))
 
 
-def _share(layout: Layout) -> float:
+def _share(layout: Placement) -> float:
     return layout.share if isinstance(layout, Shard) else 1.0

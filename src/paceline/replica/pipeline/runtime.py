@@ -169,7 +169,7 @@ class Pipelined(Replica):
             if self._copies is not None and self._samples:
                 self._add_up_copies(self._copies, gradients)
             if self._shared is not None and self._samples:
-                self._shared.add_up(gradients)
+                self._shared.all_reduce_(gradients)
             if self._ties and self._samples:
                 self._add_up_tied(gradients)
             if self._micro_steps > 1 and self._samples:

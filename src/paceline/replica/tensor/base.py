@@ -21,7 +21,7 @@ from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import Argument, map_arg
 
-from paceline.replica.tensor.placements import REPLICATE, SHARED, Layout, Shard, shares
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, Placement, Shard, even_sizes
 from paceline.replica.tensor.tp_group import TPCollectives
 
 Cuts: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
@@ -29,7 +29,7 @@ Cuts: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
-class Value:
+class GraphTensor:
     """A tensor of the graph, apart from its elements."""
 
     node: Node
@@ -61,13 +61,13 @@ class OpCall:
     """One operator of the graph."""
 
     node: Node
-    takes: tuple[Value, ...]
+    inputs: tuple[GraphTensor, ...]
     """The tensors among its arguments, in order, those of lists in their place."""
-    gives: tuple[Value, ...]
+    outputs: tuple[GraphTensor, ...]
     """Its results: one, or those of a tuple."""
     shards: int
     """k."""
-    cuts: Cuts = field(repr=False)
+    divisions: Cuts = field(repr=False)
 
     @property
     def target(self) -> Any:
@@ -91,16 +91,16 @@ class OpCall:
             return self.node.args[index]
         return self.node.kwargs.get(name, default)
 
-    def splits(self, length: int, dim: int) -> Iterator[Shard]:
+    def shardings(self, length: int, dim: int) -> Iterator[Shard]:
         """The ways to divide a dim of this length evenly; none where there are fewer units than shards."""
 
-        for outer, unit in self.cuts.get(length, ((1, 1),)):
-            units = length // (outer * unit)
+        for blocks, unit in self.divisions.get(length, ((1, 1),)):
+            units = length // (blocks * unit)
             if units >= self.shards:
-                yield Shard(dim, tuple(unit * share for share in shares(units, self.shards)), outer)
+                yield Shard(dim, tuple(unit * share for share in even_sizes(units, self.shards)), blocks)
 
 
-Offers: TypeAlias = Sequence[frozenset[Layout]]
+Available: TypeAlias = Sequence[frozenset[Placement]]
 """In which layouts each tensor that an operator takes can be had without giving anything up that was divided."""
 
 
@@ -108,19 +108,19 @@ Offers: TypeAlias = Sequence[frozenset[Layout]]
 class OpStrategy:
     """One way to divide an operator."""
 
-    takes: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
+    inputs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
     name: str = ""
     """As the table and an override have it: column, row, heads. Empty: it does what its tensors' layouts say."""
-    write: "Write | None" = None
+    emit: "Emit | None" = None
     """Writes the operator of one shard; None: the same operator on the shards' parts."""
     share: float = 1.0
     """Of the operator's work that the largest shard does."""
-    sent: float = 0.0
+    sent_bytes: float = 0.0
     """Bytes that the written operator itself sends from each shard, forward and backward."""
     collectives: int = 0
     """That it itself makes, forward and backward."""
-    asked: bool = False
+    on_request: bool = False
     """Whether it is only for those who ask for it by name."""
 
 
@@ -131,11 +131,11 @@ class GraphEmitter:
         shards: who work together; modules that send need it.
         graph: is written to.
         root: holds the modules that the graph calls.
-        new: node of the model's graph -> what stands for it, in the layout that the way which is written asks for.
+        local: node of the model's graph -> what stands for it, in the layout that the way which is written asks for.
     """
 
-    def __init__(self, shards: TPCollectives, graph: Graph, root: nn.Module, new: Callable[[Node], Node]) -> None:
-        self.shards, self._graph, self._root, self.new = shards, graph, root, new
+    def __init__(self, shards: TPCollectives, graph: Graph, root: nn.Module, local: Callable[[Node], Node]) -> None:
+        self.shards, self._graph, self._root, self.local = shards, graph, root, local
         self._modules = 0
 
     def call(self, target: Callable[..., Any], *args: Argument, **kwargs: Argument) -> Node:
@@ -151,21 +151,21 @@ class GraphEmitter:
 
     def copy(self, call: OpCall) -> Node:
         """The operator itself."""
-        return self._graph.node_copy(call.node, self.new)
+        return self._graph.node_copy(call.node, self.local)
 
     def same(self, call: OpCall, /, **changed: Argument) -> Node:
         """The operator itself, with some of its arguments changed, by their names in its schema."""
         names = [argument.name for argument in call.target._schema.arguments]
         args = [
-            changed.pop(name) if name in changed else map_arg(arg, self.new)
+            changed.pop(name) if name in changed else map_arg(arg, self.local)
             for name, arg in zip(names, call.node.args, strict=False)
         ]
         given = {name: value for name, value in call.node.kwargs.items() if name not in changed}
-        kwargs = {name: map_arg(value, self.new) for name, value in given.items()} | changed
+        kwargs = {name: map_arg(value, self.local) for name, value in given.items()} | changed
         return self._graph.call_function(call.target, tuple(args), kwargs)
 
 
-Write: TypeAlias = Callable[[GraphEmitter, OpCall], Node]
+Emit: TypeAlias = Callable[[GraphEmitter, OpCall], Node]
 
 
 class OpRule(ABC):
@@ -181,36 +181,36 @@ class OpRule(ABC):
     """Whether it can tell what to do where one tensor is two of the arguments; False: that is left undivided."""
 
     @abstractmethod
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         """The ways to divide it beside those of :func:`undivided`, which are always there."""
 
 
-def undivided(call: OpCall) -> Iterator[OpStrategy]:
+def replicated_strategies(call: OpCall) -> Iterator[OpStrategy]:
     """Every shard does all of it: with whole gradients, or with terms of them."""
-    for layout in (REPLICATE, SHARED):
-        takes = tuple(layout if value.differentiable else REPLICATE for value in call.takes)
-        gives = tuple(layout if value.differentiable else REPLICATE for value in call.gives)
-        yield OpStrategy(takes, gives)
-        if not any(value.differentiable for value in (*call.takes, *call.gives)):
+    for layout in (REPLICATE, PARTIAL_GRAD):
+        inputs = tuple(layout if value.differentiable else REPLICATE for value in call.inputs)
+        outputs = tuple(layout if value.differentiable else REPLICATE for value in call.outputs)
+        yield OpStrategy(inputs, outputs)
+        if not any(value.differentiable for value in (*call.inputs, *call.outputs)):
             return
 
 
-def everyones(value: Value) -> Layout:
+def replicated(value: GraphTensor) -> Placement:
     """What a tensor is that every shard computes its part with."""
-    return SHARED if value.differentiable else REPLICATE
+    return PARTIAL_GRAD if value.differentiable else REPLICATE
 
 
 _RULES: dict[Any, OpRule] = {}
 
 
-def divided(call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
+def sharded_strategies(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """The ways that its rule has, if there is one."""
     rule = rule_of(call.target)
     if rule is not None and (rule.repeats or not call.repeats):
-        yield from rule.ways(call, offers)
+        yield from rule.strategies(call, available)
 
 
-def forms(names: Iterable[str]) -> Iterator[Any]:
+def functional_overloads(names: Iterable[str]) -> Iterator[Any]:
     """Of torch's operators of these names, as far as this torch has them, all forms that write into nothing."""
     for packet in (getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)):
         found = (getattr(packet, overload) for overload in packet.overloads())
@@ -229,6 +229,6 @@ def rule_of(target: Any) -> OpRule | None:
     return _RULES.get(target)
 
 
-def offered(offers: Iterable[Layout]) -> Iterator[Shard]:
+def shards_among(available: Iterable[Placement]) -> Iterator[Shard]:
     """The splits among some layouts, in an order that is the same everywhere."""
-    return iter(sorted((o for o in offers if isinstance(o, Shard)), key=lambda s: (s.dim, s.outer, s.sizes)))
+    return iter(sorted((o for o in available if isinstance(o, Shard)), key=lambda s: (s.dim, s.blocks, s.sizes)))

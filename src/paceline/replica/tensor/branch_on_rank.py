@@ -14,10 +14,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, OpCall, OpStrategy, Value, everyones
-from paceline.replica.tensor.branches import BRANCH, Placed, StandIn, belongs, draws, extent, inputs, result
-from paceline.replica.tensor.placements import REPLICATE, SHARED, Layout, OnRank, Shard
-from paceline.replica.tensor.redistribute import laid_out
+from paceline.replica.tensor.base import GraphEmitter, GraphTensor, OpCall, OpStrategy, replicated
+from paceline.replica.tensor.branches import (
+    BRANCH,
+    PlacedRegion,
+    StandIn,
+    belongs_to,
+    captured_result,
+    draws_random,
+    model_inputs,
+    result_extent,
+)
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
+from paceline.replica.tensor.redistribute import with_memory_order
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
@@ -53,7 +62,7 @@ class Join(nn.Module):
         parts = self.shards.all_gather(own, shapes, self.name)
         pieces = [self._pieces(part, tensors, shard) for shard, part in enumerate(parts)]
         found = [tensors[i] if owner is None else pieces[owner].pop(0) for i, owner in enumerate(self._owners)]
-        return laid_out(torch.cat(found, self._dim), tensors[0])
+        return with_memory_order(torch.cat(found, self._dim), tensors[0])
 
     def back(self, gradient: Tensor, lengths: Sequence[int]) -> list[Tensor | None]:
         """Of a gradient; None for what is on another shard."""
@@ -103,40 +112,40 @@ _STANDS_FOR = "stands_for"
 """Where the node of a stand-in has those of the trunk that its branch is computed from."""
 
 
-def on_one_shard(call: OpCall, placed: Placed) -> OpStrategy:
+def branch_strategy(call: OpCall, placed: PlacedRegion) -> OpStrategy:
     """An operator of a branch, done by the branch's owner."""
     index = placed.branch(call.node)
     assert index is not None, "it is in a branch"
     mine, owner = placed.region.branches[index], placed.owners[index]
-    takes = tuple(owner if belongs(value, mine) else everyones(value) for value in call.takes)
-    return OpStrategy(takes, tuple(owner for _ in call.gives), BRANCH, _Alone(owner, takes), placed.share)
+    inputs = tuple(owner if belongs_to(value, mine) else replicated(value) for value in call.inputs)
+    return OpStrategy(inputs, tuple(owner for _ in call.outputs), BRANCH, _Alone(owner, inputs), placed.share)
 
 
 @final
 class _Alone:
     """Writes it: the operator itself on its owner, a stand-in elsewhere."""
 
-    def __init__(self, owner: OnRank, takes: Sequence[Layout]) -> None:
-        self._owner, self._takes = owner, takes
+    def __init__(self, owner: OnRank, inputs: Sequence[Placement]) -> None:
+        self._owner, self._takes = owner, inputs
 
-    def __call__(self, writer: GraphEmitter, call: OpCall) -> Node:
-        if writer.shards.rank == self._owner.shard or not call.gives:
-            return writer.copy(call)
-        if draws(call):
-            writer.copy(call)
-        return self._stand_in(writer, call)
+    def __call__(self, emitter: GraphEmitter, call: OpCall) -> Node:
+        if emitter.shards.rank == self._owner.shard or not call.outputs:
+            return emitter.copy(call)
+        if draws_random(call):
+            emitter.copy(call)
+        return self._stand_in(emitter, call)
 
-    def _stand_in(self, writer: GraphEmitter, call: OpCall) -> Node:
+    def _stand_in(self, emitter: GraphEmitter, call: OpCall) -> Node:
         given = [
-            writer.new(value.node)
-            for value, layout in zip(call.takes, self._takes, strict=True)
+            emitter.local(value.node)
+            for value, layout in zip(call.inputs, self._takes, strict=True)
             if value.differentiable and not (value.parameter is not None and layout == self._owner)
         ]
         trunk = tuple(dict.fromkeys(each for node in given for each in node.meta.get(_STANDS_FOR, (node,))))
-        size, placeholders = extent(call), inputs(call.node)
-        wanted = (writer.new(placeholders[index]) for index in size.inputs)
-        module = StandIn(size, result(call), differentiable=call.gives[0].differentiable)
-        made = writer.module(module, *wanted, *trunk)
+        size, placeholders = result_extent(call), model_inputs(call.node)
+        wanted = (emitter.local(placeholders[index]) for index in size.inputs)
+        module = StandIn(size, captured_result(call), differentiable=call.outputs[0].differentiable)
+        made = emitter.module(module, *wanted, *trunk)
         made.meta[_STANDS_FOR] = trunk
         return made
 
@@ -146,7 +155,7 @@ def is_stand_in(node: Node) -> bool:
     return _STANDS_FOR in node.meta
 
 
-def joined(call: OpCall, placed: Placed) -> Iterator[OpStrategy]:
+def join_strategies(call: OpCall, placed: PlacedRegion) -> Iterator[OpStrategy]:
     """A join that puts its branches' tensors one after the other.
 
     Each shard sends its own, and has the whole; or keeps them as its part, where they are next to each other. Other
@@ -154,22 +163,24 @@ def joined(call: OpCall, placed: Placed) -> Iterator[OpStrategy]:
     """
     if call.target is not torch.ops.aten.cat.default or call.repeats:
         return
-    branches = [placed.branch(value.node) for value in call.takes]
+    branches = [placed.branch(value.node) for value in call.inputs]
     owners = [None if index is None else placed.owners[index] for index in branches]
     if not any(owners):
         return
-    (made,) = call.gives
+    (made,) = call.outputs
     dim = call.argument(1, "dim", 0) % made.dims
-    part = _kept(owners, [value.shape[dim] for value in call.takes], dim - made.dims, call.shards)
+    part = _kept(owners, [value.shape[dim] for value in call.inputs], dim - made.dims, call.shards)
     if part is not None:
         yield OpStrategy(tuple(owner for owner in owners if owner), (part,), "join", _part(owners, dim), part.share)
-    sent = sum(v.nbytes for v, owner in zip(call.takes, owners, strict=True) if owner) * (call.shards - 1) / call.shards
-    for layout in (REPLICATE, SHARED) if made.differentiable else (REPLICATE,):
+    sent = (
+        sum(v.nbytes for v, owner in zip(call.inputs, owners, strict=True) if owner) * (call.shards - 1) / call.shards
+    )
+    for layout in (REPLICATE, PARTIAL_GRAD) if made.differentiable else (REPLICATE,):
         everyones_ = layout if made.differentiable else REPLICATE
-        takes = tuple(_or_whole(owner or everyones_, v) for owner, v in zip(owners, call.takes, strict=True))
-        rounds = 2 if layout == SHARED else 1
+        inputs = tuple(_or_whole(owner or everyones_, v) for owner, v in zip(owners, call.inputs, strict=True))
+        rounds = 2 if layout == PARTIAL_GRAD else 1
         yield OpStrategy(
-            takes, (layout,), "join", _join(owners, dim, shared=layout == SHARED), 1.0, rounds * sent, rounds
+            inputs, (layout,), "join", _join(owners, dim, shared=layout == PARTIAL_GRAD), 1.0, rounds * sent, rounds
         )
 
 
@@ -177,7 +188,7 @@ def _kept(owners: Sequence[OnRank | None], lengths: Sequence[int], dim: int, sha
     """How the result is divided where each shard keeps its own; None: they are apart, or some have none.
 
     >>> _kept([OnRank(0), OnRank(0), OnRank(1)], [2, 3, 4], -1, 2)
-    Split(dim=-1, sizes=(5, 4), outer=1)
+    Shard(dim=-1, sizes=(5, 4), blocks=1)
     """
     shard_of = [owner.shard for owner in owners if owner is not None]
     if len(shard_of) < len(owners) or shard_of != sorted(shard_of) or set(shard_of) != set(range(shards)):
@@ -187,22 +198,22 @@ def _kept(owners: Sequence[OnRank | None], lengths: Sequence[int], dim: int, sha
 
 
 def _part(owners: Sequence[OnRank | None], dim: int) -> Any:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        pairs = zip(owners, call.takes, strict=True)
-        own = [writer.new(value.node) for owner, value in pairs if owner == OnRank(writer.shards.rank)]
-        return writer.call(torch.ops.aten.cat.default, own, dim)
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        pairs = zip(owners, call.inputs, strict=True)
+        own = [emitter.local(value.node) for owner, value in pairs if owner == OnRank(emitter.shards.rank)]
+        return emitter.call(torch.ops.aten.cat.default, own, dim)
 
-    return write
+    return emit
 
 
-def _or_whole(layout: Layout, value: Value) -> Layout:
+def _or_whole(layout: Placement, value: GraphTensor) -> Placement:
     return layout if value.differentiable or isinstance(layout, OnRank) else REPLICATE
 
 
 def _join(owners: Sequence[OnRank | None], dim: int, *, shared: bool) -> Any:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
         of = [None if owner is None else owner.shard for owner in owners]
-        module = Join(writer.shards, call.node.name, of, dim, shared=shared)
-        return writer.module(module, *(writer.new(value.node) for value in call.takes))
+        module = Join(emitter.shards, call.node.name, of, dim, shared=shared)
+        return emitter.module(module, *(emitter.local(value.node) for value in call.inputs))
 
-    return write
+    return emit

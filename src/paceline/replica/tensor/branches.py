@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import OpCall, Value
-from paceline.replica.tensor.graph_ops import Operators
-from paceline.replica.tensor.op_times import work
-from paceline.replica.tensor.placements import OnRank, order
+from paceline.replica.tensor.base import GraphTensor, OpCall
+from paceline.replica.tensor.graph_ops import OperatorGraph
+from paceline.replica.tensor.op_times import op_work
+from paceline.replica.tensor.placements import OnRank, memory_order
 
 
 @final
@@ -74,7 +74,7 @@ class StandIn(nn.Module):
 
     def __init__(self, extent: Extent, like: Tensor, *, differentiable: bool) -> None:
         super().__init__()
-        self._extent, self._order, self._dtype = extent, order(like), like.dtype
+        self._extent, self._order, self._dtype = extent, memory_order(like), like.dtype
         self._anchor = torch.zeros((), requires_grad=True) if differentiable else None
 
     def forward(self, *given: Tensor) -> Tensor:
@@ -107,42 +107,44 @@ class _Through(torch.autograd.Function):
         return (None,) * (1 + ctx.sources)
 
 
-def movable(call: OpCall, branch: frozenset[Node]) -> bool:
+def is_movable(call: OpCall, branch: frozenset[Node]) -> bool:
     """Whether it can be done by one shard, with the rest of its branch.
 
     What writes into a tensor in place can't, since the trunk may be that tensor. What draws random numbers is done by
     all, who then need what it takes; and where it isn't done, it has to be known how large its result is.
     """
-    if call.mutates or (draws(call) and any(v.parameter is not None and belongs(v, branch) for v in call.takes)):
+    if call.mutates or (
+        draws_random(call) and any(v.parameter is not None and belongs_to(v, branch) for v in call.inputs)
+    ):
         return False
-    return not call.gives or extent(call).complete
+    return not call.outputs or result_extent(call).complete
 
 
-def belongs(value: Value, branch: frozenset[Node]) -> bool:
+def belongs_to(value: GraphTensor, branch: frozenset[Node]) -> bool:
     """Whether a tensor is made or held in a branch and nowhere else."""
     if value.parameter is not None:
         return all(user in branch for user in value.node.users)
     return value.node in branch
 
 
-def result(call: OpCall) -> torch.Tensor:
+def captured_result(call: OpCall) -> torch.Tensor:
     """The tensor that it makes, or the first of them, as it was captured."""
     made = call.node.meta["val"]
     return made if isinstance(made, torch.Tensor) else next(each for each in made if isinstance(each, torch.Tensor))
 
 
-def extent(call: OpCall) -> Extent:
+def result_extent(call: OpCall) -> Extent:
     """Its shape, where it is not made."""
-    return Extent(result(call), [node.meta["val"] for node in inputs(call.node)])
+    return Extent(captured_result(call), [node.meta["val"] for node in model_inputs(call.node)])
 
 
-def inputs(node: Node) -> list[Node]:
+def model_inputs(node: Node) -> list[Node]:
     """Of the graph that a node is in, the tensors of the model's; a part of a model may be given sizes, too."""
     places = (each for each in node.graph.nodes if each.op == "placeholder")
     return [place for place in places if isinstance(place.meta["val"], torch.Tensor)]
 
 
-def draws(call: OpCall) -> bool:
+def draws_random(call: OpCall) -> bool:
     """Whether it draws random numbers."""
     if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
         return False
@@ -160,17 +162,17 @@ UNEVEN = 1.25
 """How much more than an even share the busiest shard may have. Beyond that operators are divided instead, which sends
 more and leaves nobody idle; ``shard_rules`` that ask for branches ask for them however uneven."""
 
-Times: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
+OpTimes: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
 """How long each of some operators takes, in any unit."""
 
 
-def counted(calls: Sequence[OpCall]) -> Mapping[Node, float]:
+def multiplication_counts(calls: Sequence[OpCall]) -> Mapping[Node, float]:
     """By their number of multiplications, where nobody has measured."""
-    return {call.node: work(call) for call in calls}
+    return {call.node: op_work(call) for call in calls}
 
 
 @dataclass(frozen=True)
-class Region:
+class BranchRegion:
     """All that is between the trunk and a join."""
 
     join: Node
@@ -178,10 +180,10 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRegion:
     """A region whose branches have been given to shards."""
 
-    region: Region
+    region: BranchRegion
     owners: tuple[OnRank, ...]
     """Of each branch."""
     share: float
@@ -193,9 +195,12 @@ class Placed:
         return self._branch.get(node)
 
 
-def placed(
-    operators: Operators, shards: int, times: Times = counted, asked: Callable[[OpCall], bool] = lambda _: False
-) -> list[Placed]:
+def place_branches(
+    operators: OperatorGraph,
+    shards: int,
+    times: OpTimes = multiplication_counts,
+    asked: Callable[[OpCall], bool] = lambda _: False,
+) -> list[PlacedRegion]:
     """The regions whose branches are worth a shard each, none of them within another.
 
     Args:
@@ -204,13 +209,13 @@ def placed(
         times: is asked only where there are branches.
         asked: whether an operator is to be in a branch, however uneven they are.
     """
-    found = regions(operators)
+    found = branch_regions(operators)
     if shards < 2 or not found:
         return []
     inside = {node for region in found for branch in region.branches for node in branch}
     took = times([call for node, call in operators.calls.items() if node in inside])
     each = sorted((_placed(region, shards, took) for region in found), key=lambda pair: -pair[1])
-    chosen: list[Placed] = []
+    chosen: list[PlacedRegion] = []
     taken: set[Node] = set()
     for region, _ in each:
         nodes = {node for branch in region.region.branches for node in branch}
@@ -221,7 +226,7 @@ def placed(
     return chosen
 
 
-def _placed(region: Region, shards: int, took: Mapping[Node, float]) -> tuple[Placed, float]:
+def _placed(region: BranchRegion, shards: int, took: Mapping[Node, float]) -> tuple[PlacedRegion, float]:
     """With how long all of it takes."""
     lengths = [sum(took[node] for node in branch) for branch in region.branches]
     loads, owners = [0.0] * shards, [0] * len(lengths)
@@ -231,30 +236,30 @@ def _placed(region: Region, shards: int, took: Mapping[Node, float]) -> tuple[Pl
     branch = {node: index for index, nodes in enumerate(region.branches) for node in nodes}
     total = sum(loads)
     share = max(loads) / total if total else 1.0
-    return Placed(region, tuple(map(OnRank, _in_order(region, owners, branch))), share, branch), total
+    return PlacedRegion(region, tuple(map(OnRank, _in_order(region, owners, branch))), share, branch), total
 
 
-def _in_order(region: Region, owners: Sequence[int], branch: Mapping[Node, int]) -> list[int]:
+def _in_order(region: BranchRegion, owners: Sequence[int], branch: Mapping[Node, int]) -> list[int]:
     """The same among other shards: those come first whose branches are joined first.
 
     So what is concatenated may stay divided among them.
     """
     joined = (branch[node] for node in region.join.all_input_nodes if node in branch)
-    order = list(dict.fromkeys(owners[index] for index in (*joined, *range(len(owners)))))
-    return [order.index(owner) for owner in owners]
+    ranks = list(dict.fromkeys(owners[index] for index in (*joined, *range(len(owners)))))
+    return [ranks.index(owner) for owner in owners]
 
 
-def regions(operators: Operators) -> list[Region]:
+def branch_regions(operators: OperatorGraph) -> list[BranchRegion]:
     """Those with two branches or more that have weights; one may lie in a branch of another."""
     graph = _Graph(operators)
-    found = (graph.region(call) for call in operators.calls.values() if len(call.takes) > 1)
+    found = (graph.region(call) for call in operators.calls.values() if len(call.inputs) > 1)
     return [region for region in found if region is not None]
 
 
 class _Graph:
     """Sets of operators as the bits of a number."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self, operators: OperatorGraph) -> None:
         self._calls = operators.calls
         self._nodes = list(operators.calls)
         self._bit = {node: 1 << i for i, node in enumerate(self._nodes)}
@@ -265,10 +270,10 @@ class _Graph:
             for source in node.all_input_nodes:
                 sources |= self._behind.get(source, 0)
             self._behind[node] = sources | self._bit[node]
-            if any(value.parameter is not None and value.differentiable and value.dims > 1 for value in call.takes):
+            if any(value.parameter is not None and value.differentiable and value.dims > 1 for value in call.inputs):
                 self._weights |= self._bit[node]
 
-    def region(self, join: OpCall) -> Region | None:
+    def region(self, join: OpCall) -> BranchRegion | None:
         """The one before a join."""
         ends, joins = self._ends(join)
         sets = [self._behind[node] for node in ends if self._behind[node] & self._weights]
@@ -279,11 +284,11 @@ class _Graph:
             everything, common = everything | each, common & each
         rest = self._closed(everything & ~common, joins)
         branches = list(self._together(rest))
-        if not all(movable(self._calls[node], branch) for branch in branches for node in branch):
+        if not all(is_movable(self._calls[node], branch) for branch in branches for node in branch):
             return None
         if sum(bool(self._mask(branch) & self._weights) for branch in branches) < 2:
             return None
-        return Region(join.node, tuple(branches))
+        return BranchRegion(join.node, tuple(branches))
 
     def _ends(self, join: OpCall) -> tuple[list[Node], int]:
         """The tensors that are joined, where sums of sums count as one sum; and the operators that join them."""

@@ -40,7 +40,7 @@ _Memories: TypeAlias = dict[Node, set[Node]]
 """Of each node: all that may share memory with it, itself included."""
 
 
-def write_out_of_place(module: GraphModule) -> None:
+def functionalize(module: GraphModule) -> None:
     """Replace what can be; nodes keep their names, and what they are known by."""
     graph = module.graph
     places = {node: place for place, node in enumerate(graph.nodes)}

@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
-from paceline.replica.tensor.base import Cuts, OpCall, Value
+from paceline.replica.tensor.base import Cuts, GraphTensor, OpCall
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ Grain = tuple[int, int]
 _PIECES = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
 
 
-def cuts(graph: Graph, values: Mapping[Node, tuple[Value, ...]]) -> Cuts:
+def dim_divisions(graph: Graph, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Cuts:
     """What a graph says of the dims of its tensors, by their length."""
     grains: dict[int, set[Grain]] = defaultdict(lambda: {(1, 1)})
     factors = {factor for node in graph.nodes for factor in _factors(node, values)}
@@ -35,14 +35,14 @@ def cuts(graph: Graph, values: Mapping[Node, tuple[Value, ...]]) -> Cuts:
         grains[length].add((1, unit))
     before = -1
     while before != (before := sum(map(len, grains.values()))):  # each round says more of longer dims
-        for length, outer, inner in factors:
-            grains[length] |= {(1, inner)} if outer == 1 else set()
-            grains[length] |= {(o, u * inner) for o, u in grains[outer]} if inner > 1 else set()
-            grains[length] |= {(outer * o, u) for o, u in grains[inner]} if outer > 1 else set()
+        for length, blocks, inner in factors:
+            grains[length] |= {(1, inner)} if blocks == 1 else set()
+            grains[length] |= {(o, u * inner) for o, u in grains[blocks]} if inner > 1 else set()
+            grains[length] |= {(blocks * o, u) for o, u in grains[inner]} if blocks > 1 else set()
     return {length: _coarsest(length, found) for length, found in grains.items()}
 
 
-def _factors(node: Node, values: Mapping[Node, tuple[Value, ...]]) -> Iterator[tuple[int, int, int]]:
+def _factors(node: Node, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Iterator[tuple[int, int, int]]:
     """Lengths that are products of two others: (length, slower, quicker)."""
     if node.op != "call_function":
         return
@@ -56,7 +56,7 @@ def _factors(node: Node, values: Mapping[Node, tuple[Value, ...]]) -> Iterator[t
             yield from _merged(longer, shorter)
 
 
-def _grouped(node: Node, values: Mapping[Node, tuple[Value, ...]]) -> Iterator[tuple[int, int]]:
+def _grouped(node: Node, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Iterator[tuple[int, int]]:
     """Channels of which some stay together: (length, unit)."""
     sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
     if node.target is aten.group_norm.default:
@@ -81,7 +81,7 @@ def _reshapes(target: Any) -> bool:
 
 def _merged(apart: Sequence[int], together: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Dims of ``together`` that are two or more of ``apart``."""
-    for length, group in groups(apart, together):
+    for length, group in matching_dims(apart, together):
         lengths = [apart[i] for i in group]
         whole = [together[j] for j in length]
         if len(whole) != 1 or len(lengths) < 2:
@@ -92,7 +92,7 @@ def _merged(apart: Sequence[int], together: Sequence[int]) -> Iterator[tuple[int
             yield whole[0], whole[0] // quicker, quicker
 
 
-def groups(apart: Sequence[int], together: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+def matching_dims(apart: Sequence[int], together: Sequence[int]) -> list[tuple[list[int], list[int]]]:
     """Dims of two shapes of the same tensor that have the same elements: (dims of ``together``, dims of ``apart``).
 
     >>> groups((2, 3, 4, 5), (6, 4, 5))
@@ -125,7 +125,7 @@ def groups(apart: Sequence[int], together: Sequence[int]) -> list[tuple[list[int
 
 def _coarsest(length: int, found: set[Grain]) -> Sequence[Grain]:
     """All that are possible, of each number of blocks the coarsest first."""
-    possible = [(outer, unit) for outer, unit in found if length % (outer * unit) == 0]
+    possible = [(blocks, unit) for blocks, unit in found if length % (blocks * unit) == 0]
     return sorted(possible, key=lambda grain: (grain[0], -grain[1]))
 
 
@@ -133,22 +133,24 @@ _UNLINKED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 
 
 @dataclass(frozen=True)
-class Operators:
+class OperatorGraph:
     """A captured graph, operator by operator."""
 
     captured: Captured
-    values: Mapping[Node, tuple[Value, ...]]
+    values: Mapping[Node, tuple[GraphTensor, ...]]
     """Of each node that has tensors: what it gives."""
     calls: Mapping[Node, OpCall]
     """Of each node that calls something and takes or gives a tensor, in order."""
 
-    def outputs(self) -> list[Value]:
+    def outputs(self) -> list[GraphTensor]:
         """The tensors that the graph returns."""
         output = next(iter(reversed(self.captured.module.graph.nodes)))
         return [value for node in output.all_input_nodes for value in self.values.get(node, ())]
 
 
-def operators(captured: Captured, shards: int, leaves: Sequence[Any] = (), flowing: Collection[Node] = ()) -> Operators:
+def operator_graph(
+    captured: Captured, shards: int, leaves: Sequence[Any] = (), flowing: Collection[Node] = ()
+) -> OperatorGraph:
     """Look at a graph of operators, for so many shards.
 
     Args:
@@ -160,22 +162,22 @@ def operators(captured: Captured, shards: int, leaves: Sequence[Any] = (), flowi
     Raises:
         InputError: an operator's sizes are not known before it runs.
     """
-    graph, values = captured.module, dict[Node, tuple[Value, ...]]()
+    graph, values = captured.module, dict[Node, tuple[GraphTensor, ...]]()
     sizes = _sizes(graph.graph, leaves)
     for node in graph.graph.nodes:
         given = _gives(graph, node, values, sizes, flowing)
         if given:
             values[node] = given
-    divisible = cuts(graph.graph, values)
+    divisible = dim_divisions(graph.graph, values)
     calls = dict[Node, OpCall]()
     for node in graph.graph.nodes:
-        takes = tuple(value for source in node.all_input_nodes for value in _taken(values, source, node))
-        if node.op in ("call_function", "call_module") and (takes or node in values):
-            calls[node] = OpCall(node, takes, values.get(node, ()), shards, divisible)
-    return Operators(captured, values, calls)
+        inputs = tuple(value for source in node.all_input_nodes for value in _taken(values, source, node))
+        if node.op in ("call_function", "call_module") and (inputs or node in values):
+            calls[node] = OpCall(node, inputs, values.get(node, ()), shards, divisible)
+    return OperatorGraph(captured, values, calls)
 
 
-def _taken(values: Mapping[Node, tuple[Value, ...]], source: Node, user: Node) -> Iterator[Value]:
+def _taken(values: Mapping[Node, tuple[GraphTensor, ...]], source: Node, user: Node) -> Iterator[GraphTensor]:
     """Of a tuple, the one element that is named."""
     given = values.get(source, ())
     if user.target is getitem and isinstance(index := user.args[1], int) and len(given) > 1:
@@ -199,15 +201,15 @@ def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[Any, int]:
 def _gives(
     graph: GraphModule,
     node: Node,
-    values: Mapping[Node, tuple[Value, ...]],
+    values: Mapping[Node, tuple[GraphTensor, ...]],
     sizes: Mapping[Any, int],
     flowing: Collection[Node],
-) -> tuple[Value, ...]:
+) -> tuple[GraphTensor, ...]:
     if node.op == "get_attr":
         held: Any = attrgetter(str(node.target))(graph)
         if not isinstance(held, Tensor):
             return ()
-        return (Value(node, tuple(held.shape), held.dtype, held.requires_grad, str(node.target)),)
+        return (GraphTensor(node, tuple(held.shape), held.dtype, held.requires_grad, str(node.target)),)
     made = node.meta.get("val")
     found = [made] if isinstance(made, Tensor) else made if isinstance(made, (list, tuple)) else []
     tensors = [each for each in found if isinstance(each, Tensor)]
@@ -219,18 +221,18 @@ def _value(
     node: Node,
     index: int,
     made: Tensor,
-    values: Mapping[Node, tuple[Value, ...]],
+    values: Mapping[Node, tuple[GraphTensor, ...]],
     sizes: Mapping[Any, int],
     *,
     flows: bool,
-) -> Value:
+) -> GraphTensor:
     linked = node.op != "placeholder" and node.target not in _UNLINKED
     sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
     differentiable = flows or (linked and any(value.differentiable for value in sources))
     differentiable = differentiable and made.dtype.is_floating_point
     shape = tuple(_size(node, size) for size in made.shape)
     elements = prod(_actual(size, sizes) for size in made.shape) if sizes else None
-    return Value(node, shape, made.dtype, differentiable, index=index, elements=elements)
+    return GraphTensor(node, shape, made.dtype, differentiable, index=index, elements=elements)
 
 
 def _actual(size: Any, sizes: Mapping[Any, int]) -> int:

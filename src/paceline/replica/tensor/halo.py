@@ -23,13 +23,13 @@ from torch.nn.functional import pad
 
 from paceline.core.errors import InputError
 from paceline.replica.tensor.base import OpCall
-from paceline.replica.tensor.placements import Shard, shares
+from paceline.replica.tensor.placements import Shard, even_sizes
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
 @final
 @dataclass(frozen=True)
-class WindowOps:
+class SlidingWindow:
     """Along one dim: element i of the result sees those of the input at i·stride - before + j·dilation, j < size."""
 
     size: int
@@ -53,7 +53,7 @@ class WindowOps:
 
 @final
 @dataclass(frozen=True)
-class Reach:
+class HaloReach:
     """What each shard needs of a dim.
 
     Args:
@@ -64,7 +64,7 @@ class Reach:
 
     has: Shard
     makes: Shard
-    windows: WindowOps
+    windows: SlidingWindow
 
     def needs(self, shard: int) -> range:
         """The elements of the input that a shard's part of the result sees."""
@@ -81,7 +81,7 @@ class Reach:
 
     def own(self, shard: int) -> range:
         """The elements that a shard has."""
-        start = self.has.starts()[shard]
+        start = self.has.offsets[shard]
         return range(start, start + self.has.sizes[shard])
 
     def of(self, shard: int, other: int) -> range:
@@ -100,7 +100,7 @@ class Reach:
 
     def _seen(self, shard: int) -> tuple[int, int]:
         """From the first element of its windows to the one behind the last, padding included."""
-        first = self.makes.starts()[shard]
+        first = self.makes.offsets[shard]
         last = first + self.makes.sizes[shard] - 1
         start, step = self.windows.before, self.windows.stride
         return first * step - start, last * step - start + self.windows.reach
@@ -116,21 +116,21 @@ def common(first: range, second: range) -> range:
     return range(start, max(min(first.stop, second.stop), start))
 
 
-def through(has: Shard, length: int, windows: WindowOps) -> Reach | None:
+def halo_reach(has: Shard, length: int, windows: SlidingWindow) -> HaloReach | None:
     """Of a result of this length; None: not all shards would have a part of it.
 
     It is divided as the input is where both are as long, else as evenly as can be: operators side by side agree on it.
 
     >>> through(Shard(-2, (4, 4)), 4, WindowOps(size=3, stride=2, before=1)).makes
-    Split(dim=-2, sizes=(2, 2), outer=1)
+    Shard(dim=-2, sizes=(2, 2), blocks=1)
     """
-    if has.outer > 1 or not all(has.sizes) or length < len(has.sizes):
+    if has.blocks > 1 or not all(has.sizes) or length < len(has.sizes):
         return None
-    makes = has if length == has.length else Shard(has.dim, shares(length, len(has.sizes)))
-    return Reach(has, makes, windows)
+    makes = has if length == has.length else Shard(has.dim, even_sizes(length, len(has.sizes)))
+    return HaloReach(has, makes, windows)
 
 
-def expanded(given: int | Sequence[int], dims: int) -> list[int]:
+def per_dim(given: int | Sequence[int], dims: int) -> list[int]:
     """A number for each dim, of one for all of them or one for each.
 
     >>> expanded([3], 2), expanded(1, 3), expanded((1, 2), 2)
@@ -153,7 +153,7 @@ class Halo(nn.Module):
     """
 
     def __init__(
-        self, shards: TPCollectives, name: str, reach: Reach, around: Sequence[int] = (), *, fill: float = 0.0
+        self, shards: TPCollectives, name: str, reach: HaloReach, around: Sequence[int] = (), *, fill: float = 0.0
     ) -> None:
         super().__init__()
         self.shards, self.name, self.reach, self._fill = shards, name, reach, fill
@@ -246,18 +246,18 @@ def _padding(dim: int, own: tuple[int, int], around: Sequence[int]) -> list[int]
     return made
 
 
-def uneven(windows: Sequence[WindowOps]) -> list[int]:
+def uneven_padding(windows: Sequence[SlidingWindow]) -> list[int]:
     """The padding of those dims that have more on one side, as :func:`torch.nn.functional.pad` has it."""
     return [side for each in reversed(windows) for side in ((0, 0) if each.even else (each.before, each.after or 0))]
 
 
-def sent(call: OpCall, reach: Reach) -> float:
+def halo_bytes(call: OpCall, reach: HaloReach) -> float:
     """Bytes from each shard for the borders of an operator's first tensor, forward and backward."""
-    x = call.takes[0]
+    x = call.inputs[0]
     element = x.nbytes // reach.has.length
     return (call.shards - 1) / call.shards * reach.crossed * element * (1 + x.differentiable)
 
 
-def collectives(call: OpCall, reach: Reach) -> int:
+def halo_collectives(call: OpCall, reach: HaloReach) -> int:
     """That it takes, forward and backward."""
-    return (1 + call.takes[0].differentiable) if reach.crossed else 0
+    return (1 + call.inputs[0].differentiable) if reach.crossed else 0

@@ -22,14 +22,14 @@ aten = torch.ops.aten
 _PRODUCTS = (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.bmm.default)
 
 
-def work(call: OpCall) -> float:
+def op_work(call: OpCall) -> float:
     """Of forward alone; backward is in proportion."""
-    elements = sum(prod(value.shape) for value in call.gives)
+    elements = sum(prod(value.shape) for value in call.outputs)
     if call.target in _PRODUCTS:
         index = 1 if call.target is aten.addmm.default else 0
-        return float(elements * call.takes[index].shape[-1])
-    if "conv" in str(call.target) and len(call.takes) > 1:
-        return float(elements * prod(call.takes[1].shape[1:]))
+        return float(elements * call.inputs[index].shape[-1])
+    if "conv" in str(call.target) and len(call.inputs) > 1:
+        return float(elements * prod(call.inputs[1].shape[1:]))
     return float(elements)
 
 
@@ -37,7 +37,7 @@ REPEATS = 3
 """Of which the quickest counts: whatever else the machine does only makes it slower."""
 
 
-def measured(module: GraphModule, leaves: Sequence[Any], calls: Sequence[OpCall]) -> Mapping[Node, float]:
+def measure_op_times(module: GraphModule, leaves: Sequence[Any], calls: Sequence[OpCall]) -> Mapping[Node, float]:
     """Seconds of each of some operators. The model and the input are left as they were.
 
     Args:
@@ -69,8 +69,8 @@ class _Clock(Interpreter):
         call = self._asked.get(n)
         if call is None:
             return super().run_node(n)
-        learns = any(value.differentiable for value in call.gives) and not call.mutates
-        fresh = {value.node for value in call.takes if learns and value.differentiable}
+        learns = any(value.differentiable for value in call.outputs) and not call.mutates
+        fresh = {value.node for value in call.inputs if learns and value.differentiable}
         own = {node: tree_map_only(Tensor, _fresh, self.env[node]) for node in fresh}
         args, kwargs = map_arg((n.args, n.kwargs), lambda node: own.get(node, self.env[node]))
         began = time.perf_counter()

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from paceline.core.errors import InputError
 from paceline.replica.flat_optimizer import FlatOptimizer, Make, of_part
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
-from paceline.replica.tensor.placements import Layout as Lies
-from paceline.replica.tensor.placements import Shard, part_of, shares
+from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.placements import Shard, even_sizes, shard_layout
 
 STEPS = 3
 """So that what an optimizer remembers counts as well."""
@@ -61,7 +61,7 @@ class _Trial:
         expected = dict(self._moved(self._small, self._values, self._gradients).named())
         before = dict(self._values.named())
         for shard in range(self._shards):
-            layout = part_of(self._small, self._lies, shard)
+            layout = shard_layout(self._small, self._lies, shard)
             if not layout.parameters:
                 continue
             found = self._moved(layout, *(self._taken(s, layout, shard) for s in (self._values, self._gradients)))
@@ -109,7 +109,7 @@ class _Trial:
 
 def _small(how: Lies, shards: int) -> Lies:
     """Divided along the same dim, into parts that are not equally long."""
-    return Shard(how.dim, shares(shards + 1, shards)) if isinstance(how, Shard) else how
+    return Shard(how.dim, even_sizes(shards + 1, shards)) if isinstance(how, Shard) else how
 
 
 def _shape(dims: int, how: Lies | None) -> tuple[int, ...]:

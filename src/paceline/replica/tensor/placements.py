@@ -64,7 +64,7 @@ class Shard:
         outer = 3           | q q q q | k k k k | v v v v |
         sizes = (2, 2)        0 0 1 1   0 0 1 1   0 0 1 1
 
-    >>> Shard(-1, (2, 2), outer=3).local((5, 12), shard=0)
+    >>> Shard(-1, (2, 2), blocks=3).local((5, 12), shard=0)
     (5, 6)
     """
 
@@ -72,70 +72,71 @@ class Shard:
     """Counted from the last, so that it stays the same where a tensor is broadcast: -1, -2, ..."""
     sizes: tuple[int, ...]
     """Elements of each block, by shard."""
-    outer: int = 1
+    blocks: int = 1
     """Of the batch that was planned with: where blocks are samples, another batch has as many as it has samples."""
 
     def __str__(self) -> str:
-        blocks = f"{self.outer} × " if self.outer > 1 else ""
+        blocks = f"{self.blocks} × " if self.blocks > 1 else ""
         return f"dim {self.dim} in {blocks}{'+'.join(map(str, self.sizes))}"
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Elements of a block."""
         return sum(self.sizes)
 
     @property
     def length(self) -> int:
         """Of the whole dim."""
-        return self.outer * self.block
+        return self.blocks * self.block_size
 
     @property
     def share(self) -> float:
         """Of the whole, what the shard has that has most."""
-        return max(self.sizes) / self.block
+        return max(self.sizes) / self.block_size
 
-    def starts(self) -> tuple[int, ...]:
+    @property
+    def offsets(self) -> tuple[int, ...]:
         """Where each shard's part of a block begins."""
         return (0, *accumulate(self.sizes[:-1]))
 
-    def local(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
+    def local_shape(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
         """The shape of a shard's part of a tensor of this shape, which may have other blocks than was planned with."""
         made = list(shape)
-        made[self.dim] = shape[self.dim] // self.block * self.sizes[shard]
+        made[self.dim] = shape[self.dim] // self.block_size * self.sizes[shard]
         return tuple(made)
 
     def at(self, dim: int) -> "Shard":
         """The same along another dim."""
-        return Shard(dim, self.sizes, self.outer)
+        return Shard(dim, self.sizes, self.blocks)
 
     def take(self, tensor: Tensor, shard: int) -> Tensor:
         """A shard's part of a whole tensor: a view where there is one block.
 
         >>> import torch
-        >>> Shard(0, (2, 2), outer=3).take(torch.arange(12), shard=1)
+        >>> Shard(0, (2, 2), blocks=3).take(torch.arange(12), shard=1)
         tensor([ 2,  3,  6,  7, 10, 11])
         """
         dim = self.dim % tensor.dim()
-        if self.outer == 1:
-            if tensor.shape[dim] != self.block:
+        if self.blocks == 1:
+            if tensor.shape[dim] != self.block_size:
                 raise InputError(
-                    f"a tensor of {tuple(tensor.shape)} can't be divided by {self}, which is for {self.block} "
+                    f"a tensor of {tuple(tensor.shape)} can't be divided by {self}, which is for {self.block_size} "
                     "elements; give batches of the same size as the first, or leave its module whole in shard_rules"
                 )
-            return tensor.narrow(dim, self.starts()[shard], self.sizes[shard])
-        blocks = _blocks(tensor, dim, self.block)
-        return blocks.narrow(dim + 1, self.starts()[shard], self.sizes[shard]).flatten(dim, dim + 1)
+            return tensor.narrow(dim, self.offsets[shard], self.sizes[shard])
+        blocks = _blocks(tensor, dim, self.block_size)
+        return blocks.narrow(dim + 1, self.offsets[shard], self.sizes[shard]).flatten(dim, dim + 1)
 
-    def put_together(self, parts: Sequence[Tensor]) -> Tensor:
+    def concat(self, parts: Sequence[Tensor]) -> Tensor:
         """The whole tensor, of all shards' parts in order.
 
         >>> import torch
-        >>> split, whole = Shard(0, (1, 2), outer=2), torch.arange(6)
-        >>> torch.equal(split.put_together([split.take(whole, shard) for shard in (0, 1)]), whole)
+        >>> split, whole = Shard(0, (1, 2), blocks=2), torch.arange(6)
+        >>> torch.equal(split.concat([split.take(whole, shard) for shard in (0, 1)]), whole)
         True
         """
         dim = self.dim % parts[0].dim()
-        if self.outer == 1:
+        if self.blocks == 1:
             return cat(list(parts), dim)
         blocks = [_blocks(part, dim, size) for part, size in zip(parts, self.sizes, strict=True)]
         return cat(blocks, dim + 1).flatten(dim, dim + 1)
@@ -158,12 +159,12 @@ class OnRank:
         return f"on shard {self.shard}"
 
 
-Layout: TypeAlias = Replicate | ReplicatePartialGrad | Partial | Shard | OnRank
+Placement: TypeAlias = Replicate | ReplicatePartialGrad | Partial | Shard | OnRank
 
-REPLICATE, SHARED, PARTIAL = Replicate(), ReplicatePartialGrad(), Partial()
+REPLICATE, PARTIAL_GRAD, PARTIAL = Replicate(), ReplicatePartialGrad(), Partial()
 
 
-def order(tensor: Tensor) -> list[int]:
+def memory_order(tensor: Tensor) -> list[int]:
     """Its dims as they lie in memory, the one whose elements are furthest apart first.
 
     >>> import torch
@@ -174,7 +175,7 @@ def order(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
-def shares(units: int, shards: int) -> tuple[int, ...]:
+def even_sizes(units: int, shards: int) -> tuple[int, ...]:
     """So many units among the shards, as evenly as can be: the first have one more.
 
     >>> shares(10, 4)
@@ -183,7 +184,7 @@ def shares(units: int, shards: int) -> tuple[int, ...]:
     return tuple(units // shards + (shard < units % shards) for shard in range(shards))
 
 
-def part_of(whole: FlatLayout, lies: Mapping[str, Layout], shard: int) -> FlatLayout:
+def shard_layout(whole: FlatLayout, lies: Mapping[str, Placement], shard: int) -> FlatLayout:
     """The layout of a shard's part of A.
 
     Args:
@@ -195,12 +196,12 @@ def part_of(whole: FlatLayout, lies: Mapping[str, Layout], shard: int) -> FlatLa
     def shape(name: str, size: tuple[int, ...]) -> tuple[int, ...] | None:
         how = lies.get(name)
         if isinstance(how, Shard):
-            return how.local(size, shard)
+            return how.local_shape(size, shard)
         return None if isinstance(how, OnRank) and how.shard != shard else size
 
     return whole.reshaped(shape)
 
 
-def counts(how: Layout | None, shard: int) -> bool:
+def is_counted_on(how: Placement | None, shard: int) -> bool:
     """Whether what a shard has of a tensor counts in a sum over all of A: what every shard has counts once."""
     return shard == 0 or isinstance(how, Shard | OnRank)

@@ -14,10 +14,18 @@ from typing import NamedTuple
 import torch
 
 from paceline.replica.tensor.base import OpCall, OpStrategy, rule_of
-from paceline.replica.tensor.graph_ops import Operators
-from paceline.replica.tensor.op_times import work
+from paceline.replica.tensor.graph_ops import OperatorGraph
+from paceline.replica.tensor.op_times import op_work
 from paceline.replica.tensor.placements import REPLICATE
-from paceline.replica.tensor.redistribute_cost import Cost, Key, PricedConversion, Versions, converted_from, key, taken
+from paceline.replica.tensor.redistribute_cost import (
+    Placements,
+    PlanCost,
+    Redistribution,
+    ValueKey,
+    cheapest_redistribution,
+    input_cost,
+    value_key,
+)
 
 _PIECES = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
 
@@ -27,17 +35,17 @@ class SearchStep:
     """What was chosen for one operator."""
 
     call: OpCall
-    way: OpStrategy
-    converted: tuple[PricedConversion, ...]
+    strategy: OpStrategy
+    redistributions: tuple[Redistribution, ...]
     """(tensor, from, to) of what has to be converted for it, and was not before."""
 
 
 @dataclass(frozen=True)
-class Choice:
+class OpChoice:
     """What may be chosen for one operator."""
 
     call: OpCall
-    ways: Sequence[OpStrategy]
+    strategies: Sequence[OpStrategy]
     alone: Sequence[OpStrategy] = ()
     """Instead of these, where the branch that it belongs to is on one shard."""
     region: int | None = None
@@ -47,26 +55,26 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Path:
+class SearchPath:
     """The cheapest way to a state."""
 
-    cost: Cost
+    cost: PlanCost
     step: SearchStep | None
-    before: "Path | None"
+    before: "SearchPath | None"
 
     def steps(self) -> list[SearchStep]:
         """From the first to the last."""
         return list(reversed(list(self._back())))
 
     def _back(self) -> Iterator[SearchStep]:
-        path: Path | None = self
+        path: SearchPath | None = self
         while path is not None and path.step is not None:
             yield path.step
             path = path.before
 
 
 class _State(NamedTuple):
-    there: tuple[tuple[Key, Versions], ...] = ()
+    there: tuple[tuple[ValueKey, Placements], ...] = ()
     alone: tuple[tuple[int, bool], ...] = ()
     """Of each region that is under way: whether its branches are on one shard each."""
 
@@ -75,15 +83,15 @@ class _State(NamedTuple):
 class _Taken:
     """One way, from one state of what it takes."""
 
-    cost: Cost
+    cost: PlanCost
     step: SearchStep
-    there: Mapping[Key, Versions]
+    there: Mapping[ValueKey, Placements]
     """What is there afterwards that is needed, of what it takes and gives."""
 
 
-def searched(
-    operators: Operators, choices: Iterable[Choice], shards: int, common: Mapping[Key, Versions]
-) -> Path | None:
+def cheapest_path(
+    operators: OperatorGraph, choices: Iterable[OpChoice], shards: int, common: Mapping[ValueKey, Placements]
+) -> SearchPath | None:
     """The cheapest path; None where there is none, or where ``common`` has promised too much.
 
     Args:
@@ -96,14 +104,14 @@ def searched(
 
 
 class _Search:
-    def __init__(self, operators: Operators, shards: int, common: Mapping[Key, Versions]) -> None:
+    def __init__(self, operators: OperatorGraph, shards: int, common: Mapping[ValueKey, Placements]) -> None:
         self._operators, self._shards, self._common = operators, shards, common
-        self._values = {key(value): value for given in operators.values.values() for value in given}
+        self._values = {value_key(value): value for given in operators.values.values() for value in given}
         self._last = self._last_uses()
         self._first = self._first_uses()
 
-    def best(self, choices: Iterable[Choice]) -> Path | None:
-        paths = {_State(): Path(Cost(), None, None)}
+    def best(self, choices: Iterable[OpChoice]) -> SearchPath | None:
+        paths = {_State(): SearchPath(PlanCost(), None, None)}
         for choice in choices:
             paths = self._onward(paths, choice)
             if not paths:
@@ -111,89 +119,99 @@ class _Search:
             paths = self._worthwhile(paths)
         return min((self._ended(path, state) for state, path in paths.items()), key=lambda path: path.cost)
 
-    def _last_uses(self) -> dict[Key, OpCall | None]:
+    def _last_uses(self) -> dict[ValueKey, OpCall | None]:
         """The operator after which a tensor is no longer needed; None: it is an output."""
-        found: dict[Key, OpCall | None] = {}
+        found: dict[ValueKey, OpCall | None] = {}
         for call in self._operators.calls.values():
-            for value in call.takes:
-                found[key(value)] = call
+            for value in call.inputs:
+                found[value_key(value)] = call
         for value in self._operators.outputs():
-            found[key(value)] = None
+            found[value_key(value)] = None
         return found
 
-    def _first_uses(self) -> dict[Key, OpCall]:
-        found: dict[Key, OpCall] = {}
+    def _first_uses(self) -> dict[ValueKey, OpCall]:
+        found: dict[ValueKey, OpCall] = {}
         for call in self._operators.calls.values():
-            for value in call.takes:
-                found.setdefault(key(value), call)
+            for value in call.inputs:
+                found.setdefault(value_key(value), call)
         return found
 
-    def _onward(self, paths: Mapping[_State, Path], choice: Choice) -> dict[_State, Path]:
-        found: dict[_State, Path] = {}
+    def _onward(self, paths: Mapping[_State, SearchPath], choice: OpChoice) -> dict[_State, SearchPath]:
+        found: dict[_State, SearchPath] = {}
         known: dict[tuple[object, ...], list[_Taken]] = {}
         call = choice.call
-        places = [key(value) for value in call.takes]
+        places = [value_key(value) for value in call.inputs]
         ended = {place for place in places if self._last[place] is call}
         for state, path in paths.items():
             there = dict(state.there)
-            for ways, alone in _modes(choice, state):
-                inputs = (ways is choice.alone, *map(there.get, places))
+            for strategies, alone in _modes(choice, state):
+                inputs = (strategies is choice.alone, *map(there.get, places))
                 if inputs not in known:
-                    known[inputs] = list(self._all_taken(call, self._followed(call, ways, there), there))
+                    known[inputs] = list(self._all_taken(call, self._followed(call, strategies, there), there))
                 for each in known[inputs]:
                     cost, after = path.cost + each.cost, {**there, **each.there}
                     left = _State(tuple(item for item in after.items() if item[0] not in ended), alone)
                     best = found.get(left)
                     if best is None or cost < best.cost:
-                        found[left] = Path(cost, each.step, path)
+                        found[left] = SearchPath(cost, each.step, path)
         return found
 
-    def _all_taken(self, call: OpCall, ways: Sequence[OpStrategy], there: Mapping[Key, Versions]) -> Iterator[_Taken]:
-        done = work(call)
-        for way in ways:
-            had = taken(call, way, there)
+    def _all_taken(
+        self, call: OpCall, strategies: Sequence[OpStrategy], there: Mapping[ValueKey, Placements]
+    ) -> Iterator[_Taken]:
+        done = op_work(call)
+        for strategy in strategies:
+            had = input_cost(call, strategy, there)
             if had is not None:
                 cost, converted, versions = had
-                given = zip(call.gives, way.gives, strict=True)
-                made = {key(v): frozenset((layout,)) for v, layout in given if key(v) in self._last}
-                own = Cost(0, round(way.sent * call.shards), way.collectives, done * way.share)
-                yield _Taken(cost + own, SearchStep(call, way, converted), versions | made)
+                given = zip(call.outputs, strategy.outputs, strict=True)
+                made = {value_key(v): frozenset((layout,)) for v, layout in given if value_key(v) in self._last}
+                own = PlanCost(0, round(strategy.sent_bytes * call.shards), strategy.collectives, done * strategy.share)
+                yield _Taken(cost + own, SearchStep(call, strategy, converted), versions | made)
 
     def _followed(
-        self, call: OpCall, ways: Sequence[OpStrategy], there: Mapping[Key, Versions]
+        self, call: OpCall, strategies: Sequence[OpStrategy], there: Mapping[ValueKey, Placements]
     ) -> Sequence[OpStrategy]:
         """What alone takes a tensor and gives one as large takes it as it is, if it can: it may be converted after.
 
         So does what takes a piece of it, unless it is the first to take one: pieces have no more bytes than the whole.
         """
         rule = rule_of(call.target)
-        filled = [index for index, value in enumerate(call.takes) if value.nbytes]
-        if rule is None or rule.converts or len(filled) != 1 or key(call.takes[filled[0]]) not in there:
-            return ways
-        value = call.takes[filled[0]]
-        alone = len(call.gives) == 1 and call.gives[0].nbytes == value.nbytes and self._last.get(key(value)) is call
-        piece = call.target in _PIECES and self._first[key(value)] is not call
+        filled = [index for index, value in enumerate(call.inputs) if value.nbytes]
+        if rule is None or rule.converts or len(filled) != 1 or value_key(call.inputs[filled[0]]) not in there:
+            return strategies
+        value = call.inputs[filled[0]]
+        alone = (
+            len(call.outputs) == 1
+            and call.outputs[0].nbytes == value.nbytes
+            and self._last.get(value_key(value)) is call
+        )
+        piece = call.target in _PIECES and self._first[value_key(value)] is not call
         if not alone and not piece and call.target is not getitem:
-            return ways
-        return [way for way in ways if way.takes[filled[0]] in there[key(value)]] or ways
+            return strategies
+        return [
+            strategy for strategy in strategies if strategy.inputs[filled[0]] in there[value_key(value)]
+        ] or strategies
 
-    def _worthwhile(self, paths: Mapping[_State, Path]) -> dict[_State, Path]:
+    def _worthwhile(self, paths: Mapping[_State, SearchPath]) -> dict[_State, SearchPath]:
         """Without those that the cheapest one is no worse than even if it converts all that they have as they have it;
         among those that have their branches alike.
         """
-        apart: dict[object, dict[_State, Path]] = defaultdict(dict)
+        apart: dict[object, dict[_State, SearchPath]] = defaultdict(dict)
         for state, path in paths.items():
             apart[state.alone][state] = path
         return {state: path for alike in apart.values() for state, path in self._of_alike(alike)}
 
-    def _of_alike(self, paths: Mapping[_State, Path]) -> Iterator[tuple[_State, Path]]:
+    def _of_alike(self, paths: Mapping[_State, SearchPath]) -> Iterator[tuple[_State, SearchPath]]:
         cheapest, path = min(paths.items(), key=lambda item: item[1].cost)
         there = dict(cheapest.there)
         for state, other in paths.items():
             if other is path or self._is_worthwhile(state, other, there, path.cost):
                 yield state, other
 
-    def _is_worthwhile(self, state: _State, other: Path, there: Mapping[Key, Versions], cost: Cost) -> bool:
+    def _is_worthwhile(
+        self, state: _State, other: SearchPath, there: Mapping[ValueKey, Placements], cost: PlanCost
+    ) -> bool:
         """A parameter is never converted. But where all that take it can take it as the cheapest path has it, no bytes
         weigh up that another leaves more weights whole.
         """
@@ -201,7 +219,7 @@ class _Search:
         for place, versions in state.there:
             for layout in versions:
                 if layout not in there[place]:
-                    found = converted_from(self._values[place], there[place], layout, self._shards)
+                    found = cheapest_redistribution(self._values[place], there[place], layout, self._shards)
                     if found is not None:
                         cost += found[1]
                     elif cheapest.whole >= other.cost.whole or not there[place] <= self._common.get(place, frozenset()):
@@ -210,27 +228,27 @@ class _Search:
                 return True
         return False
 
-    def _ended(self, path: Path, state: _State) -> Path:
+    def _ended(self, path: SearchPath, state: _State) -> SearchPath:
         """With all outputs whole."""
         there = dict(state.there)
         for value in self._operators.outputs():
-            known = there.get(key(value), frozenset((REPLICATE,)))
+            known = there.get(value_key(value), frozenset((REPLICATE,)))
             if REPLICATE in known or value.parameter is not None:
                 continue
-            found = converted_from(value, known, REPLICATE, self._shards)
+            found = cheapest_redistribution(value, known, REPLICATE, self._shards)
             if found is None:
-                return Path(Cost(2**62), path.step, path.before)
-            path = Path(path.cost + found[1], path.step, path.before)
+                return SearchPath(PlanCost(2**62), path.step, path.before)
+            path = SearchPath(path.cost + found[1], path.step, path.before)
         return path
 
 
-def _modes(choice: Choice, state: _State) -> Iterator[tuple[Sequence[OpStrategy], tuple[tuple[int, bool], ...]]]:
+def _modes(choice: OpChoice, state: _State) -> Iterator[tuple[Sequence[OpStrategy], tuple[tuple[int, bool], ...]]]:
     """The ways that are open in a state, and how its branches are then."""
     begun = {region: alone for region, alone in state.alone if region != choice.joins}
     if choice.region is None:
-        yield choice.ways, tuple(begun.items())
+        yield choice.strategies, tuple(begun.items())
         return
     for alone in (False, True):
         if begun.get(choice.region, alone) is alone:
-            ways = choice.alone if alone else choice.ways
-            yield ways, tuple(sorted({**begun, choice.region: alone}.items()))
+            strategies = choice.alone if alone else choice.strategies
+            yield strategies, tuple(sorted({**begun, choice.region: alone}.items()))

@@ -31,24 +31,19 @@ from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import preserve_state, tensors_of
 from paceline.replica.tensor import rules, sharding_plan
 from paceline.replica.tensor.base import OpCall
-from paceline.replica.tensor.branches import Times, counted
-from paceline.replica.tensor.functionalize import write_out_of_place
-from paceline.replica.tensor.graph_ops import operators
-from paceline.replica.tensor.op_times import measured
-from paceline.replica.tensor.placements import SHARED, Layout, OnRank
+from paceline.replica.tensor.branches import OpTimes, multiplication_counts
+from paceline.replica.tensor.functionalize import functionalize
+from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.op_times import measure_op_times
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement
 from paceline.replica.tensor.placements import Shard as Split
-from paceline.replica.tensor.redistribute import gathered
-from paceline.replica.tensor.rewrite import ShardGraph, keep_unused, rewritten
-from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan, plan
+from paceline.replica.tensor.redistribute import gather_parts
+from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
+from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 
-__all__ = [
-    "Prepared",
-    "planned",
-    "prepared",
-    "rules",
-]
+__all__ = ["PreparedShard", "plan_program", "prepare_shard", "rules"]
 
 
 class WithLoss(nn.Module):
@@ -216,7 +211,7 @@ class _Stage:
         self._after = {name: self._whole(name, buffer) for name, buffer in after.items()}
         return self._captured.rebuild(leaves)
 
-    def _layout(self, name: str) -> Layout | None:
+    def _layout(self, name: str) -> Placement | None:
         return self._shard.parameters.get(name)
 
     def _part(self, name: str, tensor: Tensor) -> Tensor:
@@ -227,14 +222,14 @@ class _Stage:
         layout = self._layout(name)
         if isinstance(layout, OnRank):
             return self._shards.broadcast(part, layout.shard, name)
-        return gathered(part, layout, self._shards, name) if isinstance(layout, Split) else part
+        return gather_parts(part, layout, self._shards, name) if isinstance(layout, Split) else part
 
 
 class _Enter(torch.autograd.Function):
     """Whole parameters -> those of one shard; in backward the whole gradients, of all shards, on each of them."""
 
     @staticmethod
-    def forward(ctx: Any, shards: TPCollectives, layouts: list[Layout | None], *whole: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, shards: TPCollectives, layouts: list[Placement | None], *whole: Tensor) -> tuple[Tensor, ...]:
         ctx.shards, ctx.layouts, ctx.shapes = shards, layouts, [tensor.shape for tensor in whole]
         ctx.set_materialize_grads(False)
         made = []
@@ -248,10 +243,10 @@ class _Enter(torch.autograd.Function):
         shards, found, spill = ctx.shards, list[Tensor | None](), SpillAllocator()
         for layout, shape, gradient in zip(ctx.layouts, ctx.shapes, gradients, strict=True):
             if isinstance(layout, Split):
-                local = layout.local(shape, shards.rank)
+                local = layout.local_shape(shape, shards.rank)
                 part = gradient if gradient is not None else _zeros(local, gradients)
-                found.append(spill.kept(gathered(part, layout, shards, "a gradient")))
-            elif isinstance(layout, OnRank) or layout == SHARED:
+                found.append(spill.kept(gather_parts(part, layout, shards, "a gradient")))
+            elif isinstance(layout, OnRank) or layout == PARTIAL_GRAD:
                 term = gradient if gradient is not None else _zeros(shape, gradients)
                 found.append(spill.kept(shards.all_reduce(term.contiguous(), "a gradient")))
             else:
@@ -265,7 +260,7 @@ def _zeros(shape: Any, others: tuple[Tensor | None, ...]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedShard:
     """One shard of a model."""
 
     captured: Captured
@@ -274,23 +269,23 @@ class Prepared:
     shard: ShardGraph
 
 
-Says: TypeAlias = Callable[[str, str], Sequence[str]]
+GatherText: TypeAlias = Callable[[str, str], Sequence[str]]
 """(what this shard says, what about) -> what each shard says; all of them call it together."""
 
 
-def to_itself(said: str, about: str) -> Sequence[str]:
+def gather_alone(said: str, about: str) -> Sequence[str]:
     """Where there is nobody else."""
     del about
     return [said]
 
 
-def planned(
+def plan_program(
     program: Program,
     module: nn.Module,
     batch: Batch,
     count: int,
     rules: ShardRules = NO_RULES,
-    says: Says = to_itself,
+    says: GatherText = gather_alone,
     *,
     counts: bool = False,
 ) -> tuple[Captured, ShardingPlan]:
@@ -306,12 +301,12 @@ def planned(
     refuse_saved_hooks(together, given, type(module).__name__)
     captured = capture(together, given, operators=True, of_inputs=False)
     leaves = captured.flat(given)
-    times = counted if counts else agreed_times(captured, leaves, says)
-    return captured, planned_graph(captured, leaves, count, rules, times, type(module).__name__)
+    times = multiplication_counts if counts else agreed_op_times(captured, leaves, says)
+    return captured, plan_captured(captured, leaves, count, rules, times, type(module).__name__)
 
 
-def planned_graph(
-    captured: Captured, leaves: Sequence[Any], count: int, rules: ShardRules, times: Times, name: str
+def plan_captured(
+    captured: Captured, leaves: Sequence[Any], count: int, rules: ShardRules, times: OpTimes, name: str
 ) -> ShardingPlan:
     """How a captured model is divided; its operators that write in place are replaced where that is the same.
 
@@ -326,8 +321,8 @@ def planned_graph(
     Raises:
         InputError: nothing of it can be divided, or not as the rules say.
     """
-    write_out_of_place(captured.module)
-    made = plan(operators(captured, count, leaves), count, rules, times)
+    functionalize(captured.module)
+    made = plan_sharding(operator_graph(captured, count, leaves), count, rules, times)
     if not _divides(made):
         raise InputError(
             f"shards={count}: nothing of {name} can be divided into {count}; write fewer shards, or {WAYS_OUT}"
@@ -335,11 +330,11 @@ def planned_graph(
     return made
 
 
-def agreed_times(captured: Captured, leaves: Sequence[Any], says: Says) -> Times:
+def agreed_op_times(captured: Captured, leaves: Sequence[Any], says: GatherText) -> OpTimes:
     """How long operators of a graph take, as the first of those who plan it has measured it."""
 
     def times(calls: Sequence[OpCall]) -> Mapping[Node, float]:
-        took = measured(captured.module, leaves, calls)
+        took = measure_op_times(captured.module, leaves, calls)
         agreed = says(json.dumps([took[call.node] for call in calls]), "how long operators take")
         return dict(zip((call.node for call in calls), json.loads(agreed[0]), strict=True))
 
@@ -349,17 +344,17 @@ def agreed_times(captured: Captured, leaves: Sequence[Any], says: Says) -> Times
 def _divides(plan: ShardingPlan) -> bool:
     """Whether shards have parts of the parameters, or of what these are applied to."""
     parts = any(isinstance(layout, (Split, OnRank)) for layout in plan.parameters.values())
-    return parts or any(step.way.share < 1 and sharding_plan.operator_parameters(step.call) for step in plan.steps)
+    return parts or any(step.strategy.share < 1 and sharding_plan.operator_parameters(step.call) for step in plan.steps)
 
 
-def prepared(
+def prepare_shard(
     program: Program,
     module: nn.Module,
     batch: Batch,
     shards: TPCollectives,
-    says: Says,
+    says: GatherText,
     rules: ShardRules = NO_RULES,
-) -> Prepared:
+) -> PreparedShard:
     """What one shard runs; all shards call it together.
 
     Args:
@@ -376,17 +371,17 @@ def prepared(
     """
     device = next(module.parameters()).device
     with program.autocast(str(device)):
-        captured, made = planned(program, module, batch, shards.count, rules, says)
-        agree(made, says)
-        shard = rewritten(made, shards)
-        keep_unused(shard, module)
+        captured, made = plan_program(program, module, batch, shards.count, rules, says)
+        check_same_plan(made, says)
+        shard = rewrite_for_shard(made, shards)
+        add_unused_tensors(shard, module)
         check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
-    return Prepared(captured, made, shard)
+    return PreparedShard(captured, made, shard)
 
 
-def agree(made: ShardingPlan, says: Says) -> None:
+def check_same_plan(made: ShardingPlan, says: GatherText) -> None:
     """All who plan must have planned the same; raises PacelineError."""
-    mine = repr([(step.call.node.name, step.way.takes, step.way.gives) for step in made.steps])
+    mine = repr([(step.call.node.name, step.strategy.inputs, step.strategy.outputs) for step in made.steps])
     if any(other != mine for other in says(mine, "how the model is divided")):
         raise PacelineError(
             "the shards have planned different divisions of the model; model() must make the same one everywhere"

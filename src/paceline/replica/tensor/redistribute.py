@@ -34,7 +34,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor.placements import Shard, order
+from paceline.replica.tensor.placements import Shard, memory_order
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
@@ -53,7 +53,7 @@ class Conversion(nn.Module, ABC):
     def forward(self, tensor: Tensor) -> Tensor:
         """The tensor in its new layout."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return laid_out(self.there(tensor), tensor)
+            return with_memory_order(self.there(tensor), tensor)
         made: Tensor = _Through.apply(tensor, self)  # type: ignore[no-untyped-call]
         return made
 
@@ -73,16 +73,16 @@ class _Through(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, conversion: Conversion) -> Tensor:
         ctx.conversion = conversion
-        return laid_out(conversion.there(tensor), tensor)
+        return with_memory_order(conversion.there(tensor), tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return ctx.conversion.back(gradients[0]), None
 
 
-def laid_out(made: Tensor, like: Tensor) -> Tensor:
+def with_memory_order(made: Tensor, like: Tensor) -> Tensor:
     """With dims in memory in the same order: dropout draws its numbers in that."""
-    if made.stride() == like.stride() or (dims := order(like)) == order(made):
+    if made.stride() == like.stride() or (dims := memory_order(like)) == memory_order(made):
         return made
     back = sorted(range(len(dims)), key=dims.__getitem__)
     return made.permute(dims).contiguous().permute(back)
@@ -154,17 +154,17 @@ class FirstShared(Conversion):
         return gradient if self.shards.rank == 0 else torch.zeros_like(gradient)
 
 
-def gathered(part: Tensor, split: Shard, shards: TPCollectives, what: str) -> Tensor:
+def gather_parts(part: Tensor, split: Shard, shards: TPCollectives, what: str) -> Tensor:
     """The whole tensor of all shards' parts, on each of them."""
     shapes = _shapes(part, split, shards.rank)
-    return split.put_together(shards.all_gather(part, shapes, what))
+    return split.concat(shards.all_gather(part, shapes, what))
 
 
 def _shapes(part: Tensor, split: Shard, shard: int) -> list[tuple[int, ...]]:
     """Of each shard's part, from that of one: of as many blocks."""
     whole = list(part.shape)
-    whole[split.dim] = part.shape[split.dim] // split.sizes[shard] * split.block
-    return [split.local(whole, each) for each in range(len(split.sizes))]
+    whole[split.dim] = part.shape[split.dim] // split.sizes[shard] * split.block_size
+    return [split.local_shape(whole, each) for each in range(len(split.sizes))]
 
 
 class OfParts(Conversion, ABC):
@@ -184,13 +184,13 @@ class OfParts(Conversion, ABC):
         return self._split.take(tensor, self.shards.rank).contiguous()
 
     def _gather(self, part: Tensor, what: str) -> Tensor:
-        return gathered(part, self._split, self.shards, what)
+        return gather_parts(part, self._split, self.shards, what)
 
     def _padded(self, part: Tensor) -> Tensor:
         """The whole tensor, zero where it is others'."""
         shapes = _shapes(part, self._split, self.shards.rank)
         parts = [part if i == self.shards.rank else part.new_zeros(shape) for i, shape in enumerate(shapes)]
-        return self._split.put_together(parts)
+        return self._split.concat(parts)
 
     def extra_repr(self) -> str:
         return f"{self.name}, {self._split}"

@@ -6,14 +6,14 @@ What it costs to have tensors as an operator takes them.
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, TypeAlias, final
 
-from paceline.replica.tensor.base import OpCall, OpStrategy, Value
+from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
 from paceline.replica.tensor.placements import (
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
-    SHARED,
-    Layout,
     OnRank,
     Partial,
+    Placement,
     Replicate,
     ReplicatePartialGrad,
     Shard,
@@ -42,7 +42,7 @@ from paceline.replica.tensor.redistribute import (
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
-class Price(NamedTuple):
+class RedistributionCost(NamedTuple):
     """Of a conversion: what a shard sends, as shares of the whole tensor, and the number of collectives."""
 
     forward: float
@@ -53,17 +53,17 @@ class Price(NamedTuple):
 
 @final
 class _Kind(NamedTuple):
-    make: Callable[[TPCollectives, str, Layout, Layout], Conversion]
+    make: Callable[[TPCollectives, str, Placement, Placement], Conversion]
     forward: str
     backward: str
 
 
-def _plain(kind: type[Conversion]) -> Callable[[TPCollectives, str, Layout, Layout], Conversion]:
+def _plain(kind: type[Conversion]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
     return lambda shards, name, _from, _to: kind(shards, name)
 
 
-def _from_parts(kind: type[OfParts]) -> Callable[[TPCollectives, str, Layout, Layout], Conversion]:
-    def make(shards: TPCollectives, name: str, before: Layout, after: Layout) -> Conversion:
+def _from_parts(kind: type[OfParts]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
+    def make(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
         split = before if isinstance(before, Shard) else after
         assert isinstance(split, Shard), "one side is split"
         return kind(shards, name, split)
@@ -71,8 +71,8 @@ def _from_parts(kind: type[OfParts]) -> Callable[[TPCollectives, str, Layout, La
     return make
 
 
-def _from_owner(kind: type[OfOwner]) -> Callable[[TPCollectives, str, Layout, Layout], Conversion]:
-    def make(shards: TPCollectives, name: str, before: Layout, after: Layout) -> Conversion:
+def _from_owner(kind: type[OfOwner]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
+    def make(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
         del after
         assert isinstance(before, OnRank), "one shard has it"
         return kind(shards, name, before.shard)
@@ -80,7 +80,7 @@ def _from_owner(kind: type[OfOwner]) -> Callable[[TPCollectives, str, Layout, La
     return make
 
 
-def _exchange(shards: TPCollectives, name: str, before: Layout, after: Layout) -> Conversion:
+def _exchange(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
     assert isinstance(before, Shard), "both are split"
     assert isinstance(after, Shard), "both are split"
     return Exchange(shards, name, before, after)
@@ -106,12 +106,14 @@ _KINDS: dict[tuple[type, type], _Kind] = {
 }
 
 
-def conversion(shards: TPCollectives, name: str, before: Layout, after: Layout) -> Conversion:
+def redistribute(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
     """The module that makes it; there is one where there is a :func:`price`."""
     return _KINDS[type(before), type(after)].make(shards, name, before, after)
 
 
-def price(before: Layout, after: Layout, count: int, *, differentiable: bool) -> Price | None:
+def redistribution_cost(
+    before: Placement, after: Placement, count: int, *, differentiable: bool
+) -> RedistributionCost | None:
     """What it costs among ``count`` shards; None: there is no such conversion.
 
     An all-reduce in a ring sends 2·(k - 1)/k of the tensor from each shard, an all-gather or reduce-scatter half of
@@ -127,49 +129,49 @@ def price(before: Layout, after: Layout, count: int, *, differentiable: bool) ->
         return None
     share = {"": 0.0, "gather": (count - 1) / count, "reduce": 2 * (count - 1) / count}
     backward = kind.backward if differentiable else ""
-    return Price(share[kind.forward], share[backward], (int(bool(kind.forward)), int(bool(backward))))
+    return RedistributionCost(share[kind.forward], share[backward], (int(bool(kind.forward)), int(bool(backward))))
 
 
-Key: TypeAlias = tuple[str, int]
+ValueKey: TypeAlias = tuple[str, int]
 """(node, which of its results)."""
 
-Versions: TypeAlias = frozenset[Layout]
+Placements: TypeAlias = frozenset[Placement]
 """In which layouts a tensor is there."""
 
 
-class Cost(NamedTuple):
+class PlanCost(NamedTuple):
     """Compared from the first to the last."""
 
     whole: int = 0
     """Elements of weights that every shard has."""
-    sent: float = 0.0
+    sent_bytes: float = 0.0
     """Bytes; while a plan is made in k-ths of one, which are whole numbers, so that equal sums are equal."""
     collectives: int = 0
     work: float = 0.0
     """Operations of the shard that has most."""
 
-    def __add__(self, other: object) -> "Cost":
-        assert isinstance(other, Cost), "only costs are added up"
-        return Cost(
+    def __add__(self, other: object) -> "PlanCost":
+        assert isinstance(other, PlanCost), "only costs are added up"
+        return PlanCost(
             self.whole + other.whole,
-            self.sent + other.sent,
+            self.sent_bytes + other.sent_bytes,
             self.collectives + other.collectives,
             self.work + other.work,
         )
 
 
-def key(value: Value) -> Key:
+def value_key(value: GraphTensor) -> ValueKey:
     """What a tensor is known by."""
     return value.node.name, value.index
 
 
-PricedConversion: TypeAlias = tuple[Value, Layout, Layout]
+Redistribution: TypeAlias = tuple[GraphTensor, Placement, Placement]
 """(tensor, from, to)."""
 
 
-def taken(
-    call: OpCall, way: OpStrategy, there: Mapping[Key, Versions]
-) -> tuple[Cost, tuple[PricedConversion, ...], dict[Key, Versions]] | None:
+def input_cost(
+    call: OpCall, strategy: OpStrategy, there: Mapping[ValueKey, Placements]
+) -> tuple[PlanCost, tuple[Redistribution, ...], dict[ValueKey, Placements]] | None:
     """What it costs to have an operator's tensors as a way takes them, and how they lie then.
 
     Args:
@@ -180,9 +182,9 @@ def taken(
     Returns:
         None: they can't be had so.
     """
-    cost, converted, versions = Cost(), list[PricedConversion](), dict[Key, Versions]()
-    for value, layout in zip(call.takes, way.takes, strict=True):
-        place = key(value)
+    cost, converted, versions = PlanCost(), list[Redistribution](), dict[ValueKey, Placements]()
+    for value, layout in zip(call.inputs, strategy.inputs, strict=True):
+        place = value_key(value)
         known = versions.get(place, there.get(place))
         if known is None:
             found = _first_use(value, layout, call.shards)
@@ -194,7 +196,7 @@ def taken(
             if before != layout:
                 converted.append((value, before, layout))
         elif layout not in known:
-            cheapest = converted_from(value, known, layout, call.shards)
+            cheapest = cheapest_redistribution(value, known, layout, call.shards)
             if cheapest is None:
                 return None
             before, price_of = cheapest
@@ -204,36 +206,38 @@ def taken(
     return cost, tuple(converted), versions
 
 
-def _first_use(value: Value, layout: Layout, shards: int) -> tuple[Cost, Layout] | None:
+def _first_use(value: GraphTensor, layout: Placement, shards: int) -> tuple[PlanCost, Placement] | None:
     """Of a parameter, which lies as it is first wanted, or of an input, which is whole."""
     if value.parameter is None:
         if layout == REPLICATE:
-            return Cost(), REPLICATE
-        found = converted_from(value, frozenset((REPLICATE,)), layout, shards)
+            return PlanCost(), REPLICATE
+        found = cheapest_redistribution(value, frozenset((REPLICATE,)), layout, shards)
         return None if found is None else (found[1], REPLICATE)
     if layout == PARTIAL:
         return None
     everywhere = not isinstance(layout, (Shard, OnRank))
     weight = value.dims > 1 and value.differentiable
     elements = value.nbytes // value.dtype.itemsize
-    summed = 2 * (shards - 1) * value.nbytes if layout == SHARED and value.differentiable else 0
-    return Cost(elements if everywhere and weight else 0, summed), layout
+    summed = 2 * (shards - 1) * value.nbytes if layout == PARTIAL_GRAD and value.differentiable else 0
+    return PlanCost(elements if everywhere and weight else 0, summed), layout
 
 
-def cheapest(value: Value, known: Versions, shards: int) -> Layout:
+def cheapest_source(value: GraphTensor, known: Placements, shards: int) -> Placement:
     """From which of these an output is made whole."""
-    found = converted_from(value, known, REPLICATE, shards)
+    found = cheapest_redistribution(value, known, REPLICATE, shards)
     return found[0] if found is not None else min(known, key=str)
 
 
-def converted_from(value: Value, known: Versions, layout: Layout, shards: int) -> tuple[Layout, Cost] | None:
+def cheapest_redistribution(
+    value: GraphTensor, known: Placements, layout: Placement, shards: int
+) -> tuple[Placement, PlanCost] | None:
     """From which of these a tensor is brought into a layout for least, and for how much; None: from none."""
     if value.parameter is not None:  # it lies in one way alone
         return None
     found = [
         (_cost(made, value, shards), str(before), before)
         for before in known
-        if (made := price(before, layout, shards, differentiable=value.differentiable)) is not None
+        if (made := redistribution_cost(before, layout, shards, differentiable=value.differentiable)) is not None
     ]
     if not found:
         return None
@@ -241,5 +245,5 @@ def converted_from(value: Value, known: Versions, layout: Layout, shards: int) -
     return before, cost
 
 
-def _cost(made: Price, value: Value, shards: int) -> Cost:
-    return Cost(0, round((made.forward + made.backward) * shards) * value.nbytes, sum(made.collectives))
+def _cost(made: RedistributionCost, value: GraphTensor, shards: int) -> PlanCost:
+    return PlanCost(0, round((made.forward + made.backward) * shards) * value.nbytes, sum(made.collectives))

@@ -1,6 +1,6 @@
-"""A sharding plan as rows and as plain text: how each operator is sharded, what is sent, what stays whole and why.
+"""A sharding plan as rows and plain text: how each operator is sharded, what is sent, what stays whole and why.
 
-A division as rows and as plain text: how each operator is cut, what is sent, and what stays whole.
+A division as rows and as plain text: how each operator is cut, what is sent_bytes, and what stays whole.
 
 ::
 
@@ -22,12 +22,26 @@ import torch
 
 from paceline.core.formatting import amount
 from paceline.replica.tensor import sharding_plan
-from paceline.replica.tensor.base import OpCall, Value, rule_of
+from paceline.replica.tensor.base import GraphTensor, OpCall, rule_of
 from paceline.replica.tensor.branches import BRANCH
-from paceline.replica.tensor.op_times import work
-from paceline.replica.tensor.placements import REPLICATE, SHARED, Layout, OnRank, Partial, Shard
+from paceline.replica.tensor.op_times import op_work
+from paceline.replica.tensor.placements import (
+    PARTIAL_GRAD,
+    REPLICATE,
+    OnRank,
+    Partial,
+    Placement,
+    Replicate,
+    ReplicatePartialGrad,
+    Shard,
+)
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Price, cheapest, key, price
+from paceline.replica.tensor.redistribute_cost import (
+    RedistributionCost,
+    cheapest_source,
+    redistribution_cost,
+    value_key,
+)
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.shard_rules import WHOLE, ShardRules
 
@@ -38,7 +52,7 @@ _UNITS = {"column": "outputs", "row": "inputs", "filters": "filters", "channels"
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-def why_whole(call: OpCall, asked: str | None) -> str:
+def why_replicated(call: OpCall, asked: str | None) -> str:
     """Of an operator of which every shard does all.
 
     Args:
@@ -47,17 +61,17 @@ def why_whole(call: OpCall, asked: str | None) -> str:
     """
     if asked == WHOLE:
         return "shard_rules say so"
-    if operator(call.target).removesuffix("_cell") in _RECURRENT:
+    if operator_name(call.target).removesuffix("_cell") in _RECURRENT:
         return "its hidden units would have to be gathered in every time step"
     if rule_of(call.target) is None:
-        return f"no rule for {operator(call.target)}"
+        return f"no rule for {operator_name(call.target)}"
     few = _too_few(call)
     if few:
         return f"{few} can't be divided among {call.shards}"
     return "dividing it would cost more than it saves"
 
 
-def operator(target: Any) -> str:
+def operator_name(target: Any) -> str:
     """Its name, without its namespace and overload.
 
     >>> import torch
@@ -71,12 +85,19 @@ def operator(target: Any) -> str:
 def _too_few(call: OpCall) -> str:
     """Of what there are fewer than shards; "": there are enough, or it is not by number."""
     if call.target is ATTENTION:
-        heads = call.takes[0].shape[-3] if call.takes[0].dims > 3 else call.shards
+        heads = call.inputs[0].shape[-3] if call.inputs[0].dims > 3 else call.shards
         return _counted(heads, "heads") if heads < call.shards else ""
-    if any(sharding_plan.divides(call, way) for way in sharding_plan.ways(call, call.shards)):
+    if any(
+        sharding_plan.shards_a_parameter(call, strategy)
+        for strategy in sharding_plan.rule_strategies(call, call.shards)
+    ):
         return ""
-    named = [way.name for way in sharding_plan.ways(call, 1) if sharding_plan.divides(call, way)]
-    found = [(sharding_plan.most(call, name, call.shards), name) for name in dict.fromkeys(named)]
+    named = [
+        strategy.name
+        for strategy in sharding_plan.rule_strategies(call, 1)
+        if sharding_plan.shards_a_parameter(call, strategy)
+    ]
+    found = [(sharding_plan.largest_count(call, name, call.shards), name) for name in dict.fromkeys(named)]
     if not found:
         return ""
     most, name = max(found, key=lambda each: each[0])
@@ -86,6 +107,10 @@ def _too_few(call: OpCall) -> str:
 def _counted(count: int, units: str) -> str:
     return f"{count} {units if count > 1 else units.removesuffix('s')}"
 
+
+_PLACEMENTS: Mapping[type, str] = {
+    Replicate: "whole", ReplicatePartialGrad: "shared", Partial: "partial", Shard: "split", OnRank: "owned"
+}  # fmt: skip
 
 _GAP = "  "
 _TITLES = ("module", "operator", "cut", "parameters", "forward", "backward", "sends", "whole because")
@@ -159,7 +184,7 @@ class ShardingReport:
         yield f"parameters by shard: {', '.join(f'{count:,}' for count in self.parameters_by_shard)}"
 
 
-def sharding(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> ShardingReport:
+def sharding_report(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> ShardingReport:
     """What a plan comes to.
 
     Args:
@@ -168,7 +193,7 @@ def sharding(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> Sharding
         passes: how many there are in a batch, each of what was planned for: the micro-batches that a shard is given.
     """
     sizes = _sizes(plan)
-    done = [(work(step.call), step.way.share < 1) for step in plan.steps]
+    done = [(op_work(step.call), step.strategy.share < 1) for step in plan.steps]
     total = fsum(amount for amount, _ in done)
     return ShardingReport(
         plan.shards,
@@ -186,20 +211,20 @@ def _each(plan: ShardingPlan) -> range:
 
 def _sizes(plan: ShardingPlan) -> dict[str, int]:
     """Elements of each parameter of the model."""
-    return {name: tensor.numel() for name, tensor in plan.operators.captured.module.named_parameters()}
+    return {name: tensor.numel() for name, tensor in plan.graph.captured.module.named_parameters()}
 
 
-def _held(layout: Layout, size: int, shard: int) -> int:
+def _held(layout: Placement, size: int, shard: int) -> int:
     """Elements of a parameter that a shard has."""
     if isinstance(layout, Shard):
-        return size // layout.block * layout.sizes[shard]
+        return size // layout.block_size * layout.sizes[shard]
     return 0 if isinstance(layout, OnRank) and layout.shard != shard else size
 
 
 class _Rows:
     def __init__(self, plan: ShardingPlan, rules: ShardRules, sizes: Mapping[str, int]) -> None:
         self._plan, self._rules = plan, rules
-        self._owners, self._calls = plan.operators.captured.owners, plan.operators.calls
+        self._owners, self._calls = plan.graph.captured.owners, plan.graph.calls
         self._left = dict(sizes)
 
     def rows(self, passes: int) -> Iterator[ShardingRow]:
@@ -209,62 +234,66 @@ class _Rows:
 
     def _of_a_pass(self) -> Iterator[ShardingRow]:
         for step in self._plan.steps:
-            yield from self._conversions(step.converted)
-            named = step.way.name not in ("", BRANCH)
+            yield from self._conversions(step.redistributions)
+            named = step.strategy.name not in ("", BRANCH)
             if sharding_plan.operator_parameters(step.call) or named or step.call.target is ATTENTION:
                 yield self._operator(step)
         yield from self._conversions(self._at_the_end())
 
     def _operator(self, step: SearchStep) -> ShardingRow:
-        call, way = step.call, step.way
+        call, strategy = step.call, step.strategy
         module = sharding_plan.module_of(call, self._owners)
-        cut = way.name or ("divided" if way.share < 1 or sharding_plan.divides(call, way) else "whole")
-        owner = next((layout for layout in way.gives if isinstance(layout, OnRank)), None)
+        cut = strategy.name or (
+            "divided" if strategy.share < 1 or sharding_plan.shards_a_parameter(call, strategy) else "whole"
+        )
+        owner = next((layout for layout in strategy.outputs if isinstance(layout, OnRank)), None)
         return ShardingRow(
             module,
-            operator(call.target),
+            operator_name(call.target),
             cut if owner is None else f"{cut} {owner}",
-            sum(self._left.pop(str(value.parameter), 0) for value in call.takes),
-            f"{way.collectives} within" if way.collectives else "",
-            collectives=way.collectives,
-            sent_bytes=round(way.sent),
-            why_whole=why_whole(call, self._rules.of(module)) if cut == "whole" else "",
+            sum(self._left.pop(str(value.parameter), 0) for value in call.inputs),
+            f"{strategy.collectives} within" if strategy.collectives else "",
+            collectives=strategy.collectives,
+            sent_bytes=round(strategy.sent_bytes),
+            why_whole=why_replicated(call, self._rules.of(module)) if cut == "whole" else "",
         )
 
-    def _conversions(self, converted: Iterable[tuple[Value, Layout, Layout]]) -> Iterator[ShardingRow]:
+    def _conversions(self, converted: Iterable[tuple[GraphTensor, Placement, Placement]]) -> Iterator[ShardingRow]:
         for value, before, after in converted:
-            found = price(before, after, self._plan.shards, differentiable=value.differentiable)
+            found = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
             if found is not None and any(found.collectives):
                 yield self._conversion(value, before, after, found)
 
-    def _conversion(self, value: Value, before: Layout, after: Layout, found: Price) -> ShardingRow:
+    def _conversion(
+        self, value: GraphTensor, before: Placement, after: Placement, found: RedistributionCost
+    ) -> ShardingRow:
         node = value.node
         forward, backward = found.collectives
         return ShardingRow(
             self._owners.get(node.name, "") if node not in self._calls else self._module(value),
-            operator(node.target) if node in self._calls else node.name,
+            operator_name(node.target) if node in self._calls else node.name,
             f"{_kind(before)} → {_kind(after)}",
-            forward=forward_kind(before, after) if forward else "",
-            backward=backward_kind(before, after) if backward else "",
+            forward=forward_collective(before, after) if forward else "",
+            backward=backward_collective(before, after) if backward else "",
             collectives=forward + backward,
             sent_bytes=round((found.forward + found.backward) * value.nbytes),
         )
 
-    def _module(self, value: Value) -> str:
+    def _module(self, value: GraphTensor) -> str:
         return sharding_plan.module_of(self._calls[value.node], self._owners)
 
-    def _at_the_end(self) -> Iterator[tuple[Value, Layout, Layout]]:
+    def _at_the_end(self) -> Iterator[tuple[GraphTensor, Placement, Placement]]:
         """What has to be made whole because the model gives it."""
-        there: dict[object, list[Layout]] = {}
+        there: dict[object, list[Placement]] = {}
         for step in self._plan.steps:
-            for value, layout in zip(step.call.gives, step.way.gives, strict=True):
-                there.setdefault(key(value), []).append(layout)
-            for value, _, layout in step.converted:
-                there.setdefault(key(value), []).append(layout)
-        for value in self._plan.operators.outputs():
-            known = there.get(key(value), [REPLICATE])
+            for value, layout in zip(step.call.outputs, step.strategy.outputs, strict=True):
+                there.setdefault(value_key(value), []).append(layout)
+            for value, _, layout in step.redistributions:
+                there.setdefault(value_key(value), []).append(layout)
+        for value in self._plan.graph.outputs():
+            known = there.get(value_key(value), [REPLICATE])
             if REPLICATE not in known:
-                yield value, cheapest(value, frozenset(known), self._plan.shards), REPLICATE
+                yield value, cheapest_source(value, frozenset(known), self._plan.shards), REPLICATE
 
     def _summed(self) -> Iterator[ShardingRow]:
         """Gradients of parameters that all shards have and each uses for its part of the work: summed at the end."""
@@ -273,16 +302,16 @@ class _Rows:
             str(value.parameter): value
             for call in self._calls.values()
             for value in sharding_plan.operator_parameters(call)
-            if layouts.get(str(value.parameter)) == SHARED
+            if layouts.get(str(value.parameter)) == PARTIAL_GRAD
         }
         if values:
             nbytes = sum(value.nbytes for value in values.values())
-            sent = round(2 * (self._plan.shards - 1) / self._plan.shards * nbytes)
+            sent_bytes = round(2 * (self._plan.shards - 1) / self._plan.shards * nbytes)
             what = f"{len(values)} gradients"
-            yield ShardingRow("", what, "partial → whole", backward="all-reduce", collectives=1, sent_bytes=sent)
+            yield ShardingRow("", what, "partial → whole", backward="all-reduce", collectives=1, sent_bytes=sent_bytes)
 
 
-def forward_kind(before: Layout, after: Layout) -> str:
+def forward_collective(before: Placement, after: Placement) -> str:
     """The collective of a conversion that has one."""
     if isinstance(before, OnRank):
         return "broadcast"
@@ -291,17 +320,17 @@ def forward_kind(before: Layout, after: Layout) -> str:
     return "all-gather"
 
 
-def backward_kind(before: Layout, after: Layout) -> str:
+def backward_collective(before: Placement, after: Placement) -> str:
     """The gradient goes the other way: of what is shared there are terms of it."""
     if isinstance(before, OnRank):
         return "reduce"
-    if after == SHARED:
+    if after == PARTIAL_GRAD:
         return "reduce-scatter" if isinstance(before, Shard) else "all-reduce"
     return "all-gather"
 
 
-def _kind(layout: Layout) -> str:
-    return type(layout).__name__.lower()
+def _kind(layout: Placement) -> str:
+    return _PLACEMENTS[type(layout)]
 
 
 def _cells(row: ShardingRow) -> tuple[str, ...]:

@@ -15,8 +15,8 @@ from paceline.replica.activation_memory import Tally
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
-from paceline.replica.tensor.placements import SHARED
-from paceline.replica.tensor.prepare import Prepared
+from paceline.replica.tensor.placements import PARTIAL_GRAD
+from paceline.replica.tensor.prepare import PreparedShard
 from paceline.replica.tensor.tp_group import PartialGrads, TPCollectives
 from paceline.trace.recorder import AnyRecorder
 
@@ -40,7 +40,7 @@ class TensorParallel(Replica):
     def __init__(
         self,
         program: Program,
-        prepared: Prepared,
+        prepared: PreparedShard,
         shards: TPCollectives,
         replica: ReplicaId,
         layout: FlatLayout,
@@ -55,7 +55,7 @@ class TensorParallel(Replica):
         self._loose = loose
         self._module = prepared.shard.module
         self._tensors = Autograd(program, self._module, layout, replica, device)
-        shared = [name for name, how in prepared.shard.parameters.items() if how == SHARED]
+        shared = [name for name, how in prepared.shard.parameters.items() if how == PARTIAL_GRAD]
         self._shared = PartialGrads(shards, layout, shared)
         self._losses, self._samples = 0.0, 0
         self._seen: set[tuple[torch.Size, ...]] = set()
@@ -117,7 +117,7 @@ class TensorParallel(Replica):
         gradients = self._tensors.take_gradients()
         with torch.no_grad():
             if self._samples:
-                self._shared.add_up(gradients)
+                self._shared.all_reduce_(gradients)
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))
             if self._loose is not None:

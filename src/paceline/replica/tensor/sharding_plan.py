@@ -15,25 +15,33 @@ from fnmatch import fnmatchcase
 from typing import final
 
 from paceline.core.errors import InputError, unknown
-from paceline.replica.tensor.base import Offers, OpCall, OpStrategy, Value, divided, rule_of, undivided
-from paceline.replica.tensor.branch_on_rank import joined, on_one_shard
-from paceline.replica.tensor.branches import BRANCH, Placed, Times, counted, placed
-from paceline.replica.tensor.graph_ops import Operators
+from paceline.replica.tensor.base import (
+    Available,
+    GraphTensor,
+    OpCall,
+    OpStrategy,
+    replicated_strategies,
+    rule_of,
+    sharded_strategies,
+)
+from paceline.replica.tensor.branch_on_rank import branch_strategy, join_strategies
+from paceline.replica.tensor.branches import BRANCH, OpTimes, PlacedRegion, multiplication_counts, place_branches
+from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.placements import (
     PARTIAL,
+    PARTIAL_GRAD,
     REPLICATE,
-    SHARED,
-    Layout,
     OnRank,
+    Placement,
     Replicate,
     ReplicatePartialGrad,
     Shard,
 )
-from paceline.replica.tensor.plan_search import Choice, SearchStep, searched
-from paceline.replica.tensor.redistribute_cost import Cost, Key, Versions, key
+from paceline.replica.tensor.plan_search import OpChoice, SearchStep, cheapest_path
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, value_key
 from paceline.shard_rules import WHOLE, ShardRules
 
-_MADE_WHOLE: frozenset[Layout] = frozenset((REPLICATE, SHARED))
+_MADE_WHOLE: frozenset[Placement] = frozenset((REPLICATE, PARTIAL_GRAD))
 
 
 def module_of(call: OpCall, owners: Mapping[str, str]) -> str:
@@ -46,32 +54,32 @@ def module_of(call: OpCall, owners: Mapping[str, str]) -> str:
     return next((name for name in held if name.startswith(within)), owner)
 
 
-def operator_parameters(call: OpCall) -> list[Value]:
+def operator_parameters(call: OpCall) -> list[GraphTensor]:
     """What it takes of the model's parameters."""
-    return [value for value in call.takes if value.parameter is not None and value.differentiable]
+    return [value for value in call.inputs if value.parameter is not None and value.differentiable]
 
 
-def divides(call: OpCall, way: OpStrategy) -> bool:
+def shards_a_parameter(call: OpCall, strategy: OpStrategy) -> bool:
     """Whether it divides a parameter."""
     return any(
         value.parameter is not None and isinstance(layout, (Shard, OnRank))
-        for value, layout in zip(call.takes, way.takes, strict=True)
+        for value, layout in zip(call.inputs, strategy.inputs, strict=True)
     )
 
 
-def ways(call: OpCall, shards: int) -> Iterator[OpStrategy]:
+def rule_strategies(call: OpCall, shards: int) -> Iterator[OpStrategy]:
     """Those that its rule has among so many shards, where all that it takes is there as a whole."""
-    yield from divided(replace(call, shards=shards), [_MADE_WHOLE] * len(call.takes))
+    yield from sharded_strategies(replace(call, shards=shards), [_MADE_WHOLE] * len(call.inputs))
 
 
-def names(call: OpCall, shards: int) -> list[str]:
+def strategy_names(call: OpCall, shards: int) -> list[str]:
     """Of those ways."""
-    return list(dict.fromkeys(way.name for way in ways(call, shards) if way.name))
+    return list(dict.fromkeys(strategy.name for strategy in rule_strategies(call, shards) if strategy.name))
 
 
-def most(call: OpCall, name: str, shards: int) -> int:
+def largest_count(call: OpCall, name: str, shards: int) -> int:
     """Among how many shards, below ``shards``, a way of this name divides it; 0: there is none."""
-    return next((count for count in range(shards - 1, 0, -1) if name in names(call, count)), 0)
+    return next((count for count in range(shards - 1, 0, -1) if name in strategy_names(call, count)), 0)
 
 
 @final
@@ -105,17 +113,19 @@ class UserRules:
             if not any(fnmatchcase(module, pattern) for module in known):
                 raise unknown("module in shard_rules", pattern, known)
 
-    def allowed(self, call: OpCall, ways: Sequence[OpStrategy]) -> Sequence[OpStrategy]:
+    def allowed(self, call: OpCall, strategies: Sequence[OpStrategy]) -> Sequence[OpStrategy]:
         """Those among the ways of an operator that the plan may choose."""
         module = module_of(call, self.owners)
         asked = self.rules.of(module)
-        others = [way for way in ways if not way.asked]
+        others = [strategy for strategy in strategies if not strategy.on_request]
         if asked is None:
             return others
         if asked == WHOLE:
-            return [way for way in ways if _undivided(way)] if operator_parameters(call) else others
-        self._names[module] |= {way.name: None for way in ways if way.name}
-        named = [way for way in ways if way.name == asked]
+            return (
+                [strategy for strategy in strategies if _undivided(strategy)] if operator_parameters(call) else others
+            )
+        self._names[module] |= {strategy.name: None for strategy in strategies if strategy.name}
+        named = [strategy for strategy in strategies if strategy.name == asked]
         if named:
             self._found.add(module)
         return named or others
@@ -146,7 +156,7 @@ class UserRules:
     def _refusal(self, module: str, asked: str, call: OpCall) -> InputError:
         of_module = [each for name, each in self._with_parameters() if name == module]
         said = f"shard_rules={{{str(self.rules.pattern(module))!r}: {asked!r}}}"
-        largest = max(most(each, asked, call.shards) for each in of_module)
+        largest = max(largest_count(each, asked, call.shards) for each in of_module)
         if largest:
             return InputError(
                 f"{said}: shards={call.shards}, but {module} can be divided by {asked} among {largest} at most; write "
@@ -158,32 +168,34 @@ class UserRules:
         )
 
 
-def _undivided(way: OpStrategy) -> bool:
-    return all(isinstance(layout, (Replicate, ReplicatePartialGrad)) for layout in (*way.takes, *way.gives))
+def _undivided(strategy: OpStrategy) -> bool:
+    return all(
+        isinstance(layout, (Replicate, ReplicatePartialGrad)) for layout in (*strategy.inputs, *strategy.outputs)
+    )
 
 
 NO_RULES = ShardRules()
-NOTHING: Mapping[str, Layout] = {}
+NOTHING: Mapping[str, Placement] = {}
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
     """What was chosen for all operators."""
 
-    operators: Operators
+    graph: OperatorGraph
     shards: int
     steps: tuple[SearchStep, ...]
-    parameters: Mapping[str, Layout]
+    parameters: Mapping[str, Placement]
     """Of each parameter and buffer."""
-    cost: Cost
+    cost: PlanCost
 
 
-def plan(
-    operators: Operators,
+def plan_sharding(
+    graph: OperatorGraph,
     shards: int,
     rules: ShardRules = NO_RULES,
-    times: Times = counted,
-    fixed: Mapping[str, Layout] = NOTHING,
+    times: OpTimes = multiplication_counts,
+    fixed: Mapping[str, Placement] = NOTHING,
 ) -> ShardingPlan:
     """The cheapest.
 
@@ -197,84 +209,101 @@ def plan(
     Raises:
         InputError: it can't keep to them.
     """
-    override = UserRules(rules, operators.captured.owners, tuple(operators.calls.values()))
-    open_ = choices(operators, override, placed(operators, shards, times, override.asks_for_branch), fixed)
+    override = UserRules(rules, graph.captured.owners, tuple(graph.calls.values()))
+    open_ = op_choices(graph, override, place_branches(graph, shards, times, override.asks_for_branch), fixed)
     override.check()
-    best = searched(operators, open_, shards, _common(open_)) or searched(operators, open_, shards, {})
+    best = cheapest_path(graph, open_, shards, _common(open_)) or cheapest_path(graph, open_, shards, {})
     if best is None:
         raise override.unplanned()
     steps = tuple(best.steps())
-    return ShardingPlan(operators, shards, steps, parameters(steps), best.cost._replace(sent=best.cost.sent / shards))
+    return ShardingPlan(
+        graph,
+        shards,
+        steps,
+        parameter_placements(steps),
+        best.cost._replace(sent_bytes=best.cost.sent_bytes / shards),
+    )
 
 
-def choices(
-    operators: Operators, override: UserRules, regions: Sequence[Placed], fixed: Mapping[str, Layout] = NOTHING
-) -> list[Choice]:
+def op_choices(
+    graph: OperatorGraph, override: UserRules, regions: Sequence[PlacedRegion], fixed: Mapping[str, Placement] = NOTHING
+) -> list[OpChoice]:
     """The ways of each operator, whatever becomes of the others."""
-    return list(_Choices(operators, override, regions, fixed).all())
+    return list(_Choices(graph, override, regions, fixed).all())
 
 
 class _Choices:
     def __init__(
-        self, operators: Operators, override: UserRules, regions: Sequence[Placed], fixed: Mapping[str, Layout]
+        self,
+        graph: OperatorGraph,
+        override: UserRules,
+        regions: Sequence[PlacedRegion],
+        fixed: Mapping[str, Placement],
     ) -> None:
-        self._operators, self._override, self._regions, self._fixed = operators, override, regions, fixed
-        self._offers: dict[Key, frozenset[Layout]] = {}
+        self._operators, self._override, self._regions, self._fixed = graph, override, regions, fixed
+        self._offers: dict[ValueKey, frozenset[Placement]] = {}
 
-    def all(self) -> Iterator[Choice]:
+    def all(self) -> Iterator[OpChoice]:
         for call in self._operators.calls.values():
             made = self._of(call)
-            for index, value in enumerate(call.gives):
-                self._offers[key(value)] = frozenset(way.gives[index] for way in (*made.ways, *made.alone))
+            for index, value in enumerate(call.outputs):
+                self._offers[value_key(value)] = frozenset(
+                    strategy.outputs[index] for strategy in (*made.strategies, *made.alone)
+                )
             yield made
 
-    def _of(self, call: OpCall) -> Choice:
+    def _of(self, call: OpCall) -> OpChoice:
         inside = [i for i, region in enumerate(self._regions) if region.branch(call.node) is not None]
         ends = [i for i, region in enumerate(self._regions) if region.region.join is call.node]
-        alone = [on_one_shard(call, self._regions[i]) for i in inside]
-        ways = [*self._ways(call), *(way for i in ends for way in joined(call, self._regions[i]))]
-        allowed = self._override.allowed(call, [way for way in (*ways, *alone) if self._keeps(call, way)])
-        return Choice(
+        alone = [branch_strategy(call, self._regions[i]) for i in inside]
+        strategies = [
+            *self._ways(call),
+            *(strategy for i in ends for strategy in join_strategies(call, self._regions[i])),
+        ]
+        allowed = self._override.allowed(
+            call, [strategy for strategy in (*strategies, *alone) if self._keeps(call, strategy)]
+        )
+        return OpChoice(
             call,
-            [way for way in allowed if way not in alone],
-            [way for way in alone if way in allowed],
+            [strategy for strategy in allowed if strategy not in alone],
+            [strategy for strategy in alone if strategy in allowed],
             next(iter(inside), None),
             next(iter(ends), None),
         )
 
-    def _keeps(self, call: OpCall, way: OpStrategy) -> bool:
+    def _keeps(self, call: OpCall, strategy: OpStrategy) -> bool:
         """Whether it takes parameters as they lie already."""
-        taken = zip(call.takes, way.takes, strict=True)
+        taken = zip(call.inputs, strategy.inputs, strict=True)
         return all(self._fixed.get(str(value.parameter), layout) == layout for value, layout in taken)
 
     def _ways(self, call: OpCall) -> Iterator[OpStrategy]:
-        yield from undivided(call)
+        yield from replicated_strategies(call)
         if rule_of(call.target) is not None:
-            yield from divided(call, self._given(call))
+            yield from sharded_strategies(call, self._given(call))
 
-    def _given(self, call: OpCall) -> Offers:
+    def _given(self, call: OpCall) -> Available:
         rule = rule_of(call.target)
-        given = [self._offers.get(key(value), frozenset((REPLICATE, SHARED))) for value in call.takes]
+        given = [self._offers.get(value_key(value), frozenset((REPLICATE, PARTIAL_GRAD))) for value in call.inputs]
         given = [each | {PARTIAL} if any(isinstance(o, OnRank) for o in each) else each for each in given]
-        return [each | {REPLICATE, SHARED} for each in given] if rule is not None and rule.converts else given
+        return [each | {REPLICATE, PARTIAL_GRAD} for each in given] if rule is not None and rule.converts else given
 
 
-def _common(choices: Iterable[Choice]) -> dict[Key, Versions]:
+def _common(choices: Iterable[OpChoice]) -> dict[ValueKey, Placements]:
     """In which layouts a parameter can be taken by all operators that take it."""
-    found: dict[Key, Versions] = {}
+    found: dict[ValueKey, Placements] = {}
     for choice in choices:
-        for index, value in enumerate(choice.call.takes):
+        for index, value in enumerate(choice.call.inputs):
             if value.parameter is not None:
-                here = frozenset(way.takes[index] for way in (*choice.ways, *choice.alone))
-                found[key(value)] = found.get(key(value), here) & here
+                here = frozenset(strategy.inputs[index] for strategy in (*choice.strategies, *choice.alone))
+                found[value_key(value)] = found.get(value_key(value), here) & here
     return found
 
 
-def parameters(steps: Iterable[SearchStep]) -> dict[str, Layout]:
+def parameter_placements(steps: Iterable[SearchStep]) -> dict[str, Placement]:
     """How each parameter and buffer lies where these steps are done."""
-    found: dict[str, Layout] = {}
+    found: dict[str, Placement] = {}
     for step in steps:
-        for value, layout in zip(step.call.takes, step.way.takes, strict=True):
+        for value, layout in zip(step.call.inputs, step.strategy.inputs, strict=True):
             if value.parameter is not None:
                 found.setdefault(value.parameter, layout)
     return found

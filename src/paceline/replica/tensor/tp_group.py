@@ -97,7 +97,7 @@ class PartialGrads:
         self._shards = shards
         self._places = [place for place, name in enumerate(layout.parameter_names) if name in names]
 
-    def add_up(self, gradients: list[Tensor]) -> None:
+    def all_reduce_(self, gradients: list[Tensor]) -> None:
         """Let those gradients be the sums over all shards; all of them call it together.
 
         Args:

@@ -9,17 +9,17 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.replica.tensor.base import (
+    Available,
+    Emit,
     GraphEmitter,
-    Offers,
     OpCall,
     OpRule,
     OpStrategy,
-    Write,
-    everyones,
-    offered,
     register,
+    replicated,
+    shards_among,
 )
-from paceline.replica.tensor.placements import SHARED, Layout, Shard
+from paceline.replica.tensor.placements import PARTIAL_GRAD, Placement, Shard
 from paceline.replica.tensor.rules.normalisation import ShardedNorm
 
 aten = torch.ops.aten
@@ -36,24 +36,24 @@ class BatchNorm(OpRule):
     targets: ClassVar = (aten.batch_norm.default, aten.instance_norm.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        x, *others = call.takes
-        for split in offered(offers[0]):
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        x, *others = call.inputs
+        for split in shards_among(available[0]):
             if split.dim == 1 - x.dims:
-                takes: tuple[Layout, ...] = (split, *(split.at(-1) for _ in others))
-                yield OpStrategy(takes, (split,), "channels", share=split.share)
+                inputs: tuple[Placement, ...] = (split, *(split.at(-1) for _ in others))
+                yield OpStrategy(inputs, (split,), "channels", share=split.share)
             elif split.dim > 1 - x.dims and _can_be_summed(call):
-                takes = (split, *map(everyones, others))
+                inputs = (split, *map(replicated, others))
                 if not call.argument(5, "training"):
-                    yield OpStrategy(takes, (split,), "space", share=split.share)
+                    yield OpStrategy(inputs, (split,), "space", share=split.share)
                 else:
-                    write, collectives = _over_space(split), 1 + x.differentiable
-                    yield OpStrategy(takes, (split,), "space", write, split.share, _sent(call), collectives)
+                    emit, collectives = _over_space(split), 1 + x.differentiable
+                    yield OpStrategy(inputs, (split,), "space", emit, split.share, _sent(call), collectives)
 
 
 def _over(call: OpCall) -> tuple[int, ...]:
     """The dims over which the mean is taken."""
-    dims = call.takes[0].dims
+    dims = call.inputs[0].dims
     first = () if call.target is aten.instance_norm.default else (-dims,)
     return (*first, *range(2 - dims, 0))
 
@@ -66,20 +66,20 @@ def _can_be_summed(call: OpCall) -> bool:
 
 def _sent(call: OpCall) -> float:
     """Two numbers a mean gathered by all, and two summed up in backward."""
-    x, shards = call.takes[0], call.shards
+    x, shards = call.inputs[0], call.shards
     of_batch = -x.dims in _over(call)
     number = x.shape[1] * x.dtype.itemsize if of_batch else x.nbytes / prod(x.shape[2:])
     return 2 * (shards - 1) * number + 4 * (shards - 1) / shards * number * x.differentiable
 
 
-def _over_space(split: Shard) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        (made,), momentum, eps = call.gives, call.argument(6, "momentum"), call.argument(7, "eps")
-        across = ShardedNorm(writer.shards, call.node.name, split, _over(call), made.dtype, eps=eps, centred=True)
+def _over_space(split: Shard) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        (made,), momentum, eps = call.outputs, call.argument(6, "momentum"), call.argument(7, "eps")
+        across = ShardedNorm(emitter.shards, call.node.name, split, _over(call), made.dtype, eps=eps, centred=True)
         nodes = [call.argument(0, "input"), *(call.argument(i, "") for i in range(1, 5))]
-        return writer.module(OverSpace(across, momentum), *(each and writer.new(each) for each in nodes))
+        return emitter.module(OverSpace(across, momentum), *(each and emitter.local(each) for each in nodes))
 
-    return write
+    return emit
 
 
 @final
@@ -121,23 +121,23 @@ class GroupNorm(OpRule):
     targets: ClassVar = (aten.group_norm.default,)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        x, *others = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        x, *others = call.inputs
         groups = call.argument(1, "num_groups")
         each = x.shape[1] // groups
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             if split.dim == -x.dims:
-                yield OpStrategy((split, *(SHARED for _ in others)), (split,), "samples", share=split.share)
-            elif split.dim == 1 - x.dims and split.outer == 1 and not any(size % each for size in split.sizes):
-                takes = (split, *(split.at(-1) for _ in others))
-                yield OpStrategy(takes, (split,), "channels", _write(split, each), split.share)
+                yield OpStrategy((split, *(PARTIAL_GRAD for _ in others)), (split,), "samples", share=split.share)
+            elif split.dim == 1 - x.dims and split.blocks == 1 and not any(size % each for size in split.sizes):
+                inputs = (split, *(split.at(-1) for _ in others))
+                yield OpStrategy(inputs, (split,), "channels", _emit(split, each), split.share)
 
 
-def _write(split: Shard, each: int) -> Any:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        return writer.same(call, num_groups=split.sizes[writer.shards.rank] // each)
+def _emit(split: Shard, each: int) -> Any:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        return emitter.same(call, num_groups=split.sizes[emitter.shards.rank] // each)
 
-    return write
+    return emit
 
 
 for _rule in (BatchNorm(), GroupNorm()):

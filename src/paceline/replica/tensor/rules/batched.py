@@ -5,7 +5,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from paceline.replica.tensor.base import Offers, OpCall, OpRule, OpStrategy, everyones, offered, register
+from paceline.replica.tensor.base import Available, OpCall, OpRule, OpStrategy, register, replicated, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Shard
 
 aten = torch.ops.aten
@@ -15,7 +15,7 @@ def _named(place: int, name: str, default: Any = None) -> Callable[[OpCall], set
     """The dims that an argument names; all, where it names none."""
 
     def mixed(call: OpCall) -> set[int]:
-        dims, asked = call.takes[0].dims, call.argument(place, name, default)
+        dims, asked = call.inputs[0].dims, call.argument(place, name, default)
         listed = asked if isinstance(asked, (list, tuple)) else [asked]
         return {dim % dims for dim in listed} if listed and None not in listed else set(range(dims))
 
@@ -23,7 +23,7 @@ def _named(place: int, name: str, default: Any = None) -> Callable[[OpCall], set
 
 
 def _last_two(call: OpCall) -> set[int]:
-    return {call.takes[0].dims - 2, call.takes[0].dims - 1}
+    return {call.inputs[0].dims - 2, call.inputs[0].dims - 1}
 
 
 _LINEAR: Mapping[Any, Callable[[OpCall], set[int]]] = {
@@ -50,14 +50,14 @@ class Apart(OpRule):
     targets: ClassVar = (*_LINEAR, *_OTHERS)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        if len(call.takes) != 1:  # a number that is a tensor is among its arguments
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        if len(call.inputs) != 1:  # a number that is a tensor is among its arguments
             return
         mixed = (_LINEAR.get(call.target) or _OTHERS[call.target])(call)
-        for split in offered(offers[0]):
-            if split.dim % call.takes[0].dims not in mixed:
-                yield OpStrategy((split,), tuple(split for _ in call.gives), share=split.share)
-        if PARTIAL in offers[0] and call.target in _LINEAR:
+        for split in shards_among(available[0]):
+            if split.dim % call.inputs[0].dims not in mixed:
+                yield OpStrategy((split,), tuple(split for _ in call.outputs), share=split.share)
+        if PARTIAL in available[0] and call.target in _LINEAR:
             yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
@@ -68,13 +68,13 @@ class Repeat(OpRule):
     targets: ClassVar = (aten.repeat.default,)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        times = call.argument(1, "repeats")[call.gives[0].dims - call.takes[0].dims :]
-        for split in offered(offers[0]):
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        times = call.argument(1, "repeats")[call.outputs[0].dims - call.inputs[0].dims :]
+        for split in shards_among(available[0]):
             again = times[split.dim]
             if isinstance(again, int):
-                yield OpStrategy((split,), (Shard(split.dim, split.sizes, split.outer * again),), share=split.share)
-        if PARTIAL in offers[0]:
+                yield OpStrategy((split,), (Shard(split.dim, split.sizes, split.blocks * again),), share=split.share)
+        if PARTIAL in available[0]:
             yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
@@ -85,15 +85,15 @@ class Stack(OpRule):
     targets: ClassVar = (aten.stack.default,)
     converts, repeats = False, True
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (made,) = call.gives
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (made,) = call.outputs
         dim = call.argument(1, "dim", 0) % made.dims
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
             where = split.dim % (made.dims - 1)
             stacked = split.at(where + (dim <= where) - made.dims)
-            yield OpStrategy(tuple(split for _ in call.takes), (stacked,), share=split.share)
-        if all(PARTIAL in each for each in offers):
-            yield OpStrategy(tuple(PARTIAL for _ in call.takes), (PARTIAL,))
+            yield OpStrategy(tuple(split for _ in call.inputs), (stacked,), share=split.share)
+        if all(PARTIAL in each for each in available):
+            yield OpStrategy(tuple(PARTIAL for _ in call.inputs), (PARTIAL,))
 
 
 @final
@@ -102,23 +102,23 @@ class Picked(OpRule):
 
     targets: ClassVar = (aten.index_select.default, aten.index.Tensor)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        value, *indices = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        value, *indices = call.inputs
         if any(index.differentiable or not _counts(index.dtype) for index in indices):
             return
         first, last = _picked(call)
         if first > last:
             return
-        for split in dict.fromkeys((*offered(offers[0]), *_columns(call, last + 1))):
+        for split in dict.fromkeys((*shards_among(available[0]), *_columns(call, last + 1))):
             where = split.dim % value.dims
             if first <= where <= last or (value.parameter and where < first):
                 continue
-            made = split.at(where - call.gives[0].dims) if where < first else split
+            made = split.at(where - call.outputs[0].dims) if where < first else split
             yield OpStrategy(
-                (split, *map(everyones, indices)), (made,), "column" * bool(value.parameter), share=split.share
+                (split, *map(replicated, indices)), (made,), "column" * bool(value.parameter), share=split.share
             )
-        if PARTIAL in offers[0]:
-            yield OpStrategy((PARTIAL, *map(everyones, indices)), (PARTIAL,))
+        if PARTIAL in available[0]:
+            yield OpStrategy((PARTIAL, *map(replicated, indices)), (PARTIAL,))
 
 
 def _counts(dtype: torch.dtype) -> bool:
@@ -128,7 +128,7 @@ def _counts(dtype: torch.dtype) -> bool:
 def _picked(call: OpCall) -> tuple[int, int]:
     """First and last of the dims that indices replace; they lie side by side, or it is an empty range."""
     if call.target is aten.index_select.default:
-        dim = call.argument(1, "dim") % call.takes[0].dims
+        dim = call.argument(1, "dim") % call.inputs[0].dims
         return dim, dim
     places = [place for place, index in enumerate(call.argument(1, "indices")) if index is not None]
     beside = places and places[-1] - places[0] == len(places) - 1
@@ -136,10 +136,10 @@ def _picked(call: OpCall) -> tuple[int, int]:
 
 
 def _columns(call: OpCall, first: int) -> Iterator[Shard]:
-    value = call.takes[0]
+    value = call.inputs[0]
     if value.parameter is not None:
         for dim in range(first, value.dims):
-            yield from call.splits(value.shape[dim], dim - value.dims)
+            yield from call.shardings(value.shape[dim], dim - value.dims)
 
 
 @final
@@ -148,15 +148,15 @@ class Gathered(OpRule):
 
     targets: ClassVar = (aten.gather.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        value, index = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        value, index = call.inputs
         dim = call.argument(1, "dim") % max(value.dims, 1)
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
             alike = split.length == value.shape[split.dim] == index.shape[split.dim]
             if alike and split.dim % value.dims != dim:
                 yield OpStrategy((split, split), (split,), share=split.share)
-        if PARTIAL in offers[0]:
-            yield OpStrategy((PARTIAL, everyones(index)), (PARTIAL,))
+        if PARTIAL in available[0]:
+            yield OpStrategy((PARTIAL, replicated(index)), (PARTIAL,))
 
 
 @final
@@ -165,12 +165,12 @@ class PReLU(OpRule):
 
     targets: ClassVar = (aten.prelu.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        x, weight = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        x, weight = call.inputs
         channels = min(1, x.dims - 1) - x.dims
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             own = split.dim == channels and torch.Size(weight.shape).numel() > 1
-            yield OpStrategy((split, split.at(-1) if own else everyones(weight)), (split,), share=split.share)
+            yield OpStrategy((split, split.at(-1) if own else replicated(weight)), (split,), share=split.share)
 
 
 for _rule in (Apart(), Repeat(), Stack(), Picked(), Gathered(), PReLU()):

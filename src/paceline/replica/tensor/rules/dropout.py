@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
-from paceline.replica.tensor.placements import PARTIAL, Shard, order
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.placements import PARTIAL, Shard, memory_order
 
 
-def dropped(part: Tensor, p: float, split: Shard, shard: int) -> Tensor:
+def drop_part(part: Tensor, p: float, split: Shard, shard: int) -> Tensor:
     """Dropout of a shard's part, as one process would drop the whole tensor.
 
     Args:
@@ -25,8 +25,8 @@ def dropped(part: Tensor, p: float, split: Shard, shard: int) -> Tensor:
     """
     dim = split.dim
     shape = list(part.shape)
-    shape[dim] = shape[dim] // split.sizes[shard] * split.block
-    noise = torch.empty_permuted(shape, order(part), dtype=part.dtype, device=part.device)
+    shape[dim] = shape[dim] // split.sizes[shard] * split.block_size
+    noise = torch.empty_permuted(shape, memory_order(part), dtype=part.dtype, device=part.device)
     noise.bernoulli_(1 - p).div_(1 - p)
     return part * split.take(noise, shard)
 
@@ -41,21 +41,23 @@ class Dropout(OpRule):
     targets: ClassVar = (aten.dropout.default, aten.dropout_.default, aten.native_dropout.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        if len(call.gives) != 1:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        if len(call.outputs) != 1:
             return
         trained = call.argument(2, "train", True) and 0 < call.argument(1, "p", 0.5) < 1
-        for split in offered(offers[0]):
-            yield OpStrategy((split,), (split,), write=_part(split) if trained else None, share=split.share)
-        if PARTIAL in offers[0]:
+        for split in shards_among(available[0]):
+            yield OpStrategy((split,), (split,), emit=_part(split) if trained else None, share=split.share)
+        if PARTIAL in available[0]:
             yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
 def _part(split: Shard) -> Any:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        return writer.module(Dropping(call.argument(1, "p"), split, writer.shards.rank), writer.new(call.takes[0].node))
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        return emitter.module(
+            Dropping(call.argument(1, "p"), split, emitter.shards.rank), emitter.local(call.inputs[0].node)
+        )
 
-    return write
+    return emit
 
 
 @final
@@ -74,7 +76,7 @@ class Dropping(nn.Module):
 
     def forward(self, part: Tensor) -> Tensor:
         """The part, with the same elements dropped as in the whole."""
-        return dropped(part, self._p, self._split, self._shard)
+        return drop_part(part, self._p, self._split, self._shard)
 
 
 register(Dropout())

@@ -7,8 +7,8 @@ from typing import ClassVar, NamedTuple, final
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Offers, OpCall, OpRule, OpStrategy, everyones, offered, register
-from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
+from paceline.replica.tensor.base import Available, OpCall, OpRule, OpStrategy, register, replicated, shards_among
+from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 aten = torch.ops.aten
 
@@ -29,23 +29,23 @@ class Einsum(OpRule):
 
     targets: ClassVar = (aten.einsum.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         letters = _letters(call)
         if letters is None:
             return
-        for letter, split in dict.fromkeys(_divisible(call, offers, letters)):
-            takes = [_part(own, letter, split) for own in letters.given]
+        for letter, split in dict.fromkeys(_divisible(call, available, letters)):
+            inputs = [_part(own, letter, split) for own in letters.given]
             alike = all(
                 layout is None or value.shape[layout.dim] == split.length
-                for value, layout in zip(call.takes, takes, strict=True)
+                for value, layout in zip(call.inputs, inputs, strict=True)
             )
             if alike:
-                filled = (layout or everyones(value) for layout, value in zip(takes, call.takes, strict=True))
-                made: Layout = _part(letters.made, letter, split) or PARTIAL
-                yield OpStrategy(tuple(filled), (made,), _name(call, takes, made), share=split.share)
-        for place, each in enumerate(offers):
+                filled = (layout or replicated(value) for layout, value in zip(inputs, call.inputs, strict=True))
+                made: Placement = _part(letters.made, letter, split) or PARTIAL
+                yield OpStrategy(tuple(filled), (made,), _name(call, inputs, made), share=split.share)
+        for place, each in enumerate(available):
             if PARTIAL in each:
-                others = (everyones(value) for value in call.takes)
+                others = (replicated(value) for value in call.inputs)
                 yield OpStrategy(tuple(PARTIAL if i == place else other for i, other in enumerate(others)), (PARTIAL,))
 
 
@@ -56,33 +56,33 @@ def _letters(call: OpCall) -> _Letters | None:
     each = before.split(",")
     if not arrow:
         made = "..." * ("..." in before) + "".join(sorted(x for x in set(before) - {*",."} if before.count(x) == 1))
-    if len(each) != len(call.takes) or not all(isinstance(node, Node) for node in given):
+    if len(each) != len(call.inputs) or not all(isinstance(node, Node) for node in given):
         return None
     spare = "".join(letter for letter in ascii_letters if letter not in equation)
-    counts = [value.dims - len(own.replace("...", "")) for own, value in zip(each, call.takes, strict=True)]
+    counts = [value.dims - len(own.replace("...", "")) for own, value in zip(each, call.inputs, strict=True)]
     full = tuple(own.replace("...", spare[:count][::-1]) for own, count in zip(each, counts, strict=True))
     if any(len(set(own)) != len(own) for own in full):
         return None
-    return _Letters(full, made.replace("...", spare[: call.gives[0].dims - len(made.replace("...", ""))][::-1]))
+    return _Letters(full, made.replace("...", spare[: call.outputs[0].dims - len(made.replace("...", ""))][::-1]))
 
 
-def _divisible(call: OpCall, offers: Offers, letters: _Letters) -> Iterator[tuple[str, Shard]]:
+def _divisible(call: OpCall, available: Available, letters: _Letters) -> Iterator[tuple[str, Shard]]:
     """Each letter and how it may be divided; the dim that the split has says nothing."""
-    for value, own, each in zip(call.takes, letters.given, offers, strict=True):
-        for split in offered(each):
+    for value, own, each in zip(call.inputs, letters.given, available, strict=True):
+        for split in shards_among(each):
             yield own[split.dim], split.at(-1)
         if value.parameter is not None:
             for letter, length in zip(own, value.shape, strict=True):
-                yield from ((letter, split) for split in call.splits(length, -1))
+                yield from ((letter, split) for split in call.shardings(length, -1))
 
 
 def _part(own: str, letter: str, split: Shard) -> Shard | None:
     return split.at(own.index(letter) - len(own)) if letter in own else None
 
 
-def _name(call: OpCall, takes: list[Shard | None], made: Layout) -> str:
+def _name(call: OpCall, inputs: list[Shard | None], made: Placement) -> str:
     """As of a linear layer, where a parameter is divided."""
-    if not any(value.parameter and layout for value, layout in zip(call.takes, takes, strict=True)):
+    if not any(value.parameter and layout for value, layout in zip(call.inputs, inputs, strict=True)):
         return ""
     return "row" if made == PARTIAL else "column"
 

@@ -8,23 +8,32 @@ from typing import ClassVar, final
 
 import torch
 
-from paceline.replica.tensor.base import Offers, OpCall, OpRule, OpStrategy, everyones, forms, offered, register
-from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
+from paceline.replica.tensor.base import (
+    Available,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    functional_overloads,
+    register,
+    replicated,
+    shards_among,
+)
+from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 aten = torch.ops.aten
 
 
-def along(call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
+def inputs_along(call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
     """How each tensor lies where the result lies so; None: one has another length there.
 
     A tensor that is broadcast along the dim is everyone's.
     """
-    found: list[Layout] = []
-    for value in call.takes:
+    found: list[Placement] = []
+    for value in call.inputs:
         length = value.shape[split.dim] if -split.dim <= value.dims else 1
         if length not in (1, split.length):
             return None
-        found.append(split if length == split.length else everyones(value))
+        found.append(split if length == split.length else replicated(value))
     return tuple(found)
 
 
@@ -48,36 +57,36 @@ class Elementwise(OpRule):
     """y = f(x, ...) element by element: S_p is whatever part the tensors are divided into."""
 
     repeats = True
-    targets: ClassVar = tuple(forms(_NAMES))
+    targets: ClassVar = tuple(functional_overloads(_NAMES))
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        if len(call.gives) != 1:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        if len(call.outputs) != 1:
             return
-        (made,) = call.gives
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+        (made,) = call.outputs
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
             if -split.dim > made.dims or made.shape[split.dim] != split.length:
                 continue
-            takes = along(call, split)
-            if takes is not None:
-                yield OpStrategy(takes, (split,), share=split.share)
-        yield from _of_terms(call, offers)
+            inputs = inputs_along(call, split)
+            if inputs is not None:
+                yield OpStrategy(inputs, (split,), share=split.share)
+        yield from _of_terms(call, available)
 
 
-def _of_terms(call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
+def _of_terms(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """What a sum of terms may go through before it is summed up: sums, and products with what everyone has."""
     if call.repeats:  # a square of a sum is not the sum of squares
         return
-    partial = [PARTIAL in each for each in offers]
-    if call.target in _SUMS and len(call.takes) == 2 and all(v.shape == call.gives[0].shape for v in call.takes):
+    partial = [PARTIAL in each for each in available]
+    if call.target in _SUMS and len(call.inputs) == 2 and all(v.shape == call.outputs[0].shape for v in call.inputs):
         if any(partial):
             yield OpStrategy((PARTIAL, PARTIAL), (PARTIAL,))
     elif call.target in _PRODUCTS and sum(partial) == 1:
         if call.target in _QUOTIENTS and not partial[0]:
             return
-        everyone = (PARTIAL if terms else everyones(v) for terms, v in zip(partial, call.takes, strict=True))
+        everyone = (PARTIAL if terms else replicated(v) for terms, v in zip(partial, call.inputs, strict=True))
         yield OpStrategy(tuple(everyone), (PARTIAL,))
-    elif call.target in _LINEAR and partial[0] and len(call.takes) == 1:
+    elif call.target in _LINEAR and partial[0] and len(call.inputs) == 1:
         yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
@@ -96,14 +105,14 @@ class Broadcast(OpRule):
     targets: ClassVar = (aten.broadcast_tensors.default,)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        made = call.gives[0]
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        made = call.outputs[0]
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
             if -split.dim > made.dims or made.shape[split.dim] != split.length:
                 continue
-            takes = along(call, split)
-            if takes is not None and split in takes:
-                yield OpStrategy(takes, tuple(split for _ in call.gives), share=split.share)
+            inputs = inputs_along(call, split)
+            if inputs is not None and split in inputs:
+                yield OpStrategy(inputs, tuple(split for _ in call.outputs), share=split.share)
 
 
 register(Broadcast())

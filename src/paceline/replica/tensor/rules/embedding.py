@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
-from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED, Shard
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, Shard
 
 aten = torch.ops.aten
 
@@ -24,28 +24,28 @@ class Embedding(OpRule):
 
     targets: ClassVar = (aten.embedding.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        weight = call.takes[0]
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        weight = call.inputs[0]
         if call.argument(3, "scale_grad_by_freq", False):  # a shard would have to count for all
             return
-        for columns in call.splits(weight.shape[1], -1):
+        for columns in call.shardings(weight.shape[1], -1):
             yield OpStrategy((columns, REPLICATE), (columns,), "column", share=columns.share)
-        for rows in call.splits(weight.shape[0], -2):
-            if rows.outer == 1:
+        for rows in call.shardings(weight.shape[0], -2):
+            if rows.blocks == 1:
                 yield OpStrategy((rows, REPLICATE), (PARTIAL,), "row", _rows(rows), share=rows.share)
-        for split in offered(offers[-1]):
-            yield OpStrategy((SHARED, split), (split.at(split.dim - 1),), "samples", share=split.share)
+        for split in shards_among(available[-1]):
+            yield OpStrategy((PARTIAL_GRAD, split), (split.at(split.dim - 1),), "samples", share=split.share)
 
 
 def _rows(split: Shard) -> Any:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        mine = Rows(split.starts()[writer.shards.rank], split.sizes[writer.shards.rank])
-        weight, indices = call.takes
-        return writer.module(
-            mine, writer.new(weight.node), writer.new(indices.node), call.argument(2, "padding_idx", -1)
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        mine = Rows(split.offsets[emitter.shards.rank], split.sizes[emitter.shards.rank])
+        weight, indices = call.inputs
+        return emitter.module(
+            mine, emitter.local(weight.node), emitter.local(indices.node), call.argument(2, "padding_idx", -1)
         )
 
-    return write
+    return emit
 
 
 @final

@@ -6,32 +6,32 @@ from typing import ClassVar, final
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, offered, register
-from paceline.replica.tensor.placements import PARTIAL, SHARED, Layout, OnRank, Shard
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, OnRank, Placement, Shard
 
 aten = torch.ops.aten
 
-FIRST = OnRank(0)
+BIAS_RANK = OnRank(0)
 """A bias that is added once, by shard 0."""
 
 
-def summable(call: OpCall, bias: int) -> bool:
+def can_be_summed(call: OpCall, bias: int) -> bool:
     """Whether all shards' terms have a gradient, or none; not so where only the bias has one: shard 0 alone would send.
 
     Args:
         call: an operator with a bias.
         bias: its place among the tensors that the operator takes.
     """
-    others = (value.differentiable for place, value in enumerate(call.takes) if place != bias)
-    return any(others) or not any(value.differentiable for value in call.takes)
+    others = (value.differentiable for place, value in enumerate(call.inputs) if place != bias)
+    return any(others) or not any(value.differentiable for value in call.inputs)
 
 
-def inputs(call: OpCall, offers: Iterable[Layout], length: int, dim: int = -1) -> Iterator[Shard]:
+def contracted_shardings(call: OpCall, available: Iterable[Placement], length: int, dim: int = -1) -> Iterator[Shard]:
     """How the dim of x that is summed over may be divided: evenly, or as x is there, in blocks of tensors put together
     say.
     """
-    there = (split for split in offered(offers) if split.dim == dim and split.length == length)
-    yield from dict.fromkeys((*call.splits(length, dim), *there))
+    there = (split for split in shards_among(available) if split.dim == dim and split.length == length)
+    yield from dict.fromkeys((*call.shardings(length, dim), *there))
 
 
 @final
@@ -45,20 +45,22 @@ class Linear(OpRule):
 
     targets: ClassVar = (aten.linear.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        _, weight, *bias = call.takes
-        for rows in call.splits(weight.shape[0], -2):
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        _, weight, *bias = call.inputs
+        for rows in call.shardings(weight.shape[0], -2):
             made = rows.at(-1)
-            yield OpStrategy((SHARED, rows, *(made for _ in bias)), (made,), "column", share=made.share)
-        for columns in inputs(call, offers[0], weight.shape[1]) if summable(call, 2) else ():
-            yield OpStrategy((columns, columns, *(FIRST for _ in bias)), (PARTIAL,), "row", _row, columns.share)
-        for split in offered(offers[0]):
+            yield OpStrategy((PARTIAL_GRAD, rows, *(made for _ in bias)), (made,), "column", share=made.share)
+        for columns in contracted_shardings(call, available[0], weight.shape[1]) if can_be_summed(call, 2) else ():
+            yield OpStrategy((columns, columns, *(BIAS_RANK for _ in bias)), (PARTIAL,), "row", _row, columns.share)
+        for split in shards_among(available[0]):
             if split.dim < -1:
-                yield OpStrategy((split, SHARED, *(SHARED for _ in bias)), (split,), "samples", share=split.share)
+                yield OpStrategy(
+                    (split, PARTIAL_GRAD, *(PARTIAL_GRAD for _ in bias)), (split,), "samples", share=split.share
+                )
 
 
-def _row(write: GraphEmitter, call: OpCall) -> Node:
-    return write.same(call) if write.shards.rank == FIRST.shard else write.same(call, bias=None)
+def _row(emitter: GraphEmitter, call: OpCall) -> Node:
+    return emitter.same(call) if emitter.shards.rank == BIAS_RANK.shard else emitter.same(call, bias=None)
 
 
 @final
@@ -67,25 +69,25 @@ class Addmm(OpRule):
 
     targets: ClassVar = (aten.addmm.default,)
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        bias, _, weight = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        bias, _, weight = call.inputs
         if bias.dims != 1 or any(call.argument(i, n, 1) != 1 for i, n in ((3, "beta"), (4, "alpha"))):
             return
-        for columns in call.splits(weight.shape[1], -1):
-            yield OpStrategy((columns, SHARED, columns), (columns,), "column", share=columns.share)
-        for columns in inputs(call, offers[1], weight.shape[0]) if summable(call, 0) else ():
+        for columns in call.shardings(weight.shape[1], -1):
+            yield OpStrategy((columns, PARTIAL_GRAD, columns), (columns,), "column", share=columns.share)
+        for columns in contracted_shardings(call, available[1], weight.shape[0]) if can_be_summed(call, 0) else ():
             rows = columns.at(-2)
-            yield OpStrategy((FIRST, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
-        for split in offered(offers[1]):
+            yield OpStrategy((BIAS_RANK, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
+        for split in shards_among(available[1]):
             if split.dim < -1:
-                yield OpStrategy((SHARED, split, SHARED), (split,), "samples", share=split.share)
+                yield OpStrategy((PARTIAL_GRAD, split, PARTIAL_GRAD), (split,), "samples", share=split.share)
 
 
-def _row_of_addmm(write: GraphEmitter, call: OpCall) -> Node:
-    if write.shards.rank == FIRST.shard:
-        return write.same(call)
-    _, x, weight = call.takes
-    return write.call(aten.mm.default, write.new(x.node), write.new(weight.node))
+def _row_of_addmm(emitter: GraphEmitter, call: OpCall) -> Node:
+    if emitter.shards.rank == BIAS_RANK.shard:
+        return emitter.same(call)
+    _, x, weight = call.inputs
+    return emitter.call(aten.mm.default, emitter.local(x.node), emitter.local(weight.node))
 
 
 register(Linear())

@@ -7,9 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
-from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Layout, Shard
-from paceline.replica.tensor.rules.elementwise import along
+from paceline.replica.tensor.base import (
+    Available,
+    Emit,
+    GraphEmitter,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    register,
+    shards_among,
+)
+from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
+from paceline.replica.tensor.rules.elementwise import inputs_along
 from paceline.replica.tensor.rules.softmax import ShardedSoftmax
 
 aten = torch.ops.aten
@@ -30,44 +39,44 @@ class CrossEntropy(OpRule):
     targets: ClassVar = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        logits, *others = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        logits, *others = call.inputs
         if any(value.differentiable for value in others[1:]):
             return
         dim = min(1 - logits.dims, -1)
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             if split.dim == dim and len(others) == 1 + (call.argument(2, "weight") is not None):
-                target: Layout = split if others[0].dtype.is_floating_point else REPLICATE
-                takes = (split, target, *(REPLICATE for _ in others[1:]))
-                sums, sent = _across(call, split)
-                yield OpStrategy(takes, (PARTIAL,), "classes", _write(split), split.share, sent, sums)
+                target: Placement = split if others[0].dtype.is_floating_point else REPLICATE
+                inputs = (split, target, *(REPLICATE for _ in others[1:]))
+                sums, sent_bytes = _across(call, split)
+                yield OpStrategy(inputs, (PARTIAL,), "classes", _emit(split), split.share, sent_bytes, sums)
 
 
 def _across(call: OpCall, split: Shard) -> tuple[int, float]:
     """Collectives and bytes of the softmax over all classes."""
     if call.target is aten.nll_loss_nd.default:
         return 0, 0.0
-    (logits, *_), k = call.takes, call.shards
+    (logits, *_), k = call.inputs, call.shards
     sums = 2 + logits.differentiable
     return sums, sums * 2 * (k - 1) / k * logits.nbytes / split.length
 
 
-def _write(split: Shard) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        logits, *others = (writer.new(value.node) for value in call.takes)
+def _emit(split: Shard) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        logits, *others = (emitter.local(value.node) for value in call.inputs)
         smoothing = call.argument(5, "label_smoothing", 0.0)
         if call.target is aten.cross_entropy_loss.default:
-            dtype = torch.promote_types(call.gives[0].dtype, torch.float32)
-            logits = writer.module(
-                ShardedSoftmax(writer.shards, call.node.name, split.dim, dtype, logarithm=True), logits
+            dtype = torch.promote_types(call.outputs[0].dtype, torch.float32)
+            logits = emitter.module(
+                ShardedSoftmax(emitter.shards, call.node.name, split.dim, dtype, logarithm=True), logits
             )
         loss = OverClasses(
-            split, writer.shards.rank, call.argument(3, "reduction", _MEAN), call.argument(4, "ignore_index", -100),
-            smoothing, call.gives[0].dtype,
+            split, emitter.shards.rank, call.argument(3, "reduction", _MEAN), call.argument(4, "ignore_index", -100),
+            smoothing, call.outputs[0].dtype,
         )  # fmt: skip
-        return writer.module(loss, logits, *others)
+        return emitter.module(loss, logits, *others)
 
-    return write
+    return emit
 
 
 @final
@@ -156,19 +165,19 @@ class OverElements(OpRule):
     )  # fmt: skip
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        if len({value.shape for value in call.takes[:2]}) != 1:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        if len({value.shape for value in call.inputs[:2]}) != 1:
             return
         reduction = _reduction(call)
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
-            takes = along(call, split) if -split.dim <= call.takes[0].dims else None
-            if takes is None or takes[0] != split:
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
+            inputs = inputs_along(call, split) if -split.dim <= call.inputs[0].dims else None
+            if inputs is None or inputs[0] != split:
                 continue
             if reduction == _NONE:
-                yield OpStrategy(takes, (split,), share=split.share)
+                yield OpStrategy(inputs, (split,), share=split.share)
             else:
-                write = _mean(split) if reduction == _MEAN else None
-                yield OpStrategy(takes, (PARTIAL,), write=write, share=split.share)
+                emit = _mean(split) if reduction == _MEAN else None
+                yield OpStrategy(inputs, (PARTIAL,), emit=emit, share=split.share)
 
 
 def _reduction(call: OpCall) -> int:
@@ -177,12 +186,12 @@ def _reduction(call: OpCall) -> int:
     return reduction
 
 
-def _mean(split: Shard) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        share = split.sizes[writer.shards.rank] / split.block
-        return writer.call(aten.mul.Tensor, writer.same(call), share)
+def _mean(split: Shard) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        share = split.sizes[emitter.shards.rank] / split.block_size
+        return emitter.call(aten.mul.Tensor, emitter.same(call), share)
 
-    return write
+    return emit
 
 
 for _rule in (CrossEntropy(), OverElements()):

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.replica.tensor.base import (
+    Available,
+    Emit,
     GraphEmitter,
-    Offers,
     OpCall,
     OpRule,
     OpStrategy,
-    Write,
-    everyones,
-    offered,
     register,
+    replicated,
+    shards_among,
 )
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.tp_group import TPCollectives
@@ -37,17 +37,17 @@ class LayerNorm(OpRule):
     targets: ClassVar = (aten.layer_norm.default, aten.rms_norm.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        x, *others = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        x, *others = call.inputs
         normalised = len(call.argument(1, "normalized_shape"))
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             if -split.dim > normalised:
-                takes = (split, *map(everyones, others))
-                yield OpStrategy(takes, (split,), "samples", share=split.share)
+                inputs = (split, *map(replicated, others))
+                yield OpStrategy(inputs, (split,), "samples", share=split.share)
             elif x.node not in [value.node for value in others]:
-                takes, write = tuple(split for _ in call.takes), _write(split, normalised)
+                inputs, emit = tuple(split for _ in call.inputs), _emit(split, normalised)
                 yield OpStrategy(
-                    takes, (split,), "channels", write, split.share, _sent(call, normalised), _collectives(call)
+                    inputs, (split,), "channels", emit, split.share, _sent(call, normalised), _collectives(call)
                 )
 
 
@@ -56,12 +56,12 @@ def _centred(call: OpCall) -> bool:
 
 
 def _collectives(call: OpCall) -> int:
-    return 1 + call.takes[0].differentiable
+    return 1 + call.inputs[0].differentiable
 
 
 def _sent(call: OpCall, normalised: int) -> float:
     """Two numbers a row gathered by all and two summed up in backward; without a mean, one summed up both times."""
-    x, shards = call.takes[0], call.shards
+    x, shards = call.inputs[0], call.shards
     number = x.nbytes / prod(x.shape[x.dims - normalised :])
     summed = 2 * (shards - 1) / shards * number
     if _centred(call):
@@ -69,19 +69,19 @@ def _sent(call: OpCall, normalised: int) -> float:
     return summed * _collectives(call)
 
 
-def _write(split: Shard, normalised: int) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        x, (made,) = call.takes[0], call.gives
+def _emit(split: Shard, normalised: int) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        x, (made,) = call.inputs[0], call.outputs
         weight, bias = call.argument(2, "weight"), call.argument(3, "bias") if _centred(call) else None
         default = 1e-5 if _centred(call) else None
         eps = call.argument(4 if _centred(call) else 3, "eps", default)
         module = ShardedNorm(
-            writer.shards, call.node.name, split, tuple(range(-normalised, 0)), made.dtype,
+            emitter.shards, call.node.name, split, tuple(range(-normalised, 0)), made.dtype,
             eps=torch.finfo(_wide(x.dtype)).eps if eps is None else eps, centred=_centred(call),
         )  # fmt: skip
-        return writer.module(module, *(each and writer.new(each) for each in (x.node, weight, bias)))
+        return emitter.module(module, *(each and emitter.local(each) for each in (x.node, weight, bias)))
 
-    return write
+    return emit
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -135,14 +135,14 @@ class ShardedNorm(nn.Module):
 
     def count(self, part: Tensor) -> int:
         """Elements of a row, on all shards."""
-        return prod(part.shape[dim] for dim in self.dims) // self.split.sizes[self.shards.rank] * self.split.block
+        return prod(part.shape[dim] for dim in self.dims) // self.split.sizes[self.shards.rank] * self.split.block_size
 
     def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and mean square deviation of each row, of the shards' own ones (Chan, Golub and LeVeque 1983)."""
         mean = x.mean(self.dims, keepdim=True)
         mine = torch.stack([mean, (x - mean).square().mean(self.dims, keepdim=True)])
         each = self.shards.all_gather(mine, [mine.shape] * self.shards.count, f"the moments of {self.name}")
-        shares = [size / self.split.block for size in self.split.sizes]
+        shares = [size / self.split.block_size for size in self.split.sizes]
         mean = sum((share * own for share, (own, _) in zip(shares, each, strict=True)), torch.zeros_like(mean))
         apart = [
             share * (own_square + (own - mean).square()) for share, (own, own_square) in zip(shares, each, strict=True)
@@ -151,7 +151,7 @@ class ShardedNorm(nn.Module):
 
     def means(self, x: Tensor, what: str) -> Tensor:
         """Of each row, over all shards; leading dims beside those of the rows stay."""
-        share = self.split.sizes[self.shards.rank] / self.split.block
+        share = self.split.sizes[self.shards.rank] / self.split.block_size
         return self.shards.all_reduce(x.mean(self.dims, keepdim=True) * share, f"{what} of {self.name}")
 
     def extra_repr(self) -> str:

@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from paceline.replica.tensor.base import (
+    Available,
+    Emit,
     GraphEmitter,
-    Offers,
     OpCall,
     OpRule,
     OpStrategy,
-    Write,
-    forms,
-    offered,
+    functional_overloads,
     register,
+    shards_among,
 )
-from paceline.replica.tensor.halo import Halo, Reach, WindowOps, expanded
+from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, per_dim
 from paceline.replica.tensor.placements import PARTIAL, Shard
-from paceline.replica.tensor.rules.spatial import kept, way
+from paceline.replica.tensor.rules.spatial import reaches_kept, spatial_strategy
 
 aten = torch.ops.aten
 
@@ -42,24 +42,24 @@ class Pooling(OpRule):
     back. Of a mean over all rows each shard has a term.
     """
 
-    targets: ClassVar = tuple(forms(_NAMES))
+    targets: ClassVar = tuple(functional_overloads(_NAMES))
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        before = call.takes[0].shape
-        for split in offered(offers[0]):
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        before = call.inputs[0].shape
+        for split in shards_among(available[0]):
             # A dim is passed over where everything from it on to the front keeps its length; the last ones may not.
-            untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.gives)
+            untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.outputs)
             if untouched and -split.dim > _spatial(call):
-                yield OpStrategy((split,), tuple(split for _ in call.gives), share=split.share)
+                yield OpStrategy((split,), tuple(split for _ in call.outputs), share=split.share)
         if _name(call).startswith("adaptive_avg_pool"):
-            for split in offered(offers[0]):
-                if -split.dim <= _spatial(call) and call.gives[0].shape[split.dim] == 1:
-                    yield OpStrategy((split,), (PARTIAL,), write=_term(split), share=split.share)
+            for split in shards_among(available[0]):
+                if -split.dim <= _spatial(call) and call.outputs[0].shape[split.dim] == 1:
+                    yield OpStrategy((split,), (PARTIAL,), emit=_term(split), share=split.share)
         elif _name(call) in _MAXIMA + _MEANS:
             windows = _windows(call)
-            for reach in kept(call, offers, windows):
-                yield way(call, reach, _seen(reach, windows))
+            for reach in reaches_kept(call, available, windows):
+                yield spatial_strategy(call, reach, _seen(reach, windows))
 
 
 _MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
@@ -75,54 +75,54 @@ def _spatial(call: OpCall) -> int:
     name = _name(call)
     if "pad" in name:
         pads = call.argument(1, "pad")
-        return len(pads) // 2 if isinstance(pads, (list, tuple)) else call.takes[0].dims
+        return len(pads) // 2 if isinstance(pads, (list, tuple)) else call.inputs[0].dims
     if "shuffle" in name:
         return 3
     return int(next(c for c in name if c.isdigit()))
 
 
-def _term(split: Shard) -> Write:
+def _term(split: Shard) -> Emit:
     """The mean over a part, weighed by how much of the whole it is."""
 
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        return writer.call(aten.mul.Tensor, writer.same(call), split.sizes[writer.shards.rank] / split.block)
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        return emitter.call(aten.mul.Tensor, emitter.same(call), split.sizes[emitter.shards.rank] / split.block_size)
 
-    return write
+    return emit
 
 
-def _windows(call: OpCall) -> list[WindowOps]:
+def _windows(call: OpCall) -> list[SlidingWindow]:
     """Of each spatial dim."""
     dims = _spatial(call)
-    sizes = expanded(call.argument(1, "kernel_size"), dims)
-    strides = expanded(call.argument(2, "stride", ()) or sizes, dims)
-    padding = expanded(call.argument(3, "padding", 0), dims)
-    dilations = expanded(call.argument(4, "dilation", 1) if _name(call) in _MAXIMA else 1, dims)
-    return [WindowOps(*each) for each in zip(sizes, strides, padding, dilations, strict=True)]
+    sizes = per_dim(call.argument(1, "kernel_size"), dims)
+    strides = per_dim(call.argument(2, "stride", ()) or sizes, dims)
+    padding = per_dim(call.argument(3, "padding", 0), dims)
+    dilations = per_dim(call.argument(4, "dilation", 1) if _name(call) in _MAXIMA else 1, dims)
+    return [SlidingWindow(*each) for each in zip(sizes, strides, padding, dilations, strict=True)]
 
 
-def _seen(reach: Reach, windows: Sequence[WindowOps]) -> Write:
+def _seen(reach: HaloReach, windows: Sequence[SlidingWindow]) -> Emit:
     """On the part with its halo; a mean over windows that reach over the edge is one of fewer elements."""
 
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        largest, (x,) = _name(call) in _MAXIMA, call.takes
-        module = Halo(writer.shards, x.node.name, reach, fill=-inf if largest else 0.0)
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        largest, (x,) = _name(call) in _MAXIMA, call.inputs
+        module = Halo(emitter.shards, x.node.name, reach, fill=-inf if largest else 0.0)
         padding = [each.before for each in windows]
         padding[reach.has.dim] = 0
-        made = writer.same(call, self=writer.module(module, writer.new(x.node)), padding=padding)
+        made = emitter.same(call, self=emitter.module(module, emitter.local(x.node)), padding=padding)
         if largest or call.argument(6, "divisor_override") is not None:
             return made
-        counts = _counts(reach, writer.shards.rank, padded=bool(call.argument(5, "count_include_pad", True)))
+        counts = _counts(reach, emitter.shards.rank, padded=bool(call.argument(5, "count_include_pad", True)))
         if set(counts) == {reach.windows.size}:
             return made
-        return writer.module(Scaled(reach.has.dim, [reach.windows.size / count for count in counts]), made)
+        return emitter.module(Scaled(reach.has.dim, [reach.windows.size / count for count in counts]), made)
 
-    return write
+    return emit
 
 
-def _counts(reach: Reach, shard: int, *, padded: bool) -> list[int]:
+def _counts(reach: HaloReach, shard: int, *, padded: bool) -> list[int]:
     """How many elements count in each window of a shard, along the divided dim."""
     windows, edge = reach.windows, reach.windows.before if padded else 0
-    start = reach.makes.starts()[shard]
+    start = reach.makes.offsets[shard]
     firsts = [i * windows.stride - windows.before for i in range(start, start + reach.makes.sizes[shard])]
     return [min(first + windows.size, reach.has.length + edge) - max(first, -edge) for first in firsts]
 

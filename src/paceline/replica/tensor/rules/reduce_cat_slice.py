@@ -7,17 +7,17 @@ import torch
 from torch.fx import Node
 
 from paceline.replica.tensor.base import (
+    Available,
+    Emit,
     GraphEmitter,
-    Offers,
     OpCall,
     OpRule,
     OpStrategy,
-    Write,
-    everyones,
-    offered,
     register,
+    replicated,
+    shards_among,
 )
-from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
+from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 aten = torch.ops.aten
 
@@ -32,33 +32,33 @@ class Reduction(OpRule):
     targets: ClassVar = (aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (value,), (made,) = call.takes, call.gives
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (value,), (made,) = call.inputs, call.outputs
         dims = value.dims
         over = call.argument(1, "dim") if "dim" in call.target._overloadname else None
         reduced = {dim % dims for dim in over} if over else set(range(dims))
         keeps = bool(call.argument(2, "keepdim", False)) if over else False
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             where = split.dim % dims
             if where in reduced:
-                yield OpStrategy((split,), (PARTIAL,), write=_term(call, split), share=split.share)
+                yield OpStrategy((split,), (PARTIAL,), emit=_term(call, split), share=split.share)
                 continue
             left = where if keeps else where - sum(dim < where for dim in reduced)
             yield OpStrategy((split,), (split.at(left - made.dims),), share=split.share)
-        if PARTIAL in offers[0]:
+        if PARTIAL in available[0]:
             yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
-def _term(call: OpCall, split: Shard) -> Write | None:
+def _term(call: OpCall, split: Shard) -> Emit | None:
     """A mean over parts: of this shard's elements, weighed by how many of all they are."""
     if call.target not in (aten.mean.dim, aten.mean.default):
         return None
 
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        share = split.sizes[writer.shards.rank] / split.block
-        return writer.call(aten.mul.Tensor, writer.same(call), share)
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        share = split.sizes[emitter.shards.rank] / split.block_size
+        return emitter.call(aten.mul.Tensor, emitter.same(call), share)
 
-    return write
+    return emit
 
 
 @final
@@ -72,33 +72,33 @@ class Concatenation(OpRule):
     targets: ClassVar = (aten.cat.default,)
     converts, repeats = False, True
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (made,) = call.gives
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (made,) = call.outputs
         dim = call.argument(1, "dim", 0) % made.dims
-        empty = [value.shape == (0,) for value in call.takes]
-        for split in dict.fromkeys(split for each in offers for split in offered(each)):
+        empty = [value.shape == (0,) for value in call.inputs]
+        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
             if split.dim % made.dims != dim:
                 yield OpStrategy(_filled(call, split), (split,), share=split.share)
-            elif blocks := _blocks(call, offers, split):
-                joined = Shard(split.dim, split.sizes, made.shape[dim] // split.block)
+            elif blocks := _blocks(call, available, split):
+                joined = Shard(split.dim, split.sizes, made.shape[dim] // split.block_size)
                 yield OpStrategy(blocks, (joined,), share=split.share)
-        if all(PARTIAL in each or void for each, void in zip(offers, empty, strict=True)):
+        if all(PARTIAL in each or void for each, void in zip(available, empty, strict=True)):
             yield OpStrategy(_filled(call, PARTIAL), (PARTIAL,))
 
 
-def _blocks(call: OpCall, offers: Offers, split: Shard) -> tuple[Layout, ...]:
+def _blocks(call: OpCall, available: Available, split: Shard) -> tuple[Placement, ...]:
     """How each tensor lies in blocks as this split has them; none where one can't be had so."""
-    found: list[Layout] = []
-    for value, each in zip(call.takes, offers, strict=True):
-        own = Shard(split.dim, split.sizes, value.shape[split.dim] // split.block if value.shape != (0,) else 0)
+    found: list[Placement] = []
+    for value, each in zip(call.inputs, available, strict=True):
+        own = Shard(split.dim, split.sizes, value.shape[split.dim] // split.block_size if value.shape != (0,) else 0)
         if value.shape != (0,) and own not in each:
             return ()
-        found.append(own if own.outer else everyones(value))
+        found.append(own if own.blocks else replicated(value))
     return tuple(found)
 
 
-def _filled(call: OpCall, layout: Layout) -> tuple[Layout, ...]:
-    return tuple(everyones(value) if value.shape == (0,) else layout for value in call.takes)
+def _filled(call: OpCall, layout: Placement) -> tuple[Placement, ...]:
+    return tuple(replicated(value) if value.shape == (0,) else layout for value in call.inputs)
 
 
 @final
@@ -108,11 +108,11 @@ class Slice(OpRule):
     targets: ClassVar = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (value,), (made,) = call.takes, call.gives
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (value,), (made,) = call.inputs, call.outputs
         dim = call.argument(1, "dim", 0) % value.dims
         gone = call.target is aten.select.int
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             where = split.dim % value.dims
             if where == dim:
                 if not gone and made.shape == value.shape and call.argument(3, "end") == 2**63 - 1:
@@ -120,7 +120,7 @@ class Slice(OpRule):
                 continue
             left = where - (gone and dim < where)
             yield OpStrategy((split,), (split.at(left - made.dims),), share=split.share)
-        if PARTIAL in offers[0]:
+        if PARTIAL in available[0]:
             yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
+from paceline.replica.tensor.base import (
+    Available,
+    Emit,
+    GraphEmitter,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    register,
+    shards_among,
+)
 from paceline.replica.tensor.placements import REPLICATE, Shard
 from paceline.replica.tensor.tp_group import TPCollectives
 
@@ -34,20 +43,20 @@ class Statistic(OpRule):
     )  # fmt: skip
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (value,) = call.takes
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (value,) = call.inputs
         over, keeps = _over(call), bool(_asked(call, "keepdim", False))
         kind = _KINDS.get(_name(call))
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             where = split.dim % value.dims
             if where not in over:
                 left = where if keeps else where - sum(dim < where for dim in over)
-                made = split.at(left - call.gives[0].dims)
-                yield OpStrategy((split,), tuple(made for _ in call.gives), share=split.share)
-            elif kind is not None and len(call.gives) == 1 and _known(call):
+                made = split.at(left - call.outputs[0].dims)
+                yield OpStrategy((split,), tuple(made for _ in call.outputs), share=split.share)
+            elif kind is not None and len(call.outputs) == 1 and _known(call):
                 counts = kind.forward + kind.backward * value.differentiable
-                sent = counts * 2 * (call.shards - 1) / call.shards * call.gives[0].nbytes
-                yield OpStrategy((split,), (REPLICATE,), "across", _write(split), split.share, sent, counts)
+                sent_bytes = counts * 2 * (call.shards - 1) / call.shards * call.outputs[0].nbytes
+                yield OpStrategy((split,), (REPLICATE,), "across", _emit(split), split.share, sent_bytes, counts)
 
 
 def _name(call: OpCall) -> str:
@@ -61,14 +70,14 @@ def _asked(call: OpCall, name: str, default: Any) -> Any:
 
 
 def _over(call: OpCall) -> set[int]:
-    dims, asked = call.takes[0].dims, _asked(call, "dim", None)
+    dims, asked = call.inputs[0].dims, _asked(call, "dim", None)
     listed = asked if isinstance(asked, (list, tuple)) else [] if asked is None else [asked]
     return {dim % dims for dim in listed} or set(range(dims))
 
 
 def _known(call: OpCall) -> bool:
     """Whether it is one of those that are written here."""
-    name, (value,), (made,) = _name(call), call.takes, call.gives
+    name, (value,), (made,) = _name(call), call.inputs, call.outputs
     if not value.dtype.is_floating_point or made.dtype != value.dtype or not isinstance(_order(call), (int, float)):
         return False
     return name not in ("norm", "linalg_vector_norm") or _order(call) in (1, 2)
@@ -85,14 +94,14 @@ def _correction(call: OpCall) -> float:
     return float(_asked(call, "unbiased", True) if found is None else found)
 
 
-def _write(split: Shard) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
+def _emit(split: Shard) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
         dims, keeps = sorted(_over(call)), bool(_asked(call, "keepdim", False))
-        made = ShardedReduction(writer.shards, call.node.name, split, dims, _KINDS[_name(call)], keeps=keeps)
+        made = ShardedReduction(emitter.shards, call.node.name, split, dims, _KINDS[_name(call)], keeps=keeps)
         made.order, made.correction = _order(call), _correction(call)
-        return writer.module(made, writer.new(call.takes[0].node))
+        return emitter.module(made, emitter.local(call.inputs[0].node))
 
-    return write
+    return emit
 
 
 @final
@@ -137,7 +146,7 @@ class ShardedReduction(nn.Module):
     def count(self, part: Tensor) -> int:
         """How many elements there are for a number."""
         own = prod(part.shape[dim] for dim in self.dims)
-        return own // self.split.sizes[self.shards.rank] * self.split.block
+        return own // self.split.sizes[self.shards.rank] * self.split.block_size
 
     def extra_repr(self) -> str:
         return f"{self.name}, dims {self.dims}"

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, Offers, OpCall, OpRule, OpStrategy, Write, offered, register
+from paceline.replica.tensor.base import (
+    Available,
+    Emit,
+    GraphEmitter,
+    OpCall,
+    OpRule,
+    OpStrategy,
+    register,
+    shards_among,
+)
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.tp_group import TPCollectives
 
@@ -27,27 +36,27 @@ class Softmax(OpRule):
     targets: ClassVar = (aten.softmax.int, aten._softmax.default, *_LOGARITHMS)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        (x,), (made,) = call.takes, call.gives
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        (x,), (made,) = call.inputs, call.outputs
         dim = call.argument(1, "dim") % max(x.dims, 1)
-        for split in offered(offers[0]):
+        for split in shards_among(available[0]):
             if split.dim % x.dims != dim:
                 yield OpStrategy((split,), (split,), share=split.share)
                 continue
             sums = 2 + x.differentiable
-            sent = sums * 2 * (call.shards - 1) / call.shards * made.nbytes / x.shape[dim]
-            yield OpStrategy((split,), (split,), "across", _write(split), split.share, sent, sums)
+            sent_bytes = sums * 2 * (call.shards - 1) / call.shards * made.nbytes / x.shape[dim]
+            yield OpStrategy((split,), (split,), "across", _emit(split), split.share, sent_bytes, sums)
 
 
-def _write(split: Shard) -> Write:
-    def write(writer: GraphEmitter, call: OpCall) -> Node:
-        x, name = writer.new(call.takes[0].node), call.node.name
+def _emit(split: Shard) -> Emit:
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        x, name = emitter.local(call.inputs[0].node), call.node.name
         across = ShardedSoftmax(
-            writer.shards, name, split.dim, call.gives[0].dtype, logarithm=call.target in _LOGARITHMS
+            emitter.shards, name, split.dim, call.outputs[0].dtype, logarithm=call.target in _LOGARITHMS
         )
-        return writer.module(across, x)
+        return emitter.module(across, x)
 
-    return write
+    return emit
 
 
 @final

@@ -6,12 +6,14 @@ from typing import Any
 from torch import Tensor
 
 from paceline.replica.tensor import halo
-from paceline.replica.tensor.base import Offers, OpCall, OpStrategy, Value, Write, everyones, offered
-from paceline.replica.tensor.halo import Reach, WindowOps, through
-from paceline.replica.tensor.placements import Layout, Shard, shares
+from paceline.replica.tensor.base import Available, Emit, GraphTensor, OpCall, OpStrategy, replicated, shards_among
+from paceline.replica.tensor.halo import HaloReach, SlidingWindow, halo_reach
+from paceline.replica.tensor.placements import Placement, Shard, even_sizes
 
 
-def reaches(call: OpCall, offers: Offers, windows: Sequence[WindowOps]) -> Iterator[tuple[Reach, bool]]:
+def halo_reaches(
+    call: OpCall, available: Available, windows: Sequence[SlidingWindow]
+) -> Iterator[tuple[HaloReach, bool]]:
     """How the input may be divided along a spatial dim, and whether it has to be divided anew for that.
 
     Args:
@@ -19,17 +21,17 @@ def reaches(call: OpCall, offers: Offers, windows: Sequence[WindowOps]) -> Itera
         offers: how that can be had.
         windows: of the last dims.
     """
-    already = list(kept(call, offers, windows))
+    already = list(reaches_kept(call, available, windows))
     yield from ((reach, False) for reach in already)
     yield from ((reach, True) for reach in _anew(call, windows) if reach not in already)
 
 
-def varies(call: OpCall, reach: Reach) -> bool:
+def varies_in_length(call: OpCall, reach: HaloReach) -> bool:
     """Whether another batch may be of another length there: divided so, a model takes that of the first one alone."""
-    return bool(_symbols(call.takes[0], reach.has.dim))
+    return bool(_symbols(call.inputs[0], reach.has.dim))
 
 
-def kept(call: OpCall, offers: Offers, windows: Sequence[WindowOps]) -> Iterator[Reach]:
+def reaches_kept(call: OpCall, available: Available, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
     """Where the input is divided along a spatial dim already, as it is.
 
     Args:
@@ -37,31 +39,31 @@ def kept(call: OpCall, offers: Offers, windows: Sequence[WindowOps]) -> Iterator
         offers: how that can be had.
         windows: of the last dims.
     """
-    for split in offered(offers[0]):
+    for split in shards_among(available[0]):
         if -split.dim <= len(windows):
             yield from _reached(call, split, windows)
 
 
-def _anew(call: OpCall, windows: Sequence[WindowOps]) -> Iterator[Reach]:
+def _anew(call: OpCall, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
     """As evenly as can be along the first spatial dim that is long enough, before and after: its parts lie together."""
     for dim in range(-len(windows), 0):
-        split = Shard(dim, shares(call.takes[0].shape[dim], call.shards))
+        split = Shard(dim, even_sizes(call.inputs[0].shape[dim], call.shards))
         found = next(_reached(call, split, windows), None)
         if found is not None:
             yield found
             return
 
 
-def _reached(call: OpCall, split: Shard, windows: Sequence[WindowOps]) -> Iterator[Reach]:
+def _reached(call: OpCall, split: Shard, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
     dim = split.dim
-    symbols = _symbols(call.takes[0], dim)
+    symbols = _symbols(call.inputs[0], dim)
     if not (symbols and symbols & _samples(call)):
-        found = through(split, call.gives[0].shape[dim], windows[dim])
+        found = halo_reach(split, call.outputs[0].shape[dim], windows[dim])
         if found is not None:
             yield found
 
 
-def _symbols(value: Value, dim: int) -> set[object]:
+def _symbols(value: GraphTensor, dim: int) -> set[object]:
     """Of the sizes that the length of a dim depends on."""
     made = value.node.meta.get("val")
     tensor = made[value.index] if isinstance(made, (list, tuple)) else made
@@ -78,8 +80,8 @@ def _free(size: Any) -> set[object]:
     return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
 
 
-def way(call: OpCall, reach: Reach, write: Write, *, asked: bool = False) -> OpStrategy:
+def spatial_strategy(call: OpCall, reach: HaloReach, emit: Emit, *, on_request: bool = False) -> OpStrategy:
     """That of an operator whose other tensors are everyone's."""
-    takes: tuple[Layout, ...] = (reach.has, *map(everyones, call.takes[1:]))
-    sent, collectives = halo.sent(call, reach), halo.collectives(call, reach)
-    return OpStrategy(takes, (reach.makes,), "space", write, reach.makes.share, sent, collectives, asked)
+    inputs: tuple[Placement, ...] = (reach.has, *map(replicated, call.inputs[1:]))
+    sent, collectives = halo.halo_bytes(call, reach), halo.halo_collectives(call, reach)
+    return OpStrategy(inputs, (reach.makes,), "space", emit, reach.makes.share, sent, collectives, on_request)

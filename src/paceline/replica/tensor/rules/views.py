@@ -9,18 +9,18 @@ import torch
 from torch.fx import Node
 
 from paceline.replica.tensor.base import (
+    Available,
+    Emit,
     GraphEmitter,
-    Offers,
     OpCall,
     OpRule,
     OpStrategy,
-    Write,
-    everyones,
-    offered,
     register,
+    replicated,
+    shards_among,
 )
-from paceline.replica.tensor.graph_ops import groups
-from paceline.replica.tensor.placements import PARTIAL, Layout, Shard
+from paceline.replica.tensor.graph_ops import matching_dims
+from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 aten = torch.ops.aten
 
@@ -30,19 +30,19 @@ class _Moves(OpRule):
 
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        for split in offered(offers[0]):
-            gives = self.moved(call, split)
-            if gives is not None:
-                yield OpStrategy((split,), gives, write=self.written(call, split, gives[0]), share=split.share)
-        if PARTIAL in offers[0]:
-            yield OpStrategy((PARTIAL, *map(everyones, call.takes[1:])), tuple(PARTIAL for _ in call.gives))
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        for split in shards_among(available[0]):
+            outputs = self.moved(call, split)
+            if outputs is not None:
+                yield OpStrategy((split,), outputs, emit=self.written(call, split, outputs[0]), share=split.share)
+        if PARTIAL in available[0]:
+            yield OpStrategy((PARTIAL, *map(replicated, call.inputs[1:])), tuple(PARTIAL for _ in call.outputs))
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
         """How the results lie where the tensor lies so; None: nobody could say."""
         raise NotImplementedError
 
-    def written(self, call: OpCall, split: Shard, made: Layout) -> Write | None:
+    def written(self, call: OpCall, split: Shard, made: Placement) -> Emit | None:
         """None: as it is; ``made`` is how the first result lies."""
         del call, split, made
         return None
@@ -51,30 +51,30 @@ class _Moves(OpRule):
 def reshaped(split: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
     """Where a split goes when a tensor is given another shape; None: parts would no longer be parts of one dim.
 
-    >>> reshaped(Shard(-1, (8, 8), outer=3), (5, 48), (5, 3, 2, 8))
-    Split(dim=-2, sizes=(1, 1), outer=1)
+    >>> reshaped(Shard(-1, (8, 8), blocks=3), (5, 48), (5, 3, 2, 8))
+    Shard(dim=-2, sizes=(1, 1), blocks=1)
     >>> reshaped(Shard(-3, (1, 1)), (5, 2, 7, 8), (10, 7, 8))
-    Split(dim=-3, sizes=(1, 1), outer=5)
+    Shard(dim=-3, sizes=(1, 1), blocks=5)
     """
     where = split.dim % len(before)
-    for ours, theirs in groups(before, after):
+    for ours, theirs in matching_dims(before, after):
         if where not in theirs:
             continue
         place = theirs.index(where)
-        outer = split.outer * prod(before[i] for i in theirs[:place])
+        blocks = split.blocks * prod(before[i] for i in theirs[:place])
         inner = prod(before[i] for i in theirs[place + 1 :])
         sizes = tuple(size * inner for size in split.sizes)
-        return _apart(outer, sizes, ours, after)
+        return _apart(blocks, sizes, ours, after)
     return None
 
 
-def _apart(outer: int, sizes: tuple[int, ...], dims: Sequence[int], shape: Sequence[int]) -> Shard | None:
+def _apart(blocks: int, sizes: tuple[int, ...], dims: Sequence[int], shape: Sequence[int]) -> Shard | None:
     """The dim, of those that stand for one, along which the parts lie."""
     for place, dim in enumerate(dims):
         slower, quicker = prod(shape[i] for i in dims[:place]), prod(shape[i] for i in dims[place + 1 :])
-        if outer % slower or any(size % quicker for size in sizes):
+        if blocks % slower or any(size % quicker for size in sizes):
             continue
-        split = Shard(dim - len(shape), tuple(size // quicker for size in sizes), outer // slower)
+        split = Shard(dim - len(shape), tuple(size // quicker for size in sizes), blocks // slower)
         if split.length == shape[dim]:
             return split
     return None
@@ -88,41 +88,41 @@ class Reshape(_Moves):
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
     )  # fmt: skip
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
-        made = reshaped(split, call.takes[0].shape, call.gives[0].shape)
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
+        made = reshaped(split, call.inputs[0].shape, call.outputs[0].shape)
         return None if made is None else (made,)
 
-    def written(self, call: OpCall, split: Shard, made: Layout) -> Write | None:
+    def written(self, call: OpCall, split: Shard, made: Placement) -> Emit | None:
         assert isinstance(made, Shard), f"what is divided as {split} stays divided"
         if call.target is aten.flatten.using_ints:
             return None
         if call.target is aten.unflatten.int:
-            return lambda write, call: write.same(call, sizes=_unflat(write, call, made))
+            return lambda emitter, call: emitter.same(call, sizes=_unflat(emitter, call, made))
         name = call.target._schema.arguments[1].name
-        return lambda write, call: write.same(call, **{name: local_sizes(write, call.argument(1, name), made)})
+        return lambda emitter, call: emitter.same(call, **{name: local_sizes(emitter, call.argument(1, name), made)})
 
 
-def local_sizes(write: GraphEmitter, sizes: Any, split: Shard) -> list[Any]:
+def local_sizes(emitter: GraphEmitter, sizes: Any, split: Shard) -> list[Any]:
     """A shape as an operator is told it, of which one dim is a shard's part."""
-    mine, block, made = split.sizes[write.shards.rank], split.block, [_new(write, size) for size in sizes]
+    mine, block, made = split.sizes[emitter.shards.rank], split.block_size, [_new(emitter, size) for size in sizes]
     size = made[split.dim]
     if isinstance(size, int):
         made[split.dim] = size if size == -1 else size // block * mine
     else:
-        made[split.dim] = write.call(mul, write.call(floordiv, size, block), mine)
+        made[split.dim] = emitter.call(mul, emitter.call(floordiv, size, block), mine)
     return made
 
 
-def _unflat(write: GraphEmitter, call: OpCall, split: Shard) -> list[Any]:
-    dim, sizes = call.argument(1, "dim") % call.takes[0].dims, call.argument(2, "sizes")
-    place = split.dim % call.gives[0].dims - dim
+def _unflat(emitter: GraphEmitter, call: OpCall, split: Shard) -> list[Any]:
+    dim, sizes = call.argument(1, "dim") % call.inputs[0].dims, call.argument(2, "sizes")
+    place = split.dim % call.outputs[0].dims - dim
     if not 0 <= place < len(sizes):
         return list(sizes)
-    return local_sizes(write, sizes, split.at(place - len(sizes)))
+    return local_sizes(emitter, sizes, split.at(place - len(sizes)))
 
 
-def _new(write: GraphEmitter, size: Any) -> Any:
-    return write.new(size) if isinstance(size, Node) else size
+def _new(emitter: GraphEmitter, size: Any) -> Any:
+    return emitter.local(size) if isinstance(size, Node) else size
 
 
 @final
@@ -131,8 +131,8 @@ class Transpose(_Moves):
 
     targets: ClassVar = (aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
-        dims = call.takes[0].dims
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
+        dims = call.inputs[0].dims
         probe = torch.empty([1] * dims)
         probe = probe.as_strided([1] * dims, list(range(1, dims + 1)))  # strides name the dims
         moved = call.target(probe, *call.node.args[1:])
@@ -145,12 +145,12 @@ class Unsqueeze(_Moves):
 
     targets: ClassVar = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
         asked = call.argument(1, "dim")
-        dims = {dim % call.takes[0].dims for dim in (asked if isinstance(asked, (list, tuple)) else [asked])}
-        if call.target is not aten.unsqueeze.default and split.dim % call.takes[0].dims in dims:
+        dims = {dim % call.inputs[0].dims for dim in (asked if isinstance(asked, (list, tuple)) else [asked])}
+        if call.target is not aten.unsqueeze.default and split.dim % call.inputs[0].dims in dims:
             return None  # a part may be one element long where the whole is not
-        made = reshaped(split, call.takes[0].shape, call.gives[0].shape)
+        made = reshaped(split, call.inputs[0].shape, call.outputs[0].shape)
         return None if made is None or made.length != split.length else (made,)
 
 
@@ -160,15 +160,15 @@ class Expand(_Moves):
 
     targets: ClassVar = (aten.expand.default, aten.expand_as.default)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
-        if call.target is not aten.expand.default or call.gives[0].shape[split.dim] != split.length:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
+        if call.target is not aten.expand.default or call.outputs[0].shape[split.dim] != split.length:
             return None
         return (split,)
 
-    def written(self, call: OpCall, split: Shard, made: Layout) -> Write | None:
+    def written(self, call: OpCall, split: Shard, made: Placement) -> Emit | None:
         sizes = call.argument(1, "size")
         assert made == split, "it stays where it is"
-        return lambda write, call: write.same(call, size=local_sizes(write, sizes, split))
+        return lambda emitter, call: emitter.same(call, size=local_sizes(emitter, sizes, split))
 
 
 @final
@@ -177,33 +177,33 @@ class Chunks(_Moves):
 
     targets: ClassVar = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Layout, ...] | None:
-        dims, pieces = call.takes[0].dims, len(call.gives)
+    def moved(self, call: OpCall, split: Shard) -> tuple[Placement, ...] | None:
+        dims, pieces = call.inputs[0].dims, len(call.outputs)
         dim = (call.argument(2 if call.target not in _OF_DIM else 1, "dim", 0)) % dims
         if dim != split.dim % dims:
             shift = 1 if call.target is aten.unbind.int and split.dim % dims < dim else 0
-            return tuple(split.at(split.dim + shift) for _ in call.gives)
-        alike = len({value.shape for value in call.gives}) == 1
+            return tuple(split.at(split.dim + shift) for _ in call.outputs)
+        alike = len({value.shape for value in call.outputs}) == 1
         if call.target is aten.chunk.default and call.argument(1, "chunks") != pieces:
             return None  # of parts it would make another number of pieces
-        if call.target is aten.unbind.int or not alike or split.outer % pieces:
+        if call.target is aten.unbind.int or not alike or split.blocks % pieces:
             return None
-        return tuple(Shard(split.dim, split.sizes, split.outer // pieces) for _ in call.gives)
+        return tuple(Shard(split.dim, split.sizes, split.blocks // pieces) for _ in call.outputs)
 
-    def written(self, call: OpCall, split: Shard, made: Layout) -> Write | None:
+    def written(self, call: OpCall, split: Shard, made: Placement) -> Emit | None:
         if call.target in (*_OF_DIM, aten.chunk.default) or made == split:  # along another dim, or in equal pieces
             return None
         sizes: Any = call.argument(1, "split_size")
         if call.target is aten.split.Tensor:
-            return lambda write, call: write.same(call, split_size=_mine(write, sizes, split))
-        return lambda write, call: write.same(call, split_sizes=[_mine(write, size, split) for size in sizes])
+            return lambda emitter, call: emitter.same(call, split_size=_mine(emitter, sizes, split))
+        return lambda emitter, call: emitter.same(call, split_sizes=[_mine(emitter, size, split) for size in sizes])
 
 
 _OF_DIM = (aten.unbind.int,)
 
 
-def _mine(write: GraphEmitter, size: int, split: Shard) -> int:
-    return size // split.block * split.sizes[write.shards.rank]
+def _mine(emitter: GraphEmitter, size: int, split: Shard) -> int:
+    return size // split.block_size * split.sizes[emitter.shards.rank]
 
 
 @final
@@ -213,9 +213,9 @@ class Element(OpRule):
     targets: ClassVar = (getitem,)
     converts = False
 
-    def ways(self, call: OpCall, offers: Offers) -> Iterator[OpStrategy]:
-        terms: list[Layout] = [PARTIAL] if PARTIAL in offers[0] and len(call.takes) == 1 else []
-        for layout in [*offered(offers[0]), *terms]:
+    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
+        terms: list[Placement] = [PARTIAL] if PARTIAL in available[0] and len(call.inputs) == 1 else []
+        for layout in [*shards_among(available[0]), *terms]:
             yield OpStrategy((layout,), (layout,))
 
 
