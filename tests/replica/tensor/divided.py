@@ -65,7 +65,7 @@ class Divided:
         (found,) = (step for step in self.plan.steps if operator in str(step.call.target))
         return found.strategy.name
 
-    def converted(self, operator: str) -> list[tuple[type[Placement], type[Placement]]]:
+    def redistributions(self, operator: str) -> list[tuple[type[Placement], type[Placement]]]:
         """(from, to) of what was converted for it, and has a gradient."""
         steps = [step for step in self.plan.steps if operator in str(step.call.target)]
         return [(type(a), type(b)) for step in steps for v, a, b in step.redistributions if v.differentiable]
