@@ -32,7 +32,7 @@ from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches, s
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.prepare import boundaries, check_cut, rows, units_of
-from paceline.replica.tensor.prepare import check_same_plan, agreed_op_times, check_shard, plan_captured
+from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, check_shard, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.safe_files import State
 from paceline.strategy import Strategy

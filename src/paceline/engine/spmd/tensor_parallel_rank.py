@@ -21,8 +21,8 @@ from paceline.replica.flat_state import read
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.placements import OnRank, Shard, shard_layout
+from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import SingleRankTP, TPCollectives
@@ -159,7 +159,9 @@ class TensorParallelRank:
             self.run_context.job.strategy.shard_rules,
         )
         with extended_timeout(self._context):
-            made = prepare_shard(job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules)
+            made = prepare_shard(
+                job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules
+            )
             if rank_setup.steps_on_parts:
                 lies = made.shard.parameters
                 refuse_unless_elementwise(job.program.optimizer, self.whole, lies, self.shards.count)

@@ -120,7 +120,7 @@ def redistribution_cost(
     that (Patarasuk and Yuan 2009). What one shard has, all of it goes to each of the others: as much in all as an
     all-gather.
 
-    >>> from paceline.replica.tensor.placements import PARTIAL, REPLICATE, SHARED
+    >>> from paceline.replica.tensor.placements import PARTIAL, REPLICATE
     >>> price(PARTIAL, REPLICATE, 4, differentiable=True)
     Price(forward=1.5, backward=0.0, collectives=(1, 0))
     """
