@@ -111,13 +111,13 @@ def inspect(args: Args, fds: list[int]) -> None:
     )
 
 
-def answer_bell(args: Args, fds: list[int]) -> None:
-    """Rings back, once for every ring."""
+def answer_eventfd(args: Args, fds: list[int]) -> None:
+    """Set the second eventfd once for each time that the first one is set."""
     asked, answered = EventFd(fds[0]), EventFd(fds[1])
     for _ in range(args["times"]):
         assert asked.wait(60)
         asked.clear()
-        answered.ring()
+        answered.set()
 
 
 def _is_open(fd: int) -> bool:

@@ -105,7 +105,7 @@ class ForkServer:
 
         Args:
             entry: "package.module:function".
-            args: what JSON can carry, some 100 kB at most; ship larger things and pass the parcel's fd.
+            args: what JSON can carry, some 100 kB at most; share() larger things and pass the fd.
             fds: file descriptors the child gets copies of, at most 253; main's own stay open.
 
         Raises:
@@ -183,7 +183,7 @@ class ForkServer:
             return self._gone(str(error))
         return InputError(
             f"a child's arguments of {size:,} bytes with {fds} file descriptors can't be sent: {error}; "
-            "ship() what is large and pass its fd, and at most 253 of them"
+            "share() what is large and pass its fd, and at most 253 of them"
         )
 
     def _gone(self, reason: str) -> PacelineError:

@@ -1,4 +1,4 @@
-"""The fork server's own side: ``python -m paceline.comm.fork_server_main LINK MAIN``, started by ``Nursery.start``.
+"""The fork server's own side: ``python -m paceline.comm.fork_server_main LINK MAIN``, started by ``ForkServer.start``.
 
 One thread, which imports, then forks, answers and reaps until main has gone or hangs up. Requests and answers are JSON
 messages on the socket LINK; MAIN is main's pidfd::

@@ -91,7 +91,7 @@ def having_written_delta(worker: Any) -> None:
 
 
 def having_told_but_not_rung(worker: Any) -> None:
-    worker._station._main.ring = die
+    worker._station._main.notify = die
 
 
 def having_pushed(worker: Any) -> None:

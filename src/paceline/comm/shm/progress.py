@@ -116,13 +116,13 @@ class Progress:
             CollectiveError: ranks made different calls, or one of those that are waited for has gone.
             LateError: the time is up.
         """
-        alarm, began = self._door.alarm, time.monotonic()
+        wakeup, began = self._door.wakeup, time.monotonic()
         bound_s = timeout_s if slice_s is None else min(slice_s, timeout_s)
         while not operation.done:
-            if alarm.spin(self._move):
+            if wakeup.spin(self._move):
                 continue
             left_s = bound_s - (time.monotonic() - began)
-            alarm.sleep(self._move, alarm.bell.wait, max(0.0, min(left_s, LOOK_AROUND_S)))
+            wakeup.sleep(self._move, wakeup.event.wait, max(0.0, min(left_s, LOOK_AROUND_S)))
             if not self._move():
                 self._look_around(operation, late=left_s <= 0, timeout_s=bound_s, spoils=bound_s == timeout_s)
         if operation.error is not None:

@@ -174,7 +174,7 @@ class Region:
 
     def wake_one(self, rank: int) -> None:
         """Ring one, if it sleeps."""
-        self.peers[rank].door.alarm.ring()
+        self.peers[rank].door.wakeup.notify()
 
     def fail(self, text: str) -> None:
         """Have every member told what happened; the first word stands."""

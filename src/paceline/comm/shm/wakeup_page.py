@@ -20,7 +20,7 @@ from paceline.core.types import Nanoseconds
 TOKEN_BYTES = 16
 """At the start of what is shared: tells it from whatever else a file descriptor might stand for."""
 
-LOOK_NS: Nanoseconds = 50_000
+SPIN_NS: Nanoseconds = 50_000
 """With more ranks than cores a wait that looks for longer keeps those from running that it waits for."""
 
 _WORD = slice(64, 72)
@@ -33,7 +33,7 @@ class WakeupPage:
     def __init__(self, segment: SharedMemory) -> None:
         self._segment = segment
         word = segment.buffer[_WORD].cast("q")
-        self.alarm = Wakeup(Futex(word), word, LOOK_NS)
+        self.wakeup = Wakeup(Futex(word), word, SPIN_NS)
 
     @property
     def place(self) -> "PageAddress":
@@ -112,7 +112,7 @@ def wake(peers: Iterable[Peer]) -> None:
     """Ring those that sleep; what they are to see has been written before."""
     fence()
     for other in peers:
-        other.door.alarm.wake()
+        other.door.wakeup.notify_fenced()
 
 
 def host() -> str:

@@ -28,7 +28,7 @@ class SharedMemoryClient:
     ) -> None:
         self._store, self._board, self._replica, self._mine, self._main = store, board, replica, mine, main
         self._in_place = store.plan.slots == 0
-        self._helper = UpdateHelper(board, SliceOptimizer(store), replica, main.ring)
+        self._helper = UpdateHelper(board, SliceOptimizer(store), replica, main.notify)
         self._order = Grant(0, 0, 0, 0, 0, 0, 0, 0)
         self._made = 0
         self._under_way = False
@@ -46,7 +46,7 @@ class SharedMemoryClient:
             if self._helper.asked():
                 self._helper.help()
             elif not self._mine.spin(self._news):
-                self._mine.sleep(self._news, self._mine.bell.wait, math.inf)
+                self._mine.sleep(self._news, self._mine.event.wait, math.inf)
         return False
 
     @property
@@ -89,7 +89,7 @@ class SharedMemoryClient:
         until = time.monotonic() + seconds
         self._board.set_pause(self._replica, int(until * 1e9))
         while not self.cancelled() and (left := until - time.monotonic()) > 0:
-            self._mine.sleep(self.cancelled, self._mine.bell.wait, left)
+            self._mine.sleep(self.cancelled, self._mine.event.wait, left)
 
     def _begun(self) -> bool:
         """Begin the next attempt, if there is an order for it."""
@@ -127,4 +127,4 @@ class SharedMemoryClient:
         )
         # One that may be ahead rings when half of that is used up: main then lets it go further before it has to wait.
         if 2 * attempt >= self._board.granted(self._replica) + self._board.last_allowed(self._replica):
-            self._main.ring()
+            self._main.notify()

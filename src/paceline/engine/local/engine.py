@@ -14,9 +14,9 @@ from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.run import LocalRun
-from paceline.engine.local.spmd_launcher import SpmdLauncher
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
+from paceline.engine.spmd.launcher import SpmdLauncher, preload
 from paceline.support import ENGINES
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evaluation")
@@ -25,18 +25,10 @@ PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evalu
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 """Where replicas have optimizers of their own: at the first, torch 2.13 imports this, which takes over a second."""
 
-
-HOSTING = (
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.tensor",
-    "torch.export._trace",  # what torch.export imports at its first call: 0.4 s in torch 2.13
-    "paceline.engine.distributed.spmd_main",
-)
+HOSTING = preload("distributed")
 """Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
 
-
-TEAMS = (*HOSTING[:-1], "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
+TEAMS = (*HOSTING, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
 """The same, and each replica goes on by itself."""
 
 
@@ -63,8 +55,7 @@ class LocalEngine(Engine):
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         if job.strategy.spread and _in_step(job):
-            with ExitStack() as closing:
-                return SpmdLauncher(job, self._fork_server_with(HOSTING), watch, closing).outcome()
+            return SpmdLauncher(job, "distributed", self._fork_server_with(HOSTING), watch).outcome()
         fork_server = self._fork_server_for(job)
         with _one_thread(), _manners(job), ExitStack() as closing:
             return LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()

@@ -108,15 +108,15 @@ class ParallelUpdate:
     Args:
         store: its vectors.
         board: its words.
-        crew: its workers.
+        workers: its workers.
         owner: of A.
         cores: how many parts an update is cut into at the most.
     """
 
     def __init__(
-        self, store: ParameterArena, board: ControlBlock, crew: WorkerProcesses, owner: ServerOptimizer, cores: int
+        self, store: ParameterArena, board: ControlBlock, workers: WorkerProcesses, owner: ServerOptimizer, cores: int
     ) -> None:
-        self._store, self._board, self._crew, self._owner, self._cores = store, board, crew, owner, cores
+        self._store, self._board, self._workers, self._owner, self._cores = store, board, workers, owner, cores
         self._bench = SliceOptimizer(store)
         alone = not owner.divisible or cores < 2
         self._least = math.inf if alone else WORTH_BYTES / store.plan.layout.parameter_bytes - 2
@@ -165,8 +165,8 @@ class ParallelUpdate:
         parts = {replica: UpdateSlice(self._number, number, len(by)) for number, replica in enumerate(by)}
         for replica, part in parts.items():
             self._board.assign_slice(replica, part)
-            self._crew.ring(replica)
-        self._crew.wait_for(self._has_made, parts, f"their part of update {self._owner.stepper.steps}")
+            self._workers.notify(replica)
+        self._workers.wait_for(self._has_made, parts, f"their part of update {self._owner.stepper.steps}")
         return sum(self._ended(task, replica, part) for replica, part in parts.items())
 
     def _has_made(self, replica: ReplicaId) -> bool:

@@ -33,7 +33,7 @@ from paceline.engine.local.client import SharedMemoryClient
 from paceline.engine.local.control_block import MetricsBlock
 from paceline.engine.local.replica_group import CommandPipe, End, Follower, PeerExited, ReplicaLeader, ShardIO, say_all
 from paceline.engine.local.worker import metrics_block, open_arena
-from paceline.engine.local.worker_processes import QUIET, label
+from paceline.engine.local.worker_processes import PEER_DIED, label
 from paceline.engine.remote_errors import LONGEST_TRACEBACK, failure, worker_failed
 from paceline.engine.run_context import RunContext, settle
 from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
@@ -151,10 +151,10 @@ class _Member:
         try:
             yield
         except PeerExited as parted:
-            raise SystemExit(QUIET) from parted
+            raise SystemExit(PEER_DIED) from parted
         except Exception as error:
             if context.registry.first_exited() is not None:
-                raise SystemExit(QUIET) from error
+                raise SystemExit(PEER_DIED) from error
             if isinstance(error, WorkerError) and _first_to_fail(context):
                 raise WorkerError(f"replica {label(self._place)}: {error}") from error
             if isinstance(error, PacelineError):

@@ -31,8 +31,9 @@ from paceline.engine.local.evaluation import EvaluationQueue
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.local.server import SharedMemoryServer
 from paceline.engine.local.worker import metrics_block, open_arena
-from paceline.engine.local.worker_processes import ENTRY, EXIT_OK, Token, WorkerProcesses
+from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.noise_scale import NoiseAccumulator, NoiseEstimator
+from paceline.engine.process_supervisor import EXIT_OK, Event
 from paceline.engine.remote_errors import not_finite
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.run_history import RunHistory
@@ -90,7 +91,7 @@ class LocalRun:
             self._store.version(0).copy_(state)
         self._sink = self._new_sink()
         self._recorder = Recorder(SERVER, 0, 0, self._sink) if job.trace else NullRecorder()
-        self._crew = WorkerProcesses(
+        self._workers = WorkerProcesses(
             fork_server,
             self._store,
             self._board,
@@ -101,15 +102,15 @@ class LocalRun:
             timeout_s=job.timeout_s,
             entry=entry,
         )
-        closing.callback(self._crew.close)
-        self._director = FaultInjector(script, self._crew.signal)
+        closing.callback(self._workers.close)
+        self._director = FaultInjector(script, self._workers.signal)
         self._allowance = setup.allowance()
         self._server = SharedMemoryServer(
             setup,
             self._store,
             self._board,
             owner,
-            self._crew,
+            self._workers,
             waiting=lambda: self._coordinator.waiting,
             ahead=self._lead(scripted=script != EventScript()),
             about_to_send=self._director.before_grant,
@@ -128,8 +129,8 @@ class LocalRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with Interruptible(self._crew.bell.ring) as ctrl_c:
-            self._crew.insisted = lambda: ctrl_c.insisted
+        with Interruptible(self._workers.eventfd.set) as ctrl_c:
+            self._workers.insisted = lambda: ctrl_c.insisted
             self._start(ctrl_c)
             seconds = self._train(ctrl_c)
             self._leave(ctrl_c)
@@ -140,24 +141,26 @@ class LocalRun:
 
     def _start(self, ctrl_c: Interruptible) -> None:
         self._watch(Progress("starting", 0.0))
-        self._crew.start(lambda: ctrl_c.heard > 0)
+        self._workers.start(lambda: ctrl_c.heard > 0)
         patient = self._job.budget.until is None
         self._desk = EvaluationQueue(
             self._job, self._fork_server, self._parcel, self._server.state.layout, patient=patient
         )
         self._closing.callback(self._desk.close)
         workers, prepares = self._setup.job.strategy.workers, self._job.strategy.spread
-        self._crew.wait_ready(
+        self._workers.wait_ready(
             self._job.timeout_s + (PREPARATION_S if prepares else 0.0),
             lambda ready: self._watch(Progress("starting", ready / workers)),
             lambda: ctrl_c.heard > 0,
         )
-        self._crew.waiter.add(self._desk.fileno(), ("scored", 0))
+        self._workers.poller.add(self._desk.fileno(), ("scored", 0))
         self._write_roster()
 
     def _write_roster(self) -> None:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._desk.child.pid}}
-        roster = WorkersFile(self._job.out, others, {place: {"pid": pid} for place, pid in self._crew.pids().items()})
+        roster = WorkersFile(
+            self._job.out, others, {place: {"pid": pid} for place, pid in self._workers.pids().items()}
+        )
         self._closing.callback(roster.close)
 
     def _train(self, ctrl_c: Interruptible) -> Seconds:
@@ -189,11 +192,11 @@ class LocalRun:
             self._server.dismiss(replica)
         allowed_s = self._job.timeout_s
         deadline = self._now() + allowed_s
-        while self._crew.living and not ctrl_c.insisted and (left := deadline - self._now()) > 0:
-            self._hear(self._crew.waiter.wait(left))
-        for replica in () if ctrl_c.insisted else sorted(self._crew.living):
+        while self._workers.living and not ctrl_c.insisted and (left := deadline - self._now()) > 0:
+            self._hear(self._workers.poller.wait(left))
+        for replica in () if ctrl_c.insisted else sorted(self._workers.living):
             self._left.append(ReplicaExit(replica, f"did not end within {allowed_s:g} s; killed", self._now()))
-        self._crew.end()
+        self._workers.kill_all()
 
     def _score(self, seconds: Seconds, ctrl_c: Interruptible) -> None:
         """Wait for the records that are still to come; main makes those of a scorer that has gone or says nothing."""
@@ -203,7 +206,7 @@ class LocalRun:
         silent_since = time.monotonic()
         while self._desk.waiting and self._desk.alive and ctrl_c.heard < enough:
             self._watch(replace(self._chronicle.progress("scoring", seconds), fraction=None))
-            tokens = self._crew.waiter.wait(TICK_S)
+            tokens = self._workers.poller.wait(TICK_S)
             self._hear(tokens)
             if ("scored", 0) in tokens:
                 silent_since = time.monotonic()
@@ -214,29 +217,29 @@ class LocalRun:
 
     # ----------------------------------------------------------------------------------------- what workers tell main
 
-    def _wait(self, timeout_s: Seconds) -> list[Token]:
+    def _wait(self, timeout_s: Seconds) -> list[Event]:
         """Wait for news; whatever is no report is looked for once a while, however many of these there are."""
-        alarm, tokens = self._crew.alarm, list[Token]()
-        if alarm.spin(self._server.has_news) and self._now() - self._glanced_s < GLANCE_S:
+        wakeup, tokens = self._workers.wakeup, list[Event]()
+        if wakeup.spin(self._server.has_news) and self._now() - self._glanced_s < GLANCE_S:
             return tokens
         self._glanced_s = self._now()
 
         def block(seconds: Seconds) -> None:
-            tokens.extend(self._crew.waiter.wait(seconds))
+            tokens.extend(self._workers.poller.wait(seconds))
 
         if self._server.has_news():
             block(0.0)
         else:
-            alarm.sleep(self._server.has_news, block, timeout_s)
+            wakeup.sleep(self._server.has_news, block, timeout_s)
         return tokens
 
-    def _hear(self, tokens: list[Token]) -> None:
+    def _hear(self, tokens: list[Event]) -> None:
         """Reports first: what a worker has sent before it died is good."""
         what = {kind for kind, _ in tokens}
         if "message" in what:
-            self._crew.hear()
+            self._workers.read_messages()
         if "report" in what:
-            self._crew.bell.clear()
+            self._workers.eventfd.clear()
         for replica, report in self._director.due(self._server.pending, self._coordinator):
             self._take(replica, report)
         for kind, worker in tokens:
@@ -273,7 +276,7 @@ class LocalRun:
 
     def _lost(self, worker: int) -> None:
         """A worker has ended; if nobody told it to, its replica leaves."""
-        gone = self._crew.ended(worker)
+        gone = self._workers.handle_exit(worker)
         if gone is None:
             return
         replica, how = gone
@@ -331,7 +334,7 @@ class LocalRun:
     def _collect(self) -> None:
         self._keep(self._desk.collect())
         if not self._desk.alive:
-            self._crew.waiter.remove(self._desk.fileno())
+            self._workers.poller.remove(self._desk.fileno())
 
     def _keep(self, records: Iterable[Record]) -> None:
         for record in records:
@@ -371,7 +374,7 @@ class LocalRun:
         if not self._job.trace:
             return []
         self._recorder.close()
-        return timeline([*self._crew.spans(), *read_packed(self._sink)], self._began)
+        return timeline([*self._workers.spans(), *read_packed(self._sink)], self._began)
 
     def _new_sink(self) -> int:
         if not self._job.trace:

@@ -28,7 +28,7 @@ class SharedMemoryServer:
         store: its vectors.
         board: its words.
         owner: of A; None where replicas write it in place.
-        crew: the workers.
+        workers: the workers.
         waiting: which replicas wait for A.
         ahead: how many attempts a replica may make that nobody has been told of.
         about_to_send: called before a replica is sent A for an attempt.
@@ -42,7 +42,7 @@ class SharedMemoryServer:
         store: ParameterArena,
         board: ControlBlock,
         owner: ServerOptimizer | None,
-        crew: WorkerProcesses,
+        workers: WorkerProcesses,
         waiting: Callable[[], list[ReplicaId]],
         ahead: Callable[[ReplicaId], int],
         about_to_send: Callable[[ReplicaId, Clock], None],
@@ -51,10 +51,10 @@ class SharedMemoryServer:
     ) -> None:
         self._policy, self._store, self._board, self._recorder = setup.policy, store, board, recorder
         self._slots = store.plan.slots
-        self._crew, self._waiting, self._ahead, self._about_to_send = crew, waiting, ahead, about_to_send
+        self._workers, self._waiting, self._ahead, self._about_to_send = workers, waiting, ahead, about_to_send
         self._owner, self._meter = owner, meter
         cores = len(os.sched_getaffinity(0))
-        self._rounds = ParallelUpdate(store, board, crew, owner, cores) if owner is not None else None
+        self._rounds = ParallelUpdate(store, board, workers, owner, cores) if owner is not None else None
         self.observer = DeltaStatistics(setup.policy, owner)
         self._timed = setup.job.trace or bool(setup.policy.needs)
         self.version: Version = 0
@@ -128,7 +128,7 @@ class SharedMemoryServer:
         self._board.write_grant(
             replica, Grant(attempt, GO, micro_steps, self.version, place, slot, ahead, time.monotonic_ns())
         )
-        self._crew.ring(replica)
+        self._workers.notify(replica)
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns() if self._timed else 0
@@ -147,13 +147,13 @@ class SharedMemoryServer:
 
     def cancel(self, replica: ReplicaId) -> None:
         self._board.cancel(replica, self._attempts[replica])
-        self._crew.ring(replica)
+        self._workers.notify(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
         self._board.write_grant(
             replica, Grant(self._attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns())
         )
-        self._crew.ring(replica)
+        self._workers.notify(replica)
 
     def _update(self, owner: ServerOptimizer, action: Apply) -> None:
         """Write the next A where nobody reads."""

@@ -1,40 +1,43 @@
-"""What a worker of a replica of several is called, and how it ends.
-
-The worker processes of a run, as main sees them: started, heard, missed, ended.
-"""
+"""The worker processes of a run, as main sees them: spawned, waited for until ready, woken, and ended."""
 
 import json
 import os
 import select
-import signal
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from paceline.comm import liveness
-from paceline.comm.fork_server import ForkServer, ProcessHandle
+from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import memfd_create
 from paceline.comm.shared_pickle import SharedObject
-from paceline.comm.wakeup import EventFd, Poller, Wakeup
+from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core import errors
 from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.local.arena import ParameterArena
 from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
 from paceline.engine.remote_errors import worker_failed
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import Span
 
-QUIET = 3
-"""The exit code of who ends because another one of its replica has."""
+PEER_DIED = 3
+"""Exit code of a worker that stops because a peer in its replica exited."""
+
+EXIT_PEER_DIED = f"exit code {PEER_DIED}"
+
+ENTRY = "paceline.engine.local.worker:main"
+
+GROUP_ENTRY = "paceline.engine.local.replica_group_worker:main"
+"""Entry of a worker whose replica has several."""
 
 
 def label(place: Coordinate) -> str:
-    """A worker of a replica of several, in words that follow "replica".
+    """Name a worker of a replica that has several, in words that follow "replica".
 
     >>> label(Coordinate(1, 0, 2))
     '1 (stage 0, shard 2)'
@@ -42,37 +45,19 @@ def label(place: Coordinate) -> str:
     return f"{place.replica} (stage {place.stage}, shard {place.shard})"
 
 
-Token: TypeAlias = tuple[str, int]
-"""What has happened: ("report", 0), ("message", 0), ("ended", worker), or whatever else was added to the waiter."""
-
-ENTRY = "paceline.engine.local.worker:main"
-
-MEMBER = "paceline.engine.local.replica_group_worker:main"
-"""Of a worker of a replica that has several."""
-
-EXIT_OK = "exit code 0"
-"""How a worker ends that has nothing to say."""
-
-EXIT_PEER_DIED = f"exit code {QUIET}"
-"""How a worker ends because another one of its replica has."""
-
-GONE_TIMEOUT_S: Seconds = 10.0
-"""How long a process that was killed is waited for."""
-
-
 class WorkerProcesses:
-    """All workers of one run.
+    """All workers of one run. A replica of several workers ends as a whole, and its leader stands for it.
 
     Args:
-        fork_server: makes them.
-        store: the run's vectors.
-        board: its words.
-        parcel: the job.
-        mesh: where each worker is.
-        meeting: the folder in which the workers of each replica meet; None: each replica is one.
-        trace: whether they record spans.
-        timeout_s: how long a wait for some of them may take.
-        entry: of their process, "package.module:function".
+        fork_server: spawns them.
+        store: the parameters and Δs.
+        board: the control block.
+        shared_job: the job, in shared memory.
+        mesh: coordinates of the workers.
+        rendezvous: folder of the rendezvous files of replicas of several workers; None: each replica is one worker.
+        trace: whether workers record spans.
+        timeout_s: longest wait for an answer of a worker.
+        entry: of a worker's process, "package.module:function".
     """
 
     def __init__(
@@ -80,157 +65,149 @@ class WorkerProcesses:
         fork_server: ForkServer,
         store: ParameterArena,
         board: ControlBlock,
-        parcel: SharedObject,
+        shared_job: SharedObject,
         mesh: Mesh,
-        meeting: str | None,
+        rendezvous: str | None,
         *,
         trace: bool,
         timeout_s: Seconds,
         entry: str = ENTRY,
     ) -> None:
-        self._fork_server, self._entry, self._timeout_s = fork_server, entry, timeout_s
-        self._mesh, self._meeting = mesh, meeting
-        replicas = store.plan.replicas
+        self._processes = ProcessSupervisor(fork_server)
+        self._mesh, self._rendezvous, self._entry, self._timeout_s = mesh, rendezvous, entry, timeout_s
         self._args = {"remembers": store.plan.remembers}
-        self._children: dict[int, ProcessHandle] = {}
         self._ready: set[int] = set()
-        self._there: set[int] = set()
-        """The workers that have not been seen to end."""
-        self._bells = [EventFd() for _ in range(replicas)]
-        self._alarms = [Wakeup(bell, board.sleep_flag(r)) for r, bell in enumerate(self._bells)]
-        self._link, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._eventfds = [EventFd() for _ in range(store.plan.replicas)]
+        self._wakeups = [Wakeup(eventfd, board.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
+        # Datagrams: one socket for all workers, and a message is never cut or mixed with another one.
+        self._link, self._remote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(mesh.workers)] if trace else []
-        self._shared = (store.segment.fd, parcel.fd)
+        self.eventfd = EventFd()
+        self.wakeup = Wakeup(self.eventfd, board.sleep_flag(None))
+        """Main's own, for workers to notify."""
+        self._fds = (store.segment.fd, shared_job.fd, self.eventfd.fileno(), self._remote_link.fileno())
         self.insisted: Callable[[], bool] = lambda: False
-        """Whether nothing is to be waited for."""
+        """Returns True if main is to wait for nothing, as after a second Ctrl-C."""
         self.living: set[ReplicaId] = set()
-        """The replicas of which nobody has been seen to end, unless well."""
-        self.bell = EventFd()
-        self.alarm = Wakeup(self.bell, board.sleep_flag(None))
-        """Main's own: workers ring it."""
-        self.waiter: Poller[Token] = Poller()
-        self.waiter.add(self.bell.fileno(), ("report", 0))
-        self.waiter.add(self._link.fileno(), ("message", 0))
+        """The replicas that have a worker whose exit has not been handled."""
+        self.poller = self._processes.poller
+        """Returns ("ended", worker), ("report", 0) if main was notified, ("message", 0), and what the run adds."""
+        self.poller.add(self.eventfd.fileno(), ("report", 0))
+        self.poller.add(self._link.fileno(), ("message", 0))
 
     def start(self, stop: Callable[[], bool]) -> None:
-        """Fork them all, or as many as there are when ``stop`` says so."""
+        """Spawn all workers, or as many as there are when ``stop`` returns True."""
         for replica in range(self._mesh.replicas):
             if stop():
                 return
-            if self._meeting is None:
-                self._fork(replica, replica, self._entry, {"replica": replica}, self._traces[replica : replica + 1])
+            if self._rendezvous is None:
+                self._spawn(replica, self._entry, {"replica": replica}, self._traces[replica : replica + 1])
             else:
-                self._start_team(replica, self._meeting)
+                self._start_group(replica, self._rendezvous)
             self.living.add(replica)
 
-    def _start_team(self, replica: ReplicaId, meeting: str) -> None:
-        """All workers of a replica, and the lines from the first one to each other one."""
+    def _start_group(self, replica: ReplicaId, rendezvous: str) -> None:
+        """Spawn all workers of a replica, with a socket between the leader and each follower."""
         leader, *followers = self._mesh.replica_ranks(replica)
-        args = {"store": str(Path(meeting) / f"replica {replica}"), "traced": bool(self._traces)}
-        with ExitStack() as lines:
-            pairs = [[lines.enter_context(end) for end in socket.socketpair()] for _ in followers]
-            ends = [[mine.fileno() for mine, _ in pairs], *([theirs.fileno()] for _, theirs in pairs)]
+        args = {"store": str(Path(rendezvous) / f"replica {replica}"), "traced": bool(self._traces)}
+        with ExitStack() as sockets:
+            pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in followers]
+            ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
             for worker, own in zip((leader, *followers), ends, strict=True):
                 fds = [*self._traces[worker : worker + 1], *own]
-                self._fork(worker, replica, MEMBER, {"place": self._mesh.place(worker)} | args, fds)
+                self._spawn(worker, GROUP_ENTRY, {"place": self._mesh.place(worker)} | args, fds)
 
-    def _fork(self, worker: int, replica: ReplicaId, entry: str, args: Mapping[str, Any], more: Sequence[int]) -> None:
-        store_fd, job_fd = self._shared
-        fds = [store_fd, job_fd, self._bells[replica].fileno(), self.bell.fileno(), self._theirs.fileno(), *more]
-        child = self._fork_server.spawn(entry, dict(args) | self._args, fds)
-        self._children[worker] = child
-        self._there.add(worker)
-        self.waiter.add(child.pidfd, ("ended", worker))
+    def _spawn(self, worker: int, entry: str, args: Mapping[str, Any], more_fds: Sequence[int]) -> None:
+        store_fd, job_fd, main_fd, link_fd = self._fds
+        own_fd = self._eventfds[self._mesh.place(worker).replica].fileno()
+        self._processes.spawn(
+            worker, entry, dict(args) | self._args, [store_fd, job_fd, own_fd, main_fd, link_fd, *more_fds]
+        )
 
     def wait_ready(self, timeout_s: Seconds, each: Callable[[int], None], stop: Callable[[], bool]) -> None:
-        """Wait until all workers have built their model, or ``stop`` says so; then those that have not are killed.
+        """Wait until all workers have built their model, or ``stop`` returns True; kill those that have not by then.
 
         Args:
             timeout_s: for all of them.
-            each: called with how many are ready.
-            stop: asked whenever something has happened.
-
-        One that was ready and has ended since is for the waiter to tell.
+            each: called with the number of ready workers.
+            stop: called after each event.
 
         Raises:
-            WorkerError: one failed, or ended before it was ready.
-            WaitTimeoutError: names those that were not ready in time.
+            WorkerError: a worker failed, or ended before it was ready.
+            WaitTimeoutError: some were not ready in time; names them.
         """
         deadline = time.monotonic() + timeout_s
         early: list[int] = []
         while len(self._ready) < self._mesh.workers and not stop():
-            left = deadline - time.monotonic()
-            tokens = self.waiter.wait(max(0.0, left))
-            if not tokens and left <= 0:
+            left_s = deadline - time.monotonic()
+            events = self._processes.poll(left_s)
+            if not events and left_s <= 0:
                 absent = sorted(set(range(self._mesh.workers)) - self._ready)
-                late = absent if self._meeting is None else ", ".join(map(self._name, absent))
+                late = absent if self._rendezvous is None else ", ".join(map(self._name, absent))
                 raise WaitTimeoutError(
                     f"main waited {timeout_s:g} s for replicas {late} to build their model; write a larger timeout_s="
                 )
-            self.hear()
-            early += [worker for what, worker in tokens if what == "ended" and self._put_off(worker)]
+            self.read_messages()
+            for kind, worker in events:
+                if kind != "ended":
+                    continue
+                if worker not in self._ready:
+                    self.read_messages()
+                    first = self._first_to_fail(self._mesh.place(worker).replica)
+                    raise WorkerError(f"replica {self._name(first)} ended while it started: {self._status(first)}")
+                self.poller.remove(self._processes.processes[worker].pidfd)
+                early.append(worker)
             each(len(self._ready))
-        for worker in early:
-            self.waiter.add(self._children[worker].pidfd, ("ended", worker))
-        for worker in self._there - self._ready:
-            liveness.kill(self._children[worker].pidfd, signal.SIGKILL)
-
-    def _put_off(self, worker: int) -> bool:
-        """Don't be told again, until training, that this one has ended; one that was not ready must not have."""
-        if worker not in self._ready:
-            self.hear()
-            dead = self._first_to_die(self._mesh.place(worker).replica)
-            raise WorkerError(f"replica {self._name(dead)} ended while it started: {self._status(dead)}")
-        self.waiter.remove(self._children[worker].pidfd)
-        return True
+        for worker in early:  # it was ready before it ended: its exit is an event of the training that follows
+            self.poller.add(self._processes.processes[worker].pidfd, ("ended", worker))
+        self._processes.signal(self._processes.running - self._ready)
 
     def _name(self, worker: int) -> str:
         place = self._mesh.place(worker)
-        return str(place.replica) if self._meeting is None else label(place)
+        return str(place.replica) if self._rendezvous is None else label(place)
 
     def pids(self) -> dict[Coordinate, int]:
-        """Process ids."""
-        return {self._mesh.place(worker): child.pid for worker, child in self._children.items()}
+        """Return the process ids."""
+        return {self._mesh.place(worker): process.pid for worker, process in self._processes.processes.items()}
 
-    def ring(self, replica: ReplicaId) -> None:
-        """Wake a worker, if it sleeps: there is something for it on the board."""
-        self._alarms[replica].ring()
+    def notify(self, replica: ReplicaId) -> None:
+        """Wake a worker if it sleeps: there is something for it in the control block."""
+        self._wakeups[replica].notify()
 
-    def wait_for(self, done: Callable[[ReplicaId], bool], whom: Collection[ReplicaId], what: str) -> None:
-        """Wait until each of them has done something, or has ended; nothing else is looked at meanwhile.
+    def wait_for(self, done: Callable[[ReplicaId], bool], replicas: Collection[ReplicaId], work: str) -> None:
+        """Wait until each of some replicas has done something, or has ended; handle no other event meanwhile.
 
         Args:
-            done: whether one has.
-            whom: all of them.
-            what: in words, what they are to do.
+            done: returns True if a replica has done it.
+            replicas: to wait for.
+            work: in words that follow "to make".
 
         Raises:
-            WaitTimeoutError: somebody neither does it nor ends.
+            WaitTimeoutError: a replica neither does it nor ends.
         """
-        if self.alarm.spin(lambda: all(map(done, whom))):
+        if self.wakeup.spin(lambda: all(map(done, replicas))):
             return
         deadline = time.monotonic() + self._timeout_s
-        while late := [r for r in whom if not done(r) and liveness.alive(self._leader(r).pidfd)]:
-            if self.insisted():  # a part can be made again once its worker can't write any more
-                for replica in late:
-                    self.signal(replica, signal.SIGKILL)
+        while late := [r for r in replicas if not done(r) and self._processes.alive(self._leader(r))]:
+            if self.insisted():  # main can compute a slice itself once its worker can't write any more
+                self._processes.signal(map(self._leader, late))
             elif time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"main waited {self._timeout_s:g} s for replicas {late} to make {what}; "
+                    f"main waited {self._timeout_s:g} s for replicas {late} to make {work}; "
                     "write a larger timeout_s= if their loops pause for so long"
                 )
-            self.alarm.sleep(lambda: all(map(done, late)), lambda s: self._block(late, s), self._timeout_s)
+            self.wakeup.sleep(lambda: all(map(done, late)), lambda s: self._block(late, s), self._timeout_s)
 
-    def _block(self, whom: Collection[ReplicaId], timeout_s: Seconds) -> None:
-        """Sleep until main is rung, or one of these has ended."""
-        poll = select.poll()
-        for fd in (self.bell.fileno(), *(self._leader(r).pidfd for r in whom)):
+    def _block(self, replicas: Collection[ReplicaId], timeout_s: Seconds) -> None:
+        """Sleep until main is notified, or one of these replicas has ended."""
+        poll = select.poll()  # not self.poller: its events stay unread for the training loop
+        for fd in (self.eventfd.fileno(), *(self._processes.processes[self._leader(r)].pidfd for r in replicas)):
             poll.register(fd, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
-    def hear(self) -> None:
-        """Read all messages; raises what the first one says that tells of a failure."""
+    def read_messages(self) -> None:
+        """Read all messages of the workers; raise the first failure among them."""
         while True:
             try:
                 message = json.loads(self._link.recv(1 << 18))
@@ -243,85 +220,69 @@ class WorkerProcesses:
             else:
                 raise WorkerError(worker_failed(message))
 
-    def ended(self, worker: int) -> tuple[ReplicaId, str] | None:
-        """A worker has ended: wait for it no more, and say which replica is gone by that, and in words how.
-
-        Where it has not ended well, its replica ends with it.
+    def handle_exit(self, worker: int) -> tuple[ReplicaId, str] | None:
+        """Handle the exit of a worker. Unless it ended well, kill the rest of its replica.
 
         Returns:
-            None: no replica, since others of it have still to end, or it has gone before.
+            The replica that has ended by that, and how, in words; None if other workers of it still run, or its end
+            has been handled before.
 
         Raises:
-            PacelineError: it has left a message that says more.
+            PacelineError: the worker has sent a failure before it ended.
         """
-        self.hear()
-        if worker not in self._there:
+        self.read_messages()
+        if worker not in self._processes.running:
             return None
-        replica, how = self._mesh.place(worker).replica, self._status(worker)
-        if how != EXIT_OK:
-            how = self._end_team(replica)
+        replica, status = self._mesh.place(worker).replica, self._status(worker)
+        if status == EXIT_OK:
+            self._processes.retire(worker)
         else:
-            self._miss_no_more(worker)
-        if self._there & set(self._mesh.replica_ranks(replica)):
+            first = self._first_to_fail(replica)
+            status = self._status(first)
+            if self._rendezvous is not None:
+                place = self._mesh.place(first)
+                status = f"{status} (stage {place.stage}, shard {place.shard})"
+            # Wait until none of them writes to shared memory: the server reuses the replica's buffers afterwards.
+            rest = self._processes.running.intersection(self._mesh.replica_ranks(replica))
+            self._processes.kill(rest)
+            for other in rest:
+                self._processes.retire(other)
+        if self._processes.running.intersection(self._mesh.replica_ranks(replica)):
             return None
         self.living.discard(replica)
-        return replica, how
+        return replica, status
 
-    def _end_team(self, replica: ReplicaId) -> str:
-        """End who is left of a replica, and wait until they write nothing any more; how the first one ended."""
-        first = self._first_to_die(replica)
-        how = self._status(first)
-        left = self._there & set(self._mesh.replica_ranks(replica))
-        for worker in left:
-            liveness.kill(self._children[worker].pidfd)
-        liveness.wait_gone([self._children[worker].pidfd for worker in left], GONE_TIMEOUT_S)
-        for worker in left:
-            self._miss_no_more(worker)
-        if self._meeting is None:
-            return how
-        place = self._mesh.place(first)
-        return f"{how} (stage {place.stage}, shard {place.shard})"
-
-    def _first_to_die(self, replica: ReplicaId) -> int:
-        """Of the workers of a replica that have ended, one that did not end because another one had."""
-        dead = [w for w in self._mesh.replica_ranks(replica) if not liveness.alive(self._children[w].pidfd)]
-        return next((worker for worker in dead if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED)), dead[0])
+    def _first_to_fail(self, replica: ReplicaId) -> int:
+        """Return a worker of a replica that has ended, if possible one that did not end because of a peer."""
+        ended = [worker for worker in self._mesh.replica_ranks(replica) if not self._processes.alive(worker)]
+        failed = (worker for worker in ended if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED))
+        return next(failed, ended[0])
 
     def _status(self, worker: int) -> str:
-        return self._fork_server.status(self._children[worker].pid) or "running"
+        return self._processes.status(worker) or "running"
 
-    def _miss_no_more(self, worker: int) -> None:
-        self._there.discard(worker)
-        self.waiter.remove(self._children[worker].pidfd)
-
-    def _leader(self, replica: ReplicaId) -> ProcessHandle:
-        return self._children[self._mesh.replica_ranks(replica).start]
+    def _leader(self, replica: ReplicaId) -> int:
+        return self._mesh.replica_ranks(replica).start
 
     def signal(self, replica: ReplicaId, number: int) -> None:
-        """Send a replica's worker, or the first of them, a signal."""
-        liveness.kill(self._leader(replica).pidfd, number)
+        """Send a signal to a replica's worker, or to its leader."""
+        self._processes.signal([self._leader(replica)], number)
 
-    def end(self) -> None:
-        """Kill whoever still runs, all at once, and wait until they are gone."""
-        pidfds = [child.pidfd for child in self._children.values()]
-        for pidfd in pidfds:
-            liveness.kill(pidfd)
-        liveness.wait_gone(pidfds, GONE_TIMEOUT_S)
+    def kill_all(self) -> None:
+        """Kill all workers at once, and wait until they have ended."""
+        self._processes.kill(self._processes.processes)
 
     def spans(self) -> Iterator[Span]:
-        """What the workers recorded and wrote; read it when they have ended."""
+        """Read the spans that the workers have recorded, after they have ended."""
         for fd in self._traces:
             yield from read_packed(fd)
 
     def close(self) -> None:
-        """End all, and let go of everything."""
-        self.end()
-        self.waiter.close()
-        for bell in (*self._bells, self.bell):
-            bell.close()
+        """Kill what still runs, and close everything."""
+        self._processes.close()
+        for eventfd in (*self._eventfds, self.eventfd):
+            eventfd.close()
         self._link.close()
-        self._theirs.close()
+        self._remote_link.close()
         for fd in self._traces:
             os.close(fd)
-        for child in self._children.values():
-            self._fork_server.forget(child)

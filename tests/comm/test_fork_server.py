@@ -99,7 +99,7 @@ def test_the_fork_server_forks_with_one_thread(fork_server: ForkServer) -> None:
 
 
 def test_what_cannot_be_sent_leaves_the_nursery_whole(fork_server: ForkServer, pipe: Pipe) -> None:
-    with pytest.raises(InputError, match=r"arguments of 4,000,\d+ bytes with 0 file descriptors .*ship\(\)"):
+    with pytest.raises(InputError, match=r"arguments of 4,000,\d+ bytes with 0 file descriptors .*share\(\)"):
         fork_server.spawn("comm_entries:echo", {"text": "x" * 4_000_000})
     with pytest.raises(InputError, match="with 300 file descriptors"):
         fork_server.spawn("comm_entries:echo", {}, [pipe.fd] * 300)
@@ -217,9 +217,9 @@ SCRIPT = """
 import json, os, sys
 sys.path.append({here!r})
 from paceline.comm import liveness
-from paceline.comm.fork_server import Nursery
+from paceline.comm.fork_server import ForkServer
 os.write({fd}, b'"started"\\n')
-fork_server = Nursery.start([])
+fork_server = ForkServer.start([])
 child = fork_server.spawn("comm_entries:speak", {{"text": "from the child"}}, [{fd}])
 assert liveness.wait_gone([child.pidfd], 60)
 assert fork_server.status(child.pid) == "exit code 0", fork_server.status(child.pid)
@@ -249,8 +249,8 @@ FORKING = """
 import os, sys
 sys.path.append({here!r})
 from paceline.comm import liveness
-from paceline.comm.fork_server import Nursery
-fork_server = Nursery.start([])
+from paceline.comm.fork_server import ForkServer
+fork_server = ForkServer.start([])
 child = fork_server.spawn("comm_entries:hang", {{}})
 if os.fork() == 0:
     fork_server.close()
@@ -267,8 +267,8 @@ def test_a_fork_of_main_closes_nothing() -> None:
 DYING = """
 import os, sys, threading
 sys.path[:0] = {path!r}
-from paceline.comm.fork_server import Nursery
-fork_server = Nursery.start({preload})
+from paceline.comm.fork_server import ForkServer
+fork_server = ForkServer.start({preload})
 os.write({fd}, b"%d\\n" % fork_server.pid)
 for entry in {entries}:
     child = fork_server.spawn("comm_entries:" + entry, {{}}, [{fd}])
@@ -323,8 +323,8 @@ def test_children_without_a_fork_server_end_with_main_too(endless: Pipe) -> None
 SPAWNING = """
 import sys
 sys.path[:0] = {path!r}
-from paceline.comm.fork_server import Nursery
-fork_server = Nursery.start([])
+from paceline.comm.fork_server import ForkServer
+fork_server = ForkServer.start([])
 while True:
     fork_server.spawn("comm_entries:hang", {{}}, [{fd}])
 """
