@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both need only python3 (3.11 or later, with venv) and pip.
+# Three commands matter: `make demo`, `make test` and `make test-all`. They need only python3 (3.11 or later, with venv) and pip.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -8,18 +8,23 @@ DEMO := runs/demo
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: test check demo venv
+.PHONY: test test-all check demo venv
 
+# What every change has to pass, in at most ten minutes on two cores.
 test: venv
 	@$(MAKE) --no-print-directory check
 
-# Everything a change has to pass, the quick ones first.
+# Besides, what takes longer: tests/thorough.py says which tests these are, and why.
+test-all: test
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m thorough
+
+# The quick ones first.
 check:
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not thorough"
 
 # The main job: three ways to train one model, from the same start, under the same budget, in real processes.
 demo: venv

@@ -16,7 +16,7 @@ from hypothesis import settings
 from paceline.comm.fork_server import ForkServer
 from paceline.engine.local.engine import HOSTING, TEAMS, WITH_OPTIMIZERS, LocalEngine
 from paceline.engine.spmd.worker_pool import PRELOAD
-from tests import ranks
+from tests import ranks, thorough
 
 collect_ignore_glob = ["*_script.py"]
 
@@ -25,6 +25,15 @@ settings.load_profile("paceline")
 
 PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *HOSTING, *TEAMS, *PRELOAD)), "tests.preloaded")
 """For runs of all kinds."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is left to `make test-all`."""
+    seen = set[str]()
+    for item in items:
+        if thorough.is_thorough(item.nodeid, seen):
+            item.add_marker(pytest.mark.thorough)
 
 
 @pytest.fixture
