@@ -8,27 +8,27 @@ from typing import Any
 
 import torch
 
-from paceline.engine.distributed.rank_shard import TensorParallelShard
+from paceline.engine.distributed.rank_shard import ModelParallelShard
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.tensor.placements import Shard
 from tests.engine.distributed_cases import keep
 from tests.engine.tensor_cases import CASES, largest_part
 
 folder, engine, shards = Path(sys.argv[1]), sys.argv[2], int(os.environ["WORLD_SIZE"])
-shares: list[TensorParallelShard] = []
+shares: list[ModelParallelShard] = []
 
 
-def remembered(rank_setup: RankSetup) -> TensorParallelShard:
-    shares.append(TensorParallelShard(rank_setup))
+def remembered(rank_setup: RankSetup) -> ModelParallelShard:
+    shares.append(ModelParallelShard(rank_setup))
     return shares[-1]
 
 
-importlib.import_module("paceline.engine.distributed.run").TensorParallelShard = remembered  # type: ignore[attr-defined]
+importlib.import_module("paceline.engine.distributed.run").ModelParallelShard = remembered  # type: ignore[attr-defined]
 
 
-def differing(share: TensorParallelShard, whole: dict[str, Any]) -> list[str]:
+def differing(share: ModelParallelShard, whole: dict[str, Any]) -> list[str]:
     """The tensors of which this shard does not hold, to the bit, its part of what the run returned."""
-    lies, found = share._sharding.prepared.shard.parameters, []
+    lies, found = share._ranks.lies, []
     for name, mine in share.state.named():
         how = lies.get(name)
         part = how.take(whole[name], share.coordinate.shard) if isinstance(how, Shard) else whole[name]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline import InputError, Strategy, support
-from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, DeltaNorm, RankStatus, StatusKind, read, write
+from paceline.engine.distributed.reduce_buffer import FIELDS, NORMS, DeltaNorm, RankStatus, StatusKind
 from paceline.support import Case
 from tests.engine.distributed_cases import kept
 from tests.engine.noise_cases import CASES, KEYS, OVERLAPPED
@@ -48,9 +48,10 @@ def test_ranks_tell_what_virtual_time_tells(started: tuple[int, Path], name: str
 @pytest.mark.parametrize("norm", [DeltaNorm(), DeltaNorm(1 / 3, 4, 2e30, 1e-30, 70_000), DeltaNorm(7.0, 1, 2e60)])
 def test_norms_come_back_from_the_table(norm: DeltaNorm, dtype: torch.dtype, bound: float) -> None:
     """A length keeps 48 bits in two float32, so its square is known to 2·2^-48, and in float64 to some last bits."""
-    row, place = RankStatus(StatusKind.delta, 8, True, False, 0.5, 9, norm), torch.zeros(FIELDS + NORMS, dtype=dtype)
-    write(row, place)
-    found = read(place.tolist(), norms=True)
+    row = RankStatus(StatusKind.delta, 8, True, False, 0.5, 9, norm)
+    encoded = torch.tensor(row.encode(), dtype=dtype)
+    assert len(encoded) == FIELDS + NORMS
+    found = RankStatus.decode(encoded.tolist(), norms=True)
     assert found[:-1] == row[:-1]
     assert found.norm == pytest.approx(norm, rel=bound)
 

@@ -76,8 +76,8 @@ def bucketed(**words: Any) -> tuple[Overlap, Wire, ReduceBuffer]:
     of = layout([2, 3, 1, 2], [])
     cuts = cut(of, 8, 12)
     assert [bucket.members for bucket in cuts] == [(3, 2), (1,), (0,)]
-    wire, freight = Wire(**words), ReduceBuffer(of, 2)
-    return Overlap(cuts, freight, wire), wire, freight  # type: ignore[arg-type]
+    wire, buffer = Wire(**words), ReduceBuffer(of, 2)
+    return Overlap(cuts, buffer, wire), wire, buffer  # type: ignore[arg-type]
 
 
 def gradient(index: int) -> Tensor:
@@ -88,39 +88,39 @@ def test_a_bucket_is_begun_once_it_and_those_before_it_are_full() -> None:
     overlap, wire, _ = bucketed()
     begun = []
     for index in (1, 3, 2, 0):
-        overlap.bring(index, gradient(index), 0.5)
+        overlap.add(index, gradient(index), 0.5)
         begun.append(len(wire.begun))
     assert begun == [0, 0, 2, 3]
     assert [part.tolist() for part in wire.begun] == [[1.5, 2.0, 2.0], [1.0, 1.0, 1.0], [0.5, 0.5]]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_the_sums_lie_in_the_freight(elsewhere: bool) -> None:
-    overlap, wire, freight = bucketed(elsewhere=elsewhere)
+def test_the_sums_are_in_the_buffer(elsewhere: bool) -> None:
+    overlap, wire, buffer = bucketed(elsewhere=elsewhere)
     for _ in range(2):  # nothing of the Δ before is left
         for index in (3, 2, 1, 0):
-            overlap.bring(index, gradient(index), 0.5)
-        overlap.settle()
+            overlap.add(index, gradient(index), 0.5)
+        overlap.flush()
         overlap.wait("a test")
-        assert freight.state.parameters[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0]
+        assert buffer.state.parameters[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0]
     assert wire.waited == ["a test"] * 6
     assert wire.sent_bytes == 2 * 8 * 4  # two rings of two ranks: each sends a vector's bytes once
 
 
 def test_who_has_no_delta_brings_zeros_in_the_same_order() -> None:
-    overlap, wire, freight = bucketed()
-    freight.state.parameters[0].fill_(7.0)
-    overlap.settle()
+    overlap, wire, buffer = bucketed()
+    buffer.state.parameters[0].fill_(7.0)
+    overlap.flush()
     assert [part.tolist() for part in wire.begun] == [[0.0] * 3, [0.0] * 3, [0.0] * 2]
 
 
 def test_half_a_delta_is_refused() -> None:
     overlap, *_ = bucketed()
-    overlap.bring(3, gradient(3), 1.0)
+    overlap.add(3, gradient(3), 1.0)
     with pytest.raises(PacelineError, match="in part was begun anew"):
-        overlap.bring(3, gradient(3), 1.0)
+        overlap.add(3, gradient(3), 1.0)
     with pytest.raises(PacelineError, match="in part was left"):
-        overlap.settle()
+        overlap.flush()
 
 
 @pytest.mark.parametrize(

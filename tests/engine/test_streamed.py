@@ -191,5 +191,5 @@ def test_what_needs_the_whole_gradient_first(
 
 
 def test_weights_that_several_stages_hold(engine: LocalEngine) -> None:
-    with pytest.raises(InputError, match=r"embedding.weight lies on stages 0, 1, .* write schedule=1f1b"):
+    with pytest.raises(InputError, match=r"embedding.weight is on stages 0, 1, .* write schedule=1f1b"):
         Case(zoo.tied, "schedule=pipedream").run(2, engine)  # type: ignore[arg-type]

@@ -1,6 +1,9 @@
-"""Asynchronous pipelines (PipeDream) on several ranks: each moves its own part of A.
+"""Asynchronous pipelines (PipeDream) on several ranks: each rank updates its own part of A within the stream.
 
-The station of a replica whose weights move within a stream: it goes on, and hears later what came of its steps.
+Its client continues at once and receives the statuses of a step L steps later::
+
+    rank of stage 0   F1 F2 B1 step F3 B2 step ...      status of step s --+--> all-reduce, awaited in step s + L
+    rank of stage 1      F1 B1 step F2 B2 step ...      status of step s --+
 """
 
 import time
@@ -15,11 +18,16 @@ from paceline.core.errors import InputError
 from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.budget import StepQuota
-from paceline.engine.distributed import reduce_buffer
-from paceline.engine.distributed.client import ClientContext, excuse
-from paceline.engine.distributed.pipeline_sync import merged
+from paceline.engine.distributed.client import ClientContext
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import RankStatus, ReduceBuffer, StatusKind, StatusSync, of_step
+from paceline.engine.distributed.reduce_buffer import (
+    FIELDS,
+    RankStatus,
+    ReduceBuffer,
+    StatusKind,
+    by_replica,
+    of_step,
+)
 from paceline.engine.distributed.update import Update
 from paceline.engine.remote_errors import not_finite
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
@@ -31,132 +39,126 @@ from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.trace.recorder import AnyRecorder
 
-NOTHING = FlatLayout((), ())
-"""What is brought of Δ."""
-
 
 @final
 class AsyncStatusSync:
-    """Where ranks tell each other rows without waiting.
+    """The exchange of statuses without waiting.
 
     Args:
         mesh: of all ranks.
-        rank: whose.
-        communicator: by which they meet; None: nobody else is there.
-        lag: L, how many steps after its own a row is due.
+        rank: of this process.
+        communicator: of all ranks; None: there is one.
+        lag: L, steps after its own at which a status is due.
     """
 
     def __init__(self, mesh: Mesh, rank: int, communicator: Communicator | None, lag: int) -> None:
         self._mesh, self._rank, self._communicator, self._lag = mesh, rank, communicator, lag
-        self._under_way: deque[tuple[Tensor, Any, Clock]] = deque()
+        self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
 
     @property
     def due(self) -> bool:
-        """Whether the oldest rows are to be taken."""
-        return len(self._under_way) > self._lag
+        """Whether the oldest exchange is to be completed."""
+        return len(self._pending) > self._lag
 
     @property
-    def open(self) -> bool:
-        """Whether any are under way."""
-        return bool(self._under_way)
+    def pending(self) -> bool:
+        """Whether any exchange has begun and is not complete."""
+        return bool(self._pending)
 
-    def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
-        """Say this rank's and wait for the others'; none is under way."""
-        self.begin(row, step)
-        return self.take()
+    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        """Exchange statuses and wait for them, with no other exchange pending."""
+        self.begin(status, step)
+        return self.complete()
 
-    def begin(self, row: RankStatus, step: Clock) -> None:
-        """Say this rank's."""
-        table = torch.zeros(self._mesh.workers, reduce_buffer.FIELDS, dtype=torch.float64)
-        reduce_buffer.write(row, table[self._rank])
-        # Also beside NCCL they go by the host's memory: there nothing waits for the device.
+    def begin(self, status: RankStatus, step: Clock) -> None:
+        """Begin the exchange of a step."""
+        table = torch.zeros(self._mesh.workers, FIELDS, dtype=torch.float64)
+        table[self._rank] = torch.tensor(status.encode(), dtype=torch.float64)
+        # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
         work = None if self._communicator is None else self._communicator.begin(table)
-        self._under_way.append((table, work, step))
+        self._pending.append((table, work, step))
 
-    def take(self) -> list[RankStatus]:
-        """The oldest: one row of each replica."""
-        table, work, step = self._under_way.popleft()
+    def complete(self) -> list[RankStatus]:
+        """Wait for the oldest exchange and return one status of each replica."""
+        table, work, step = self._pending.popleft()
         if self._communicator is not None:
             self._communicator.wait(work, of_step(step))
             self._communicator.sent_bytes += ring_bytes(table.nbytes, self._communicator.ranks)
-        each = [reduce_buffer.read(numbers) for numbers in table.tolist()]
-        return [
-            merged([each[rank] for rank in self._mesh.replica_ranks(replica)]) for replica in range(self._mesh.replicas)
-        ]
+        return by_replica(self._mesh, [RankStatus.decode(row) for row in table.tolist()])
 
 
 @final
 class AsyncUpdate(Update):
-    """The weights have moved already.
+    """No update: the stages have stepped within the stream.
 
     Args:
-        pipeline: says who has which part.
-        now: this rank's part of A as it is.
-        remembered: how many bytes the optimizer remembers of it.
-        communicator: by which the parts are gathered; None: this one is all.
+        pipeline: of this rank.
+        current: returns this rank's part of A as it is.
+        optimizer_bytes: returns the bytes of its optimizer state.
+        communicator: gathers the parts; None: this one is all.
     """
 
     def __init__(
         self,
         pipeline: PipelineRank,
-        now: Callable[[], FlatState],
-        remembered: Callable[[], int],
+        current: Callable[[], FlatState],
+        optimizer_bytes: Callable[[], int],
         communicator: Communicator | None,
     ) -> None:
-        self._pipeline, self._now, self._remembered, self._communicator = pipeline, now, remembered, communicator
-
-    @property
-    def reduced_vectors(self) -> list[Tensor]:
-        return []
+        self._pipeline, self._current, self._communicator = pipeline, current, communicator
+        self._optimizer_bytes = optimizer_bytes
+        self.reduced_vectors = []
 
     @property
     def optimizer_bytes(self) -> int:
-        return self._remembered()
+        return self._optimizer_bytes()
 
     def apply(self, factor: float, rate: float) -> None:
-        """It was made when the gradient was there."""
+        """Do nothing: the step was made when the gradient was there."""
 
     def full_state(self, *, wanted: bool) -> FlatState | None:
-        """A as it is, of which later stages have had up to p - 1 updates more while the stream goes on.
+        """Gather A as it is; while the stream runs, later stages have had up to p - 1 updates more.
 
-        So it is what the formula of PipeDream computes with: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the
-        stream all stages have had the same updates.
+        So it is the A of PipeDream's formula: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the stream all stages
+        have had the same updates.
         """
         pipeline = self._pipeline
-        gather = FullStateGather(self._now(), pipeline.whole, pipeline.stages, pipeline.rank, self._communicator)
+        gather = FullStateGather(self._current(), pipeline.whole, pipeline.stages, pipeline.rank, self._communicator)
         return gather(wanted=wanted)
 
 
 @final
 class AsyncStageShard(RankShard):
-    """One rank's."""
+    """A stage of an asynchronous pipeline, which steps by itself."""
 
-    def __init__(self, rank_setup: RankSetup) -> None:
-        self._pipeline = PipelineRank(rank_setup)
+    def __init__(self, setup: RankSetup) -> None:
+        self._pipeline, self._replica = PipelineRank(setup), None
         self._refuse_ties()
-        self._replica: AsyncStage | None = None
-        update = AsyncUpdate(
-            self._pipeline, self._now, lambda: self._made.optimizer_bytes, rank_setup.context.communicator
-        )
-        super().__init__(self._pipeline.place, self._pipeline.state, ReduceBuffer(NOTHING, ranks=1), update)
-        strategy = rank_setup.run_context.job.strategy
+        pipeline, strategy = self._pipeline, setup.run_context.job.strategy
+        communicator = setup.context.communicator
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
+        self.coordinate, self.state = pipeline.place, pipeline.state
+        self.parameter_bytes = pipeline.state.layout.parameter_bytes
+        self.reduce_buffer = ReduceBuffer(FlatLayout((), ()), ranks=1)  # nothing of Δ is exchanged
+        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.optimizer_bytes, communicator)
+        # A status is complete once the last stage has made the step, p - 1 micro-batches later, and one step for
+        # the exchange itself.
         lag = -(-(self._workers - 1) // self._m) + 1
-        self.rows = AsyncStatusSync(self._pipeline.mesh, self._pipeline.rank, rank_setup.context.communicator, lag)
+        self.status_sync: AsyncStatusSync = AsyncStatusSync(pipeline.mesh, pipeline.rank, communicator, lag)
+
+    _replica: AsyncStage | None
 
     @property
-    def parameter_bytes(self) -> int:
-        return self.state.layout.parameter_bytes
+    def _stage(self) -> AsyncStage:
+        assert self._replica is not None, "the replica has not been built"
+        return self._replica
 
     @property
     def peak_saved_bytes(self) -> int | None:
-        return self._made.peak_saved_bytes
+        return self._stage.peak_saved_bytes
 
-    def status_sync(self) -> StatusSync:
-        return self.rows
-
-    def replica(self, weigh: Callable[[int], float], recorder: AnyRecorder) -> Replica:
-        del weigh  # each rank steps by itself
+    def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        del weight  # each rank steps by itself
         job, pipeline = self._pipeline.run_context.job, self._pipeline
         self._replica = AsyncStage(
             job.program,
@@ -173,29 +175,23 @@ class AsyncStageShard(RankShard):
         return self._replica
 
     def drain(self) -> bool:
-        """No further batch comes; whether the gradients that were left were finite."""
-        return self._made.drain()
+        """Finish the stream, as no further batch comes; return whether the remaining gradients were finite."""
+        return self._stage.drain()
 
     def read_version(self, update: Version) -> Version:
-        """How old the weights are of which an update is a gradient: those of the first stage, the oldest."""
+        """Return the version of A that an update's gradient was computed on: that of the first stage, the oldest."""
         return self._pipeline.order.version(update * self._m, 0, self._workers)
 
     def notes(self) -> Mapping[str, str | int | float]:
-        """All ranks ask for them together."""
-        stale = self._pipeline.context.gather(self._made.staleness, "the others' staleness")
+        stale = self._pipeline.context.gather(self._stage.staleness, "the others' staleness")
         return {
             "micro_batches": self._m,
             "parts": len(self._pipeline.cut.parts),
             "staleness_by_stage": ",".join(map(str, stale)),
         }
 
-    @property
-    def _made(self) -> AsyncStage:
-        assert self._replica is not None, "the replica has not been made"
-        return self._replica
-
-    def _now(self) -> FlatState:
-        """This rank's part of A as it is; until training begins A_0's."""
+    def _current(self) -> FlatState:
+        """Return this rank's part of A as it is: A_0's until training begins."""
         if self._replica is not None and self._replica.begun:
             self.state.take(self._replica.weights)
         return self.state
@@ -206,85 +202,82 @@ class AsyncStageShard(RankShard):
                 schedule = self._pipeline.run_context.job.strategy.schedule
                 raise InputError(
                     f"schedule={schedule} moves the weights of each stage when its own "
-                    f"gradient is there, but {name} lies on stages {', '.join(map(str, holders))}, whose gradients "
+                    f"gradient is there, but {name} is on stages {', '.join(map(str, holders))}, whose gradients "
                     "come at different times; write schedule=1f1b, or cuts= so that one stage has it"
                 )
 
 
 class AsyncPipelineClient:
-    """A and F, as far as there is anything to ask them.
+    """The client of a rank that steps within the stream: it asks for permission alone, and learns results later.
 
     Args:
-        around: what there is.
-        share: of this rank; its replica has the weights.
-        ahead: counts the steps as they begin, as the run's own allowance does when it hears of them.
-        timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
+        context: of its run.
+        shard: of this rank; its replica has the weights.
+        quota: counts steps as they begin; the run's own counts them when their statuses are complete.
+        timeout_s: of the run.
     """
 
-    def __init__(self, around: ClientContext, share: AsyncStageShard, ahead: StepQuota, timeout_s: Seconds) -> None:
-        self._around, self._share, self._ahead, self._timeout_s = around, share, ahead, timeout_s
-        self._course, self._rows, self._replica = around.coordinator, share.rows, share.coordinate.replica
-        self._granted = 0
+    def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota, timeout_s: Seconds) -> None:
+        self._context, self._shard, self._quota, self._timeout_s = context, shard, quota, timeout_s
+        self._coordinator, self._sync = context.coordinator, shard.status_sync
+        self._replica, self._granted = shard.coordinate.replica, 0
         self.attempt: Clock = 0
-        """Which step this replica is at."""
+        """The step that this replica is at, counted from 1."""
 
     def wait_for_grant(self) -> bool:
-        """Whether it is to go on, by what is known so far: on all ranks the same."""
+        """Return whether to go on, by the exchanges that are complete: the same on all ranks."""
         if not self._granted:
-            self._granted = self._ahead.grant(self._replica)
+            self._granted = self._quota.grant(self._replica)
             self.attempt += bool(self._granted)
-        return self._granted > 0 and not self._course.over
+        return self._granted > 0 and not self._coordinator.over
 
     def begins_delta(self) -> bool:
         return True
 
     def pull(self) -> FlatState:
-        return self._around.state
+        return self._context.state
 
     def ends_delta(self) -> bool:
         self._granted = 0
         return True
 
     def delta_buffer(self) -> FlatState:
-        """For the running buffers."""
-        return self._around.state
+        """Return the buffer for the running buffers alone."""
+        return self._context.state
 
     def push(self, measured: Measured) -> None:
-        self._say(StatusKind.delta, measured)
-        while self._rows.due:
-            self._hear()
+        self._begin(StatusKind.delta, measured)
+        while self._sync.due:
+            self._complete()
 
     def leave(self) -> None:
-        """The loop has ended: do what is left of the stream, and hear what is still to be heard."""
-        if not self._share.drain():
+        """Finish the stream and complete all exchanges, after the loop has ended."""
+        if not self._shard.drain():
             raise not_finite(float("nan"), self._replica, self.attempt)
-        while self._rows.open:
-            self._hear()
-        while not self._course.over:
-            self._say(StatusKind.farewell, Measured(0.0, 0, True))
-            self._hear()
+        while self._sync.pending:
+            self._complete()
+        while not self._coordinator.over:
+            self._begin(StatusKind.leaving, Measured(0.0, 0, True))
+            self._complete()
 
     def cancelled(self) -> bool:
-        """Never: a step that has begun is made."""
+        """Return False: a step that has begun is made."""
         return False
 
     def ack_cancel(self) -> int:
-        raise AssertionError("no attempt is called off")
+        raise AssertionError("no attempt is cancelled")
 
     def pause(self, seconds: Seconds) -> None:
-        """Be slow for so long, or until told to end."""
-        excuse(self._around, seconds, self._timeout_s)
-        self._around.stop_event.wait(seconds)
+        self._context.pause(seconds, self._timeout_s)
 
-    def _say(self, kind: StatusKind, measured: Measured) -> None:
-        around = self._around
-        now = around.clock.now_ns()
-        row = RankStatus(kind, measured.samples, measured.finite, around.stop_requested(), measured.loss, now)
-        self._rows.begin(row, self.attempt)
+    def _begin(self, kind: StatusKind, measured: Measured) -> None:
+        now, stop = self._context.clock.now_ns(), self._context.stop_requested()
+        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now)
+        self._sync.begin(status, self.attempt)
 
-    def _hear(self) -> None:
-        around, began = self._around, time.monotonic_ns()
-        rows = self._rows.take()
-        around.metrics.waited(began, self.attempt)
-        self._course.take(rows)
-        around.after_exchange()
+    def _complete(self) -> None:
+        began = time.monotonic_ns()
+        statuses = self._sync.complete()
+        self._context.metrics.waited(began, self.attempt)
+        self._coordinator.take(statuses)
+        self._context.after_exchange()

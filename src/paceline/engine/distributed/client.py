@@ -1,4 +1,4 @@
-"""A replica's side of the exchange: A and F, as its loop sees them."""
+"""The parameter client of a rank: A and F by way of the all-reduce of a step."""
 
 import threading
 import time
@@ -28,139 +28,141 @@ from paceline.replica.flat_state import FlatState
 
 @dataclass(frozen=True)
 class ClientContext:
-    """What a station works with."""
+    """The parts of a run that the client of one rank works with."""
 
     coordinator: ReplicatedCoordinator
     status_sync: StatusSync
     reduce_buffer: ReduceBuffer
     overlap: Overlap | None
-    """None where Δ is summed in the exchange."""
+    """None: Δ is summed in the exchange."""
     norms: DeltaNorms | None
-    """None where nobody has asked."""
+    """None: norms are not measured."""
     state: FlatState
-    """A."""
+    """A, or this rank's part of it."""
     clock: SyncedClock
     metrics: WorkerMetrics
-    shadow_passes: ShadowPasses
+    shadow_passes: ShadowPasses | None
+    """None: passes don't communicate, so ranks may make different numbers of them."""
     store_signals: StoreSignals | None
-    """None where nobody else is there."""
+    """None: there is a single rank."""
     stop_requested: Callable[[], bool]
-    """Whether this process has been told to end, by Ctrl-C say."""
+    """Returns whether this process was asked to end, by Ctrl-C say."""
     stop_event: threading.Event
-    """Set when it is."""
+    """Set when it is asked."""
     after_exchange: Callable[[], None]
     """Called after each exchange."""
 
-
-def excuse(around: ClientContext, seconds: Seconds, timeout_s: Seconds) -> None:
-    """Announce a pause that is not much shorter than a hang."""
-    if around.store_signals is not None and seconds > timeout_s / 4:
-        around.store_signals.extend_timeout(time.monotonic_ns() + around.clock.ahead_ns + int(seconds * 1e9))
+    def pause(self, seconds: Seconds, timeout_s: Seconds) -> None:
+        """Sleep, or until asked to end; a pause not much shorter than a hang is announced to the other ranks."""
+        if self.store_signals is not None and seconds > timeout_s / 4:
+            self.store_signals.extend_timeout(time.monotonic_ns() + self.clock.ahead_ns + int(seconds * 1e9))
+        self.stop_event.wait(seconds)
 
 
 class AllReduceClient(Sink):
-    """A and F, where every rank has both.
+    """The client of a rank that has A, or its part of it, and updates it after each exchange.
 
-    Where Δ is sent bucket by bucket, its gradients come as to a sink; else all in the slot.
+    With an overlap, gradients are handed over one by one as to a sink; else Δ is in the reduce buffer.
 
     Args:
-        replica: whose side.
-        around: what there is.
-        timeout_s: a pause that is not much shorter is announced, so that nobody takes it for a hang.
+        replica: of this rank.
+        context: of its run.
+        timeout_s: of the run.
     """
 
-    def __init__(self, replica: ReplicaId, around: ClientContext, timeout_s: Seconds) -> None:
-        self._replica, self._around, self._timeout_s = replica, around, timeout_s
-        self._course, self._freight = around.coordinator, around.reduce_buffer
-        self._again = around.coordinator.may_repeat
-        self._made = 0
-        self._norm = None if around.norms is None else DeltaNorm()
+    def __init__(self, replica: ReplicaId, context: ClientContext, timeout_s: Seconds) -> None:
+        self._replica, self._context, self._timeout_s = replica, context, timeout_s
+        self._coordinator, self._buffer = context.coordinator, context.reduce_buffer
+        self._micro_steps = 0
+        self._norm = None if context.norms is None else DeltaNorm()
         self.attempt: Clock = 0
-        """Which Δ this replica is at."""
+        """The Δ that this replica computes, counted from 1."""
 
     def wait_for_grant(self) -> bool:
-        """Whether it is to go on; a push has waited for all that could change that."""
-        self.attempt = self._course.attempt(self._replica)
-        return self._course.computes(self._replica)
+        """Return whether to go on; an exchange has waited for all that could change that."""
+        self.attempt = self._coordinator.attempt(self._replica)
+        return self._coordinator.computes(self._replica)
 
     def begins_delta(self) -> bool:
-        return self._made == 0
+        return self._micro_steps == 0
 
     def pull(self) -> FlatState:
-        return self._around.state
+        return self._context.state
 
     def last(self) -> bool:
-        return self._made + 1 == self._course.micro_steps(self._replica)
+        return self._micro_steps + 1 == self._coordinator.micro_steps(self._replica)
 
     def ready(self, index: int, gradient: Tensor, samples: int) -> None:
-        assert self._around.overlap is not None, "Δ is not sent in buckets"
-        if self._around.norms is not None:
-            self._around.norms.add(index, gradient)
-        self._around.overlap.bring(index, gradient, self._course.weight(samples))
+        assert self._context.overlap is not None, "Δ is not sent in buckets"
+        if self._context.norms is not None:
+            self._context.norms.add(index, gradient)
+        self._context.overlap.add(index, gradient, self._coordinator.weight(samples))
 
     def ends_delta(self) -> bool:
-        self._made += 1
-        if self._made < self._course.micro_steps(self._replica):
+        self._micro_steps += 1
+        if self._micro_steps < self._coordinator.micro_steps(self._replica):
             return False
-        self._made = 0
+        self._micro_steps = 0
         return True
 
     def delta_buffer(self) -> FlatState:
-        return self._freight.state
+        return self._buffer.state
 
     def push(self, measured: Measured) -> None:
-        weight = self._course.weight(measured.samples)
-        if self._around.norms is not None:
-            self._norm = self._around.norms.brought(measured, sent=self._around.overlap is not None)
-        if self._around.overlap is not None:
-            self._freight.scale_buffers(weight)  # Δ is under way
+        context, weight = self._context, self._coordinator.weight(measured.samples)
+        if context.norms is not None:  # before Δ is weighted
+            self._norm = context.norms.delta(measured, by_parameter=context.overlap is not None)
+        if context.overlap is not None:
+            self._buffer.scale_buffers(weight)  # Δ itself was weighted bucket by bucket
         elif measured.finite:
-            self._freight.weigh(weight)
+            self._buffer.scale(weight)
         else:
-            self._freight.empty()
-        kept = self._freight.kept() if self._again else []
-        self._meet(StatusKind.delta, measured)
-        while self._course.waits(self._replica):
-            self._freight.bring_again(kept)
-            self._meet(StatusKind.delta, measured)
+            self._buffer.zero()
+        kept = self._buffer.snapshot() if self._coordinator.may_repeat else []
+        self._exchange(StatusKind.delta, measured)
+        while self._coordinator.waits(self._replica):  # other replicas recompute a Δ that was discarded
+            self._buffer.restore(kept)
+            self._exchange(StatusKind.delta, measured)
 
     def leave(self) -> None:
-        """The loop has ended; take part in what the others still exchange."""
-        while not self._course.over:
-            self._freight.empty()
+        """Take part in the remaining exchanges of the other replicas, after the loop has ended."""
+        while not self._coordinator.over:
+            self._buffer.zero()
             self._norm = self._norm and DeltaNorm()
-            present = self._course.takes_part(self._replica)
-            self._meet(StatusKind.farewell if present else StatusKind.nothing, Measured(0.0, 0, True))
+            present = self._coordinator.takes_part(self._replica)
+            self._exchange(StatusKind.leaving if present else StatusKind.left, Measured(0.0, 0, True))
 
     def cancelled(self) -> bool:
-        """Never: in lockstep an attempt is always wanted."""
+        """Return False: in lockstep every Δ is applied."""
         return False
 
     def ack_cancel(self) -> int:
-        raise AssertionError("no attempt is called off")
+        raise AssertionError("no attempt is cancelled")
 
     def pause(self, seconds: Seconds) -> None:
-        """Be slow for so long, or until told to end."""
-        excuse(self._around, seconds, self._timeout_s)
-        self._around.stop_event.wait(seconds)
+        self._context.pause(seconds, self._timeout_s)
 
-    def _meet(self, kind: StatusKind, measured: Measured) -> None:
-        around, step = self._around, self.attempt
-        around.shadow_passes.keep_up(self._course.passes)
-        began = time.monotonic_ns()
-        now, norm = around.clock.now_ns(), self._norm
-        row = RankStatus(kind, measured.samples, measured.finite, around.stop_requested(), measured.loss, now, norm)
-        if around.overlap is not None:
-            around.overlap.settle()
-        rows = around.status_sync.meet(row, step)
-        if around.overlap is not None:
-            around.overlap.wait(of_step(step))
-        if len(rows) > 1:
-            last_came = around.clock.local_ns(max(row.entered_ns for row in rows))
-            all_there = min(max(last_came, began), time.monotonic_ns())
-            around.metrics.waited(began, step, all_there)
-            around.metrics.spent("all_reduce", all_there, step, self._freight.nbytes)
+    def _exchange(self, kind: StatusKind, measured: Measured) -> None:
+        """Sum Δs and exchange statuses, then let the coordinator decide and update A."""
+        context, step = self._context, self.attempt
+        if context.shadow_passes is not None:
+            context.shadow_passes.catch_up(self._coordinator.passes)
+        began, now = time.monotonic_ns(), context.clock.now_ns()
+        stop = context.stop_requested()
+        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm)
+        # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
+        if context.overlap is not None:
+            context.overlap.flush()
+        statuses = context.status_sync.exchange(status, step)
+        if context.overlap is not None:
+            context.overlap.wait(of_step(step))
+
+        if len(statuses) > 1:  # time until the last rank entered is waiting, from then on it is communication
+            last_entered = context.clock.local_ns(max(each.entered_ns for each in statuses))
+            complete = min(max(last_entered, began), time.monotonic_ns())
+            context.metrics.waited(began, step, complete)
+            context.metrics.spent("all_reduce", complete, step, self._buffer.nbytes)
         updating = time.monotonic_ns()
-        self._course.take(rows)
-        around.metrics.spent("apply", updating, step)
-        around.after_exchange()
+        self._coordinator.take(statuses)
+        context.metrics.spent("apply", updating, step)
+        context.after_exchange()

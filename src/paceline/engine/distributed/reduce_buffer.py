@@ -1,284 +1,362 @@
-"""The flat all-reduce buffer of a rank, each rank's status in it, and the gradient synchronisation by it.
+"""The flat buffer that a rank contributes to an all-reduce, the status of each rank in it, and the exchanges by it.
 
-Δ as it is sent: with the running buffers and all ranks' rows in one vector for each dtype.
+Δ, the running buffers and a table with a status row for each rank are one vector for each dtype::
 
-::
+    float32 vector   | parameters ................ | running buffers ... | status of all ranks |
+                       ^ Δ is written here           ^ and here            ^ each rank fills its own row
 
-    float32 vector   | parameters ................ | running buffers ... | rows of all ranks |
-                       ^ Δ is written here           ^ and here            ^ rows.py
-
-One all-reduce of all that ranks bring.
+Each rank leaves the rows of the others zero, so one all-reduce sums Δ and spreads all statuses. Where a replica has
+several ranks, they exchange the table alone, and the ranks that have the same part of A in other replicas sum Δ.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Nanoseconds
 from paceline.engine.spmd.communicator import Communicator
-from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
+from paceline.engine.spmd.rank_context import RankSetup
+from paceline.replica.clipping import square_norm
+from paceline.replica.flat_state import FlatLayout, FlatState
 
-_BITS = 22
-_MASK = (1 << _BITS) - 1
+BITS = 22
+"""Bits of one digit of an integer: a float32 represents integers of 24 bits exactly."""
+
 DIGITS = 3
-"""Of 22 bits each: a float32 holds 24, and three cover an int64."""
+"""Digits of an integer: three cover an int64."""
+
+FIELDS = 2 + DIGITS * 2
+"""Numbers in a status row, without norms and counters."""
+
+NORMS = 8
+"""Numbers of a :class:`DeltaNorm` in a row: two counts, and each of three norms in two parts."""
+
+_MASK = (1 << BITS) - 1
 
 
 class StatusKind(IntEnum):
-    """What a rank brings."""
+    """The contribution of a rank to an exchange."""
 
-    nothing = 0
-    """Its replica has left."""
+    left = 0
+    """None: its replica has left."""
     delta = 1
     """A Δ, new or one that waits for its round."""
-    farewell = 2
-    """Its replica leaves."""
+    leaving = 2
+    """None: its replica leaves now."""
 
 
 class DeltaNorm(NamedTuple):
-    """What a rank tells of its Δ, of those elements that count with it; squares of norms."""
+    """Squared norms of a rank's Δ, over the elements that count on this rank."""
 
     square: float = 0.0
-    """Of Δ; where micro-steps were looked at, the mean of theirs."""
-    pieces: int = 0
-    """How many those were; 0: nothing is told."""
-    together: float = 0.0
-    """Of what these were combined to: Δ; or its mean with the one before; or the sum of all replicas'."""
-    before: float = 0.0
-    """Of the Δ before, where that has been kept."""
-    samples_before: int = 0
-    """Of that; 0: none has."""
+    """Of Δ, or the mean over its micro-steps where these were measured."""
+    parts: int = 0
+    """How many parts of Δ that is a mean of: 1, or its micro-steps; 0: nothing was measured."""
+    combined: float = 0.0
+    """Of the combination of these: Δ itself, its mean with the previous Δ, or the sum of all replicas' Δs."""
+    previous: float = 0.0
+    """Of the previous Δ, where that was kept."""
+    previous_samples: int = 0
+    """Samples of the previous Δ; 0: none was kept."""
 
 
 class RankStatus(NamedTuple):
-    """One rank's."""
+    """The metadata of a rank's contribution to an exchange.
+
+    >>> a = RankStatus(StatusKind.delta, 4, finite=True, stop=False, loss=0.0, entered_ns=7)
+    >>> b = RankStatus(StatusKind.delta, 4, finite=True, stop=True, loss=0.5, entered_ns=9)
+    >>> RankStatus.decode(b.encode()) == b
+    True
+    >>> RankStatus.merge([a, b]) == b
+    True
+    """
 
     kind: StatusKind
     samples: int
     finite: bool
     stop: bool
-    """Whether it has been asked to end the run."""
+    """Whether the process was asked to end the run."""
     loss: float
     entered_ns: Nanoseconds
-    """When it came to the exchange, since the run began."""
+    """When it entered the exchange, in training time."""
     norm: DeltaNorm | None = None
-    """None: nobody has asked."""
+    """None: norms are not measured in this run."""
+
+    def encode(self) -> list[float]:
+        """Return the row of the status table."""
+        flags = int(self.kind) + 4 * self.finite + 8 * self.stop
+        row = [flags, self.loss, *to_digits(self.samples), *to_digits(self.entered_ns)]
+        if self.norm is not None:
+            # Roots, since squares may exceed float32; what float32 rounds off a root is a second number.
+            roots = [math.sqrt(square) for square in (self.norm.square, self.norm.combined, self.norm.previous)]
+            rounded = torch.tensor(roots, dtype=torch.float32).tolist()
+            rests = [root - near for root, near in zip(roots, rounded, strict=True)]
+            row += [self.norm.parts, self.norm.previous_samples, *rounded, *rests]
+        return row
+
+    @classmethod
+    def decode(cls, row: Sequence[float], *, norms: bool = False) -> "RankStatus":
+        """Rebuild the status from its row, with norms or without."""
+        flags, loss, *integers = row[:FIELDS]
+        norm = None
+        if norms:
+            parts, previous_samples, *roots = row[FIELDS : FIELDS + NORMS]
+            lengths = [near + rest for near, rest in zip(roots[:3], roots[3:], strict=True)]
+            square, combined, previous = (length * length for length in lengths)
+            norm = DeltaNorm(square, int(parts), combined, previous, int(previous_samples))
+        kind, finite, stop = StatusKind(int(flags) & 3), bool(int(flags) & 4), bool(int(flags) & 8)
+        samples, entered_ns = from_digits(integers[:DIGITS]), from_digits(integers[DIGITS:])
+        return cls(kind, samples, finite, stop, loss, entered_ns, norm)
+
+    @staticmethod
+    def merge(parts: Sequence["RankStatus"]) -> "RankStatus":
+        """Combine the statuses of a replica's ranks to the replica's; the last rank knows the loss."""
+        last, norms = parts[-1], [part.norm for part in parts if part.norm is not None]
+        norm = None
+        if norms:  # each rank measures its own elements, so squares add up
+            square, combined, previous = (
+                sum(column) for column in zip(*((n[0], n[2], n[3]) for n in norms), strict=True)
+            )
+            norm = DeltaNorm(square, norms[-1].parts, combined, previous, norms[-1].previous_samples)
+        finite, stop = all(part.finite for part in parts), any(part.stop for part in parts)
+        return RankStatus(
+            last.kind, last.samples, finite, stop, last.loss, max(part.entered_ns for part in parts), norm
+        )
 
 
-FIELDS = 2 + DIGITS * 2
-"""Numbers in a row, norms and counters aside."""
+def to_digits(number: int) -> list[int]:
+    """Split an integer into digits that a float32 represents exactly, the lowest first.
 
-NORMS = 8
-"""Numbers of a norm: each real one as what float32 holds of it, and the rest."""
-
-
-def digits(number: int) -> list[int]:
-    """A whole number, digit by digit.
-
-    >>> digits(5 + (7 << 22)), digits(-1)
+    >>> to_digits(5 + (7 << 22)), to_digits(-1)
     ([5, 7, 0], [4194303, 4194303, -1])
     """
-    return [number & _MASK, (number >> _BITS) & _MASK, number >> (2 * _BITS)]
+    return [number & _MASK, (number >> BITS) & _MASK, number >> (2 * BITS)]
 
 
-def whole(parts: list[float]) -> int:
-    """The number of these digits.
+def from_digits(digits: Sequence[float]) -> int:
+    """Return the integer of these digits.
 
-    >>> whole(digits(-(2**60) + 3)) == -(2**60) + 3
+    >>> from_digits(to_digits(-(2**60) + 3)) == -(2**60) + 3
     True
     """
-    low, middle, high = map(int, parts)
-    return low + (middle << _BITS) + (high << (2 * _BITS))
+    low, middle, high = map(int, digits)
+    return low + (middle << BITS) + (high << (2 * BITS))
 
 
-def numbers(row: RankStatus) -> list[float]:
-    """A row as it lies in the table."""
-    flags = int(row.kind) + 4 * row.finite + 8 * row.stop
-    norm = () if row.norm is None else _norm_numbers(row.norm)
-    return [flags, row.loss, *digits(row.samples), *digits(row.entered_ns), *norm]
-
-
-def _norm_numbers(norm: DeltaNorm) -> list[float]:
-    """Lengths, which float32 has room for where it has none for their squares."""
-    lengths = [math.sqrt(square) for square in (norm.square, norm.together, norm.before)]
-    rounded = torch.tensor(lengths, dtype=torch.float32).tolist()
-    rest = [length - near for length, near in zip(lengths, rounded, strict=True)]
-    return [norm.pieces, norm.samples_before, *rounded, *rest]
-
-
-def _norm(place: list[float]) -> DeltaNorm:
-    pieces, samples, *parts = place
-    lengths = (near + rest for near, rest in zip(parts[:3], parts[3:], strict=True))
-    square, together, before = (length * length for length in lengths)
-    return DeltaNorm(square, int(pieces), together, before, int(samples))
-
-
-def write(row: RankStatus, place: Tensor) -> None:
-    """Put a row into its place in the table."""
-    values = torch.tensor(numbers(row), dtype=place.dtype)
-    place[: len(values)] = values
-
-
-def read(place: list[float], *, norms: bool = False) -> RankStatus:
-    """The row that was written, with norms or without."""
-    flags, loss, *parts = place[:FIELDS]
-    norm = _norm(place[FIELDS : FIELDS + NORMS]) if norms else None
-    samples, entered = whole(parts[:DIGITS]), whole(parts[DIGITS:])
-    bits = int(flags)
-    return RankStatus(StatusKind(bits & 3), samples, bool(bits & 4), bool(bits & 8), loss, entered, norm)
-
-
-def write_counters(counters: list[Tensor], place: Tensor) -> None:
-    """Put whole-number buffers into the place behind a row, as digits."""
-    if counters:
-        flat = torch.cat([c.to(torch.int64) for c in counters])
-        parts = torch.stack([flat & _MASK, (flat >> _BITS) & _MASK, flat >> (2 * _BITS)])
-        place[:] = parts.flatten()
-
-
-def read_counters(table: Tensor, present: list[int]) -> Tensor:
-    """The largest of each counter among these ranks; the table is that of places behind rows."""
-    parts = table[present].to(torch.int64).view(len(present), DIGITS, -1)
-    return (parts[:, 0] + (parts[:, 1] << _BITS) + (parts[:, 2] << (2 * _BITS))).amax(dim=0)
-
-
-PRECISE = (torch.float64, torch.float32)
-"""What rows can be told in."""
+def by_replica(mesh: Mesh, statuses: Sequence[RankStatus]) -> list[RankStatus]:
+    """Merge the statuses of all ranks to one for each replica."""
+    return [RankStatus.merge([statuses[r] for r in mesh.replica_ranks(replica)]) for replica in range(mesh.replicas)]
 
 
 class ReduceBuffer:
-    """What one rank brings to an exchange, and what it takes home.
+    """Flat buffer that a rank contributes to the all-reduce; holds the sums afterwards.
 
     Args:
-        layout: of A, or of its running buffers alone where Δ does not travel with them.
-        ranks: how many there are.
-        norms: whether rows tell norms.
+        layout: of A, or of its running buffers alone where Δ is summed elsewhere.
+        ranks: rows of the status table.
+        norms: whether rows have norms.
     """
 
     def __init__(self, layout: FlatLayout, ranks: int, *, norms: bool = False) -> None:
+        # One vector for each dtype: parameters, then floating-point running buffers, then the table.
         blocks = (*layout.parameters, *(b for b in layout.buffers if b.dtype.is_floating_point))
         sizes: dict[torch.dtype, int] = {}
-        starts = [_append(sizes, block) for block in blocks]
-        self._counted = sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
+        starts = []
+        for block in blocks:
+            starts.append(sizes.get(block.dtype, 0))
+            sizes[block.dtype] = starts[-1] + block.elements
+        table_dtype = next((dtype for dtype in (torch.float64, torch.float32) if dtype in sizes), torch.float64)
+        table_start = sizes.get(table_dtype, 0)
+        counters = sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
         self._norms, self._fields = norms, FIELDS + NORMS * norms
-        width = self._fields + DIGITS * self._counted
-        told_in = next((d for d in PRECISE if d in sizes), torch.float64)
-        table = sizes.get(told_in, 0)
-        sizes[told_in] = table + ranks * width
+        width = self._fields + DIGITS * counters
+        sizes[table_dtype] = table_start + ranks * width
         vectors = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
         self.vectors = list(vectors.values())
-        """What is reduced."""
+        """The buffer: reduced whole where Δ is summed in it."""
         self.nbytes = sum(v.nbytes for v in self.vectors)
-        self._parameters = {block.dtype: block.elements for block in layout.parameters}
-        self.table = vectors[told_in][table:].view(ranks, width)
+        self.table = vectors[table_dtype][table_start:].view(ranks, width)
+        """A row for each rank: its status, and its integer buffers (counters) as digits."""
+
         self._sums = [vectors[b.dtype][s : s + b.elements] for b, s in zip(blocks, starts, strict=True)]
-        count = len(layout.parameters)
-        self._floats = self._sums[count:]
+        self._floats = self._sums[len(layout.parameters) :]
         floats = iter(self._floats)
-        buffers = [next(floats) if b.dtype.is_floating_point else _whole(b) for b in layout.buffers]
-        self.state = FlatState(layout, self._sums[:count], buffers)
-        """Where Δ is written, and where Σ weight·Δ lies afterwards."""
+        buffers = [
+            next(floats) if b.dtype.is_floating_point else torch.zeros(b.elements, dtype=b.dtype)
+            for b in layout.buffers
+        ]
+        self.state = FlatState(layout, self._sums[: len(layout.parameters)], buffers)
+        """Views of the buffer: Δ is written here, and Σ weight·Δ is here afterwards."""
         self._counters = [b for b in buffers if not b.is_floating_point()]
+        self._parameters = {block.dtype: block.elements for block in layout.parameters}
 
-    @property
-    def tails(self) -> list[Tensor]:
-        """What is reduced where Δ itself is not: running buffers and rows."""
-        return self.tails_with({})
-
-    def tails_with(self, last: Mapping[torch.dtype, int]) -> list[Tensor]:
-        """These, and with them so many of the last elements of Δ."""
-        starts = [self._parameters.get(v.dtype, 0) - last.get(v.dtype, 0) for v in self.vectors]
+    def tails(self, last: Mapping[torch.dtype, int] | None = None) -> list[Tensor]:
+        """Return the running buffers and the table, and the last so many elements of Δ of a dtype."""
+        starts = [self._parameters.get(v.dtype, 0) - (last or {}).get(v.dtype, 0) for v in self.vectors]
         return [tail for v, start in zip(self.vectors, starts, strict=True) if len(tail := v[start:])]
 
-    def weigh(self, weight: float) -> None:
-        """Multiply what this rank brings, counters aside."""
+    def scale(self, weight: float) -> None:
+        """Multiply Δ and the floating-point running buffers."""
         if weight != 1.0 and self._sums:
             torch._foreach_mul_(self._sums, weight)
 
     def scale_buffers(self, factor: float) -> None:
-        """Multiply the running buffers, counters aside."""
+        """Multiply the floating-point running buffers alone."""
         if self._floats:
             torch._foreach_mul_(self._floats, factor)
 
-    def empty(self) -> None:
-        """Bring nothing."""
+    def zero(self) -> None:
+        """Contribute nothing to the sums."""
         if self._sums:
             torch._foreach_zero_(self._sums)
 
-    def tell(self, rank: int, row: RankStatus) -> None:
-        """Fill in this rank's row, and no other."""
+    def set_counters(self, rank: int) -> None:
+        """Write this rank's integer buffers as digits into its row: sums of floats would round them."""
+        if self._counters:
+            flat = torch.cat([c.to(torch.int64) for c in self._counters])
+            digits = torch.stack([flat & _MASK, (flat >> BITS) & _MASK, flat >> (2 * BITS)])
+            self.table[rank, self._fields :] = digits.flatten()
+
+    def set_status(self, rank: int, status: RankStatus) -> None:
+        """Fill this rank's row, and zero all others."""
         self.table.zero_()
-        write(row, self.table[rank])
-        self.count(rank)
+        row = torch.tensor(status.encode(), dtype=self.table.dtype)
+        self.table[rank, : len(row)] = row
+        self.set_counters(rank)
 
-    def count(self, rank: int) -> None:
-        """Fill in this rank's counters alone."""
-        write_counters(self._counters, self.table[rank, self._fields :])
-
-    def told(self) -> list[RankStatus]:
-        """What all ranks have said."""
-        return [read(numbers, norms=self._norms) for numbers in self.table[:, : self._fields].tolist()]
+    def statuses(self) -> list[RankStatus]:
+        """Return all ranks' statuses, after the all-reduce."""
+        rows = self.table[:, : self._fields].tolist()
+        return [RankStatus.decode(row, norms=self._norms) for row in rows]
 
     def take_counters(self, ranks: list[int]) -> None:
-        """Let the counters be the largest of these ranks'."""
-        if self._counted:
-            largest = torch.split(
-                read_counters(self.table[:, self._fields :], ranks), [c.numel() for c in self._counters]
-            )
-            for mine, value in zip(self._counters, largest, strict=True):
-                mine.copy_(value)
+        """Set each integer buffer to the largest of these ranks'."""
+        if self._counters:
+            digits = self.table[ranks, self._fields :].to(torch.int64).view(len(ranks), DIGITS, -1)
+            largest = (digits[:, 0] + (digits[:, 1] << BITS) + (digits[:, 2] << (2 * BITS))).amax(dim=0)
+            values = torch.split(largest, [c.numel() for c in self._counters])
+            for counter, value in zip(self._counters, values, strict=True):
+                counter.copy_(value)
 
-    def kept(self) -> list[Tensor]:
-        """A copy of what this rank brings, for an exchange that has to be made again."""
+    def copy_running_buffers(self, state: FlatState) -> None:
+        """Write the reduced running buffers into A; integer ones never decrease."""
+        for own, reduced in zip(state.buffers, self.state.buffers, strict=True):
+            own.copy_(reduced if own.is_floating_point() else torch.maximum(own, reduced))
+
+    def snapshot(self) -> list[Tensor]:
+        """Copy this rank's contribution, for an exchange that may have to be repeated."""
         return [v.clone() for v in self.state.vectors]
 
-    def bring_again(self, kept: list[Tensor]) -> None:
-        """Bring what was kept."""
-        torch._foreach_copy_(self.state.vectors, kept)
-
-
-def _append(sizes: dict[torch.dtype, int], block: DtypeBuffer) -> int:
-    start = sizes.get(block.dtype, 0)
-    sizes[block.dtype] = start + block.elements
-    return start
-
-
-def _whole(block: DtypeBuffer) -> Tensor:
-    return torch.zeros(block.elements, dtype=block.dtype)
+    def restore(self, snapshot: list[Tensor]) -> None:
+        """Contribute the copy again."""
+        torch._foreach_copy_(self.state.vectors, snapshot)
 
 
 def of_step(step: Clock) -> str:
-    """What is waited for when ranks meet."""
+    """Name the exchange of a step, for errors."""
     return f"the all-reduce of its step {step}"
 
 
 class StatusSync(Protocol):
-    """Where ranks meet."""
+    """The exchange of a step."""
 
-    def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
-        """One row of each replica; what this rank brought is summed where it has to be."""
+    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
 
 
 class GradientSync:
-    """Where ranks meet who bring a Δ of all of A.
+    """The exchange of ranks that each have a replica.
 
     Args:
-        freight: what this rank brings.
-        vectors: what of it is summed here.
-        rank: whose.
-        traffic: None where nobody else is there.
+        buffer: this rank's.
+        vectors: the parts of it that are summed here.
+        rank: of this process.
+        communicator: of all ranks; None: there is one.
     """
 
-    def __init__(self, freight: ReduceBuffer, vectors: list[Tensor], rank: int, traffic: Communicator | None) -> None:
-        self._freight, self._vectors, self._rank, self._traffic = freight, vectors, rank, traffic
+    def __init__(
+        self, buffer: ReduceBuffer, vectors: list[Tensor], rank: int, communicator: Communicator | None
+    ) -> None:
+        self._buffer, self._vectors, self._rank, self._communicator = buffer, vectors, rank, communicator
 
-    def meet(self, row: RankStatus, step: Clock) -> list[RankStatus]:
-        """All ranks' rows; the vectors then hold the sum of what they brought."""
-        self._freight.tell(self._rank, row)
-        if self._traffic is not None:
-            self._traffic.all_reduce(self._vectors, of_step(step))
-        return self._freight.told()
+    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        self._buffer.set_status(self._rank, status)
+        if self._communicator is not None:
+            self._communicator.all_reduce(self._vectors, of_step(step))
+        return self._buffer.statuses()
+
+
+class CombinedNorm(Protocol):
+    """The norm of the sum of all replicas' Δs, measured on this rank's elements."""
+
+    def combined(self) -> float:
+        """Return its square."""
+
+
+class ModelParallelSync:
+    """The exchange of replicas of several ranks: statuses among all ranks, Δ among those with the same part of A.
+
+    ::
+
+        rank 0   Δ of stage 0 --+                   +--> a step on the part of stage 0
+                                +-- statuses, |Δ|² -+         by one scale, on one decision
+        rank 1   Δ of stage 1 --+                   +--> a step on the part of stage 1
+
+    Args:
+        setup: of this rank.
+        buffer: its Δ, with a counter row for each replica.
+        vectors: the parts of it that are summed among ``peers``.
+        counted: the parameters that count in the norm on this rank: each of A counts on one rank of a replica, and
+            none where the norm is not needed.
+        peers: the ranks of other replicas with the same part of A; None: there are none.
+        contributes: whether this rank adds its Δ; of several ranks of a replica with the same Δ one does.
+        norms: measures the sum of all Δs; None: norms are not measured.
+    """
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        buffer: ReduceBuffer,
+        vectors: list[Tensor],
+        counted: Sequence[str],
+        peers: Communicator | None,
+        *,
+        contributes: bool = True,
+        norms: CombinedNorm | None = None,
+    ) -> None:
+        self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
+        self._buffer, self._vectors, self._peers = buffer, vectors, peers
+        self._contributes, self._norms, self._replica = contributes, norms, self._mesh.place(self._rank).replica
+        parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
+        every = len(parameters) == len(counted)
+        self._counted = buffer.state.parameters if every else [parameters[name] for name in counted]
+        self._table = torch.zeros(self._mesh.workers, FIELDS + NORMS * (norms is not None) + 1, dtype=torch.float64)
+        self.square = 0.0
+        """|Σ Δ|² over all ranks of a replica, as contributed."""
+
+    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        # Δ first: the norm in the statuses is that of the sum over replicas.
+        self._buffer.table.zero_()
+        if self._contributes:
+            self._buffer.set_counters(self._replica)
+        else:
+            self._buffer.zero()
+        if self._peers is not None:
+            self._peers.all_reduce(self._vectors, of_step(step))
+        if self._norms is not None and status.norm is not None and self._mesh.replicas > 1:
+            status = status._replace(norm=status.norm._replace(combined=self._norms.combined()))
+
+        self._table.zero_()
+        row = [*status.encode(), square_norm(self._counted)]
+        self._table[self._rank] = torch.tensor(row, dtype=torch.float64)
+        if self._communicator is not None:
+            self._communicator.all_reduce([self._table.view(-1)], of_step(step))
+        rows = self._table.tolist()
+        # Summed in ascending rank, so that every rank computes the same bits and clips by the same scale.
+        self.square = sum(rows[rank][-1] for rank in self._mesh.replica_ranks(self._replica))
+        return by_replica(self._mesh, [RankStatus.decode(row, norms=self._norms is not None) for row in rows])

@@ -112,7 +112,7 @@ class ReplicatedCoordinator:
         self._granted = [0] * setup.replicas
         self._read: list[Version] = [0] * setup.replicas
         self._coordinator = Coordinator(policy, setup.replicas, setup.allowance(), self)
-        self.chronicle = RunHistory(setup, self._coordinator, digest, noise.ledger if noise else None)
+        self.chronicle = RunHistory(setup, self._coordinator, digest, noise.accumulator if noise else None)
         self.now: Seconds = 0.0
         """When the newest round was complete."""
         self.over = self.interrupted = False
@@ -163,7 +163,7 @@ class ReplicatedCoordinator:
         if self._timed and self.chronicle.points.next < self._end * (1 - 1e-9):
             self._look()
         at_work = self._coordinator.computing  # who waits brings what has arrived before
-        for replica in (r for r, row in enumerate(rows) if row.kind is StatusKind.farewell):
+        for replica in (r for r, row in enumerate(rows) if row.kind is StatusKind.leaving):
             self._coordinator.left(replica, "done")
         for replica in sorted(r for r in at_work if rows[r].kind is StatusKind.delta):
             if not self.over or self._reads is not None:

@@ -23,7 +23,7 @@ from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
 from paceline.engine.distributed.evaluation import RankEvaluation
-from paceline.engine.distributed.rank_shard import RankShard, StageShard, TensorParallelShard, WholeModelShard
+from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
@@ -135,13 +135,13 @@ class DistributedRun:
         self._gauge = WorkerMetrics(self._notes, share.coordinate.replica, self._recorder, 0, self._setup.per_step)
         around = ClientContext(
             coordinator=self._course,
-            status_sync=share.status_sync(),
+            status_sync=share.status_sync,
             reduce_buffer=share.reduce_buffer,
             overlap=share.overlap,
             norms=share.noise.norms if share.noise else None,
             state=share.state,
             clock=self._stopwatch,
-            shadow_passes=self._attendance,
+            shadow_passes=self._attendance if self._attendance.needed else None,
             metrics=self._gauge,
             store_signals=self._context.store_signals,
             stop_requested=lambda: asked.heard > 0,
@@ -158,7 +158,8 @@ class DistributedRun:
             assert isinstance(inner, Single), "synchronous training sends gradients"
             assert isinstance(station, AllReduceClient), "a stream has no Δ to send"
             self._closing.enter_context(inner.giving(station))
-        measured = InstrumentedReplica(ShadowReplica(inner, self._attendance), self._gauge, station, 0)
+        replica = ShadowReplica(inner, self._attendance) if self._attendance.needed else inner
+        measured = InstrumentedReplica(replica, self._gauge, station, 0)
         return ClientWorker(self._setup, self._share.coordinate.replica, measured, station, self._gauge)
 
     def _start(self) -> None:
@@ -235,9 +236,9 @@ class DistributedRun:
 def _share(rank_setup: RankSetup) -> RankShard:
     """By what the strategy asks for."""
     strategy = rank_setup.run_context.job.strategy
-    if strategy.pipelined:
-        return StageShard(rank_setup) if strategy.order.flushes else AsyncStageShard(rank_setup)
-    return TensorParallelShard(rank_setup) if strategy.tensor_parallel else WholeModelShard(rank_setup)
+    if strategy.pipelined and not strategy.order.flushes:
+        return AsyncStageShard(rank_setup)
+    return ModelParallelShard(rank_setup) if strategy.spread else WholeModelShard(rank_setup)
 
 
 @contextlib.contextmanager

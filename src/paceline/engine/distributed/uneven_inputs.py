@@ -1,15 +1,15 @@
-"""Forward and backward passes that a rank makes without a sample of its own, for the others' sake.
+"""Shadow passes: a rank without samples still runs forward and backward, so that collectives match (torch's ``Join``).
 
 Layers that communicate in every pass (:mod:`~paceline.engine.distributed.sync_batchnorm`), or whose parameters are
 gathered from all ranks (:mod:`~paceline.engine.distributed.fsdp`), would wait for ever for a rank whose last batch
-is empty, or whose replica has left. It makes the pass all the same, on any batch, and brings nothing to what is summed.
+is empty, or whose replica has left. Such a rank runs the pass on any batch and contributes nothing to the sums.
 """
 
 from dataclasses import replace
 from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.core.types import Clock, ReplicaId
 from paceline.engine.distributed.fsdp import FsdpModule
@@ -22,95 +22,86 @@ from paceline.replica.flat_state import FlatState
 
 
 class ShadowPasses:
-    """One rank's passes, counted.
+    """The passes of one rank since the last exchange, and the shadow passes that make up for missing ones.
 
     Args:
-        setup: of the run.
+        context: of the run.
         replica: of this rank.
-        module: whose layers meet.
-        with_whom: the ranks that they meet; None: they meet nobody.
-        divided: the parameters, where all ranks have to gather them; None: this one has them.
+        module: the model.
+        batchnorm_group: the ranks that its BatchNorm layers communicate with; None: they don't.
+        fsdp: the parameters that all ranks gather; None: this rank has them.
     """
 
     def __init__(
         self,
-        setup: RunContext,
+        context: RunContext,
         replica: ReplicaId,
         module: nn.Module,
-        with_whom: BatchNormGroup | None,
-        divided: FsdpModule | None = None,
+        batchnorm_group: BatchNormGroup | None,
+        fsdp: FsdpModule | None = None,
     ) -> None:
-        self._setup, self._replica, self._module = setup, replica, module
-        self._meeting, self._divided = with_whom, divided
-        self._needed = with_whom is not None or divided is not None
-        self.made = 0
+        self._context, self._replica, self._module = context, replica, module
+        self._communicating = [each for each in (batchnorm_group, fsdp) if each is not None]
+        # A sharded gradient is the sum of all ranks', to which a shadow pass adds the other ranks' contributions.
+        self._gradients = list(module.parameters()) if fsdp is None else []
+        self.needed = bool(self._communicating)
+        """Whether passes communicate, so that each rank has to run as many as the others."""
+        self.count = 0
         """Passes since the last exchange."""
 
-    def keep_up(self, passes: int) -> None:
-        """Make as many passes before this exchange as the others do."""
-        for _ in range(passes - self.made if self._needed else 0):
-            self.attend()
-        self.made = 0
+    def catch_up(self, passes: int) -> None:
+        """Run as many passes before this exchange as the other ranks do."""
+        for _ in range(passes - self.count):
+            self.run()
+        self.count = 0
 
-    def attend(self) -> None:
-        """One pass that leaves nothing of this rank's behind."""
-        self.made += 1
-        if not self._needed:
-            return
-        # A divided gradient is the sum of all ranks', to which this pass adds what the others bring.
-        parameters = list(self._module.parameters()) if self._divided is None else []
-        gradients, buffers = [p.grad for p in parameters], self._others()
+    def run(self) -> None:
+        """Run one pass without any effect on this rank: gradients, buffers and random numbers stay as they are."""
+        self.count += 1
+        gradients = [p.grad for p in self._gradients]
+        layers = [m for m in self._module.modules() if not isinstance(m, SynchronisedBatchNorm)]
+        buffers = [b for m in layers for b in m.buffers(recurse=False)]
         kept = [b.clone() for b in buffers]
-        self._be_absent(absent=True)
+        for each in self._communicating:
+            each.absent = True
         try:
-            self._pass()
+            program, device = self._context.job.program, self._context.device(self._replica)
+            inputs, targets = (map_tree(lambda t: t.to(device), x) for x in (self._batch.input, self._batch.target))
+            with program.autocast(device):
+                loss = program.loss(call(self._module, inputs), targets)
+            loss.backward()  # type: ignore[no-untyped-call]
         finally:
-            self._be_absent(absent=False)
-            for parameter, gradient in zip(parameters, gradients, strict=True):
+            for each in self._communicating:
+                each.absent = False
+            for parameter, gradient in zip(self._gradients, gradients, strict=True):
                 parameter.grad = gradient
             for buffer, before in zip(buffers, kept, strict=True):
                 buffer.copy_(before)
 
-    def _be_absent(self, *, absent: bool) -> None:
-        for what in (self._meeting, self._divided):
-            if what is not None:
-                what.absent = absent
-
-    def _pass(self) -> None:
-        program, device = self._setup.job.program, self._setup.device(self._replica)
-        inputs, targets = (map_tree(lambda t: t.to(device), x) for x in (self._batch.input, self._batch.target))
-        with program.autocast(device):
-            loss = program.loss(call(self._module, inputs), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-
     @cached_property
     def _batch(self) -> Batch:
-        job = self._setup.job
+        """The first batch with samples; it is read without the loader's own workers."""
+        job = self._context.job
         plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
-        batches = stream(plain, self._setup.order, 0, self._setup.replicas)
+        batches = stream(plain, self._context.order, 0, self._context.replicas)
         return next(batch for batch in batches if batch.samples)
-
-    def _others(self) -> list[Tensor]:
-        """The running buffers of all layers that meet nobody."""
-        modules = [m for m in self._module.modules() if not isinstance(m, SynchronisedBatchNorm)]
-        return [b for m in modules for b in m.buffers(recurse=False)]
 
 
 class ShadowReplica(Replica):
-    """A replica that makes a pass also where its batch is empty."""
+    """A replica that runs a shadow pass where its batch is empty."""
 
-    def __init__(self, inner: Replica, attendance: ShadowPasses) -> None:
-        self._inner, self._attendance = inner, attendance
+    def __init__(self, inner: Replica, passes: ShadowPasses) -> None:
+        self._inner, self._passes = inner, passes
 
     def adopt(self, state: FlatState) -> None:
         self._inner.adopt(state)
 
     def advance(self, batch: Batch, clock: Clock) -> float:
-        if not batch.samples:
-            with torch.random.fork_rng(devices=[]):
-                self._attendance.attend()
+        if batch.samples:
+            self._passes.count += 1
         else:
-            self._attendance.made += 1
+            with torch.random.fork_rng(devices=[]):
+                self._passes.run()
         return self._inner.advance(batch, clock)
 
     def finish(self, out: FlatState) -> Measured:

@@ -1,99 +1,105 @@
-"""What one rank has of A.
-
-How the Δs that ranks bring become the next A on each of them: the contract, and the plainest way.
-"""
+"""The step from Σ Δ to the next A on each rank: the contract, the replicated update, and that of a part of A."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from paceline.compression import Compression
-from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator
-from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.engine.spmd.shard_views import FullStateGather
+from paceline.program import Program
+from paceline.replica.clipping import clip_scale, square_norm
+from paceline.replica.flat_optimizer import FlatOptimizer, of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
-
-
-class StateGather(Protocol):
-    """How A is made of the parts of all ranks."""
-
-    def __call__(self, *, wanted: bool) -> FlatState | None:
-        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
+from paceline.replica.single import GradientHandoff
 
 
 @dataclass(frozen=True)
 class ShardState:
-    """One rank's.
+    """The part of A that one rank has.
 
     Args:
-        state: its part of A.
-        whole: the layout of A.
-        counted: the names of the parameters that count here in the norm of Δ: what several parts have counts once.
-        gather: makes A of all ranks' parts.
+        state: the part.
+        full_layout: of A.
+        counted: the parameters that count on this rank in the norm of Δ; one that several ranks have counts once.
+        gather: builds A of all ranks' parts; None: this rank has all of it.
     """
 
     state: FlatState
-    whole: FlatLayout
+    full_layout: FlatLayout
     counted: Sequence[str]
-    gather: StateGather
+    gather: FullStateGather | None = None
 
-
-def all_of(state: FlatState) -> ShardState:
-    """Where every rank has all of A."""
-
-    def copied(*, wanted: bool) -> FlatState | None:
-        return state.clone() if wanted else None
-
-    return ShardState(state, state.layout, state.layout.parameter_names, copied)
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
+        if self.gather is not None:
+            return self.gather(wanted=wanted)
+        return self.state.clone() if wanted else None
 
 
 class Update(ABC):
     """One rank's part in each update of A."""
 
-    @property
-    @abstractmethod
-    def reduced_vectors(self) -> list[Tensor]:
-        """What is all-reduced whenever ranks meet; with all ranks' rows."""
+    reduced_vectors: list[Tensor]
+    """The parts of the reduce buffer that are all-reduced in the exchange of a step, the status table among them."""
 
     @property
     @abstractmethod
     def optimizer_bytes(self) -> int:
-        """Of what the optimizer remembers here."""
+        """Bytes of optimizer state on this rank."""
 
     @abstractmethod
     def apply(self, factor: float, rate: float) -> None:
-        """One update of A by ``factor`` · Σ Δ.
-
-        The freight holds what ranks have met over, and the running buffers of the new A.
+        """Update A by ``factor`` · Σ Δ, after the exchange; the buffer has the running buffers of the new A.
 
         Args:
-            factor: makes of the sum what F asks for.
-            rate: times the learning rate.
+            factor: makes of the sum the combination that F asks for.
+            rate: multiplies the learning rate.
         """
 
     @abstractmethod
     def full_state(self, *, wanted: bool) -> FlatState | None:
-        """A copy of A where it is wanted, None elsewhere; all ranks call it together."""
+        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
 
 
 @final
 class ReplicatedUpdate(Update):
-    """Δs are summed as ranks meet, and each rank makes the whole update."""
+    """Every rank has A and makes the whole update.
 
-    def __init__(self, freight: ReduceBuffer, owner: ServerOptimizer) -> None:
-        self._freight, self._owner = freight, owner
+    With a compression, the exchange sums only what must be exact, and Δ is summed by the compression once an update is
+    certain: so its error feedback moves once an update, also where a round is repeated.
+
+    Args:
+        buffer: holds Σ Δ after the exchange.
+        owner: A and its optimizer.
+        compression: sums Δ; None: the exchange does.
+        communicator: of all ranks, for a compression.
+    """
+
+    def __init__(
+        self,
+        buffer: ReduceBuffer,
+        owner: ServerOptimizer,
+        compression: Compression[Any] | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self._buffer, self._owner, self._compression, self._communicator = buffer, owner, compression, communicator
+        self.reduced_vectors = buffer.vectors if compression is None else buffer.tails()
+        blocks = buffer.state.layout.parameters if compression is not None else ()
+        self._compressed = [
+            (compression.start([tuple(e.shape) for e in block.entries], block.dtype), vector)
+            for block, vector in zip(blocks, buffer.state.parameters, strict=False)
+            if compression is not None
+        ]
 
     @property
-    def reduced_vectors(self) -> list[Tensor]:
-        return self._freight.vectors
-
-    @property
-    def stepper(self) -> FlatOptimizer:
+    def optimizer(self) -> FlatOptimizer:
         """Steps on A."""
         return self._owner.stepper
 
@@ -102,48 +108,74 @@ class ReplicatedUpdate(Update):
         return self._owner.stepper.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
-        self._owner.apply([(self._freight.state, factor)], rate, alone=True)
+        if self._compression is not None and self._communicator is not None:
+            group = self._communicator.group.handle
+            for state, vector in self._compressed:
+                self._communicator.sent_bytes += self._compression.all_reduce(state, vector, group)
+        self._owner.apply([(self._buffer.state, factor)], rate, alone=True)
 
     def full_state(self, *, wanted: bool) -> FlatState | None:
         return self._owner.state.clone() if wanted else None
 
 
 @final
-class CompressedUpdate(Update):
-    """Ranks meet over what must be exact; Δs are summed by a compression once an update is certain.
+class ModelParallelUpdate(Update):
+    """Each rank of a replica steps on its part of A.
 
-    So what a compression keeps for the next gradient moves on once an update, also where a round is made again.
+    Args:
+        program: gives optimizer, scheduler and clipping.
+        buffer: holds Σ Δ of this part.
+        shard: this part of A.
+        sync: knows the norm of the whole Δ.
+        by_tensor: whether gradients may stay outside the buffer; see :attr:`handoff`.
     """
 
     def __init__(
-        self, freight: ReduceBuffer, owner: ServerOptimizer, compression: Compression[Any], communicator: Communicator
+        self,
+        program: Program,
+        buffer: ReduceBuffer,
+        shard: ShardState,
+        sync: ModelParallelSync,
+        *,
+        by_tensor: bool = False,
     ) -> None:
-        self._freight, self._compression, self._communicator = freight, compression, communicator
-        self._whole = ReplicatedUpdate(freight, owner)
-        self._states = [
-            compression.start([tuple(e.shape) for e in block.entries], block.dtype)
-            for block in freight.state.layout.parameters
-        ]
-
-    @property
-    def reduced_vectors(self) -> list[Tensor]:
-        return self._freight.tails
+        self._buffer, self._shard, self._sync, self._clip_norm = buffer, shard, sync, program.clip_norm
+        self.reduced_vectors = []
+        self.optimizer: FlatOptimizer | None = None
+        """Steps on this part; None: the part has no parameters."""
+        if shard.state.parameters:
+            make = of_part(program.optimizer, shard.full_layout, shard.state.layout)
+            self.optimizer = FlatOptimizer(make, program.scheduler, shard.state, buffer.state)
+        in_place = by_tensor and program.clip_norm is None
+        self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.takes_any else None
+        """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
 
     @property
     def optimizer_bytes(self) -> int:
-        return self._whole.optimizer_bytes
+        return 0 if self.optimizer is None else self.optimizer.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
-        communicator = self._communicator
-        for state, vector in zip(self._states, self._freight.state.parameters, strict=True):
-            communicator.sent_bytes += self._compression.all_reduce(state, vector, communicator.group.handle)
-        self._whole.apply(factor, rate)
+        if self._clip_norm is not None:
+            factor *= clip_scale(self._sync.square * factor**2, self._clip_norm)
+        gradients = self._buffer.state.parameters
+        if self.optimizer is not None and self.handoff is not None:
+            self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)
+        elif self.optimizer is not None and self.optimizer.takes_any:
+            self.optimizer.step(gradients, rate, weight=factor)
+        elif self.optimizer is not None:
+            torch._foreach_mul_(gradients, factor)
+            self.optimizer.step(gradients, rate)
+        self._buffer.copy_running_buffers(self._shard.state)
 
     def full_state(self, *, wanted: bool) -> FlatState | None:
-        return self._whole.full_state(wanted=wanted)
+        return self._shard.full_state(wanted=wanted)
 
 
-def take_buffers(state: FlatState, brought: FlatState) -> None:
-    """Let A's running buffers be what was brought; whole numbers never go back."""
-    for mine, theirs in zip(state.buffers, brought.buffers, strict=True):
-        mine.copy_(theirs if mine.is_floating_point() else torch.maximum(mine, theirs))
+def clip_across_ranks(
+    gradients: list[Tensor], counted: Sequence[Tensor], bound: float, communicator: Communicator
+) -> None:
+    """Scale this rank's gradients so that the norm over all ranks' ``counted`` elements is at most ``bound``."""
+    square = torch.tensor([square_norm(counted)], dtype=torch.float64)
+    communicator.all_reduce([square], "the norm of Δ")
+    if gradients:
+        torch._foreach_mul_(gradients, clip_scale(float(square), bound))
