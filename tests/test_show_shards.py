@@ -96,7 +96,7 @@ def test_what_it_says_is_what_shards_hold_and_do(name: str, k: int) -> None:
     shown = divided(given, f"shards={k}")
     batch = first_batch(Job(given, Strategy(shards=k), Budget("steps", 1, 1)))
     captured, made = plan_program(given, given.build(), batch, k)
-    inputs = captured.flat((batch.input, batch.target))
+    inputs = captured.flatten((batch.input, batch.target))
 
     def work(shards: TPCollectives) -> int:
         shard = own(rewrite_for_shard(made, shards))
@@ -131,7 +131,7 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
     shown = shards_of(made, strategy)
     module, batch = made.build(), first_batch(Job(made, asked, Budget("steps", 1, 1)))
     cut = cut_as_named(made, asked, module, batch)
-    leaves = cut.captured.flat(first_rows(asked, batch))
+    leaves = cut.captured.flatten(first_rows(asked, batch))
     plans = hybrid.planned(made, cut, module, leaves, [2, 2], asked.shard_rules)
     runs = fed(cut, leaves)
     for stage, plan, run in zip(shown.stages, plans, runs, strict=True):

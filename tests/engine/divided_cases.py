@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from paceline import Program, Run, Strategy, train
 from paceline.metrics.memory import Memory, memory, peak_saved_bytes
 from paceline.optim import Lamb
-from paceline.replica.pipeline.micro_batches import sizes
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from paceline.schedule import Action
 from tests import zoo
 from tests.engine.pipeline_cases import ADAM, MOMENTUM
@@ -90,7 +90,7 @@ class Case:
         return train(self.program(), "replicas=1", engine="virtual", steps=STEPS, progress=False)
 
     def expected(self) -> list[Memory]:
-        """What each worker holds, from sizes alone."""
+        """What each worker holds, from micro_batch_sizes alone."""
         strategy = Strategy.parse(self.strategy)
         mesh = strategy.mesh
         found = list[Memory]()
@@ -111,7 +111,7 @@ class Case:
         samples, mesh = BATCH // strategy.replicas, strategy.mesh
         if not strategy.pipelined:
             return samples * part.saved * FLOAT64
-        each = sizes(samples, strategy.micro_batch_count)
+        each = micro_batch_sizes(samples, strategy.micro_batch_count)
 
         def saved(action: Action) -> int:
             kept = part.saved if action.kind == "forward" else part.put_off

@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam
 from paceline import Program, Run, train
 from paceline.core.data_order import DataOrder
 from paceline.engine.base import Engine
-from paceline.replica.pipeline.micro_batches import sizes
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from tests import zoo
 from tests.oracle import Plain
 
@@ -83,7 +83,7 @@ def one_process(program: Program, micro_batches: int) -> dict[str, Tensor]:
     for k in range(STEPS):
         indices = torch.from_numpy(order.batch(0, k))
         total: dict[str, Tensor] = {}
-        for rows in torch.split(indices, sizes(len(indices), micro_batches)):
+        for rows in torch.split(indices, micro_batch_sizes(len(indices), micro_batches)):
             for name, gradient in plain.gradient(rows).items():
                 total[name] = total.get(name, 0) + gradient * len(rows) / len(indices)
         plain.step(total)

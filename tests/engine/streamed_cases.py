@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from paceline import Program, Strategy, train
 from paceline.core.data_order import DataOrder
 from paceline.engine.base import Engine
-from paceline.replica.pipeline.micro_batches import sizes
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from tests import zoo
 from tests.engine.pipeline_cases import ADAM, Case
 from tests.oracle import Plain, feed, pick
@@ -90,7 +90,7 @@ def versions(
             name: history[max(0, t - stale(stage))][name].clone().requires_grad_() for name, stage in stage_of.items()
         }
         indices = torch.from_numpy(order.batch(0, t))
-        for rows in torch.split(indices, sizes(len(indices), micro_batches)):
+        for rows in torch.split(indices, micro_batch_sizes(len(indices), micro_batches)):
             _loss(plain, weights, rows, len(rows) / len(indices)).backward()  # type: ignore[no-untyped-call]
         plain.step({name: torch.zeros_like(w) if w.grad is None else w.grad for name, w in weights.items()})
         history.append(plain.values())

@@ -14,7 +14,7 @@ from paceline.aggregation import Aggregation, parse
 from paceline.engine.run_context import first_state
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.replica.flat_state import FlatState
-from paceline.replica.optimizer_kernels import rule_of
+from paceline.replica.optimizer_kernels import kernel_of
 from tests import oracle
 from tests.engine import programs
 from tests.engine.test_virtual_parity import TwoTypes
@@ -71,7 +71,7 @@ def test_a_vector_is_stepped_on_as_its_tensors_are(optimizer: Any, model: Any, s
         owner.apply([(delta, 1.0)], rate, alone=step > 1)
         assert all(torch.equal(a, b) for a, b in zip(delta.parameters, before.parameters, strict=True))
         plain.step(dict(delta.named()), rate)
-    fused = owner.stepper.remembers == 2
+    fused = owner.stepper.state_count == 2
     same(owner, plain, (1e-6 if model is TwoTypes else 1e-14) if fused else 0.0)
 
 
@@ -98,8 +98,8 @@ KERNELS += [(lambda p: SGD(p, lr=1, maximize=True), False), (lambda p: Adam(p, a
 @pytest.mark.parametrize(("make", "expected"), KERNELS)
 def test_who_has_a_kernel(make: Any, expected: bool) -> None:
     vector, other = torch.zeros(3), torch.zeros(3)
-    assert (rule_of(make([torch.nn.Parameter(vector)]), [vector]) is not None) is expected
-    assert rule_of(make([torch.nn.Parameter(other)]), [vector]) is None
+    assert (kernel_of(make([torch.nn.Parameter(vector)]), [vector]) is not None) is expected
+    assert kernel_of(make([torch.nn.Parameter(other)]), [vector]) is None
 
 
 @pytest.mark.parametrize(

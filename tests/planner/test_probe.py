@@ -73,7 +73,7 @@ def costs_of(units: Units, batch: Batch, sizes: tuple[int, ...] = (8, 4)) -> dic
     found = {}
     for size in sizes:
         given = part(batch, size)
-        found[size] = measure(units, units.captured.flat((given.input, given.target)), repeats=1)
+        found[size] = measure(units, units.captured.flatten((given.input, given.target)), repeats=1)
     return found
 
 

@@ -9,8 +9,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline import InputError
 from paceline.core.data_order import DataOrder
-from paceline.replica.base import Batch
-from paceline.replica.batches import as_batch, fetcher, stream
+from paceline.replica.base import Batch, as_batch
+from paceline.replica.batches import fetcher, stream
 from tests.engine import programs
 
 

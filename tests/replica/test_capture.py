@@ -35,7 +35,7 @@ def taken(request: pytest.FixtureRequest, captures: dict[str, Any]) -> tuple[Job
 
 
 def of_graph(captured: Captured, inputs: Any) -> Any:
-    return captured.rebuild(captured.module(*captured.flat(inputs)))
+    return captured.rebuild(captured.module(*captured.flatten(inputs)))
 
 
 def passed(job: Job, module: nn.Module, captured: Captured | None, inputs: Any, targets: Any) -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def test_outputs_are_rebuilt_as_the_model_gives_them(taken: tuple[Job, nn.Module
     output = of_graph(captured, job.inputs)
     expected = call(copy.deepcopy(module), job.inputs)
     assert type(output) is type(expected)
-    assert len(leaves(output)) == len(captured.module(*captured.flat(job.inputs))) >= 1
+    assert len(leaves(output)) == len(captured.module(*captured.flatten(job.inputs))) >= 1
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert", "encoder", "tied", "masked"])
@@ -163,7 +163,7 @@ def test_masks_of_dropout_are_the_models_and_differ_by_seed() -> None:
     outputs = []
     for seed in (1, 2):
         torch.manual_seed(seed)
-        outputs.append(captured.module(*captured.flat(job.inputs))[0])
+        outputs.append(captured.module(*captured.flatten(job.inputs))[0])
         torch.manual_seed(seed)
         assert torch.equal(outputs[-1], module(**job.inputs).logits)
     assert not torch.equal(*outputs)

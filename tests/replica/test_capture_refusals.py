@@ -214,9 +214,9 @@ def test_inputs_that_break_what_is_fixed_are_refused(
     body: Callable[..., Any], inputs: Any, refused: Any, named: str
 ) -> None:
     captured = capture(model(body), inputs)
-    captured.flat(inputs)
+    captured.flatten(inputs)
     with pytest.raises(InputError, match=named):
-        captured.flat(refused)
+        captured.flatten(refused)
 
 
 def test_sizes_that_cannot_be_left_open_are_said_where_another_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,11 +229,11 @@ def test_sizes_that_cannot_be_left_open_are_said_where_another_comes(monkeypatch
 
     monkeypatch.setattr(export, "export", refusing)
     captured = capture(model(halves), numbers(6, 8, 4))
-    captured.flat(numbers(3, 8, 4))
+    captured.flatten(numbers(3, 8, 4))
     with pytest.raises(
         InputError, match="dim 1 of input is 6, but the model's graph holds for 8 alone; pad the inputs to 8"
     ):
-        captured.flat(numbers(3, 6, 4))
+        captured.flatten(numbers(3, 6, 4))
 
 
 def test_parameters_may_be_frozen_or_unused() -> None:
@@ -256,7 +256,7 @@ def test_a_decision_by_the_number_of_samples_is_refused() -> None:
 def test_leaves_follow_the_captured_order_of_keys() -> None:
     x, y = numbers(6, 4), numbers(6, 4) + 1
     captured = capture(model(lambda self, x, y: self.layer(x) - y), {"x": x, "y": y})
-    assert [id(leaf) for leaf in captured.flat({"y": y, "x": x})] == [id(x), id(y)]
+    assert [id(leaf) for leaf in captured.flatten({"y": y, "x": x})] == [id(x), id(y)]
 
 
 @dataclass

@@ -46,7 +46,7 @@ def test_trees_between_children_are_taken_apart_into_their_leaves() -> None:
     join = next(node for node in captured.module.graph.nodes if node.target == "1")
     assert all(captured.owners[node.name] == "0" for node in join.all_input_nodes)
     assert len(join.all_input_nodes) == 4
-    found = captured.rebuild(captured.module(*captured.flat(value)))
+    found = captured.rebuild(captured.module(*captured.flatten(value)))
     expected = module(value)
     assert torch.equal(found[0], expected[0])
     assert torch.equal(found[1]["value"], expected[1]["value"])
@@ -57,8 +57,8 @@ def test_an_input_may_be_a_tree_in_a_tuple() -> None:
     module = nn.Sequential(Join())
     inputs = ({"left": numbers(3, 2), "rest": (numbers(3, 2), [numbers(3, 2), 3])},)
     captured = capture(module, inputs)
-    assert len(captured.flat(inputs)) == 3
-    assert torch.equal(captured.module(*captured.flat(inputs))[0], module(*inputs)[0])
+    assert len(captured.flatten(inputs)) == 3
+    assert torch.equal(captured.module(*captured.flatten(inputs))[0], module(*inputs)[0])
 
 
 def test_a_child_may_stand_in_several_places() -> None:

@@ -139,7 +139,7 @@ def _staged(program: Program, strategy: Strategy, module: nn.Module, batch: Batc
     """Of each part, for the micro-batches of a batch that a shard is given, each taken to be as large as the first."""
     cut, rules = prepared(program, strategy, module, batch, lambda choose: choose()).cut, strategy.shard_rules
     stages = [strategy.order.worker_of(part.number, strategy.stage_count) for part in cut.parts]
-    leaves = cut.captured.flat(first_rows(strategy, batch))
+    leaves = cut.captured.flatten(first_rows(strategy, batch))
     plans = hybrid.planned(program, cut, module, leaves, [strategy.mesh.shards(stage) for stage in stages], rules)
     found: list[StageTable] = []
     for part, stage, plan in zip(cut.parts, stages, plans, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core.noise_scale import DECAY, Averages, Observation, Part, differenced, efficiency, observation
 from paceline.core.types import Seconds, Version
-from paceline.replica.base import Micro
+from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_norms import Preconditioner, Scales, square
@@ -86,7 +86,7 @@ class Seen(NamedTuple):
     samples: int
     version: Version
     """Of the A it was made at."""
-    micro: Micro | None = None
+    micro: MicroStepNorms | None = None
 
 
 class NoiseEstimator:

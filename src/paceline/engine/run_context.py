@@ -94,7 +94,7 @@ class RunContext:
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
         if isinstance(self.delta, (Gradient, Accumulated)):
-            return Single(autograd, micro_steps(self.delta), looks=self.job.noise_scale)
+            return Single(autograd, micro_steps(self.delta), measure_micro_steps=self.job.noise_scale)
         distance = isinstance(self.delta, Distance)
         return LocalSGD(self.job.program, autograd, self.policy.adopt, distance=distance)
 

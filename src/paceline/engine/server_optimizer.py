@@ -16,7 +16,7 @@ from paceline.core.types import Seconds
 from paceline.engine.noise_scale import NoiseEstimator
 from paceline.program import Program
 from paceline.replica.clipping import clip
-from paceline.replica.flat_optimizer import FlatOptimizer, Make
+from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory
 from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_kernels import StepKernel
 
@@ -50,12 +50,12 @@ class ServerOptimizer:
         make, schedule = (_outer(outer), None) if self._moves else (program.optimizer, program.scheduler)
         self.stepper = FlatOptimizer(make, schedule, state, self._combined)
         looked_at = self._moves or self.clip_norm is not None or "agreement" in policy.needs
-        self._direct = self.stepper.takes_any and not looked_at and not state.buffers
+        self._direct = self.stepper.has_kernel and not looked_at and not state.buffers
         self._meter = meter
         if meter is not None:
             meter.measure_by(self.stepper)
         whole = "agreement" in policy.needs or meter is not None
-        self.divisible = self.stepper.takes_any and not self._distance and not whole
+        self.divisible = self.stepper.has_kernel and not self._distance and not whole
         """Whether others can make an update, each a part of it: :meth:`divide`."""
 
     @property
@@ -112,7 +112,7 @@ class ServerOptimizer:
         buffers.settle(out)
         sign = -1.0 if self._moves else 1.0
         carry(self.stepper.kernel(rate), [sign * weight for _, weight in deltas])
-        self.stepper.moved(out)
+        self.stepper.end_step(out)
         self.state = out
 
     def _combine(self, deltas: Iterable[tuple[FlatState, float]], there: FlatState) -> None:
@@ -128,7 +128,7 @@ class ServerOptimizer:
         buffers.settle(there)
 
 
-def _outer(outer: Outer | None) -> Make:
+def _outer(outer: Outer | None) -> OptimizerFactory:
     rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
     return lambda parameters: torch.optim.SGD(parameters, lr=rule.lr, momentum=rule.momentum, nesterov=rule.nesterov)
 

@@ -20,8 +20,7 @@ from torch.jit import ScriptModule
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
 from paceline.engine.worker_metrics import Figures, MetricsSink
-from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.batches import as_batch
+from paceline.replica.base import Batch, Measured, Replica, as_batch
 from paceline.replica.flat_state import FlatState
 from paceline.step import Server, step
 from paceline.trace.recorder import AnyRecorder, NullRecorder

@@ -1,4 +1,4 @@
-"""Bytes of what is kept between forward and backward, measured where shapes are new and counted from then on."""
+"""Bytes that are kept between forward and backward: measured where shapes are new, counted from then on."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -7,71 +7,60 @@ import torch
 from torch import Tensor
 
 
-class Holdings:
-    """What a worker holds, and the most that it has held."""
+class ActivationMemory:
+    """Counts the bytes that a worker keeps for backward passes, and the most that it has kept at one time."""
 
     def __init__(self) -> None:
         self.live_bytes = self.peak_bytes = 0
 
-    def hold(self, size: int) -> None:
-        """So many bytes more."""
+    def add(self, size: int) -> None:
+        """Count ``size`` bytes more (less where it is below 0)."""
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def release(self, size: int) -> None:
-        """So many bytes less."""
-        self.live_bytes -= size
 
-
-class Tally:
-    """Storages, each counted once.
+class StorageCounter:
+    """Adds up the bytes of tensors' storages, each storage once.
 
     Args:
-        ignored: tensors whose storages don't count: they are there anyway.
+        ignored: tensors whose storages don't count: parameters, buffers and the batch are there anyway.
     """
 
     def __init__(self, ignored: Iterable[Tensor]) -> None:
         self._ignored = {tensor.untyped_storage().data_ptr() for tensor in ignored}
         self._sizes: dict[int, int] = {}
-        self.passing_bytes = 0
-        """What is there for a while on top, and is not kept."""
-
-    @contextmanager
-    def passing(self) -> Iterator[None]:
-        """While it is entered, what autograd saves is there for a while: the most of several such whiles counts."""
-        inner = Tally(())
-        inner._ignored = self._ignored
-        with inner.watching():
-            yield
-        self.passing_bytes = max(self.passing_bytes, inner.nbytes)
-
-    def add(self, tensor: Tensor) -> None:
-        """Count what a tensor holds, which is all of its storage."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._ignored:
-            self._sizes[storage.data_ptr()] = storage.nbytes()
-
-    def add_all(self, values: Iterable[object]) -> None:
-        """Count those that are tensors."""
-        for value in values:
-            if isinstance(value, Tensor):
-                self.add(value)
+        self.transient_bytes = 0
+        """The most that is there for a while on top of :attr:`nbytes`, and not kept."""
 
     @property
     def nbytes(self) -> int:
-        """Of all that have been added."""
+        """Bytes of all storages that were added."""
         return sum(self._sizes.values())
 
+    def add(self, values: Iterable[object]) -> None:
+        """Count whole storages of those values that are tensors."""
+        for value in values:
+            if isinstance(value, Tensor):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self._ignored:
+                    self._sizes[storage.data_ptr()] = storage.nbytes()
+
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Add what autograd saves while it is entered."""
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+    def counting_saved(self) -> Iterator[None]:
+        """Context manager: add the tensors that autograd saves within."""
+
+        def pack(tensor: Tensor) -> Tensor:
+            self.add([tensor])
+            return tensor.detach()  # an output saved as it is would keep the node that saves it: a cycle
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
 
-    def _pack(self, tensor: Tensor) -> Tensor:
-        self.add(tensor)
-        return tensor.detach()  # an output kept as it is would keep the node that keeps it
-
-
-def _unpack(tensor: Tensor) -> Tensor:
-    return tensor
+    @contextmanager
+    def counting_transient(self) -> Iterator[None]:
+        """Context manager: count the tensors that autograd saves within as transient; of several, the largest."""
+        inner = StorageCounter(())
+        inner._ignored = self._ignored
+        with inner.counting_saved():
+            yield
+        self.transient_bytes = max(self.transient_bytes, inner.nbytes)

@@ -1,15 +1,16 @@
-"""What every replica is, wherever its Δ is computed."""
+"""The contract of replicas: adopt an A, make micro-steps on batches of data, hand over Δ."""
 
 import math
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.core.delta import Accumulated, Change, Delta, Distance
+from paceline.core.errors import InputError
 from paceline.core.types import Clock
-from paceline.program import Tree
+from paceline.program import Tree, leaves
 from paceline.replica.flat_state import FlatState
 
 
@@ -19,27 +20,55 @@ class Batch(NamedTuple):
     input: Tree
     target: Tree
     samples: int
-    """0: nothing fell to this replica in the data's last round; Δ is then zero."""
+    """0: this replica got nothing in the data's last round; Δ is then zero."""
+
+
+EMPTY = Batch(None, None, 0)
+
+
+def as_pair(item: Any) -> tuple[Tree, Tree]:
+    """Return (input, target); raises InputError where an item is anything else."""
+    if not isinstance(item, (tuple, list)) or len(item) != 2:
+        raise InputError(
+            f"a batch must be (input, target), but is {type(item).__name__}"
+            f"{f' of {len(item)}' if isinstance(item, (tuple, list)) else ''}; put several inputs in one tuple or dict"
+        )
+    return item[0], item[1]
+
+
+def as_batch(item: Any) -> Batch:
+    """Return a batch as it is, or make one of (input, target) with samples along dim 0 of the target's first tensor.
+
+    Raises:
+        InputError: it is no pair, or has no tensor with samples.
+    """
+    if isinstance(item, Batch):
+        return item
+    inputs, targets = as_pair(item)
+    tensors = leaves(targets) or leaves(inputs)
+    if not tensors or not tensors[0].dim():
+        raise InputError("a batch needs a tensor with samples along dim 0; write (inputs, targets), two tensors")
+    return Batch(inputs, targets, len(tensors[0]))
 
 
 class Measured(NamedTuple):
-    """What is known of a Δ beside its values."""
+    """The measurements of a Δ."""
 
     loss: float
     """Mean over its samples; NaN where it has none."""
     samples: int
     finite: bool
-    micro: "Micro | None" = None
-    """What its micro-steps were each by itself, where that was asked for."""
+    micro: "MicroStepNorms | None" = None
+    """The norms of its micro-steps' gradients, if they were requested."""
 
 
-class Micro(NamedTuple):
-    """The gradients of a Δ's micro-steps, n_k samples each and n together."""
+class MicroStepNorms(NamedTuple):
+    """The norms of the gradients of a Δ's micro-steps, of n_k samples each and n together."""
 
     square: float
     """Σ n_k/n · |g_k|²."""
     pieces: int
-    """How many had samples."""
+    """Micro-steps that had samples."""
 
 
 class Replica(ABC):
@@ -51,23 +80,31 @@ class Replica(ABC):
 
     @abstractmethod
     def advance(self, batch: Batch, clock: Clock) -> float:
-        """One micro-step, seeded by (program seed, replica, ``clock`` of the micro-step); returns its mean loss."""
+        """Make one micro-step, seeded by (program seed, replica, clock).
+
+        Args:
+            batch: its data.
+            clock: the number of the micro-step, from 0.
+
+        Returns:
+            The mean loss over its samples; NaN where it has none, or where another worker computes it.
+        """
 
     @abstractmethod
     def finish(self, out: FlatState) -> Measured:
-        """Write Δ, and the buffers as they are now, into ``out``."""
+        """Write Δ, and the buffers as they are now, into ``out``; returns Δ's measurements."""
 
 
-class Sink(ABC):
-    """Is given the gradients of a Δ one by one, each once it is final, while a backward pass still makes the others."""
+class GradientSink(ABC):
+    """Receives the gradients of a Δ one by one, each as soon as it is final, while backward computes the others."""
 
     @abstractmethod
-    def last(self) -> bool:
-        """Whether the micro-step that begins is the last of its Δ."""
+    def is_last_micro_step(self) -> bool:
+        """Return True if the micro-step that begins is the last of its Δ."""
 
     @abstractmethod
     def ready(self, index: int, gradient: Tensor, samples: int) -> None:
-        """A gradient is final; each is told of once for each Δ, in any order.
+        """Take a final gradient; called once for each parameter of a Δ, in any order.
 
         Args:
             index: of the parameter, in the layout's order.
@@ -77,7 +114,7 @@ class Sink(ABC):
 
 
 def micro_steps(delta: Delta) -> int:
-    """How many batches one Δ takes.
+    """Return the number of batches that one Δ takes.
 
     >>> micro_steps(Accumulated(4)), micro_steps(Change(16))
     (4, 16)
@@ -88,7 +125,8 @@ def micro_steps(delta: Delta) -> int:
 
 
 def finite(vectors: list[Tensor], loss: float) -> bool:
-    """Whether a loss and all elements are finite. One pass: a sum is finite if all it adds are."""
+    """Return whether a loss and all elements are finite."""
     if not math.isfinite(loss):
         return False
+    # One pass in the usual case: a sum is finite only if all its terms are; it may still overflow.
     return all(math.isfinite(abs(v.sum().item())) or bool(torch.isfinite(v).all()) for v in vectors)

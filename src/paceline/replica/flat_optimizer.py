@@ -1,4 +1,4 @@
-"""An optimizer at work on a state: as one flat vector for each dtype where that comes to the same."""
+"""An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -11,90 +11,98 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.core.errors import PacelineError
 from paceline.program import leaves
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.optimizer_kernels import StepKernel, hooked, rule_of
+from paceline.replica.optimizer_kernels import StepKernel, has_hooks, kernel_of
 
-Make: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
-"""Optimizers that treat each element alone and make their state at the first step: on A as one flat vector they do to
-the bit what they do on its tensors, in a fraction of the time."""
+"""Optimizers that treat each element alone and create their state at the first step: on A as one flat vector they give
+the same bits as on its tensors, in a fraction of the time."""
 
 
 class FlatOptimizer:
-    """Moves a state by gradients.
+    """Steps a state by gradients.
 
     Args:
         make: the optimizer.
         schedule: its scheduler, stepped with it.
-        state: what it moves; its values are nobody's business here.
-        gradient: of the same layout; where a gradient has to be written, unless :attr:`takes_any`.
+        state: the parameters; only its storage is used.
+        gradient: of the same layout; gradients have to be written here, unless :attr:`has_kernel`.
     """
 
     def __init__(
-        self, make: Make, schedule: Callable[[Any], LRScheduler] | None, state: FlatState, gradient: FlatState
+        self,
+        make: OptimizerFactory,
+        schedule: Callable[[Any], LRScheduler] | None,
+        state: FlatState,
+        gradient: FlatState,
     ) -> None:
-        self._here, self._gradient = state, gradient
-        self._optimizer, self._targets = _optimizer(make, state, gradient)
-        self._rule = rule_of(self._optimizer, state.parameters)
+        self._state = state
+        self._params = FlatParams(state, gradient, flat=False)
+        self._optimizer = make(self._params.parameters)
+        if _is_elementwise(self._optimizer, len(self._params.parameters)):
+            self._params = FlatParams(state, gradient, flat=True)
+            self._optimizer.param_groups[0]["params"] = self._params.parameters
         self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
-        """Whether steps are divided by second moments: :meth:`second_moments`."""
+        """True if steps are divided by second moments: :meth:`second_moments`."""
+
+        self._kernel = kernel_of(self._optimizer, state.parameters)
         self._scheduler = schedule(self._optimizer) if schedule else None
-        if hooked(self._optimizer):
-            self._rule = None
-        if self._rule is not None:
+        if has_hooks(self._optimizer):  # the scheduler may have added one
+            self._kernel = None
+        if self._kernel is not None:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else the scheduler warns of no step
-        self.remembers = self._rule.remembers if self._rule is not None else 0
-        """How many vectors of memory there are for each vector of the state."""
-        self.memory = [[torch.zeros_like(v) for _ in range(self.remembers)] for v in state.parameters]
-        """What the optimizer remembers, for each vector of the state; where a kernel makes its steps."""
+        group = self._optimizer.param_groups[0]
+        self.state_count = self._kernel.from_group(group, 1, 1.0).state_count if self._kernel is not None else 0
+        """Vectors of optimizer state for each vector of A, where a kernel makes the steps."""
+        self.state_vectors = [[torch.zeros_like(v) for _ in range(self.state_count)] for v in state.parameters]
         self.steps = 0
-        """How many have been made."""
+        """Steps made by a kernel."""
 
     @property
     def nbytes(self) -> int:
-        """Of what the optimizer remembers."""
+        """Bytes of the optimizer's state."""
         by_torch = leaves(list(self._optimizer.state.values()))
-        return sum(tensor.nbytes for tensor in [*by_torch, *(m for each in self.memory for m in each)])
+        return sum(tensor.nbytes for tensor in [*by_torch, *(v for vectors in self.state_vectors for v in vectors)])
 
     @property
-    def takes_any(self) -> bool:
-        """Whether gradients may lie anywhere, and a step may be made in parts: a kernel makes it."""
-        return self._rule is not None
+    def has_kernel(self) -> bool:
+        """True if a kernel makes the steps: gradients may be anywhere, and a step may be made in slices."""
+        return self._kernel is not None
 
     @property
     def layout(self) -> FlatLayout:
-        """Of what is moved."""
-        return self._here.layout
+        """The layout of the parameters."""
+        return self._state.layout
 
     def second_moments(self) -> Iterator[tuple[Tensor, float, dict[str, Any]]]:
-        """Of Adam and AdamW: v of each vector or of each tensor in turn, how many steps made it, its group's options.
+        """Yield (v, steps made, options of its group) of Adam and AdamW, for each vector or for each tensor.
 
-        None of them before the first step, nor under other optimizers.
+        Nothing is yielded before the first step, nor under other optimizers.
         """
         if not self.adaptive:
             return
-        if self._rule is not None:
-            yield from (
-                (memory[1], self.steps, self._optimizer.param_groups[0]) for memory in self.memory if self.steps
-            )
+        if self._kernel is not None:
+            if self.steps:
+                yield from ((v[1], self.steps, self._optimizer.param_groups[0]) for v in self.state_vectors)
             return
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        for parameter in self._targets.parameters:
+        for parameter in self._params.parameters:
             if state := self._optimizer.state.get(parameter):
                 v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
                 yield v, float(state["step"]), groups[id(parameter)]
 
     def point_at(self, state: FlatState) -> None:
-        """What lies there is moved from now on."""
-        self._here = state
-        self._targets.point_at(state)
+        """Step on this state's storage from now on."""
+        self._state = state
+        self._params.point_at(state)
 
     def kernel(self, rate: float = 1.0) -> StepKernel:
-        """That of the next step, which counts as made; its maker calls :meth:`moved`."""
-        assert self._rule is not None, "no kernel makes this optimizer's steps"
+        """Return the kernel of the next step, which counts as made; the caller runs it and calls :meth:`end_step`."""
+        assert self._kernel is not None, "no kernel makes this optimizer's steps"
         self.steps += 1
-        kernel = self._rule.kernel(self.steps, rate)
-        if kernel.remembers > self.remembers:
+        kernel = self._kernel.from_group(self._optimizer.param_groups[0], self.steps, rate)
+        if kernel.state_count > self.state_count:
             raise PacelineError(
                 f"momentum was 0 when training began and is above that at step {self.steps}, so it has no memory; "
                 "write a momentum above 0 from the start, as torch.optim.SGD(parameters, lr=…, momentum=1e-9)"
@@ -104,42 +112,45 @@ class FlatOptimizer:
     def step(
         self, gradients: Sequence[Tensor], rate: float = 1.0, out: FlatState | None = None, weight: float = 1.0
     ) -> None:
-        """One step, with learning rate · ``rate``; ``out`` becomes what is moved, None: it is moved where it lies.
+        """Make one step with learning rate · ``rate``.
 
-        Gradients count ``weight`` times, which may be other than 1 where :attr:`takes_any`.
+        Args:
+            gradients: one vector for each dtype.
+            rate: factor of the learning rate.
+            out: receives the new parameters, and is stepped from then on; None: they are stepped in place.
+            weight: factor of the gradients; other than 1 only if :attr:`has_kernel`.
         """
-        there = out or self._here
-        if self._rule is None:
-            self._step_by_torch(rate, there)
+        after = out or self._state
+        if self._kernel is None:
+            self._step_by_torch(rate, after)
         else:
             kernel = self.kernel(rate)
             for i, gradient in enumerate(gradients):
-                kernel.step(self._here.parameters[i], there.parameters[i], gradient, self.memory[i], weight)
-        self.moved(there)
+                kernel.step(self._state.parameters[i], after.parameters[i], gradient, self.state_vectors[i], weight)
+        self.end_step(after)
 
     def step_by_tensor(self, gradients: Sequence[Tensor], rate: float = 1.0, weight: float = 1.0) -> None:
-        """As :meth:`step` where the state lies, on a gradient for each tensor, where :attr:`takes_any`."""
-        kernel = self.kernel(rate)
-        for (here, memory), gradient in zip(self._pieces(), gradients, strict=True):
-            kernel.step(here, here, gradient.reshape(-1), memory, weight)
-        self.moved(self._here)
-
-    def _pieces(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Each tensor as a vector, and what the optimizer remembers of it."""
-        for block, vector, memory in zip(self._here.layout.parameters, self._here.parameters, self.memory, strict=True):
+        """Make one step in place on a gradient for each tensor; only if :attr:`has_kernel`."""
+        kernel, remaining = self.kernel(rate), iter(gradients)
+        for block, vector, state in zip(
+            self.layout.parameters, self._state.parameters, self.state_vectors, strict=True
+        ):
             for entry in block.entries:
-                yield vector[entry.start : entry.stop], [m[entry.start : entry.stop] for m in memory]
+                part = vector[entry.start : entry.stop]
+                part_of_state = [v[entry.start : entry.stop] for v in state]
+                kernel.step(part, part, next(remaining).reshape(-1), part_of_state, weight)
+        self.end_step(self._state)
 
-    def moved(self, there: FlatState) -> None:
-        """The state lies there now, and the schedule goes on."""
-        self._here = there
+    def end_step(self, state: FlatState) -> None:
+        """Note that the parameters are in ``state`` now, and step the scheduler."""
+        self._state = state
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _step_by_torch(self, rate: float, there: FlatState) -> None:
-        if there is not self._here:
-            torch._foreach_copy_(there.parameters, self._here.parameters)
-            self._targets.point_at(there)
+    def _step_by_torch(self, rate: float, after: FlatState) -> None:
+        if after is not self._state:
+            torch._foreach_copy_(after.parameters, self._state.parameters)
+            self._params.point_at(after)
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group, lr in zip(groups, before, strict=True):
@@ -150,7 +161,7 @@ class FlatOptimizer:
 
 
 class FlatParams:
-    """The parameters that an optimizer steps on: a state's vectors, or their tensors; their ``grad`` is one state's.
+    """The parameters that an optimizer steps on: a state's vectors or its tensors; their ``grad`` is another state's.
 
     Args:
         state: of the parameters.
@@ -165,7 +176,7 @@ class FlatParams:
             parameter.grad = tensor
 
     def point_at(self, state: FlatState) -> None:
-        """From now on the optimizer steps on this one."""
+        """Let the parameters be those of another state."""
         for parameter, tensor in zip(self.parameters, self._tensors(state), strict=True):
             parameter.data = tensor
 
@@ -173,61 +184,55 @@ class FlatParams:
         return state.parameters if self._flat else state.views.parameters
 
 
-def _optimizer(make: Make, state: FlatState, gradient: FlatState) -> tuple[Optimizer, FlatParams]:
-    targets = FlatParams(state, gradient, flat=False)
-    optimizer = make(targets.parameters)
-    groups = optimizer.param_groups
-    whole = len(groups) == 1 and len(groups[0]["params"]) == len(targets.parameters)
-    if whole and type(optimizer) in ELEMENTWISE and not optimizer.state:
-        targets = FlatParams(state, gradient, flat=True)
-        groups[0]["params"] = targets.parameters
-    return optimizer, targets
-
-
-def stand_ins(layout: FlatLayout) -> dict[str, nn.Parameter]:
-    """Parameters of a layout's names and shapes without values, to see what an optimizer makes of them."""
+def shape_only_parameters(layout: FlatLayout) -> dict[str, nn.Parameter]:
+    """Return parameters of a layout's names and shapes without memory, to see how an optimizer groups them."""
     entries = [(entry, block.dtype) for block in layout.parameters for entry in block.entries]
     return {e.name: nn.Parameter(torch.zeros((), dtype=dtype).expand(e.shape)) for e, dtype in entries}
 
 
-def elementwise(make: Make, whole: FlatLayout) -> bool:
-    """Whether an optimizer treats each element of A alone, and all alike."""
-    optimizer = make(list(stand_ins(whole).values()))
+def is_elementwise(make: OptimizerFactory, whole: FlatLayout) -> bool:
+    """Return True if an optimizer treats each element of A alone, and all alike."""
+    parameters = list(shape_only_parameters(whole).values())
+    return _is_elementwise(make(parameters), len(parameters))
+
+
+def _is_elementwise(optimizer: Optimizer, parameters: int) -> bool:
     groups = optimizer.param_groups
-    alike = len(groups) == 1 and len(groups[0]["params"]) == len(whole.parameter_names)
+    alike = len(groups) == 1 and len(groups[0]["params"]) == parameters
     return alike and type(optimizer) in ELEMENTWISE and not optimizer.state
 
 
-def of_vectors(make: Make, whole: FlatLayout) -> Make:
-    """The optimizer of vectors that lie anywhere in A, where it is :func:`elementwise`: its only group is that of A."""
+def optimizer_of_vectors(make: OptimizerFactory, whole: FlatLayout) -> OptimizerFactory:
+    """Return an optimizer of any slices of A's vectors, if it :func:`is_elementwise`: its only group is that of A."""
 
-    def made(vectors: list[nn.Parameter]) -> Optimizer:
-        optimizer = make(list(stand_ins(whole).values()))
+    def of_vectors(vectors: list[nn.Parameter]) -> Optimizer:
+        optimizer = make(list(shape_only_parameters(whole).values()))
         optimizer.param_groups[0]["params"] = list(vectors)
         return optimizer
 
-    return made
+    return of_vectors
 
 
-def of_part(make: Make, whole: FlatLayout, part: FlatLayout) -> Make:
-    """The optimizer of a part of A: its groups are those that it makes of all parameters, in their order and shapes.
+def optimizer_of_part(make: OptimizerFactory, whole: FlatLayout, part: FlatLayout) -> OptimizerFactory:
+    """Return an optimizer of a part of A, whose groups are those that it makes of all parameters.
 
-    So it may treat parameters differently by their place or shape. Those of other parts are without values.
+    It is given all of them in their order and shapes, since it may group by place or shape; those of other parts have
+    no memory.
     """
 
-    def made(parameters: list[nn.Parameter]) -> Optimizer:
+    def of_part(parameters: list[nn.Parameter]) -> Optimizer:
         own = dict(zip(part.parameter_names, parameters, strict=True))
-        absent = stand_ins(whole)
+        absent = shape_only_parameters(whole)
         optimizer = make([own.get(name, parameter) for name, parameter in absent.items()])
-        stands_for = {id(parameter): parameter for parameter in parameters}
+        own_of = {id(parameter): parameter for parameter in parameters}
         if any(parameter.shape != absent[name].shape for name, parameter in own.items()):
-            # Memory is made for what there is of a tensor, groups by its whole shape.
+            # State is created for the shard of a tensor, groups by its full shape.
             optimizer.param_groups = make(list(absent.values())).param_groups
-            stands_for = {id(absent[name]): parameter for name, parameter in own.items()}
+            own_of = {id(absent[name]): parameter for name, parameter in own.items()}
         for group in optimizer.param_groups:
-            group["params"] = [stands_for[id(p)] for p in group["params"] if id(p) in stands_for]
+            group["params"] = [own_of[id(p)] for p in group["params"] if id(p) in own_of]
         for parameter in absent.values():
             optimizer.state.pop(parameter, None)
         return optimizer
 
-    return made
+    return of_part

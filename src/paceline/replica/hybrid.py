@@ -23,7 +23,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.program import Program
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
-from paceline.replica.module_utils import rewound
+from paceline.replica.module_utils import preserve_tensors
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.prepare import fed
 from paceline.replica.tensor.branches import OpTimes, multiplication_counts
@@ -68,7 +68,7 @@ class _Form:
     def __init__(self, given: Sequence[Any], tensors: Sequence[int]) -> None:
         self._given, self._tensors = list(given), list(tensors)
 
-    def flat(self, inputs: Any) -> list[Any]:
+    def flatten(self, inputs: Any) -> list[Any]:
         """All that is given."""
         made = list(self._given)
         for index, tensor in zip(self._tensors, inputs, strict=True):
@@ -94,7 +94,7 @@ class _Fed(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Any:
         """What the part gives for them."""
-        return self._form.rebuild(self._run(*self._form.flat(tensors)))
+        return self._form.rebuild(self._run(*self._form.flatten(tensors)))
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def planned(
 
 def _given(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
     """What each part is given: leaves of the input, and what earlier parts have made of them."""
-    with rewound(module), torch.no_grad():
+    with preserve_tensors(module), torch.no_grad():
         return [each.given for each in fed(cut, leaves)]
 
 

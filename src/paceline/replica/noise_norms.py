@@ -1,7 +1,4 @@
-"""Squared norms of gradients, as they are and as Adam sees them.
-
-Gradients of micro-steps, looked at one by one as they are added up.
-"""
+"""Squared norms of gradients: as they are, as Adam preconditions them, and of each micro-step of a Δ."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -9,100 +6,91 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from paceline.replica.base import Micro
+from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import FlatLayout
 
 WARM_STEPS = 5
-"""So many updates Adam makes before its second moments are divided by, as in AdaptDL: the first ones say little."""
+"""Updates of Adam before its second moments are used, as in AdaptDL: the first ones say little."""
 
 ROW = 1024
-"""Elements whose squares are added in their own precision, before float64 adds the rest: as quick as one norm of all,
-which in float32 is wrong by 3.6e-4 at 10^7 elements where this is by 1e-9 (torch 2.13 on a CPU)."""
+"""Elements whose squares are summed in their own precision before float64 sums the rest: as fast as one norm of all,
+whose relative error in float32 is 3.6e-4 at 10^7 elements, where that of this is 1e-9 (torch 2.13 on a CPU)."""
 
 Scales: TypeAlias = Sequence[Tensor]
-"""What to divide by, for each vector of a state."""
+"""Divisors of the elements, for each vector of a state."""
 
 
 def square(vectors: Iterable[Tensor], scales: Scales | None = None) -> float:
-    """The square of the Euclidean norm over all vectors, each element divided by its scale where there are scales.
+    """Return the square of the Euclidean norm over all vectors, each element divided by its scale if there are scales.
 
     >>> square([torch.tensor([3.0, 4.0])]), square([torch.tensor([6.0, 2.0])], [torch.tensor([2.0, 0.5])])
     (25.0, 25.0)
     """
-    seen = vectors if scales is None else (v / s for v, s in zip(vectors, scales, strict=True))
-    return sum(map(_square, seen))
-
-
-def _square(vector: Tensor) -> float:
-    """In float32 at least: half precision would round away what is to be told apart."""
-    flat, dtype = vector.reshape(-1), torch.promote_types(vector.dtype, torch.float32)
-    body, norm = len(flat) // ROW * ROW, torch.linalg.vector_norm
-    lengths = norm(flat[:body].view(-1, ROW), dim=1, dtype=dtype) if body else flat[:0]
-    parts = [
-        float(norm(part, dtype=high)) for part, high in ((lengths, torch.float64), (flat[body:], dtype)) if len(part)
-    ]
-    return sum(length * length for length in parts)  # a product may be infinite, a power raises
+    total, norm = 0.0, torch.linalg.vector_norm
+    for vector in vectors if scales is None else (v / s for v, s in zip(vectors, scales, strict=True)):
+        # In float32 at least: half precision would round away the differences that the noise scale is made of.
+        flat, dtype = vector.reshape(-1), torch.promote_types(vector.dtype, torch.float32)
+        body = len(flat) // ROW * ROW
+        rows = norm(flat[:body].view(-1, ROW), dim=1, dtype=dtype) if body else flat[:0]
+        parts = [float(norm(part, dtype=d)) for part, d in ((rows, torch.float64), (flat[body:], dtype)) if len(part)]
+        total += sum(length * length for length in parts)  # a product may be infinite, a power raises
+    return total
 
 
 class Preconditioner:
-    """How an optimizer measures length: Adam and AdamW by √v̂ + ε, all others by what they are given.
+    """The scale of each element in which an optimizer measures gradients: √v̂ + ε under Adam and AdamW, else 1.
 
     Adam steps by m/(√v̂ + ε) rather than by g, so it is noise in g/(√v̂ + ε) that counts: the preconditioned gradient
-    noise scale of Pollux (Qiao et al. 2021, arXiv 2008.12260). v̂ is the second moment before the update that is looked
-    at.
+    noise scale of Pollux (Qiao et al. 2021, arXiv 2008.12260). v̂ is the second moment before the update that is
+    measured.
 
     Args:
-        stepper: of the optimizer; None: there is nothing to step on here.
+        optimizer: whose second moments are used; None: this process steps nothing.
     """
 
-    def __init__(self, stepper: FlatOptimizer | None) -> None:
-        self._stepper = stepper if stepper is not None and stepper.adaptive else None
+    def __init__(self, optimizer: FlatOptimizer | None) -> None:
+        self._optimizer = optimizer if optimizer is not None and optimizer.adaptive else None
 
     @property
     def plain(self) -> bool:
-        """Whether gradients are measured as they are."""
-        return self._stepper is None
+        """True if gradients are measured as they are."""
+        return self._optimizer is None
 
     def ready(self, updates: int) -> bool:
-        """Whether there is something to measure by, after so many updates."""
+        """Return True if there are scales after so many updates."""
         return self.plain or updates >= WARM_STEPS
 
     def scales(self) -> Scales | None:
-        """What to divide by in the update that comes now; None: by nothing."""
-        if self._stepper is None:
+        """Return the scales for the update that comes now; None: all are 1."""
+        if self._optimizer is None:
             return None
-        found = [
+        scales = [
             (v / (1 - group["betas"][1] ** steps)).sqrt_().add_(group["eps"]).reshape(-1)
-            for v, steps, group in self._stepper.second_moments()
+            for v, steps, group in self._optimizer.second_moments()
         ]
-        return _by_vector(found, self._stepper.layout)
-
-
-def _by_vector(found: list[Tensor], layout: FlatLayout) -> list[Tensor] | None:
-    """As the layout's vectors; None where something has no second moment."""
-    if len(found) == len(layout.parameters):
-        return found
-    if len(found) != len(layout.parameter_names):
-        return None
-    each = iter(found)
-    return [torch.cat([next(each) for _ in block.entries]) for block in layout.parameters]
+        layout = self._optimizer.layout
+        if len(scales) == len(layout.parameters):
+            return scales
+        if len(scales) != len(layout.parameter_names):  # something has no second moment
+            return None
+        each = iter(scales)
+        return [torch.cat([next(each) for _ in block.entries]) for block in layout.parameters]
 
 
 class MicroNorms:
-    """Those of one Δ after the other."""
+    """Adds up the gradients of a Δ's micro-steps, and the squares of their norms."""
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """A new Δ begins."""
+        """Begin a new Δ."""
         self.sums: list[Tensor] = []
-        """Of the gradients that were added."""
+        """Sums of the gradients that were added."""
         self._squares, self._pieces, self._samples = 0.0, 0, 0
 
     def add(self, gradients: list[Tensor], samples: int) -> None:
-        """A micro-step has been made.
+        """Add a micro-step's gradients.
 
         Args:
             gradients: ``samples`` times those of its mean loss; kept, and added to.
@@ -117,6 +105,6 @@ class MicroNorms:
             self.sums = gradients
 
     @property
-    def seen(self) -> Micro:
-        """What there is of a Δ, once a micro-step has been made."""
-        return Micro(self._squares / self._samples, self._pieces)
+    def norms(self) -> MicroStepNorms:
+        """The norms of a Δ that has had a micro-step."""
+        return MicroStepNorms(self._squares / self._samples, self._pieces)

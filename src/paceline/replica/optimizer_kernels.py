@@ -1,24 +1,25 @@
-"""Steps of the most common optimizers on flat vectors, without what torch.optim spends around them.
+"""Steps of the most common optimizers on flat vectors, without the overhead of torch.optim.
 
-A kernel is a value: the numbers of one step, and nothing else. What the optimizer remembers from step to step lies in
-vectors that are handed in, so any process that sees them can make any part of the step. SGD does torch's own operations
-in torch's own order (``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused
-kernel, which rounds as ``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the
-arithmetic.
+A kernel is a value: the numbers of one step, and nothing else. The optimizer's state is in vectors that are handed in,
+so any process that maps them can make any slice of the step. SGD does torch's own operations in torch's own order
+(``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused kernel, which rounds as
+``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the arithmetic.
+
+A new kernel is a class of this file under :func:`register`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim import optimizer as everyones
+from torch.optim import optimizer as global_hooks
 
-Memory: TypeAlias = Sequence[Tensor]
-"""What an optimizer remembers of one vector: ``StepKernel.remembers`` vectors of the same form, zeros at first."""
+StateVectors: TypeAlias = Sequence[Tensor]
+"""An optimizer's state of one vector: ``StepKernel.state_count`` vectors of the same form, zeros at first."""
 
 
 @dataclass(slots=True)
@@ -26,29 +27,52 @@ class StepKernel(ABC):
     """One step of one optimizer."""
 
     number: int
-    """Which step it is, 1 for the first."""
+    """The number of the step, 1 for the first."""
     lr: float
     """Learning rate, the update's own rate included."""
     weight_decay: float
 
+    @classmethod
+    @abstractmethod
+    def from_group(cls, group: Mapping[str, Any], number: int, rate: float) -> "StepKernel":
+        """Return the kernel of a step from an optimizer's only group, with learning rate · ``rate``."""
+
     @property
     @abstractmethod
-    def remembers(self) -> int:
-        """How many vectors of memory it needs for each vector of A."""
+    def state_count(self) -> int:
+        """Vectors of optimizer state for each vector of A."""
 
     @abstractmethod
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
         """Step on ``weight`` · gradient, which itself stays as it is.
 
         Args:
-            here: A's vector.
-            there: what it becomes is written into it; both may be one.
+            before: A's vector.
+            after: receives its new value; both may be one.
             gradient: of the same length.
-            memory: of this vector.
+            state: of this vector.
             weight: of the gradient.
         """
 
 
+KERNELS: list[type[StepKernel]] = []
+"""All kernels; an encoded one begins with its index here."""
+KERNEL_OF: dict[type[Optimizer], type[StepKernel]] = {}
+Kernel = TypeVar("Kernel", bound=StepKernel)
+
+
+def register(*optimizers: type[Optimizer]) -> Callable[[type[Kernel]], type[Kernel]]:
+    """Class decorator: the kernel makes the steps of these optimizers."""
+
+    def add(kernel: type[Kernel]) -> type[Kernel]:
+        KERNELS.append(kernel)
+        KERNEL_OF.update(dict.fromkeys(optimizers, kernel))
+        return kernel
+
+    return add
+
+
+@register(SGD)
 @dataclass(slots=True)
 class SgdKernel(StepKernel):
     """Stochastic gradient descent."""
@@ -57,51 +81,60 @@ class SgdKernel(StepKernel):
     dampening: float
     nesterov: float
 
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any], number: int, rate: float) -> "SgdKernel":
+        momentum, dampening, nesterov = group["momentum"], group["dampening"], group["nesterov"]
+        return cls(number, group["lr"] * rate, group["weight_decay"], momentum, dampening, nesterov)
+
     @property
-    def remembers(self) -> int:
+    def state_count(self) -> int:
         return int(self.momentum != 0)
 
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
         if weight != 1.0 and (self.weight_decay or self.nesterov):
             gradient, weight = gradient * weight, 1.0
         if self.weight_decay:
-            gradient = gradient.add(here, alpha=self.weight_decay)
+            gradient = gradient.add(before, alpha=self.weight_decay)
         if self.momentum:
-            gradient, weight = self._with_momentum(gradient, memory[0], weight), 1.0
-        torch.add(here, gradient, alpha=-self.lr * weight, out=there)
-
-    def _with_momentum(self, gradient: Tensor, buffer: Tensor, weight: float) -> Tensor:
-        if self.number == 1:
-            torch.mul(gradient, weight, out=buffer)
-        else:
-            buffer.mul_(self.momentum).add_(gradient, alpha=(1 - self.dampening) * weight)
-        return gradient.add(buffer, alpha=self.momentum) if self.nesterov else buffer
+            buffer = state[0]
+            if self.number == 1:
+                torch.mul(gradient, weight, out=buffer)
+            else:
+                buffer.mul_(self.momentum).add_(gradient, alpha=(1 - self.dampening) * weight)
+            gradient, weight = gradient.add(buffer, alpha=self.momentum) if self.nesterov else buffer, 1.0
+        torch.add(before, gradient, alpha=-self.lr * weight, out=after)
 
 
+@register(Adam, AdamW)
 @dataclass(slots=True)
 class AdamKernel(StepKernel):
-    """Adam, and with ``decoupled`` AdamW."""
+    """Adam, and with ``decoupled`` weight decay AdamW."""
 
     beta1: float
     beta2: float
     eps: float
     decoupled: float
 
+    @classmethod
+    def from_group(cls, group: Mapping[str, Any], number: int, rate: float) -> "AdamKernel":
+        (beta1, beta2), decoupled = group["betas"], group["decoupled_weight_decay"]
+        return cls(number, group["lr"] * rate, group["weight_decay"], beta1, beta2, group["eps"], decoupled)
+
     @property
-    def remembers(self) -> int:
+    def state_count(self) -> int:
         return 2
 
-    def step(self, here: Tensor, there: Tensor, gradient: Tensor, memory: Memory, weight: float = 1.0) -> None:
+    def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
         if weight != 1.0:
             gradient = gradient * weight
-        if there is not here:
-            there.copy_(here)
-        step = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        step(
-            [there],
+        if after is not before:
+            after.copy_(before)
+        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        fused(
+            [after],
             [gradient],
-            [memory[0]],
-            [memory[1]],
+            [state[0]],
+            [state[1]],
             [],
             [torch.tensor(float(self.number))],
             lr=self.lr,
@@ -114,71 +147,39 @@ class AdamKernel(StepKernel):
         )
 
 
-KINDS: tuple[type[StepKernel], ...] = (SgdKernel, AdamKernel)
-
-
 def encode(kernel: StepKernel) -> list[float]:
-    """A kernel as numbers, which another process can read."""
-    return [float(KINDS.index(type(kernel))), *map(float, astuple(kernel))]
+    """Return a kernel as numbers, which another process can read."""
+    return [float(KERNELS.index(type(kernel))), *map(float, astuple(kernel))]
 
 
 def decode(numbers: Sequence[float]) -> StepKernel:
-    """The kernel that was encoded; further numbers are ignored.
+    """Return the kernel that was encoded; further numbers are ignored.
 
     >>> decode(encode(SgdKernel(3, 0.1, 0.0, 0.9, 0.0, 1.0))).momentum
     0.9
     """
-    kind = KINDS[int(numbers[0])]
+    kind = KERNELS[int(numbers[0])]
     return kind(int(numbers[1]), *numbers[2 : len(kind.__dataclass_fields__) + 1])
 
 
-class KernelFactory:
-    """Makes the kernel of each step from what an optimizer's only group says at that moment."""
+def kernel_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> type[StepKernel] | None:
+    """Return the kernel that does what ``optimizer`` does to A; None: torch.optim has to do it.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._group: dict[str, Any] = optimizer.param_groups[0]
-        self._sgd = type(optimizer) is SGD
-
-    @property
-    def remembers(self) -> int:
-        """As the kernels', once the scheduler has been made."""
-        return int(self._group["momentum"] != 0) if self._sgd else 2
-
-    def kernel(self, number: int, rate: float) -> StepKernel:
-        """The kernel of the step of this number, with learning rate · ``rate``."""
-        group = self._group
-        lr, decay = group["lr"] * rate, group["weight_decay"]
-        if self._sgd:
-            return SgdKernel(number, lr, decay, group["momentum"], group["dampening"], group["nesterov"])
-        beta1, beta2 = group["betas"]
-        return AdamKernel(number, lr, decay, beta1, beta2, group["eps"], group["decoupled_weight_decay"])
-
-
-def rule_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> KernelFactory | None:
-    """The rule that does what ``optimizer`` does to A; None where torch.optim has to do it.
-
-    That is so where it steps on anything but A's vectors, where somebody listens to its steps, or where an option of it
-    has no place here.
+    It is None where the optimizer steps on anything but A's vectors, has hooks, or an option that no kernel knows.
     """
     groups = optimizer.param_groups
-    if len(groups) != 1 or _places(groups[0]["params"]) != _places(vectors):
+    own, whole = ([(t.data_ptr(), t.numel()) for t in tensors] for tensors in (groups[0]["params"], vectors))
+    if type(optimizer) not in KERNEL_OF or len(groups) != 1 or own != whole or any(v.is_complex() for v in vectors):
         return None
     group = groups[0]
-    heard = "step" in vars(optimizer) or hooked(optimizer)
-    asked = any(group.get(name) for name in ("maximize", "differentiable", "amsgrad", "capturable", "foreach", "fused"))
-    numbers = [group[name] for name in ("lr", "weight_decay", "momentum", "dampening", "eps") if name in group]
-    numbers += group.get("betas", ())
-    odd = any(isinstance(number, Tensor) for number in numbers) or any(v.is_complex() for v in vectors)
-    if heard or asked or odd:
+    options = ("maximize", "differentiable", "amsgrad", "capturable", "foreach", "fused")
+    numbers = [*group.get("betas", ()), *(value for name, value in group.items() if name != "params")]
+    if any(group.get(name) for name in options) or any(isinstance(number, Tensor) for number in numbers):
         return None
-    return KernelFactory(optimizer) if type(optimizer) in (SGD, Adam, AdamW) else None
+    return None if "step" in vars(optimizer) or has_hooks(optimizer) else KERNEL_OF[type(optimizer)]
 
 
-def hooked(optimizer: Optimizer) -> bool:
-    """Whether somebody listens to an optimizer's steps."""
-    its_own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    return any((*its_own, everyones._global_optimizer_pre_hooks, everyones._global_optimizer_post_hooks))
-
-
-def _places(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(t.data_ptr(), t.numel()) for t in tensors]
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Return True if hooks observe an optimizer's steps."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return any((*own, global_hooks._global_optimizer_pre_hooks, global_hooks._global_optimizer_post_hooks))

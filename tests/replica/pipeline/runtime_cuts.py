@@ -23,11 +23,15 @@ class Children(fx.Tracer):
 
 @dataclass(frozen=True)
 class Form:
-    """What Captured knows of inputs and outputs."""
+    """The part of Captured, and of its InputSpec, that describes inputs and outputs."""
 
     module: fx.GraphModule
 
-    def flat(self, inputs: Any) -> list[Tensor]:
+    @property
+    def input_spec(self) -> "Form":
+        return self
+
+    def flatten(self, inputs: Any) -> list[Tensor]:
         return leaves(inputs)
 
     def rebuild(self, found: Sequence[Tensor]) -> Any:

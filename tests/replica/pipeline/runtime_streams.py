@@ -14,8 +14,9 @@ from paceline.replica.base import Batch, Measured
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.comm_plan import CommPlan
-from paceline.replica.pipeline.micro_batches import sizes
-from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from tests.replica.pipeline.runtime_cuts import BORDERS as RUNTIME_BORDERS
 from tests.replica.pipeline.runtime_cuts import by_hand
@@ -63,18 +64,18 @@ class Member:
         self.start, self.out = read(mine, layout.new()), layout.new()
         self.names = {name for name, _ in self.start.named()}
         self.recorder = Recording()
-        self.replica = AsyncStage(
+        setup = PipelineSetup(
             stream.program,
             plan,
             cut.captured,
             parts,
             WorkerId(0, number),
-            stream.hub.wire(number),
-            FlatLayout.of(module),
             layout,
-            recorder=self.recorder,  # type: ignore[arg-type]
+            stream.hub.wire(number),
+            self.recorder,  # type: ignore[arg-type]
             **stream.options,
         )
+        self.replica = AsyncStage(setup, FlatLayout.of(module))
         self.replica.adopt(self.start)
         self.clock = 0
         self.seen: list[tuple[int, Values]] = []
@@ -97,9 +98,9 @@ class Member:
         return {name: view.clone() for name, view in zip(names, self.out.views.buffers, strict=True)}
 
     def _look(self) -> None:
-        weights = self.replica.weights
+        weights = self.replica.stash.state
         found = zip(weights.layout.parameter_names, weights.views.parameters, strict=True)
-        self.seen.append((self.replica.updates, {name: view.clone() for name, view in found}))
+        self.seen.append((self.replica.stash.newest, {name: view.clone() for name, view in found}))
 
 
 @dataclass
@@ -157,7 +158,7 @@ class Versioned:
             if name in self.parameters
         }
         total, start = 0.0, 0
-        for count in sizes(batch.samples, micro_batches):
+        for count in micro_batch_sizes(batch.samples, micro_batches):
             stop = start + count
             inputs, target = rows(batch.input, start, stop), rows(batch.target, start, stop)
             given = inputs if isinstance(inputs, tuple) else (inputs,)

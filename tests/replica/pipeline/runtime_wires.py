@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WaitTimeoutError
-from paceline.replica.pipeline.base import P2P, Arrival, StageReplicaGroup
+from paceline.replica.pipeline.base import P2P, PendingRecv, StageReplicaGroup
 
 BOUND_S = 60
 """Longer than any test takes, so that a deadlock ends."""
@@ -61,41 +61,41 @@ class Thread(P2P):
         self.sent: list[tuple[Line, int]] = []
         """Not settled: on which line, and at which place."""
 
-    def send(self, tensor: Tensor, to: int, what: str) -> None:
+    def isend(self, tensor: Tensor, destination: int, description: str) -> None:
         assert tensor.is_contiguous()
-        assert to != self.worker
+        assert destination != self.worker
         with self.hub.changed:
-            line = self.hub.lines[self.worker, to]
+            line = self.hub.lines[self.worker, destination]
             self.sent.append((line, len(line.sent)))
-            line.sent.append((tensor, what))
+            line.sent.append((tensor, description))
             self.hub.changed.notify_all()
             if self.hub.rendezvous:
                 count = len(line.sent)
-                self.hub.wait(lambda: len(line.expected) >= count, f"{to} to expect {what}")
+                self.hub.wait(lambda: len(line.expected) >= count, f"{destination} to expect {description}")
 
-    def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
         with self.hub.changed:
             line = self.hub.lines[source, self.worker]
-            line.expected.append(what)
+            line.expected.append(description)
             self.hub.changed.notify_all()
             return Expected(self.hub, line, len(line.expected) - 1, tuple(shape), dtype)
 
-    def settle(self, but: int = 0) -> None:
+    def wait_sends(self, newest: int = 0) -> None:
         with self.hub.changed:
-            old = self.sent[: len(self.sent) - but]
+            old = self.sent[: len(self.sent) - newest]
             self.hub.wait(lambda: all(line.taken > place for line, place in old), "what was sent to be taken")
             del self.sent[: len(old)]
 
 
 @dataclass
-class Expected(Arrival):
+class Expected(PendingRecv):
     hub: Hub
     line: Line
     place: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         with self.hub.changed:
             self.hub.wait(lambda: len(self.line.sent) > self.place, self.line.expected[self.place])
             tensor, what = self.line.sent[self.place]
@@ -123,12 +123,12 @@ class Turns(StageReplicaGroup):
         super().__init__(first=copy == 0)
         self.table, self.copy = table, copy
 
-    def add_up(self, vector: Tensor, what: str) -> None:
-        self.table.brought[self.copy] = vector.clone(), what
+    def all_reduce(self, vector: Tensor, description: str) -> None:
+        self.table.brought[self.copy] = vector.clone(), description
         self.table.all_there.wait()
         vectors, words = zip(*(self.table.brought[copy] for copy in range(self.table.count)), strict=True)
         self.table.all_there.wait()
-        assert set(words) == {what}
+        assert set(words) == {description}
         assert {each.shape for each in vectors} == {vector.shape}
         vector.copy_(torch.stack(vectors).sum(0))
 

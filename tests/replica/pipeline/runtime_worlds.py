@@ -16,9 +16,10 @@ from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.pipeline.base import Cut, StageReplicaGroup
 from paceline.replica.pipeline.comm_plan import CommPlan
-from paceline.replica.pipeline.micro_batches import sizes
-from paceline.replica.pipeline.runtime import Pipelined
-from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.pipelined import Pipelined
+from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from paceline.trace.recorder import NullRecorder
 from tests.replica.pipeline.runtime_cuts import BORDERS, by_hand
@@ -90,7 +91,7 @@ class Alone:
         total, samples = 0.0, sum(batch.samples for batch in accumulated)
         for batch in accumulated:
             start = 0
-            for count in sizes(batch.samples, self.micro_batches):
+            for count in micro_batch_sizes(batch.samples, self.micro_batches):
                 stop = start + count
                 output = call(self.module, rows(batch.input, start, stop))
                 loss = self.program.loss(output, rows(batch.target, start, stop)) * (count / samples)
@@ -140,18 +141,21 @@ class Worker:
         self.layout = layout_of(whole, world.buffers)
         self.state, self.delta = read(whole, self.layout.new()), self.layout.new()
         self.recorder = Recording()
-        self.replica = Pipelined(
+        options = dict(world.options)
+        steps = {name: options.pop(name) for name in ("micro_steps",) if name in options}
+        setup = PipelineSetup(
             world.program,
             plan,
             cut.captured,
             parts,
             WorkerId(0, number),
-            world.hub.wire(number),
             self.layout,
-            recorder=self.recorder,  # type: ignore[arg-type]
-            copies=world.turns(plan.columns.column(number)),
-            **world.options,
+            world.hub.wire(number),
+            self.recorder,  # type: ignore[arg-type]
+            replicas=world.turns(plan.columns.column(number)),
+            **options,
         )
+        self.replica = Pipelined(setup, **steps)
         self.stepper = None
         if self.layout.parameters:
             self.stepper = FlatOptimizer(world.program.optimizer, None, self.state, self.delta)

@@ -81,7 +81,7 @@ class Gates:
         self._opened: dict[tuple[int, str], threading.Event] = defaultdict(threading.Event)
         self.waited: list[tuple[int, str]] = []
         for member in job.members:
-            for number, stage in member.replica._stages.items():
+            for number, stage in member.replica._runtime.stages.items():
                 for kind in ("forward", "backward"):
                     setattr(stage, kind, self._opening((number, kind), getattr(stage, kind)))
         self.before: dict[tuple[int, str], list[tuple[int, str]]] = {}

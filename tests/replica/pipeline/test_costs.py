@@ -59,7 +59,7 @@ def test_seconds_are_the_median_of_forward_and_backward(monkeypatch: pytest.Monk
 
 def costs_of(model: nn.Module, inputs: Any) -> tuple[Units, Costs]:
     units = units_of(model, inputs)
-    return units, measure(units, units.captured.flat(inputs), repeats=1)
+    return units, measure(units, units.captured.flatten(inputs), repeats=1)
 
 
 def test_bytes_of_values_parameters_and_what_is_saved() -> None:
@@ -144,7 +144,7 @@ def test_measuring_leaves_no_trace(name: str) -> None:
     modes = [each.training for each in model.modules()]
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    costs = measure(units, units.captured.flat(job.inputs), repeats=1)
+    costs = measure(units, units.captured.flatten(job.inputs), repeats=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -168,6 +168,6 @@ def test_what_is_saved_is_what_a_step_saves() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(job.inputs)
-    found = measure(units, units.captured.flat(job.inputs), repeats=1).row.saved
+    found = measure(units, units.captured.flatten(job.inputs), repeats=1).row.saved
     assert sum(item.nbytes for item in found) == sum(size for size, _ in saved.values())
     assert output.requires_grad

@@ -81,7 +81,7 @@ def test_training_steps_are_the_models() -> None:
 
     captured = units.captured
     expected = step(lambda: model(**job.inputs))
-    found = step(lambda: captured.rebuild(chained(parts, captured.flat(job.inputs))))
+    found = step(lambda: captured.rebuild(chained(parts, captured.flatten(job.inputs))))
     model.load_state_dict(before)
     model.zero_grad()
     assert torch.equal(expected[0], found[0])

@@ -66,7 +66,7 @@ def sharded(made: ShardingPlan, inputs: Tree) -> tuple[list[Made], Counter[str]]
 
     def work(shards: TPCollectives) -> Made:
         shard = own(rewrite_for_shard(made, shards))
-        return _run(shard.module, lambda module: leaves(captured.rebuild(module(*captured.flat(inputs)))))
+        return _run(shard.module, lambda module: leaves(captured.rebuild(module(*captured.flatten(inputs)))))
 
     return together(made.shards, work)
 

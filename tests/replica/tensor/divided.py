@@ -84,14 +84,14 @@ def divided(
         asked: what the plan has to keep to.
     """
     captured = capture(module, inputs, operators=True)
-    made = plan_sharding(operator_graph(captured, count, captured.flat(inputs)), count, asked)
-    outputs, gradients = _run(captured.module, captured.flat(inputs))
+    made = plan_sharding(operator_graph(captured, count, captured.flatten(inputs)), count, asked)
+    outputs, gradients = _run(captured.module, captured.flatten(inputs))
 
     def work(shards: TPCollectives) -> tuple[list[Tensor], dict[str, Tensor], Weighed]:
         weighed = Weighed(shards)
         local = rewrite_for_shard(made, weighed).module
         _own(local)
-        return *_run(local, captured.flat(inputs)), weighed
+        return *_run(local, captured.flatten(inputs)), weighed
 
     shards, _ = together(count, work)
     for of_shard, _, _ in shards:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.replica.flat_optimizer import FlatOptimizer, of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard, even_sizes, is_counted_on, shard_layout
 from paceline.replica.tensor.placements import Placement as Lies
@@ -49,7 +49,10 @@ def test_groups_are_those_of_whole_shapes(whole: FlatLayout) -> None:
     for vector in (*state.parameters, *gradient.parameters):
         vector.fill_(1.0)
     stepper = FlatOptimizer(
-        of_part(by_rows, whole, part), functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9), state, gradient
+        optimizer_of_part(by_rows, whole, part),
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=9),
+        state,
+        gradient,
     )
     stepper.step(gradient.parameters)
     moved = {name for name, value in state.named() if not torch.equal(value, torch.ones_like(value))}

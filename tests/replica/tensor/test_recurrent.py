@@ -70,7 +70,7 @@ def by_shards(made: ShardingPlan) -> list[Mapping[str, Tensor]]:
             shared = made.parameters[name] == PARTIAL_GRAD
             return shards.all_reduce(gradient, name) if shared else gradient
 
-        return trained(module, lambda words: module(*made.graph.captured.flat(words))[0], summed)
+        return trained(module, lambda words: module(*made.graph.captured.flatten(words))[0], summed)
 
     return together(made.shards, work)[0]
 

@@ -140,7 +140,7 @@ class AsyncStageShard(RankShard):
         self.coordinate, self.state = pipeline.place, pipeline.state
         self.parameter_bytes = pipeline.state.layout.parameter_bytes
         self.reduce_buffer = ReduceBuffer(FlatLayout((), ()), ranks=1)  # nothing of Δ is exchanged
-        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.optimizer_bytes, communicator)
+        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.stash.optimizer_bytes, communicator)
         # A status is complete once the last stage has made the step, p - 1 micro-batches later, and one step for
         # the exchange itself.
         lag = -(-(self._workers - 1) // self._m) + 1
@@ -159,19 +159,7 @@ class AsyncStageShard(RankShard):
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # each rank steps by itself
-        job, pipeline = self._pipeline.run_context.job, self._pipeline
-        self._replica = AsyncStage(
-            job.program,
-            pipeline.plan(),
-            pipeline.cut.captured,
-            pipeline.parts,
-            pipeline.seat(),
-            pipeline.wire(),
-            pipeline.whole,
-            pipeline.layout,
-            recorder=recorder,
-            recompute=job.strategy.recompute,
-        )
+        self._replica = AsyncStage(self._pipeline.setup(recorder), self._pipeline.whole)
         return self._replica
 
     def drain(self) -> bool:
@@ -193,7 +181,7 @@ class AsyncStageShard(RankShard):
     def _current(self) -> FlatState:
         """Return this rank's part of A as it is: A_0's until training begins."""
         if self._replica is not None and self._replica.begun:
-            self.state.take(self._replica.weights)
+            self.state.take(self._replica.stash.state)
         return self.state
 
     def _refuse_ties(self) -> None:

@@ -22,7 +22,7 @@ from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordin
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
 from paceline.engine.spmd.watchdog import StoreSignals
 from paceline.engine.worker import WorkerMetrics
-from paceline.replica.base import Measured, Sink
+from paceline.replica.base import GradientSink, Measured
 from paceline.replica.flat_state import FlatState
 
 
@@ -59,7 +59,7 @@ class ClientContext:
         self.stop_event.wait(seconds)
 
 
-class AllReduceClient(Sink):
+class AllReduceClient(GradientSink):
     """The client of a rank that has A, or its part of it, and updates it after each exchange.
 
     With an overlap, gradients are handed over one by one as to a sink; else Δ is in the reduce buffer.
@@ -89,7 +89,7 @@ class AllReduceClient(Sink):
     def pull(self) -> FlatState:
         return self._context.state
 
-    def last(self) -> bool:
+    def is_last_micro_step(self) -> bool:
         return self._micro_steps + 1 == self._coordinator.micro_steps(self._replica)
 
     def ready(self, index: int, gradient: Tensor, samples: int) -> None:

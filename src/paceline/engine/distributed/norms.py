@@ -21,7 +21,7 @@ from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus
 from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
-from paceline.replica.flat_optimizer import FlatOptimizer, stand_ins
+from paceline.replica.flat_optimizer import FlatOptimizer, shape_only_parameters
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.noise_norms import WARM_STEPS, Preconditioner, Scales, square
 
@@ -46,7 +46,9 @@ class DeltaNorms:
             names = [entry.name for block in blocks for entry in block.entries]
             self._counted = [at for at, name in zip(self._entries, names, strict=True) if name in counted]
         self._single_replica = job.strategy.replicas == 1
-        self.adaptive = isinstance(job.program.optimizer(list(stand_ins(full_layout).values())), torch.optim.Adam)
+        self.adaptive = isinstance(
+            job.program.optimizer(list(shape_only_parameters(full_layout).values())), torch.optim.Adam
+        )
         """Whether norms are those of preconditioned gradients; the same on every rank."""
         self._scales: Scales | None = None
         self._scales_version = -1

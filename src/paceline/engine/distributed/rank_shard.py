@@ -22,8 +22,8 @@ from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.pipeline.runtime import Pipelined
-from paceline.replica.single import Autograd, worthwhile
+from paceline.replica.pipeline.pipelined import Pipelined
+from paceline.replica.single import Autograd, handoff_pays
 from paceline.replica.tensor.placements import is_counted_on
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.trace.recorder import AnyRecorder
@@ -183,7 +183,7 @@ class ModelParallelShard(RankShard):
         sync = ModelParallelSync(setup, buffer, buffer.vectors, clipped, peers, norms=norms)
         # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
         by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
-        by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and worthwhile(ranks.state.layout)
+        by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)
         self.update = update = ModelParallelUpdate(job.program, buffer, shard, sync, by_tensor=by_tensor)
         self.status_sync = sync
         if norms is not None:

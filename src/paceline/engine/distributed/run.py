@@ -157,7 +157,7 @@ class DistributedRun:
         if self._share.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
             assert isinstance(station, AllReduceClient), "a stream has no Δ to send"
-            self._closing.enter_context(inner.giving(station))
+            self._closing.enter_context(inner.sending_gradients(station))
         replica = ShadowReplica(inner, self._attendance) if self._attendance.needed else inner
         measured = InstrumentedReplica(replica, self._gauge, station, 0)
         return ClientWorker(self._setup, self._share.coordinate.replica, measured, station, self._gauge)

@@ -15,7 +15,7 @@ from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.program import Program
 from paceline.replica.clipping import clip_scale, square_norm
-from paceline.replica.flat_optimizer import FlatOptimizer, of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.single import GradientHandoff
 
@@ -144,10 +144,10 @@ class ModelParallelUpdate(Update):
         self.optimizer: FlatOptimizer | None = None
         """Steps on this part; None: the part has no parameters."""
         if shard.state.parameters:
-            make = of_part(program.optimizer, shard.full_layout, shard.state.layout)
+            make = optimizer_of_part(program.optimizer, shard.full_layout, shard.state.layout)
             self.optimizer = FlatOptimizer(make, program.scheduler, shard.state, buffer.state)
         in_place = by_tensor and program.clip_norm is None
-        self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.takes_any else None
+        self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.has_kernel else None
         """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
 
     @property
@@ -160,7 +160,7 @@ class ModelParallelUpdate(Update):
         gradients = self._buffer.state.parameters
         if self.optimizer is not None and self.handoff is not None:
             self.optimizer.step_by_tensor(self.handoff.gradients, rate, weight=factor)
-        elif self.optimizer is not None and self.optimizer.takes_any:
+        elif self.optimizer is not None and self.optimizer.has_kernel:
             self.optimizer.step(gradients, rate, weight=factor)
         elif self.optimizer is not None:
             torch._foreach_mul_(gradients, factor)

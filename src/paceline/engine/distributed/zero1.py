@@ -25,7 +25,13 @@ from paceline.engine.distributed.update import ShardState, Update, clip_across_r
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import SubGroup
 from paceline.program import Program
-from paceline.replica.flat_optimizer import FlatOptimizer, elementwise, of_part, of_vectors, stand_ins
+from paceline.replica.flat_optimizer import (
+    FlatOptimizer,
+    is_elementwise,
+    optimizer_of_part,
+    optimizer_of_vectors,
+    shape_only_parameters,
+)
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry
 
 
@@ -173,9 +179,9 @@ def pays(program: Program, layout: FlatLayout, backend: str, ranks: int) -> bool
     elements = sum(block.elements for block in layout.parameters)
     if backend != "shm" or ranks < LEAST_RANKS or elements < LEAST_ELEMENTS:
         return False
-    optimizer = program.optimizer(list(stand_ins(layout).values()))
+    optimizer = program.optimizer(list(shape_only_parameters(layout).values()))
     stateful = not isinstance(optimizer, torch.optim.SGD) or bool(optimizer.param_groups[0]["momentum"])
-    return stateful and elementwise(program.optimizer, layout)
+    return stateful and is_elementwise(program.optimizer, layout)
 
 
 @final
@@ -196,7 +202,7 @@ class ZeroOptimizer(Update):
         self._buffer, self._shard, self._group, self._all = buffer, shard, group.communicator, communicator
         self._clip_norm = program.clip_norm
         layout, full = shard.state.layout, shard.full_layout
-        anywhere = elementwise(program.optimizer, full)
+        anywhere = is_elementwise(program.optimizer, full)
         vectors = list(zip(layout.parameters, shard.state.parameters, buffer.state.parameters, strict=True))
         self._partitions: list[ZeroPartition] = []
         if self._group is None:  # no other rank has this part
@@ -218,7 +224,11 @@ class ZeroOptimizer(Update):
         self._optimizer: FlatOptimizer | None = None
         if slices:
             flat = FlatLayout(tuple(piece.block for piece in slices), ())
-            make = of_vectors(program.optimizer, full) if anywhere else of_part(program.optimizer, full, flat)
+            make = (
+                optimizer_of_vectors(program.optimizer, full)
+                if anywhere
+                else optimizer_of_part(program.optimizer, full, flat)
+            )
             states = FlatState(flat, [piece.state for piece in slices], []), FlatState(flat, self._gradients, [])
             self._optimizer = FlatOptimizer(make, program.scheduler, *states)
 

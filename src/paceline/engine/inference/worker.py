@@ -28,7 +28,7 @@ from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction, WorkerProgram
 from paceline.replica.pipeline.costs import measure
 from paceline.replica.pipeline.cut import cut
-from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches, sizes
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_sizes, micro_batches
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.prepare import boundaries, check_cut, rows, units_of
@@ -83,7 +83,7 @@ def together(answers: Sequence[Answer], samples: int, micro_batches: int) -> Tre
         InputError: an output that has not a row for each sample was made of several micro-batches.
     """
     pieces = {index: leaves for answer in answers for index, leaves in answer.pieces.items()}
-    rows = sizes(samples, micro_batches)
+    rows = micro_batch_sizes(samples, micro_batches)
     return answers[0].rebuild(
         [_joined(each, rows) for each in zip(*(pieces[i] for i in range(len(rows))), strict=True)]
     )
@@ -139,7 +139,7 @@ class InferenceWorker:
 
 def _fits(captured: Captured, inputs: Tree) -> bool:
     try:
-        captured.flat(inputs)
+        captured.flatten(inputs)
     except InputError:
         return False
     return True
@@ -156,7 +156,7 @@ class _Shards:
         self._first = context.world.rank == 0
         with extended_timeout(context):
             self._captured = capture(module, inputs, operators=True, training=False)
-            leaves = self._captured.flat(inputs)
+            leaves = self._captured.flatten(inputs)
             times = agreed_op_times(self._captured, leaves, context.gather)
             name = type(module).__name__
             made = plan_captured(self._captured, leaves, shards.count, strategy.shard_rules, times, name)
@@ -170,8 +170,8 @@ class _Shards:
 
     def answer(self, inputs: Tree) -> Answer:
         """The whole output, on the first rank."""
-        output = self._shard.module(*self._captured.flat(inputs))
-        return Answer({0: output} if self._first else {}, self._captured.output)
+        output = self._shard.module(*self._captured.flatten(inputs))
+        return Answer({0: output} if self._first else {}, self._captured.rebuild)
 
 
 class _Stages:
@@ -187,7 +187,7 @@ class _Stages:
         self._shards = None if among is None else GroupShards(among, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
         with extended_timeout(context):
-            self._made = self._cut(module, rows(inputs, samples, slice(sizes(samples, count)[0])))
+            self._made = self._cut(module, rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
         assert context.communicator is not None, "one worker answers by itself"
         self._plan = CommPlan.of(self._made, strategy.order, strategy.stage_count, count, strategy.copies)
         self._mail = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
@@ -202,14 +202,14 @@ class _Stages:
     def answer(self, inputs: Tree) -> Answer:
         """The last stage's outputs, on its first shards."""
         batch, count = Batch(inputs, (), batch_size(inputs)), self._strategy.micro_batch_count
-        outputs = self._through(micro_batches(batch, count, self._made.captured.flat))
-        return Answer(outputs if self._mesh.shard(self._place) == 0 else {}, self._made.captured.output)
+        outputs = self._through(micro_batches(batch, count, self._made.captured.flatten))
+        return Answer(outputs if self._mesh.shard(self._place) == 0 else {}, self._made.captured.rebuild)
 
     def _cut(self, module: nn.Module, first: Any) -> Cut:
         """The model's parts, those of this rank rewritten as its shards."""
         strategy = self._strategy
         units = units_of(strategy, module, first, training=False)
-        leaves = units.captured.flat(first)
+        leaves = units.captured.flatten(first)
         mine: Boundaries = ()
         if self._context.world.rank == 0:
             mine = boundaries(self._question.program, strategy, module, units, measure(units, leaves))
@@ -227,7 +227,7 @@ class _Stages:
         """Through so many micro-batches."""
         if count not in self._ways:
             worker = self._mesh.columns.number(self._mesh.column(self._place))
-            self._ways[count] = self._plan.itinerary(worker, count)
+            self._ways[count] = self._plan.worker_program(worker, count)
         return self._ways[count]
 
     def _through(self, given: Sequence[MicroBatch]) -> Mapping[int, Sequence[Any]]:
@@ -235,20 +235,20 @@ class _Stages:
         way, mail = self._way(len(given)), self._mail
         mail.begin([m for m in way.incoming if not m.gradient], [each.shapes for each in given])
         found: dict[int, Sequence[Any]] = {}
-        for task in way.tasks:
+        for task in way.actions:
             if task.action.kind == "forward":
                 index = task.action.micro_batch
                 found[index] = _forward(self._part, task, given[index], mail)
-        mail.settle()
+        mail.wait_sends()
         return found if self._part.number == len(self._made.parts) - 1 else {}
 
 
 def _forward(part: Part, task: ScheduledAction, given: MicroBatch, mail: P2PQueue) -> Sequence[Any]:
     """One micro-batch through a part; the leaves of the output, where it is the last."""
-    values = [mail.take(message).value for message in task.needs]
+    values = [mail.receive(message).value for message in task.receives]
     made = part.module(*(given.inputs[leaf] for leaf in part.inputs), *values)
     named = dict(zip((crossing.name for crossing in part.sent), made, strict=False))
-    for message in task.gives:
+    for message in task.sends:
         value = named[message.name]
         mail.send(message, value.contiguous() if isinstance(value, Tensor) else value, differentiable=False)
     rest: Sequence[Any] = made[len(part.sent) :]

@@ -155,7 +155,7 @@ class ParallelUpdate:
             task = task._replace(of_sum=True, deltas=((0, 0, clip_scale(square, bound)),))
         self._hand_out(task, by)
         self._memory = 1 - self._memory
-        self._owner.stepper.memory = self._store.memory[self._memory]
+        self._owner.stepper.state_vectors = self._store.memory[self._memory]
 
     def _hand_out(self, task: UpdateTask, by: list[ReplicaId]) -> float:
         """Have all parts made; returns the squared norm of Σ weight·Δ where that is asked for."""
@@ -188,10 +188,10 @@ class ParallelUpdate:
         except PacelineError:
             self._least = math.inf
             return False
-        for mine, shared in zip(self._owner.stepper.memory, self._store.memory[0], strict=True):
+        for mine, shared in zip(self._owner.stepper.state_vectors, self._store.memory[0], strict=True):
             for vector, place in zip(mine, shared, strict=True):
                 place.copy_(vector)
-        self._memory, self._owner.stepper.memory = 0, self._store.memory[0]
+        self._memory, self._owner.stepper.state_vectors = 0, self._store.memory[0]
         return True
 
 

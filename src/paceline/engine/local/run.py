@@ -82,7 +82,7 @@ class LocalRun:
         noise = NoiseAccumulator(setup.reference_batch) if job.noise_scale else None
         meter = NoiseEstimator(noise) if noise else None
         owner = ServerOptimizer(job.program, setup.policy, state, meter) if setup.slots else None
-        self._store, self._board = open_arena(setup, state.layout, owner.stepper.remembers if owner else 0)
+        self._store, self._board = open_arena(setup, state.layout, owner.stepper.state_count if owner else 0)
         closing.callback(self._store.close)
         digest = state.digest()
         if owner is not None:

@@ -15,7 +15,7 @@ from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.noise_scale import NoiseEstimator, Seen
 from paceline.engine.run_context import RunContext
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Weighted
-from paceline.replica.base import Micro
+from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
 from paceline.trace.recorder import AnyRecorder
 
@@ -64,7 +64,7 @@ class SharedMemoryServer:
         self._seen = list(self._heard)
         self._free = [list(reversed(range(self._slots))) for _ in range(setup.replicas)]
         self._held: dict[tuple[ReplicaId, Clock], int] = {}
-        self._micro: dict[tuple[ReplicaId, Clock], Micro] = {}
+        self._micro: dict[tuple[ReplicaId, Clock], MicroStepNorms] = {}
 
     @property
     def state(self) -> FlatState:
@@ -103,7 +103,7 @@ class SharedMemoryServer:
             return None
         self._held[replica, report.attempt] = report.slot
         if self._meter is not None and report.pieces:
-            self._micro[replica, report.attempt] = Micro(report.square, report.pieces)
+            self._micro[replica, report.attempt] = MicroStepNorms(report.square, report.pieces)
         return self._store.delta(replica, report.slot)
 
     def lost(self, replica: ReplicaId) -> None:

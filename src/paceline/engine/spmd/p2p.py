@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Seconds
 from paceline.engine.spmd.communicator import Communicator
-from paceline.replica.pipeline.base import P2P, Arrival
+from paceline.replica.pipeline.base import P2P, PendingRecv
 
 
 @dataclass(frozen=True)
@@ -149,23 +149,23 @@ class ProcessGroupP2P(P2P):
         self._tells = communicator.group.backend == "shm"
         self._sent: deque[_Sent] = deque()
 
-    def send(self, tensor: Tensor, to: int, what: str) -> None:
+    def isend(self, tensor: Tensor, destination: int, description: str) -> None:
         while self._sent and all(work.is_completed() for work in self._sent[0].works):
             self._sent.popleft()
         if tensor.numel():
             moved = self._communicator.there(tensor)
-            ranks = self._routes.to(to)
+            ranks = self._routes.to(destination)
             works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend, but for its checks
-            self._sent.append(_Sent(works, moved, what))
+            self._sent.append(_Sent(works, moved, description))
             self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
-    def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
         buffer = self._communicator.empty(shape, dtype)
         work = self._group.recv([_real(buffer)], self._routes.source(source), 0) if buffer.numel() else None
-        return _Message(self, work, buffer, what)
+        return _Message(self, work, buffer, description)
 
-    def settle(self, but: int = 0) -> None:
-        while len(self._sent) > but:
+    def wait_sends(self, newest: int = 0) -> None:
+        while len(self._sent) > newest:
             oldest = self._sent.popleft()
             for work in oldest.works:
                 self.wait(work, oldest.what)
@@ -192,11 +192,11 @@ class _Sent(NamedTuple):
 
 
 @final
-class _Message(Arrival):
+class _Message(PendingRecv):
     def __init__(self, wire: ProcessGroupP2P, work: Any, buffer: Tensor, what: str) -> None:
         self._wire, self._work, self._buffer, self._what = wire, work, buffer, what
 
-    def take(self) -> Tensor:
+    def wait(self) -> Tensor:
         if self._work is not None:
             self._wire.wait(self._work, self._what)
             self._work = None

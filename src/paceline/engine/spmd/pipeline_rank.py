@@ -22,12 +22,13 @@ from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.hybrid import ShardedParts, divided
 from paceline.replica.module_utils import tensors_of
-from paceline.replica.pipeline.base import P2P, NoP2P, Part, StageReplicaGroup
+from paceline.replica.pipeline.base import NoP2P, Part, StageReplicaGroup
 from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.partition import Boundaries
+from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.pipeline.prepare import Agree, first_rows, needed, prepared
-from paceline.replica.pipeline.runtime import Pipelined
-from paceline.replica.pipeline.stage_builder import WorkerId, merged_module
+from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import PARTIAL_GRAD, is_counted_on, shard_layout
 from paceline.replica.tensor.tp_group import PartialGrads
@@ -47,8 +48,8 @@ class GroupCopies(StageReplicaGroup):
         super().__init__(first=copy == 0)
         self._communicator, self._copy = communicator, copy
 
-    def add_up(self, vector: Tensor, what: str) -> None:
-        self._communicator.all_reduce([vector], f"{what}, from those who take turns with copy {self._copy}")
+    def all_reduce(self, vector: Tensor, description: str) -> None:
+        self._communicator.all_reduce([vector], f"{description}, from those who take turns with copy {self._copy}")
 
 
 NORMS = ("running_mean", "running_var", "num_batches_tracked")
@@ -129,19 +130,23 @@ class PipelineRank:
             if first.get(name, stage) == stage and is_counted_on(lies.get(name), self._shard)
         ]
 
-    def plan(self) -> CommPlan:
-        """In which order all workers of a replica work."""
-        strategy = self.run_context.job.strategy
-        return CommPlan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
-
-    def seat(self) -> WorkerId:
-        """Which worker this rank is."""
-        return WorkerId(self._replica, self.mesh.columns.number(self._column), self.run_context.device(self.rank))
-
-    def wire(self) -> P2P:
-        """To the others of its replica."""
-        communicator = self.context.communicator
-        return NoP2P() if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place))
+    def setup(self, recorder: AnyRecorder) -> PipelineSetup:
+        """Return what this rank's part of a replica is made of, with a recorder for its spans."""
+        job, communicator = self.run_context.job, self.context.communicator
+        strategy = job.strategy
+        return PipelineSetup(
+            job.program,
+            CommPlan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies),
+            self.cut.captured,
+            self.parts,
+            WorkerId(self._replica, self.mesh.columns.number(self._column), self.run_context.device(self.rank)),
+            self.layout,
+            NoP2P() if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place)),
+            recorder,
+            strategy.recompute,
+            strategy.batchnorm,
+            self.copies,
+        )
 
     def holders(self, name: str) -> list[int]:
         """The stages that hold a parameter of several parts; of any other, none."""
@@ -154,7 +159,7 @@ class PipelineRank:
         if max(workers) == 1:
             return ShardedParts(parts, tuple({} for _ in parts))
         own = {} if self.shards is None else dict.fromkeys(self._numbers(self.place.stage), self.shards)
-        leaves, rules = self.cut.captured.flat(first_rows(job.strategy, batch)), job.strategy.shard_rules
+        leaves, rules = self.cut.captured.flatten(first_rows(job.strategy, batch)), job.strategy.shard_rules
         return divided(job.program, self.cut, module, leaves, workers, own, self.context.gather, rules)
 
     def _stage(self, stage: int, held: Sequence[Sequence[str]]) -> StageSharding:
@@ -221,22 +226,8 @@ def pipelined(pipeline: PipelineRank, micro_steps: int, recorder: AnyRecorder) -
         micro_steps: batches of one Δ.
         recorder: of this rank's spans.
     """
-    strategy, shared = pipeline.run_context.job.strategy, None
+    partial_grads = None
     if pipeline.shards is not None:
         pipeline.shards.recorder = recorder
-        shared = PartialGrads(pipeline.shards, pipeline.layout, pipeline.shared)
-    return Pipelined(
-        pipeline.run_context.job.program,
-        pipeline.plan(),
-        pipeline.cut.captured,
-        pipeline.parts,
-        pipeline.seat(),
-        pipeline.wire(),
-        pipeline.layout,
-        recorder=recorder,
-        micro_steps=micro_steps,
-        recompute=strategy.recompute,
-        batchnorm=strategy.batchnorm,
-        shared=shared,
-        copies=pipeline.copies,
-    )
+        partial_grads = PartialGrads(pipeline.shards, pipeline.layout, pipeline.shared)
+    return Pipelined(pipeline.setup(recorder), micro_steps=micro_steps, partial_grads=partial_grads)

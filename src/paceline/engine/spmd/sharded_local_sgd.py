@@ -11,9 +11,9 @@ from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.clipping import clip_scale, square_norm
-from paceline.replica.flat_optimizer import FlatOptimizer, of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.local_sgd import take_on
+from paceline.replica.local_sgd import mix
 
 
 @final
@@ -60,7 +60,7 @@ class ShardedLocalSGD(Replica):
             self._own, self._read = state.clone(), state.clone()
             self._stepper = self._new_stepper(self._own)
         else:
-            take_on(self._own, state, self._rule)
+            mix(self._own, state, self._rule)
             self._read.copy_(self._own)
         self._losses, self._samples = 0.0, 0
 
@@ -93,7 +93,7 @@ class ShardedLocalSGD(Replica):
     def _new_stepper(self, own: FlatState) -> FlatOptimizer | None:
         if not own.parameters:
             return None
-        make = of_part(self._program.optimizer, self._whole, own.layout)
+        make = optimizer_of_part(self._program.optimizer, self._whole, own.layout)
         return FlatOptimizer(make, self._program.scheduler, own, self._gradient)
 
     def _clip(self) -> None:

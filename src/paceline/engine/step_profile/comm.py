@@ -150,24 +150,24 @@ def _there_and_back(context: RankContext, wire: ProcessGroupP2P, nbytes: int) ->
     meet(context)
     began = time.perf_counter()
     if rank == 0:
-        wire.send(value, 1, "a value")
+        wire.isend(value, 1, "a value")
         send = time.perf_counter() - began
-        wire.expect(value.shape, value.dtype, 1, "a value").take()
+        wire.irecv(value.shape, value.dtype, 1, "a value").wait()
         both = time.perf_counter() - began
     else:
-        arrived = wire.expect(value.shape, value.dtype, 0, "a value").take()
-        wire.send(arrived, 0, "a value")
+        arrived = wire.irecv(value.shape, value.dtype, 0, "a value").wait()
+        wire.isend(arrived, 0, "a value")
         send = both = 0.0
-    wire.settle()
+    wire.wait_sends()
     meet(context)
     if rank == 1:
-        wire.send(value, 0, "a value")
+        wire.isend(value, 0, "a value")
     meet(context)  # it lies there
     began = time.perf_counter()
     if rank == 0:
-        wire.expect(value.shape, value.dtype, 1, "a value").take()
+        wire.irecv(value.shape, value.dtype, 1, "a value").wait()
     take = time.perf_counter() - began
-    wire.settle()
+    wire.wait_sends()
     return Message(send, take, max(0.0, both / 2 - send - take))
 
 

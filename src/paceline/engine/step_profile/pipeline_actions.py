@@ -17,14 +17,14 @@ from paceline.engine.step_profile.comm import Call, FakeShards
 from paceline.engine.step_profile.compute import Found, Pass, in_step, share_of
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.hybrid import divided
-from paceline.replica.module_utils import rewound, tensors_of
+from paceline.replica.module_utils import preserve_tensors, tensors_of
 from paceline.replica.pipeline.base import Cut, Part
-from paceline.replica.pipeline.comm_plan import CommPlan, Message, ScheduledAction
-from paceline.replica.pipeline.forward import Job
+from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.p2p_queue import Received
+from paceline.replica.pipeline.p2p_queue import Message, Received
 from paceline.replica.pipeline.prepare import needed, prepared
-from paceline.replica.pipeline.stage_builder import StageRuntime, WorkerId, merged_module
+from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.stage_runtime import StageRuntime, merged_module
 from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.placements import shard_layout
 
@@ -71,13 +71,12 @@ class _Actor:
         plan = CommPlan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
         number = mesh.columns.number(column)
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
-        self._place = StageRuntime(self._job.program, plan, cut.captured, parts, WorkerId(0, number), layout, **means)
+        self._place = StageRuntime(
+            PipelineSetup(self._job.program, plan, cut.captured, parts, WorkerId(0, number), layout, **means)
+        )
         self._state, self._share = read(merged_module(parts), layout.new()), share_of(layout, whole)
-        self._jobs = [
-            Job(each, each.samples / self._batch.samples, self._job.program.seed)
-            for each in self._place.micro_batches(self._batch)
-        ]
-        self._tasks = plan.itinerary(number, len(self._jobs)).tasks
+        self._jobs = self._place.micro_batches(self._batch, self._batch.samples, 0)
+        self._tasks = plan.worker_program(number, len(self._jobs)).actions
 
     def found(self) -> Found:
         """Of the passes that count."""
@@ -107,26 +106,26 @@ class _Actor:
             taken[key].append(sum(self._silent.between()))
             calls[key] = self._silent.calls
         for stage in self._place.stages.values():
-            stage.end()
+            stage.end_mini_batch()
         return taken
 
     def _do(self, task: ScheduledAction, following: ScheduledAction | None) -> None:
         part, index = task.action.stage, task.action.micro_batch
-        stage, job = self._place.stages[part], self._jobs[index]
+        stage, micro_batch = self._place.stages[part], self._jobs[index]
         if task.action.kind == "forward":
             turns = following is not None and (part, index) == (following.action.stage, following.action.micro_batch)
-            stage.forward(job, self._given.of(part, index), turns=turns)
+            stage.forward(micro_batch, self._given.of(part, index), backward_follows=turns)
         elif task.action.kind == "backward_weight":
-            stage.backward_weight(job)
+            stage.backward_weight(micro_batch)
         else:
-            if stage.forgot(job):
-                stage.recompute(job)
+            if stage.needs_recompute(micro_batch):
+                stage.recompute(micro_batch)
             split = task.action.kind == "backward_input"
-            gradients = {name: self._given.gradients[name, index] for name in stage.awaited(job)}
-            stage.backward(job, gradients, task.gives, _let_go, split=split)
+            gradients = {name: self._given.gradients[name, index] for name in stage.differentiable_outputs(micro_batch)}
+            stage.backward(micro_batch, gradients, task.sends, _let_go, split=split)
 
     def _micro_batches(self, cut: Cut) -> list[MicroBatch]:
-        return micro_batches(self._batch, self._job.strategy.micro_batch_count, cut.captured.flat)
+        return micro_batches(self._batch, self._job.strategy.micro_batch_count, cut.captured.flatten)
 
     def _parts(self, cut: Cut) -> tuple[list[Part], Mapping[str, Lies]]:
         """Those of this worker, rewritten as its shard where there are several, and how their tensors lie."""
@@ -148,7 +147,7 @@ class _Given:
     def __init__(self, cut: Cut, module: nn.Module, given: Sequence[MicroBatch]) -> None:
         self._parts = cut.parts
         self._made: dict[tuple[str, int], Received] = {}
-        with rewound(module):
+        with preserve_tensors(module):
             for each in given:
                 for part in cut.parts:
                     self._run(part, each)

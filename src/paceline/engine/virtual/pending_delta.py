@@ -14,8 +14,8 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.remote_errors import not_finite
 from paceline.program import Data, Program
-from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.batches import EMPTY, Stream, fetcher
+from paceline.replica.base import EMPTY, Batch, Measured, Replica
+from paceline.replica.batches import Stream, fetcher
 from paceline.replica.flat_state import FlatState
 from paceline.step import step
 

@@ -15,8 +15,7 @@ from typing import Any
 from paceline.core.errors import WorkerError
 from paceline.core.types import ReplicaId
 from paceline.engine.worker import TrainingEnded, Worker
-from paceline.replica.base import Batch
-from paceline.replica.batches import as_batch
+from paceline.replica.base import Batch, as_batch
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Outline(NamedTuple):
 def outline(program: Program, module: nn.Module, batch: Batch, shards: Iterable[int]) -> Outline:
     """Of a model; raises InputError where it can't be captured."""
     graph, name = captured(program, module, batch), type(module).__name__
-    leaves = graph.flat((batch.input, batch.target))
+    leaves = graph.flatten((batch.input, batch.target))
     plans: dict[int, ShardingPlan | str] = {}
     for count in shards:
         try:

@@ -133,8 +133,8 @@ class Probe:
         repeats = min(5, repeats_within(2 * sum(statistics.median(times) for times in passes.values())))
         for size in passes:
             given = part(batch, size)
-            if size >= graph.form.smallest or not found:
-                found[size] = measure(made.units, graph.flat((given.input, given.target)), repeats)
+            if size >= graph.input_spec.smallest or not found:
+                found[size] = measure(made.units, graph.flatten((given.input, given.target)), repeats)
         return found
 
 

@@ -7,7 +7,7 @@ model in one mode, training where nothing else is said, under the autocast that 
 the one it will run under.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
@@ -66,23 +66,20 @@ class Captured:
     """forward(*leaves of the input) -> tuple of the output's leaves; holds the model's own tensors, by full name."""
     owners: Mapping[str, str]
     """Node name -> full name of the module that it comes from; "" is the model itself."""
-    form: InputSpec = field(repr=False)
-    """What inputs have to be."""
-    output: Rebuild = field(repr=False)
+    input_spec: InputSpec = field(repr=False)
+    """The inputs that it takes."""
+    rebuild: Rebuild = field(repr=False)
+    """The leaves that ``module`` returns -> the output that the model itself gives."""
     training: bool = True
-    """Whether it does what the model does in training; else what it does when it is evaluated."""
+    """True if it does what the model does in training, else in evaluation."""
 
-    def flat(self, inputs: Tree) -> list[Tensor]:
-        """The leaves of an input, in the order in which ``module`` takes them.
+    def flatten(self, inputs: Tree) -> list[Tensor]:
+        """Return the leaves of an input, in the order in which ``module`` takes them.
 
         Raises:
-            InputError: where the input has another form than the graph was captured for; names the leaf and the dim.
+            InputError: the input has another form than the graph was captured for; names the leaf and the dim.
         """
-        return self.form.flat(inputs)
-
-    def rebuild(self, leaves: Sequence[Tensor]) -> Tree:
-        """The output that the model itself would give, from what ``module`` returned."""
-        return self.output(leaves)
+        return self.input_spec.flatten(inputs)
 
 
 def capture(
@@ -110,7 +107,7 @@ def capture(
     _checked(module, captured, inputs, (2, 3), of_inputs=of_inputs)
     if _agrees_on_one(module, captured, inputs, of_inputs=of_inputs):
         return captured
-    return replace(captured, form=replace(captured.form, smallest=2))
+    return replace(captured, input_spec=replace(captured.input_spec, smallest=2))
 
 
 def _check_names(module: nn.Module) -> None:
@@ -133,7 +130,7 @@ def _captured(made: Exported, training: bool) -> Captured:
 
 def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...], *, of_inputs: bool) -> None:
     def run(given: Tree) -> Tree:
-        return captured.rebuild(captured.module(*captured.flat(given)))
+        return captured.rebuild(captured.module(*captured.flatten(given)))
 
     named, training = (lambda: tensors_of(captured.module)), captured.training
     check(module, run, named, inputs, samples=samples, of_inputs=of_inputs, training=training)

@@ -183,7 +183,7 @@ class InputSpec:
     """Samples that a batch has to have."""
     _seen: set[tuple[Any, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
 
-    def flat(self, inputs: Tree) -> list[Tensor]:
+    def flatten(self, inputs: Tree) -> list[Tensor]:
         """The leaves of an input in the graph's order; raises InputError where the graph can't take them."""
         found = list(matched(self.outline, _as_called(inputs)))
         shapes = tuple((t.dtype, t.shape) for t in found)

@@ -19,7 +19,7 @@ from paceline.core.errors import InputError
 from paceline.program import Tree, call, map_tree
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.capture.input_spec import batch_size, named_leaves, resized, taken_apart
-from paceline.replica.module_utils import preserve_state, rewound, tensors_of
+from paceline.replica.module_utils import preserve_state, preserve_tensors, tensors_of
 
 
 def gradients_apart(expected: Tensor | None, found: Tensor | None, ulps: float, scale: float) -> str:
@@ -190,7 +190,7 @@ def _observed(
     tensors = named()
     buffers = [name for name, _ in module.named_buffers()]
     torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
-    with rewound(module, {name: tensors[name] for name in buffers if name in tensors}, seed=_SEED):
+    with preserve_tensors(module, {name: tensors[name] for name in buffers if name in tensors}, seed=_SEED):
         wanted = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
         places = ((how.looks_at(index), f"input{place}") for index, (place, _) in enumerate(named_leaves(inputs)))
         fed = map_tree(lambda t: _fed(t, *next(places), wanted), inputs)

@@ -1,7 +1,4 @@
-"""Weights that move within a stream of micro-batches (PipeDream): one worker of a pipeline that never runs empty.
-
-Weights that move within a stream of micro-batches: one worker of a pipeline that never runs empty.
-"""
+"""Asynchronous pipelines (PipeDream): one worker whose weights move within a stream of micro-batches."""
 
 import math
 import time
@@ -15,27 +12,21 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.types import Clock, Version
-from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.capture.capture import Captured
-from paceline.replica.flat_optimizer import FlatOptimizer, Make, of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.pipeline.base import P2P, Part
-from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
-from paceline.replica.pipeline.forward import Job
-from paceline.replica.pipeline.p2p_queue import P2PQueue
-from paceline.replica.pipeline.stage import ActionExecutor
-from paceline.replica.pipeline.stage_builder import Recompute, StageRuntime, WorkerId
-from paceline.replica.single import NO_RECORDER, step_seed
-from paceline.trace.recorder import AnyRecorder
+from paceline.replica.pipeline.comm_plan import ScheduledAction
+from paceline.replica.pipeline.micro_batches import MicroBatch
+from paceline.replica.pipeline.stage import PipelineSetup
+from paceline.replica.pipeline.stage_runtime import StageRuntime
 
 
 class WeightStash:
-    """One worker's, from version 0 on.
+    """Keeps the versions of one worker's weights that micro-batches in flight read (Narayanan et al. 2019, 1806.03377).
 
     Args:
         parameters: of the worker's parts, in the layout's order.
-        start: their values at version 0, where they compute, without buffers; it is taken over.
+        start: their values at version 0, on their device, without buffers; taken over.
         make: the optimizer.
         scheduler: stepped with it.
     """
@@ -44,17 +35,17 @@ class WeightStash:
         self,
         parameters: Sequence[nn.Parameter],
         start: FlatState,
-        make: Make,
+        make: OptimizerFactory,
         scheduler: Callable[[Any], LRScheduler] | None,
     ) -> None:
         self._parameters, self._states = parameters, {0: start}
         self._spare: list[FlatState] = []
-        self._gradient = _like(start)
-        self._stepper = FlatOptimizer(make, scheduler, start, self._gradient) if start.parameters else None
-        self._used: Version | None = None
+        self._gradient = self._empty()
+        self._optimizer = FlatOptimizer(make, scheduler, start, self._gradient) if start.parameters else None
+        self._bound: Version | None = None
         self.newest: Version = 0
         self.most = 1
-        """The most versions that were there at one time."""
+        """The most versions that were kept at one time."""
 
     @property
     def state(self) -> FlatState:
@@ -63,158 +54,129 @@ class WeightStash:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of what the optimizer remembers."""
-        return 0 if self._stepper is None else self._stepper.nbytes
+        """Bytes of the optimizer's state."""
+        return 0 if self._optimizer is None else self._optimizer.nbytes
 
-    def use(self, version: Version) -> None:
-        """Let the parameters be those of a version."""
-        if version != self._used:
-            self._used = version
+    def bind(self, version: Version) -> None:
+        """Let the parameters be views of a version."""
+        if version != self._bound:
+            self._bound = version
             for parameter, view in zip(self._parameters, self._states[version].views.parameters, strict=True):
                 parameter.data = view
 
-    def keep(self, in_flight: Collection[Version], since: Version) -> None:
-        """Let go of what neither these need, nor what begins with version ``since`` or a later one."""
+    def release(self, in_flight: Collection[Version], since: Version) -> None:
+        """Release all versions but the newest, those ``in_flight``, and those from ``since`` on."""
         unused = [v for v in self._states if v != self.newest and v < since and v not in in_flight]
         self._spare += [self._states.pop(version) for version in unused]
 
-    def update(self, gradients: Sequence[Tensor], *, keeps: bool) -> bool:
-        """Make the next version by one step of the optimizer; whether the gradients were finite.
+    def update(self, gradients: Sequence[Tensor], *, keep: bool) -> bool:
+        """Compute the next version by one step of the optimizer; returns whether the gradients were finite.
 
         Args:
-            gradients: one a parameter.
-            keeps: whether the version that was newest is still needed; else it is written over.
+            gradients: one for each parameter.
+            keep: whether the newest version is still needed; else it is written over.
         """
-        before = self.state if keeps else self._states.pop(self.newest)
-        there = (self._spare.pop() if self._spare else _like(before)) if keeps else before
+        before = self.state if keep else self._states.pop(self.newest)
+        after = (self._spare.pop() if self._spare else self._empty()) if keep else before
         self.newest += 1
-        self._states[self.newest] = there
+        self._states[self.newest] = after
         self.most = max(self.most, len(self._states))
-        if self._stepper is None:
+        if self._optimizer is None:
             return True
         with torch.no_grad():
             torch._foreach_copy_(self._gradient.views.parameters, list(gradients))
-            self._stepper.step(self._gradient.parameters, out=there)
+            self._optimizer.step(self._gradient.parameters, out=after)
         return finite(self._gradient.parameters, 0.0)
 
-
-def _like(state: FlatState) -> FlatState:
-    return FlatState(state.layout, [torch.empty_like(vector) for vector in state.parameters], [])
+    def _empty(self) -> FlatState:
+        state = next(iter(self._states.values()))
+        return FlatState(state.layout, [torch.empty_like(vector) for vector in state.parameters], [])
 
 
 class AsyncStage(Replica):
-    """Each worker steps on its own weights, when its part of a gradient is there; nobody waits for the others.
+    """Each worker steps on its own weights once it has its part of a gradient, without waiting for the others.
 
     With worker w of p, PipeDream is (Narayanan et al. 2019, 1806.03377; 2BW: 2020, 2006.09503)::
 
         w(t+1) = w(t) - lr · ∇f(w_0(t - p + 1), w_1(t - p + 2), ..., w_{p-1}(t))        pipedream, of a micro-batch
         w(t+1) = w(t) - lr · ∇f(w(t - 1))                                               pipedream-2bw, of a mini-batch
 
-    where lr · ∇f stands for whatever step the optimizer makes. One :meth:`advance` gives a batch and does all that
-    comes before the schedule needs the next one; :meth:`drain` does what is left once none comes. A micro-batch goes
-    forward and backward with one version of the weights. There is no Δ to hand over: :meth:`finish` tells of the steps
-    alone.
+    where lr · ∇f stands for whatever step the optimizer makes. One :meth:`advance` takes a batch and runs all actions
+    that the schedule has before it needs the next one; :meth:`drain` runs the rest once no batch comes. A micro-batch
+    goes forward and backward with one version of the weights. There is no Δ to hand over: :meth:`finish` reports the
+    steps alone.
 
     A batch with fewer samples than m makes fewer micro-batches, the last ones of their mini-batch.
 
     Args:
-        program: says seed, precision, loss, optimizer and scheduler.
-        plan: the same on all workers of the replica; no parameter lies on several of them.
-        captured: what the parts were cut from; of it, only the forms of input and output are used.
-        parts: those of this worker. Their modules are changed in place.
-        seat: of this worker.
-        wire: to the other workers of the replica.
+        setup: of this worker; no parameter is held by several workers.
         whole: the layout of all of A, for the optimizer.
-        layout: of the tensors of this worker's parts.
-        recorder: of this worker's spans.
-        recompute: as :class:`~paceline.replica.pipeline.runtime.Pipelined` has it.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        plan: CommPlan,
-        captured: Captured,
-        parts: Sequence[Part],
-        seat: WorkerId,
-        wire: P2P,
-        whole: FlatLayout,
-        layout: FlatLayout,
-        *,
-        recorder: AnyRecorder = NO_RECORDER,
-        recompute: Recompute = "none",
-    ) -> None:
-        self._program, self._plan, self._seat, self._recorder = program, plan, seat, recorder
-        self._whole = whole
-        self._place = StageRuntime(program, plan, captured, parts, seat, layout, recompute=recompute)
-        self._tensors = self._place.tensors
-        self._mail = P2PQueue(wire, rounds=plan.workers)
-        self._performer = ActionExecutor(self._place.stages, self._mail, recorder)
-        self._way = plan.stream(seat.worker)
+    def __init__(self, setup: PipelineSetup, whole: FlatLayout) -> None:
+        self._setup, self._whole = setup, whole
+        self._runtime = StageRuntime(setup, stream=True)
+        self._tensors = self._runtime.tensors
+        self._stream = setup.plan.stream(setup.worker.worker)
         self._ahead: deque[ScheduledAction] = deque()
-        self._jobs: dict[int, Job] = {}
-        self._reads: dict[int, Version] = {}
+        self._micro_batches: dict[int, MicroBatch] = {}
+        """Those in flight, by their place in the stream."""
+        self._versions: dict[int, Version] = {}
+        """The version that each of them reads."""
         self._given = self._begun = self._step = 0
         self._draining = False
-        self._read: Version | None = None
+        self._gradient_version: Version | None = None
+        """Version of which there is a gradient that has not been applied."""
         self._losses: list[tuple[int, Tensor]] = []
         self._samples, self._loss, self._finite = 0, math.nan, True
-        self._versions: WeightStash | None = None
+        self._stash: WeightStash | None = None
         self.staleness = 0
-        """How many updates the weights had had, at most, between those that a gradient is of and its own."""
-
-    # ------------------------------------------------------------------------------------------------ what it tells
+        """The most updates between the weights that a gradient was computed with and those that it was applied to."""
 
     @property
     def peak_saved_bytes(self) -> int:
         """The most that was kept for backward at one time, parameters and the batch itself not counted."""
-        return self._place.holdings.peak_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Of what this worker's optimizer remembers."""
-        return 0 if self._versions is None else self._versions.optimizer_bytes
+        return self._runtime.memory.peak_bytes
 
     @property
     def begun(self) -> bool:
-        """Whether it has A_0."""
-        return self._versions is not None
+        """True if A_0 has been adopted."""
+        return self._stash is not None
 
     @property
-    def most_versions(self) -> int:
-        """The most versions of the weights that were there at one time."""
-        return self._started.most
-
-    @property
-    def updates(self) -> int:
-        """How many this worker has made."""
-        return self._started.newest
-
-    @property
-    def weights(self) -> FlatState:
-        """This worker's weights as they are, without buffers."""
-        return self._started.state
-
-    # ----------------------------------------------------------------------------------------------- what it is told
+    def stash(self) -> WeightStash:
+        """This worker's weights; they are there once A_0 has been adopted."""
+        assert self._stash is not None, "A_0 has not been adopted"
+        return self._stash
 
     def adopt(self, state: FlatState) -> None:
-        """Take A_0; from then on this worker's part of A is here."""
-        if self._versions is None:
+        """Take A_0; from then on this worker's part of A is in :attr:`stash`."""
+        if self._stash is None:
             self._tensors.bind(state)
-            device = torch.device(self._seat.device)
+            device, program = torch.device(self._setup.worker.device), self._setup.program
             layout = FlatLayout(state.layout.parameters, ())
-            here = FlatState(layout, [v.to(device, copy=True) for v in state.parameters], [])
-            make = of_part(self._program.optimizer, self._whole, layout)
-            self._versions = WeightStash(self._tensors.parameters, here, make, self._program.scheduler)
+            start = FlatState(layout, [v.to(device, copy=True) for v in state.parameters], [])
+            make = optimizer_of_part(program.optimizer, self._whole, layout)
+            self._stash = WeightStash(self._tensors.parameters, start, make, program.scheduler)
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         self._samples, self._loss, self._finite = batch.samples, math.nan, True
         if not batch.samples:
             return math.nan
         self._step = clock + 1
-        self._give(self._jobs_of(batch, clock))
-        self._go_on()
-        if self._place.takes_target:
+        queue, cut = self._runtime.queue, self._runtime.micro_batches(batch, batch.samples, clock)
+        # In the stream each mini-batch has m places; one with fewer micro-batches takes the last of them.
+        first = self._given + self._setup.plan.micro_batches - len(cut)
+        for skipped in range(self._given, first):
+            queue.drop_micro_batch(skipped)
+        for each in cut:
+            micro_batch = replace(each, index=first + each.index)
+            self._micro_batches[micro_batch.index] = micro_batch
+            queue.add_micro_batch(micro_batch.index, micro_batch.shapes)
+        self._given = first + len(cut)
+
+        self._run()
+        if self._runtime.takes_target:
             self._loss = sum(samples * float(loss) for samples, loss in self._losses) / batch.samples
             self._losses.clear()
             self._finite &= math.isfinite(self._loss)
@@ -227,87 +189,64 @@ class AsyncStage(Replica):
         return Measured(self._loss, self._samples, self._finite)
 
     def drain(self) -> bool:
-        """No further batch comes: do what is left; whether the gradients were finite."""
+        """Run all actions that are left, once no further batch comes; returns whether the gradients were finite."""
         self._finite = self._draining = True
-        self._go_on()
-        self._mail.settle()
+        self._run()
+        self._runtime.queue.wait_sends()
         return self._finite
 
-    # ---------------------------------------------------------------------------------------------------- the stream
-
-    def _jobs_of(self, batch: Batch, clock: Clock) -> list[Job]:
-        """The batch's micro-batches under their places in the stream, where each mini-batch has m."""
-        cut = self._place.micro_batches(batch)
-        first = self._given + self._plan.micro_batches - len(cut)
-        seed = step_seed(self._program.seed, self._seat.replica, clock)
-        placed = [replace(each, index=first + each.index) for each in cut]
-        return [Job(each, each.samples / batch.samples, seed) for each in placed]
-
-    def _give(self, jobs: Sequence[Job]) -> None:
-        for left_out in range(self._given, jobs[0].index):
-            self._mail.forget(left_out)
-        for job in jobs:
-            self._jobs[job.index] = job
-            self._mail.give(job.index, job.micro_batch.shapes)
-        self._given = jobs[-1].index + 1
-
-    def _go_on(self) -> None:
-        while (task := self._head()) is not None:
+    def _run(self) -> None:
+        while (task := self._next()) is not None:
             self._ahead.popleft()
-            self._perform(task)
+            if task.action.kind == "update":
+                self._update(task.action.micro_batch)
+            else:
+                self._execute(task)
 
-    def _head(self) -> ScheduledAction | None:
-        """The next task; None: it needs a batch that hasn't been given, or nothing is left."""
-        while self._jobs or self._read is not None:
+    def _next(self) -> ScheduledAction | None:
+        """Return the next action; None: it needs a batch that hasn't been given, or nothing is left."""
+        while self._micro_batches or self._gradient_version is not None:
             if not self._ahead:
-                self._derive()
+                task, incoming = next(self._stream)
+                self._ahead.append(task)
+                left = (m for m in incoming if m.micro_batch in self._micro_batches or m.micro_batch >= self._given)
+                self._runtime.queue.announce(left)
             action = self._ahead[0].action
-            if action.micro_batch in self._jobs or (action.kind == "update" and action.micro_batch < self._given):
+            if action.micro_batch in self._micro_batches or (
+                action.kind == "update" and action.micro_batch < self._given
+            ):
                 return self._ahead[0]
             if action.micro_batch >= self._given and not self._draining:
                 return None
-            self._ahead.popleft()  # of a micro-batch that was left out, or that never comes
+            self._ahead.popleft()  # of a micro-batch that was skipped, or that never comes
         return None
 
-    def _derive(self) -> None:
-        task, incoming = next(self._way)
-        self._ahead.append(task)
-        self._mail.announce(m for m in incoming if m.micro_batch in self._jobs or m.micro_batch >= self._given)
-
-    # ----------------------------------------------------------------------------------------------------- its tasks
-
-    def _perform(self, task: ScheduledAction) -> None:
-        if task.action.kind == "update":
-            self._update(task.action.micro_batch)
-            return
-        job = self._jobs[task.action.micro_batch]
+    def _execute(self, task: ScheduledAction) -> None:
+        index = task.action.micro_batch
+        micro_batch = self._micro_batches[index]
         if task.action.kind == "forward":
-            self._begun = job.index + 1
-            self._reads[job.index] = self._version(job.index)
-        self._started.use(self._reads[job.index])
-        loss = self._performer.do(task, self._head(), job, self._step)
+            self._begun = index + 1
+            self._versions[index] = self._version_of(index)
+        self.stash.bind(self._versions[index])
+        loss = self._runtime.execute(task, self._next(), micro_batch, self._step)
         if loss is not None:
-            self._losses.append((job.micro_batch.samples, loss))
+            self._losses.append((micro_batch.samples, loss))
         if task.action.kind == "backward":
-            self._read = self._reads.pop(job.index)
-            del self._jobs[job.index]
-            self._mail.forget(job.index)
-            self._started.keep(set(self._reads.values()), self._version(self._begun))
+            self._gradient_version = self._versions.pop(index)
+            del self._micro_batches[index]
+            self._runtime.queue.drop_micro_batch(index)
+            self.stash.release(set(self._versions.values()), self._version_of(self._begun))
 
     def _update(self, micro_batch: int) -> None:
-        assert self._read is not None, "an update follows a backward"
-        versions, began = self._started, time.monotonic_ns()
-        self.staleness = max(self.staleness, versions.newest - self._read)
-        keeps = versions.newest in self._reads.values() or versions.newest >= self._version(self._begun)
-        self._read = None
-        self._finite &= versions.update(self._tensors.take_gradients(), keeps=keeps)
-        self._recorder.record("apply", self._step, began, time.monotonic_ns(), micro_batch)
+        assert self._gradient_version is not None, "an update follows a backward"
+        stash, began = self.stash, time.monotonic_ns()
+        self.staleness = max(self.staleness, stash.newest - self._gradient_version)
+        keep = stash.newest in self._versions.values() or stash.newest >= self._version_of(self._begun)
+        self._gradient_version = None
+        self._finite &= stash.update(self._tensors.take_gradients(), keep=keep)
+        self._runtime.record("apply", self._step, began, micro_batch)
 
-    def _version(self, micro_batch: int) -> Version:
-        """Whose weights a micro-batch uses here."""
-        return self._plan.schedule.version(micro_batch, self._seat.worker, self._plan.workers)
-
-    @property
-    def _started(self) -> WeightStash:
-        assert self._versions is not None, "A_0 has not been adopted"
-        return self._versions
+    def _version_of(self, micro_batch: int) -> Version:
+        """Return the version of the weights that a micro-batch reads on this worker."""
+        plan = self._setup.plan
+        return plan.schedule.version(micro_batch, self._setup.worker.worker, plan.workers)

@@ -1,10 +1,7 @@
-"""What a cut model consists of, and the contracts by which its workers communicate.
+"""Contracts of pipelines: a cut model, point-to-point messages between workers, and the replicas of one stage.
 
-How values go from one worker of a pipeline to another: the contract that engines fulfil.
-
-Those who take turns at one stage: the contract that engines fulfil, and what is made with it.
-
-Each has done its own micro-batches; so of a gradient, of a loss and of the statistics of a mini-batch each has a term.
+Replicas of a stage take turns: each runs its own micro-batches. So each has a term of every gradient, of the loss and
+of the statistics of a mini-batch, and all of them are summed.
 """
 
 from abc import ABC, abstractmethod
@@ -21,10 +18,10 @@ from paceline.replica.capture.capture import Captured
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that one part makes and later parts need."""
+    """A value that one part computes and later parts read."""
 
     name: str
-    """Of the node that makes it."""
+    """Name of the node that computes it."""
     source: int
     consumers: tuple[int, ...]
     """Parts, ascending."""
@@ -32,14 +29,14 @@ class Crossing:
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous piece of a model."""
+    """A contiguous part of a model."""
 
     number: int
     module: GraphModule
-    """With the tensors that it uses alone, under their full names. Its forward takes ``inputs``, then ``received``; it
+    """Holds the tensors that the part uses, under their full names. Its forward takes ``inputs``, then ``received``; it
     returns a tuple of ``sent`` and, if it is the last part, of the leaves of the model's output."""
     inputs: tuple[int, ...]
-    """Which leaves of the model's input it takes."""
+    """Indices of the leaves of the model's input that it reads."""
     received: tuple[Crossing, ...]
     sent: tuple[Crossing, ...]
 
@@ -51,92 +48,92 @@ class Cut:
     captured: Captured
     parts: tuple[Part, ...]
     tied: Mapping[str, tuple[int, ...]]
-    """The parameters that several parts hold, by full name: which parts."""
+    """Full names of the parameters that several parts hold -> those parts."""
 
 
-class Arrival(ABC):
-    """A tensor that is expected."""
+class PendingRecv(ABC):
+    """A receive that has been posted."""
 
     @abstractmethod
-    def take(self) -> Tensor:
-        """The tensor, once it is there."""
+    def wait(self) -> Tensor:
+        """Return the tensor once it has arrived."""
 
 
 class P2P(ABC):
-    """One worker's.
+    """Non-blocking messages of one worker to and from the others of its replica.
 
-    Two workers send and expect in one order that both know, since each knows the other's schedule: so messages need no
-    names.
+    Two workers post their sends and receives in one order, which both derive from the schedule; so messages carry no
+    tags.
     """
 
     @abstractmethod
-    def send(self, tensor: Tensor, to: int, what: str) -> None:
-        """Begin to send; the tensor must stay as it is until :meth:`settle`.
+    def isend(self, tensor: Tensor, destination: int, description: str) -> None:
+        """Begin to send; the tensor must stay as it is until :meth:`wait_sends`.
 
         Args:
             tensor: contiguous.
-            to: a worker of the same replica.
-            what: in words that follow "waited for".
+            destination: a worker of the same replica.
+            description: the message in words that follow "waited for".
         """
 
     @abstractmethod
-    def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
-        """Begin to receive."""
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
+        """Post a receive."""
 
     @abstractmethod
-    def settle(self, but: int = 0) -> None:
-        """Wait until all that was sent has gone, but the newest so many."""
+    def wait_sends(self, newest: int = 0) -> None:
+        """Wait until all sends have completed, except for the ``newest`` ones."""
 
 
 @final
 class NoP2P(P2P):
-    """That of a pipeline of one worker, who has nobody to send to."""
+    """The messages of a pipeline of one worker: none."""
 
-    def send(self, tensor: Tensor, to: int, what: str) -> None:
+    def isend(self, tensor: Tensor, destination: int, description: str) -> None:
         del tensor
-        raise AssertionError(f"{what} is for worker {to}, and there is but one")
+        raise AssertionError(f"{description} is for worker {destination}, and there is but one")
 
-    def expect(self, shape: Sequence[int], dtype: torch.dtype, source: int, what: str) -> Arrival:
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
         del shape, dtype
-        raise AssertionError(f"{what} is from worker {source}, and there is but one")
+        raise AssertionError(f"{description} is from worker {source}, and there is but one")
 
-    def settle(self, but: int = 0) -> None:
-        """Nothing was sent."""
+    def wait_sends(self, newest: int = 0) -> None:
+        """Return at once."""
 
 
 class StageReplicaGroup(ABC):
-    """One stage's, as one of them sees them; each has the same part of A.
+    """The replicas of one stage, as one of them sees them; each holds the same part of A.
 
     Args:
-        first: whether it has the first micro-batch: of a batch too small for all, it has something to do.
+        first: whether this is the one with the first micro-batch: it has some even if a batch is too small for all.
     """
 
     def __init__(self, *, first: bool) -> None:
         self.first = first
 
     @abstractmethod
-    def add_up(self, vector: Tensor, what: str) -> None:
-        """Let a vector be its sum over all of them, who call it together.
+    def all_reduce(self, vector: Tensor, description: str) -> None:
+        """Replace a vector by its sum over all replicas, which call this together.
 
         Args:
-            vector: of the same length for all.
-            what: in words that follow "waited for".
+            vector: of the same length on all of them.
+            description: the sum in words that follow "waited for".
         """
 
 
-def add_up(tensors: Sequence[Tensor], copies: StageReplicaGroup, what: str) -> None:
-    """Let each tensor be its sum, with one message for each dtype."""
+def all_reduce(tensors: Sequence[Tensor], replicas: StageReplicaGroup, description: str) -> None:
+    """Replace each tensor by its sum over the replicas, with one message for each dtype."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         own = [tensor for tensor in tensors if tensor.dtype == dtype]
         total = torch.cat([tensor.reshape(-1) for tensor in own])
-        copies.add_up(total, what)
-        for tensor, found in zip(own, torch.split(total, [tensor.numel() for tensor in own]), strict=True):
-            tensor.copy_(found.view_as(tensor))
+        replicas.all_reduce(total, description)
+        for tensor, summed in zip(own, torch.split(total, [tensor.numel() for tensor in own]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
 
 
-def of_first(tensors: Sequence[Tensor], copies: StageReplicaGroup, what: str) -> None:
-    """Let each tensor be what the first of them has."""
-    if not copies.first:
+def broadcast_first(tensors: Sequence[Tensor], replicas: StageReplicaGroup, description: str) -> None:
+    """Replace each tensor by that of the first replica."""
+    if not replicas.first:
         for tensor in tensors:
             tensor.zero_()
-    add_up(tensors, copies, what)
+    all_reduce(tensors, replicas, description)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from paceline.replica.module_utils import home
+from paceline.replica.module_utils import get_or_create_submodule
 from paceline.replica.pipeline.base import Crossing, Cut, Part
 from paceline.replica.pipeline.cut_groups import Units
 from paceline.replica.pipeline.graph_nodes import inputs, unmarked
@@ -165,7 +165,7 @@ def _name_as_in(whole: nn.Module, part: nn.Module) -> None:
     for name, parameter in list(part.named_parameters()):
         if name != names[parameter]:
             path, _, leaf = names[parameter].rpartition(".")
-            home(part, path).register_parameter(leaf, parameter)
+            get_or_create_submodule(part, path).register_parameter(leaf, parameter)
     order = {module: index for index, (module, _) in enumerate(whole.named_modules(remove_duplicate=False))}
     for path, module in list(part.named_modules()):
         prefix = f"{path}." if path else ""

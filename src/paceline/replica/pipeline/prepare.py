@@ -25,12 +25,12 @@ from paceline.replica.capture.sequential_graph import is_sequential
 from paceline.replica.capture.verify import check
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout
-from paceline.replica.module_utils import home, preserve_state, rewound, tensors_of
+from paceline.replica.module_utils import get_or_create_submodule, preserve_state, preserve_tensors, tensors_of
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.costs import Costs, measure
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
-from paceline.replica.pipeline.micro_batches import sizes
+from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from paceline.replica.pipeline.partition import Boundaries, Limit, named, partition
 from paceline.schedule import Dependencies, Need, in_flight
 from paceline.strategy import Strategy
@@ -53,7 +53,7 @@ def refuse_loss(program: Program, module: nn.Module, batch: Batch, count: int) -
         whole = program.loss(output, batch.target)
         losses = [
             program.loss(rows(output, batch.samples, piece), rows(batch.target, batch.samples, piece)) * share
-            for piece, share in _pieces(sizes(batch.samples, count))
+            for piece, share in _pieces(micro_batch_sizes(batch.samples, count))
         ]
     total = float(sum(losses))
     bound = ROUNDING * torch.finfo(whole.dtype).eps * max(1.0, abs(float(whole)))
@@ -112,7 +112,7 @@ def dependencies(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> Depen
         module: the model, which is left as it was.
         leaves: of its input, for a few samples.
     """
-    with rewound(module):
+    with preserve_tensors(module):
         needs = [need for each in fed(cut, leaves) for need in _needs(each)]
     return Dependencies.of(len(cut.parts), needs)
 
@@ -144,7 +144,7 @@ def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[in
         return {name: tensor for part in cut.parts for name, tensor in tensors_of(part.module).items()}
 
     def run(given: Tree) -> Tree:
-        return cut.captured.rebuild(chained(cut, cut.captured.flat(given)))
+        return cut.captured.rebuild(chained(cut, cut.captured.flatten(given)))
 
     what, training = f"cut into {len(cut.parts)} parts", cut.captured.training
     check(module, run, named, inputs, what=what, samples=samples, training=training)
@@ -265,7 +265,7 @@ def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Bat
         units = _units(program, strategy, module, batch)
 
         def chosen() -> Boundaries:
-            costs.append(measure(units, units.captured.flat(first)))
+            costs.append(measure(units, units.captured.flatten(first)))
             return boundaries(program, strategy, module, units, costs[0])
 
         where = agree(chosen)
@@ -277,7 +277,7 @@ def prepared(program: Program, strategy: Strategy, module: nn.Module, batch: Bat
 
 def first_rows(strategy: Strategy, batch: Batch) -> Tree:
     """The input of the first micro-batch of a batch."""
-    return rows(batch.input, batch.samples, slice(sizes(batch.samples, strategy.micro_batch_count)[0]))
+    return rows(batch.input, batch.samples, slice(micro_batch_sizes(batch.samples, strategy.micro_batch_count)[0]))
 
 
 def cut_as_named(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> Cut:
@@ -294,7 +294,7 @@ def cut_as_named(program: Program, strategy: Strategy, module: nn.Module, batch:
 def needed(program: Program, made: Cut, module: nn.Module, batch: Batch) -> Dependencies:
     """Which parts of a model need which, found with two samples of a batch."""
     with program.autocast(str(next(module.parameters()).device)):
-        return dependencies(made, module, made.captured.flat(rows(batch.input, batch.samples, slice(2))))
+        return dependencies(made, module, made.captured.flatten(rows(batch.input, batch.samples, slice(2))))
 
 
 def _units(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> Units:
@@ -322,7 +322,7 @@ def _keep_unused(made: Cut, module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if name not in held:
             path, _, leaf = name.rpartition(".")
-            home(made.parts[-1].module, path).register_parameter(leaf, parameter)
+            get_or_create_submodule(made.parts[-1].module, path).register_parameter(leaf, parameter)
 
 
 def boundaries(program: Program, strategy: Strategy, module: nn.Module, units: Units, costs: Costs) -> Boundaries:
@@ -347,4 +347,4 @@ def copies(program: Program, module: nn.Module) -> int:
     state = layout.part({smallest.name}).new()
     for vector in state.parameters:
         vector.zero_()
-    return 2 + FlatOptimizer(program.optimizer, None, state, state.clone()).remembers
+    return 2 + FlatOptimizer(program.optimizer, None, state, state.clone()).state_count

@@ -1,6 +1,4 @@
-"""Gradients of inputs and of weights, computed apart at no extra cost, by replacing operators of a part.
-
-Gradients of inputs and of weights, computed apart at no extra cost.
+"""Split backward (zero-bubble pipelines): gradients of weights are deferred, at no extra cost.
 
 ::
 
@@ -8,12 +6,12 @@ Gradients of inputs and of weights, computed apart at no extra cost.
     split           | dx 3 | dx 2 | dx 1 |   ...   | dW 3 | dW 2 | dW 1 |
                       backward_input                 backward_weight
 
-That is so for products and convolutions with a parameter, where nearly all of the work lies. Each is a function whose
-backward computes dx and puts dW off. Other parameters (of norms, embeddings) get their gradients with dx.
+Products and convolutions with a parameter, which are nearly all of the work, are replaced by functions whose backward
+computes dx and defers dW. Other parameters (of norms, embeddings) get their gradients with dx.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
@@ -24,70 +22,60 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
 
-from paceline.replica.activation_memory import Tally
-
 Function: TypeAlias = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class OpReplacements:
-    """What is called instead, with the same arguments.
+    """Functions to call instead of others, with the same arguments.
 
     Args:
-        operators: for targets of nodes.
-        functions: for functions of ``torch.nn.functional``, by name.
-        users: kinds of modules that call such functions -> the method in which they do.
+        operators: target of a node -> function.
+        functions: name in ``torch.nn.functional`` -> function.
+        methods: module class that calls such functions -> the method in which it does.
     """
 
     operators: Mapping[Any, Function]
     functions: Mapping[str, Function]
-    users: Mapping[type[nn.Module], str]
+    methods: Mapping[type[nn.Module], str]
 
 
-def substitute(module: nn.Module, substitutes: OpReplacements) -> bool:
-    """Put functions in the place of others; returns whether there were any. The module is changed in place."""
+def replace_ops(modules: Iterable[nn.Module], replacements: OpReplacements) -> bool:
+    """Replace functions that modules call, in place; returns whether there were any."""
     found = False
-    for each in module.modules():
-        if isinstance(each, GraphModule):
-            found |= _retarget(each, substitutes.operators)
-        for kind, method in substitutes.users.items():
-            if isinstance(each, kind):
-                other = rebound(getattr(type(each), method), F=_namespace(substitutes.functions))
-                setattr(each, method, MethodType(other, each))
+    functional_with = SimpleNamespace(**{**vars(functional), **replacements.functions})
+    for module in (each for root in modules for each in root.modules()):
+        if isinstance(module, GraphModule):
+            nodes = [n for n in module.graph.nodes if n.op == "call_function" and n.target in replacements.operators]
+            for node in nodes:
+                node.target = replacements.operators[node.target]
+            if nodes:
+                module.recompile()
+                found = True
+        for kind, method in replacements.methods.items():
+            if isinstance(module, kind):
+                other = rebound(getattr(type(module), method), F=functional_with)
+                setattr(module, method, MethodType(other, module))
                 found = True
     return found
 
 
 def rebound(function: Any, **names: Any) -> Any:
-    """A function of the same code, for which some global names stand for something else.
+    """Return a function of the same code, in which some global names stand for something else.
 
     >>> def area(r): return PI * r * r
     >>> rebound(area, PI=3)(2)
     12
     """
-    known = {**function.__globals__, **names}
-    copy = FunctionType(function.__code__, known, function.__name__, function.__defaults__, function.__closure__)
+    names = {**function.__globals__, **names}
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
-def _namespace(functions: Mapping[str, Function]) -> SimpleNamespace:
-    """``torch.nn.functional`` but for some functions."""
-    return SimpleNamespace(**{**vars(functional), **functions})
-
-
-def _retarget(graph: GraphModule, operators: Mapping[Any, Function]) -> bool:
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function" and node.target in operators]
-    for node in nodes:
-        node.target = operators[node.target]
-    if nodes:
-        graph.recompile()
-    return bool(nodes)
-
-
 _CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 
-_USERS: dict[type[nn.Module], str] = {
+_METHODS: dict[type[nn.Module], str] = {
     nn.Linear: "forward",
     nn.Conv1d: "_conv_forward",
     nn.Conv2d: "_conv_forward",
@@ -97,74 +85,78 @@ _USERS: dict[type[nn.Module], str] = {
 
 
 class DeferredWeightGrads:
-    """Gradients of weights that have been put off, and what they will be made of."""
+    """The gradients of weights that one backward pass has deferred."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
 
-    def put_off(self, add: Callable[..., None], *arguments: Any) -> None:
-        """Have ``add(*arguments)`` called later; it adds to the ``grad`` of parameters."""
-        self._waiting.append((add, arguments))
+    def defer(self, add: Callable[..., None], *arguments: Any) -> None:
+        """Have ``add(*arguments)`` called by :meth:`run`; it adds to the ``grad`` of parameters."""
+        self._calls.append((add, arguments))
 
     def run(self) -> None:
-        """Compute them, and let go of what they were made of."""
-        if not self._waiting:
-            return
-        with torch.no_grad():
-            while self._waiting:
-                add, arguments = self._waiting.popleft()
-                add(*arguments)
+        """Compute them, releasing one by one what they are computed of."""
+        if self._calls:
+            with torch.no_grad():
+                while self._calls:
+                    add, arguments = self._calls.popleft()
+                    add(*arguments)
 
-    def tally(self, tally: Tally) -> None:
-        """Count what is kept for them."""
-        for _, arguments in self._waiting:
-            tally.add_all(arguments)
+    @property
+    def arguments(self) -> list[Any]:
+        """All values that are kept for them."""
+        return [value for _, arguments in self._calls for value in arguments]
 
 
 class Splitter:
-    """The functions that split, for one part.
+    """The functions that split backward, for one part.
 
     Args:
         device: as torch writes it.
     """
 
     def __init__(self, device: str) -> None:
-        self._kind = torch.device(device).type
-        self._later: DeferredWeightGrads | None = None
+        self._device_type = torch.device(device).type
+        self._target: DeferredWeightGrads | None = None
         self._precision: torch.dtype | None = None
         convolutions = {
             name: self._convolution(getattr(torch, name), dims) for dims, name in enumerate(_CONVOLUTIONS, 1)
         }
         operators: dict[str, Function] = {"linear": self._linear, "addmm": self._addmm, **convolutions}
-        attention = {"multi_head_attention_forward": _attention(self._linear)}
-        functions: dict[str, Function] = {"linear": self._linear, **convolutions, **attention}
-        aten = torch.ops.aten
-        self.substitutes = OpReplacements(
-            {getattr(aten, name).default: f for name, f in operators.items()}, functions, _USERS
+        # nn.MultiheadAttention's function calls linear by way of two others of its module.
+        projections = {
+            name: rebound(getattr(functional, name), linear=self._linear)
+            for name in ("_in_projection", "_in_projection_packed")
+        }
+        attention = rebound(functional.multi_head_attention_forward, linear=self._linear, **projections)
+        self.replacements = OpReplacements(
+            {getattr(torch.ops.aten, name).default: function for name, function in operators.items()},
+            {"linear": self._linear, **convolutions, "multi_head_attention_forward": attention},
+            _METHODS,
         )
 
     @contextmanager
-    def putting_off(self, later: DeferredWeightGrads | None) -> Iterator[None]:
-        """While it is entered, forward passes put their weights off; with None they split nothing."""
-        before = self._later, self._precision
-        autocast = torch.is_autocast_enabled(self._kind)
-        self._later, self._precision = later, torch.get_autocast_dtype(self._kind) if autocast else None
+    def deferring_to(self, target: DeferredWeightGrads | None) -> Iterator[None]:
+        """Context manager: forward passes defer gradients of weights to ``target``; with None they split nothing."""
+        before = self._target, self._precision
+        autocast = torch.is_autocast_enabled(self._device_type)
+        self._target, self._precision = target, torch.get_autocast_dtype(self._device_type) if autocast else None
         try:
             yield
         finally:
-            self._later, self._precision = before
+            self._target, self._precision = before
 
-    def as_now(self) -> AbstractContextManager[None]:
-        """While that is entered, weights are put off to where they are now."""
-        return self.putting_off(self._later)
+    def same_target(self) -> AbstractContextManager[None]:
+        """Return a context manager in which the target is the present one."""
+        return self.deferring_to(self._target)
 
     def _splits(self, weight: Tensor, bias: Tensor | None) -> bool:
-        """Only a leaf has a ``grad`` to add to."""
+        """Return True if a weight's gradient can be deferred: only a leaf has a ``grad`` to add to."""
         leaves = weight.is_leaf and (bias is None or bias.is_leaf)
-        return self._later is not None and leaves and weight.requires_grad and torch.is_grad_enabled()
+        return self._target is not None and leaves and weight.requires_grad and torch.is_grad_enabled()
 
     def _cast(self, input: Tensor) -> Tensor:
-        """As autocast has it, which leaves float64 alone; so what is kept is what the product was made of."""
+        """Cast as autocast does, which leaves float64 alone; so the tensor that is kept is the product's own input."""
         if self._precision is None or input.dtype == torch.float64:
             return input
         return input.to(self._precision)
@@ -172,12 +164,12 @@ class Splitter:
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._splits(weight, bias):
             return functional.linear(input, weight, bias)
-        return _Product.apply(self._cast(input), weight, bias, self._later, False)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self._target, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         if beta != 1 or alpha != 1 or bias.dim() != 1 or not self._splits(weight, bias):
             return torch.addmm(bias, input, weight, beta=beta, alpha=alpha)
-        return _Product.apply(self._cast(input), weight, bias, self._later, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self._target, True)  # type: ignore[no-any-return, no-untyped-call]
 
     def _convolution(self, plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         def convolve(
@@ -191,21 +183,12 @@ class Splitter:
         ) -> Tensor:
             if isinstance(padding, str):
                 return plain(input, weight, bias, stride, padding, dilation, groups)
-            how = (_each(stride, dims), _each(padding, dims), _each(dilation, dims), groups)
+            options = (_for_each_dim(stride, dims), _for_each_dim(padding, dims), _for_each_dim(dilation, dims), groups)
             if input.dim() != dims + 2 or not self._splits(weight, bias):
-                return plain(input, weight, bias, *how)
-            return _Convolution.apply(self._cast(input), weight, bias, self._later, how)  # type: ignore[no-any-return, no-untyped-call]
+                return plain(input, weight, bias, *options)
+            return _Convolution.apply(self._cast(input), weight, bias, self._target, options)  # type: ignore[no-any-return, no-untyped-call]
 
         return convolve
-
-
-def _attention(linear: Function) -> Function:
-    """That of nn.MultiheadAttention, with another ``linear``."""
-    projections = {name: rebound(getattr(functional, name), linear=linear) for name in _PROJECTIONS}
-    return rebound(functional.multi_head_attention_forward, linear=linear, **projections)  # type: ignore[no-any-return]
-
-
-_PROJECTIONS = ("_in_projection", "_in_projection_packed")
 
 
 class _Product(torch.autograd.Function):
@@ -213,16 +196,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads, upright: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: DeferredWeightGrads, upright: bool
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.later, ctx.upright = weight, bias, later, upright
+        ctx.weight, ctx.bias, ctx.target, ctx.upright = weight, bias, target, upright
         return functional.linear(x, weight.t() if upright else weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        ctx.later.put_off(_add_product, weight, ctx.bias, x, gradient, ctx.upright)
+        ctx.target.defer(_add_product, weight, ctx.bias, x, gradient, ctx.upright)
         w = weight if weight.dtype == gradient.dtype else weight.to(gradient.dtype)
         dx = gradient @ (w.t() if ctx.upright else w) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
@@ -234,62 +217,62 @@ def _add_product(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tenso
     if weight.grad is not None and weight.grad.dtype == x.dtype:
         weight.grad.addmm_(left, right)
     else:
-        _add(weight, left @ right)
+        _accumulate(weight, left @ right)
     if bias is not None and bias.requires_grad:
-        _add(bias, gradient.sum(0))
+        _accumulate(bias, gradient.sum(0))
 
 
 class _Convolution(torch.autograd.Function):
-    """x * W + b, of any dims."""
+    """x * W + b, of any dims; ``options`` are stride, padding, dilation and groups."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, later: DeferredWeightGrads, how: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: DeferredWeightGrads, options: Any
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.later, ctx.how = weight, bias, later, how
-        stride, padding, dilation, groups = how
+        ctx.weight, ctx.bias, ctx.target, ctx.options = weight, bias, target, options
+        stride, padding, dilation, groups = options
         return torch.convolution(x, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        ctx.later.put_off(_add_convolution, weight, ctx.bias, x, gradient, ctx.how)
+        ctx.target.defer(_add_convolution, weight, ctx.bias, x, gradient, ctx.options)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _convolution_backward(gradient, x, weight.to(x.dtype), ctx.how, (True, False, False))[0]
+            dx = _convolution_backward(gradient, x, weight.to(x.dtype), ctx.options, (True, False, False))[0]
         return dx, None, None, None, None
 
 
-def _add_convolution(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor, how: Any) -> None:
+def _add_convolution(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tensor, options: Any) -> None:
     biased = bias is not None and bias.requires_grad
-    _, dw, db = _convolution_backward(gradient, x, weight.to(x.dtype), how, (False, True, biased))
-    _add(weight, dw)
+    _, dw, db = _convolution_backward(gradient, x, weight.to(x.dtype), options, (False, True, biased))
+    _accumulate(weight, dw)
     if bias is not None and biased:
-        _add(bias, db)
+        _accumulate(bias, db)
 
 
 def _convolution_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor, how: Any, wanted: tuple[bool, bool, bool]
+    gradient: Tensor, x: Tensor, weight: Tensor, options: Any, outputs: tuple[bool, bool, bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    stride, padding, dilation, groups = how
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
-        gradient, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, wanted
+    stride, padding, dilation, groups = options
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.convolution_backward(
+        gradient, x, weight, [weight.shape[0]], stride, padding, dilation, False, [0] * len(stride), groups, outputs
     )
-    return found
+    return result
 
 
-def _add(parameter: Tensor, gradient: Tensor) -> None:
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)
 
 
-def _each(value: Any, dims: int) -> list[int]:
-    """A number for each dim.
+def _for_each_dim(value: Any, dims: int) -> list[int]:
+    """Return a number for each dim.
 
-    >>> _each(3, 2), _each((1, 2), 2), _each([4], 2)
+    >>> _for_each_dim(3, 2), _for_each_dim((1, 2), 2), _for_each_dim([4], 2)
     ([3, 3], [1, 2], [4, 4])
     """
     values = [value] if isinstance(value, int) else list(value)

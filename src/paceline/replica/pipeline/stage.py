@@ -1,40 +1,177 @@
-"""One part of a model at work: single actions, and what each micro-batch keeps between them.
+"""One part of a model on one worker: forward, recomputation and backward of each micro-batch.
 
 ::
 
     recompute      forward                   backward
     none           the graph is kept         | backward |
-    boundaries     what came in is kept      | forward again | backward |
-    all            of pieces of the part,    | backward, each piece's forward again before it |
-                   what came in is kept
+    boundaries     the inputs are kept       | forward again | backward |
+    all            the inputs of pieces of   | backward, each piece's forward again before it |
+                   the part are kept
 
-Single actions of one worker: what it waits for, what it computes, what it hands on.
+Gradients of inputs are sent while the backward pass goes on: an input enters the part through an autograd node, its
+portal, whose backward is called as soon as the gradient is final.
 """
 
-import time
-import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from paceline.core.errors import InputError, PacelineError, WorkerError
-from paceline.replica.activation_memory import Holdings
-from paceline.replica.pipeline.base import Part
-from paceline.replica.pipeline.comm_plan import Message, ScheduledAction
-from paceline.replica.pipeline.forward import Forward, Give, Job, Means, Pass, keeping
-from paceline.replica.pipeline.micro_batches import Shapes
-from paceline.replica.pipeline.p2p_queue import P2PQueue, Received
-from paceline.schedule.base import Action
-from paceline.trace import spans
+from paceline.core.errors import InputError
+from paceline.core.types import ReplicaId
+from paceline.program import Program, leaves
+from paceline.replica.activation_memory import ActivationMemory, StorageCounter
+from paceline.replica.capture.capture import Captured
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.pipeline.base import P2P, NoP2P, Part, StageReplicaGroup
+from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
+from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
+from paceline.replica.pipeline.comm_plan import CommPlan
+from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
+from paceline.replica.pipeline.p2p_queue import Message, Received, Value
+from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
+from paceline.replica.single import NO_RECORDER, seed_generators, step_seed
 from paceline.trace.recorder import AnyRecorder
+
+Recompute: TypeAlias = Literal["none", "boundaries", "all"]
+BatchNormMode: TypeAlias = Literal["micro-batch", "mini-batch"]
+SendGradient: TypeAlias = Callable[[Message, Tensor], None]
+
+FIRST = 2**62
+"""A sequence number that autograd prefers to all that it gives itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerId:
+    """A worker of a replica, and its device."""
+
+    replica: ReplicaId
+    worker: int
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What came in, to make a forward pass again."""
+class PipelineSetup:
+    """Everything that one worker of a pipeline is made of.
+
+    Args:
+        program: gives seed, precision, loss and, where the weights move in the pipeline, the optimizer.
+        plan: the same on all workers of the replica.
+        captured: the model that the parts were cut from; only its output's form is used.
+        parts: those of this worker, ascending. Their modules are changed in place.
+        worker: this worker.
+        layout: of the tensors of this worker's parts.
+        p2p: sends to and receives from the other workers of the replica.
+        recorder: of this worker's spans.
+        recompute: "none" keeps all that backward needs. "boundaries" keeps the inputs of a part, and runs its forward
+            again before its backward: least is kept between the two. "all" cuts a part into √n pieces, keeps the inputs
+            of each, and runs their forward passes again one by one during backward: more is kept between, but never all
+            of a part at once. The same random numbers are drawn again; running buffers move once. Where a backward
+            follows at once upon its forward, "boundaries" recomputes nothing.
+        batchnorm: whether running statistics move with each micro-batch, or once, by those of the whole mini-batch.
+        replicas: the replicas of this worker's stage; None: it is the only one.
+    """
+
+    program: Program
+    plan: CommPlan
+    captured: Captured
+    parts: Sequence[Part]
+    worker: WorkerId
+    layout: FlatLayout
+    p2p: P2P = field(default_factory=NoP2P)
+    recorder: AnyRecorder = NO_RECORDER
+    recompute: Recompute = "none"
+    batchnorm: BatchNormMode = "micro-batch"
+    replicas: StageReplicaGroup | None = None
+
+
+class _Portal(torch.autograd.Function):
+    """A value in a list is none of the function's inputs, so the output is the value itself and no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, portals: "InputPortals", name: str, value: list[Tensor]) -> Tensor:
+        ctx.portals, ctx.name = portals, name
+        return value[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.portals.send(ctx.name, gradients[0])
+        return None, None, None, None
+
+
+class InputPortals:
+    """The autograd nodes through which one micro-batch's differentiable values enter a part.
+
+    Each sends its gradient once it is final, but to one worker in the order of the messages, on which that worker
+    relies: a gradient that is final early waits for those before it.
+    """
+
+    def __init__(self) -> None:
+        self._zeros: dict[str, Callable[[], Tensor]] = {}
+        self._final: dict[str, Tensor] = {}
+        self._queues: dict[int, deque[Message]] = defaultdict(deque)
+        self._queue_of: dict[str, deque[Message]] = {}
+
+    def enter(self, name: str, value: Tensor) -> Tensor:
+        """Return the same memory as a tensor that needs a gradient and is no leaf."""
+        self._zeros[name] = partial(torch.zeros, value.shape, dtype=value.dtype, device=value.device)
+        anchor = torch.empty(0, requires_grad=True)  # an output is differentiable if an input is
+        entered: Tensor = _Portal.apply(anchor, self, name, [value])  # type: ignore[no-untyped-call]
+        assert entered.grad_fn is not None
+        # Autograd goes on with the youngest node that is ready; a gradient that others wait for is to overtake it.
+        entered.grad_fn._set_sequence_nr(FIRST)  # type: ignore[attr-defined]
+        return entered
+
+    def open(self, messages: Sequence[Message], send: SendGradient) -> None:
+        """Begin a backward pass, whose gradients go by these messages, in order of rank."""
+        self._send = send
+        for message in messages:
+            if message.name in self._zeros:
+                queue = self._queue_of[message.name] = self._queues[message.receiver]
+                queue.append(message)
+
+    def send(self, name: str, gradient: Tensor) -> None:
+        """Send a gradient, and those that waited for it, unless one before it in its queue is missing."""
+        self._final[name] = gradient
+        queue = self._queue_of[name]
+        while queue and queue[0].name in self._final:
+            message = queue.popleft()
+            self._send(message, self._final.pop(message.name))
+
+    def close(self) -> None:
+        """End the backward pass: send zeros where there is no gradient, since the value's source waits for one."""
+        for queue in self._queues.values():
+            for message in list(queue):
+                if message.name not in self._final:
+                    self.send(message.name, self._zeros[message.name]())
+
+
+@dataclass
+class ForwardPass:
+    """One forward pass with its graph."""
+
+    outputs: list[Received]
+    """Detached values for other parts; released by whoever has sent them."""
+    edges: dict[str, GradientEdge]
+    """Name of a sent value -> where its gradient enters the graph."""
+    loss: Tensor | None
+    portals: InputPortals
+    weight_grads: DeferredWeightGrads | None
+    nbytes: int = 0
+    """Kept for backward."""
+    transient_bytes: int = 0
+    """There for a while during backward, on top."""
+
+
+@dataclass(frozen=True)
+class KeptInputs:
+    """The inputs of a forward pass that is to be run again."""
 
     received: Sequence[Received]
     versions: list[int]
@@ -42,267 +179,246 @@ class Kept:
 
 
 class Stage:
-    """One part of a model, at work on one worker.
+    """One part of a model, run on one worker.
 
     Args:
-        part: its module is in training mode.
-        means: to make forward passes.
-        forgets: whether micro-batches keep only what came in, and forward passes are made again.
-        running: the part's buffers that training changes.
-        holdings: is told what is kept.
+        part: its module is in training mode, and is changed in place.
+        setup: of the worker.
+        memory: counts the bytes that are kept.
     """
 
-    def __init__(
-        self, part: Part, means: Means, *, forgets: bool, running: Sequence[Tensor], holdings: Holdings
-    ) -> None:
-        self.part, self._means, self._forgets = part, means, forgets
-        self._running, self._holdings = running, holdings
-        self._forward = Forward(part, means)
-        self._stash: dict[int, Pass | Kept] = {}
+    def __init__(self, part: Part, setup: PipelineSetup, memory: ActivationMemory) -> None:
+        self.part, self._program, self._device, self._memory = part, setup.program, setup.worker.device, memory
+        self._autocasts = setup.program.precision != "fp32"
+        schedule, captured = setup.plan.schedule, setup.captured
+        self._rebuild = captured.rebuild if part.number == schedule.parts(setup.plan.stages) - 1 else None
+
+        names = {entry.name for block in setup.layout.buffers for entry in block.entries}
+        buffers = {name: buffer for name, buffer in part.module.named_buffers() if name in names}
+        self._running = list(buffers.values())
+        self._recomputes = setup.recompute == "boundaries"
+        self._checkpointed = CheckpointedPart(part, captured, self._running) if setup.recompute == "all" else None
+        modules = self._checkpointed.modules if self._checkpointed is not None else [part.module]
+
+        self._splitter: Splitter | None = None
+        self._batchnorms: DeferredBatchNorms | None = None
+        if schedule.splits_backward:
+            splitter = Splitter(self._device)
+            if replace_ops(modules, splitter.replacements):
+                self._splitter = splitter
+                if self._checkpointed is not None:
+                    self._checkpointed.recompute_context = splitter.same_target
+        if setup.batchnorm == "mini-batch":
+            counters = [buffer for name, buffer in buffers.items() if name.endswith("num_batches_tracked")]
+            batchnorms = DeferredBatchNorms(counters, setup.replicas)
+            if replace_ops(modules, batchnorms.replacements):
+                self._batchnorms = batchnorms
+
+        self._kept: dict[int, ForwardPass | KeptInputs] = {}
         self._differentiable: dict[Shapes, list[bool]] = {}
-        self._put_off: dict[Shapes, int] = {}
+        self._saved_bytes: dict[Shapes, tuple[int, int]] = {}
+        self._deferred_bytes: dict[Shapes, int] = {}
 
     def clear(self) -> None:
-        """Let go of what an attempt that was called off has left."""
-        for index in list(self._stash):
-            self._take(index)
+        """Release what a cancelled mini-batch has left."""
+        for index in list(self._kept):
+            self._release(index)
 
-    def forward(self, job: Job, received: Sequence[Received], *, turns: bool) -> tuple[list[Received], Tensor | None]:
-        """What later parts need, and, in the last part, the loss.
+    def forward(
+        self, micro_batch: MicroBatch, received: Sequence[Received], *, backward_follows: bool
+    ) -> tuple[list[Received], Tensor | None]:
+        """Run a micro-batch forward; returns the values for later parts and, in the last part, the loss.
 
         Args:
-            job: a micro-batch.
+            micro_batch: on the worker's device.
             received: in the order of the part's crossings.
-            turns: whether its backward follows at once, so that there is nothing to be gained by forgetting.
+            backward_follows: whether its backward is the worker's next action; then recomputing would save nothing.
         """
-        if self._forgets and not turns:
-            return self._forward_blind(job, received)
-        done = self._forward(job, received)
-        self._put(job.index, done)
-        made, done.made = done.made, []
-        return made, None if done.loss is None else done.loss.detach()
+        if not self._recomputes or backward_follows:
+            run = self._run(micro_batch, received)
+            self._keep(micro_batch.index, run)
+            outputs, run.outputs = run.outputs, []
+            return outputs, None if run.loss is None else run.loss.detach()
 
-    def forgot(self, job: Job) -> bool:
-        """Whether the forward pass has to be made again before its backward."""
-        return isinstance(self._stash[job.index], Kept)
+        shapes, versions = micro_batch.shapes, _versions(micro_batch, received)
+        if shapes in self._differentiable:
+            with torch.no_grad(), ExitStack() as stack:
+                self._enter(stack, micro_batch, None, again=False)
+                values, loss = self._call(micro_batch, [value for value, _ in received], None)
+            outputs = list(map(Received, values, self._differentiable[shapes]))
+        else:  # only a pass with a graph shows which outputs are differentiable
+            run = self._run(micro_batch, received)
+            outputs, loss = run.outputs, None if run.loss is None else run.loss.detach()
+            self._differentiable[shapes] = [differentiable for _, differentiable in outputs]
+        counter = self._counter(micro_batch)
+        counter.add(value for value, _ in received)
+        self._keep(micro_batch.index, KeptInputs(received, versions, counter.nbytes))
+        return outputs, loss
 
-    def recompute(self, job: Job) -> None:
-        """Make a forward pass again, with the same random numbers; running buffers stay as they are."""
-        kept = self._take(job.index)
-        assert isinstance(kept, Kept)
-        if kept.versions != _versions(job, kept.received):
+    def needs_recompute(self, micro_batch: MicroBatch) -> bool:
+        """Return True if the forward pass has to be run again before its backward."""
+        return isinstance(self._kept[micro_batch.index], KeptInputs)
+
+    def recompute(self, micro_batch: MicroBatch) -> None:
+        """Run a forward pass again, with the same random numbers; running buffers stay as they are.
+
+        Raises:
+            InputError: the part has written its inputs in place.
+        """
+        kept = self._release(micro_batch.index)
+        assert isinstance(kept, KeptInputs)
+        if kept.versions != _versions(micro_batch, kept.received):
             raise InputError(
                 f"stage {self.part.number} writes its input in place, so its forward pass can't be made again; write "
                 "inplace=False there, or recompute='none'"
             )
-        with keeping(self._running):
-            done = self._forward(job, kept.received, again=True)
-        done.made.clear()
-        self._put(job.index, done)
+        with preserve_buffers(self._running):
+            run = self._run(micro_batch, kept.received, again=True)
+        run.outputs.clear()
+        self._keep(micro_batch.index, run)
 
-    def awaited(self, job: Job) -> Mapping[str, object]:
-        """The names of what was sent and is to get a gradient."""
-        return self._pass(job).edges
+    def differentiable_outputs(self, micro_batch: MicroBatch) -> Mapping[str, object]:
+        """Return the values, by name, that were sent and whose gradients will come back."""
+        return self._run_of(micro_batch).edges
 
     def backward(
-        self, job: Job, gradients: Mapping[str, Tensor], back: Sequence[Message], give: Give, *, split: bool
+        self,
+        micro_batch: MicroBatch,
+        gradients: Mapping[str, Tensor],
+        messages: Sequence[Message],
+        send: SendGradient,
+        *,
+        split: bool,
     ) -> None:
-        """Gradients of what came in, and of parameters.
+        """Compute the gradients of inputs, which are sent, and of parameters.
 
         Args:
-            job: a micro-batch.
-            gradients: of what was sent, by name.
-            back: the messages by which gradients of what came in go back.
-            give: sends one.
-            split: leave those of weights for :meth:`backward_weight`.
+            micro_batch: one that has been run forward, and again if it :meth:`needs_recompute`.
+            gradients: of the values that were sent, by name.
+            messages: those by which gradients of inputs go back, by rank.
+            send: sends one.
+            split: whether to leave the gradients of weights to :meth:`backward_weight`.
         """
-        done = self._pass(job)
-        returns = done.portals.returning(back, give)
-        roots: list[object] = [done.edges[name] for name in gradients]
+        run = self._run_of(micro_batch)
+        run.portals.open(messages, send)
+        roots: list[object] = [run.edges[name] for name in gradients]
         upstream = list(gradients.values())
-        if done.loss is not None:
-            roots.append(done.loss)
-            upstream.append(torch.full_like(done.loss, job.weight))
-        self._holdings.hold(done.passing_bytes)
+        if run.loss is not None:
+            roots.append(run.loss)
+            upstream.append(torch.full_like(run.loss, micro_batch.weight))
+        self._memory.add(run.transient_bytes)
         if roots:
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
-        returns.close()
-        self._holdings.release(done.passing_bytes)
-        self._take(job.index)
-        self._put(job.index, Pass([], {}, None, done.portals, done.later, self._size_put_off(job, done)))
-        if not split:
-            self.backward_weight(job)
-
-    def backward_weight(self, job: Job) -> None:
-        """Gradients of weights that were put off."""
-        self._pass(job).later.run()
-        self._take(job.index)
-
-    def end(self) -> None:
-        """A mini-batch has ended."""
-        assert not self._stash, "each forward has had its backward"
-        if self._means.deferred is not None:
-            self._means.deferred.commit()
-
-    def _forward_blind(self, job: Job, received: Sequence[Received]) -> tuple[list[Received], Tensor | None]:
-        shapes, versions = job.micro_batch.shapes, _versions(job, received)
-        if shapes in self._differentiable:
-            values, loss = self._forward.blind(job, received)
-            made = list(map(Received, values, self._differentiable[shapes]))
-        else:  # only a pass with a graph tells what of it is differentiable
-            done = self._forward(job, received)
-            made, loss = done.made, None if done.loss is None else done.loss.detach()
-            self._differentiable[shapes] = [differentiable for _, differentiable in made]
-        self._put(job.index, Kept(received, versions, self._size_received(job, received)))
-        return made, loss
-
-    def _size_received(self, job: Job, received: Sequence[Received]) -> int:
-        tally = self._forward.tally(job.micro_batch)
-        tally.add_all(value for value, _ in received)
-        return tally.nbytes
-
-    def _size_put_off(self, job: Job, done: Pass) -> int:
-        shapes = job.micro_batch.shapes
-        if shapes not in self._put_off:
-            tally = self._forward.tally(job.micro_batch)
-            done.later.tally(tally)
-            self._put_off[shapes] = tally.nbytes
-        return self._put_off[shapes]
-
-    def _pass(self, job: Job) -> Pass:
-        done = self._stash[job.index]
-        assert isinstance(done, Pass)
-        return done
-
-    def _put(self, index: int, what: Pass | Kept) -> None:
-        self._stash[index] = what
-        self._holdings.hold(what.nbytes)
-
-    def _take(self, index: int) -> Pass | Kept:
-        what = self._stash.pop(index)
-        self._holdings.release(what.nbytes)
-        return what
-
-
-def _versions(job: Job, received: Sequence[Received]) -> list[int]:
-    """They grow whenever a tensor is written in place."""
-    values = [*job.micro_batch.inputs, *(value for value, _ in received)]
-    return [value._version for value in values if isinstance(value, Tensor)]
-
-
-class ActionExecutor:
-    """One worker's.
-
-    Args:
-        stages: its parts, by number.
-        mail: to and from other parts.
-        recorder: of its spans.
-    """
-
-    def __init__(self, stages: Mapping[int, Stage], mail: P2PQueue, recorder: AnyRecorder) -> None:
-        self._stages, self._mail, self._recorder = stages, mail, recorder
-
-    def do(self, task: ScheduledAction, following: ScheduledAction | None, job: Job, step: int) -> Tensor | None:
-        """One action; returns the micro-batch's loss where it is the last part's forward.
-
-        Args:
-            task: what to do, with an action that is no update.
-            following: what comes after it, whose messages are expected already.
-            job: the micro-batch.
-            step: of the spans.
-
-        Raises:
-            WorkerError: something in it failed; says where.
-        """
-        if following is not None and following.needs:
-            self._mail.look_ahead(max(message.rank for message in following.needs))
-        try:
-            return self._do(task, following, job, step)
-        except PacelineError:
-            raise
-        except Exception as error:
-            raise _failed(task.action, error) from error
-
-    def _do(self, task: ScheduledAction, following: ScheduledAction | None, job: Job, step: int) -> Tensor | None:
-        if task.action.kind == "forward":
-            return self._forward(task, following, job, step)
-        if task.action.kind == "backward_weight":
-            with self._timed("backward_weight", job, step):
-                self._stages[task.action.stage].backward_weight(job)
+        run.portals.close()
+        self._memory.add(-run.transient_bytes)
+        self._release(micro_batch.index)
+        if run.weight_grads is None:
+            self._keep(micro_batch.index, ForwardPass([], {}, None, run.portals, None))
         else:
-            self._backward(task, job, step)
-        return None
+            shapes = micro_batch.shapes
+            if shapes not in self._deferred_bytes:
+                counter = self._counter(micro_batch)
+                counter.add(run.weight_grads.arguments)
+                self._deferred_bytes[shapes] = counter.nbytes
+            deferred = ForwardPass([], {}, None, run.portals, run.weight_grads, self._deferred_bytes[shapes])
+            self._keep(micro_batch.index, deferred)
+        if not split:
+            self.backward_weight(micro_batch)
 
-    def _forward(self, task: ScheduledAction, following: ScheduledAction | None, job: Job, step: int) -> Tensor | None:
-        stage = self._stages[task.action.stage]
-        received = self._values(task, job, step)
-        with self._timed("forward", job, step):
-            made, loss = stage.forward(job, received, turns=following is not None and _turns(task, following))
-        self._send(stage, task, made, job, step)
-        return loss
+    def backward_weight(self, micro_batch: MicroBatch) -> None:
+        """Compute the gradients of weights that were deferred."""
+        run = self._run_of(micro_batch)
+        if run.weight_grads is not None:
+            run.weight_grads.run()
+        self._release(micro_batch.index)
 
-    def _backward(self, task: ScheduledAction, job: Job, step: int) -> None:
-        stage = self._stages[task.action.stage]
-        if stage.forgot(job):
-            with self._timed("recompute", job, step):
-                stage.recompute(job)
-        gradients = self._gradients(task, stage.awaited(job), job, step)
-        split = task.action.kind == "backward_input"
-        with self._timed("backward_input" if split else "backward", job, step) as moved:
+    def end_mini_batch(self) -> None:
+        """Move the running statistics of BatchNorms that do so once a mini-batch."""
+        assert not self._kept, "each forward has had its backward"
+        if self._batchnorms is not None:
+            self._batchnorms.commit()
 
-            def give(message: Message, gradient: Tensor) -> None:
-                moved[0] += self._mail.send_back(message, gradient)
+    def _run(self, micro_batch: MicroBatch, received: Sequence[Received], *, again: bool = False) -> ForwardPass:
+        """Run a forward pass with its graph; where shapes are new, count the bytes that it saves."""
+        portals, shapes = InputPortals(), micro_batch.shapes
+        weight_grads = DeferredWeightGrads() if self._splitter is not None else None
+        values = [
+            portals.enter(crossing.name, value) if differentiable and isinstance(value, Tensor) else value
+            for crossing, (value, differentiable) in zip(self.part.received, received, strict=True)
+        ]
+        with ExitStack() as stack:
+            counter = None
+            if shapes not in self._saved_bytes:
+                counter = self._counter(micro_batch)
+                stack.enter_context(counter.counting_saved())
+            self._enter(stack, micro_batch, weight_grads, again=again)
+            outputs, loss = self._call(micro_batch, values, counter)
+        if counter is not None:
+            self._saved_bytes[shapes] = counter.nbytes, counter.transient_bytes
+        edges = {
+            crossing.name: get_gradient_edge(value)
+            for crossing, value in zip(self.part.sent, outputs, strict=True)
+            if isinstance(value, Tensor) and value.requires_grad
+        }
+        detached = [
+            Received(value.detach(), value.requires_grad) if isinstance(value, Tensor) else Received(value, False)
+            for value in outputs
+        ]
+        return ForwardPass(detached, edges, loss, portals, weight_grads, *self._saved_bytes[shapes])
 
-            stage.backward(job, gradients, task.gives, give, split=split)
+    def _enter(
+        self, stack: ExitStack, micro_batch: MicroBatch, weight_grads: DeferredWeightGrads | None, *, again: bool
+    ) -> None:
+        """Seed torch's generators and enter the contexts of a forward pass."""
+        seed_generators(step_seed(micro_batch.seed, self.part.number, micro_batch.index), self._device)
+        if self._autocasts:
+            stack.enter_context(self._program.autocast(self._device))
+        if self._batchnorms is not None:
+            stack.enter_context(self._batchnorms.forward(again=again))
+        if self._splitter is not None:
+            stack.enter_context(self._splitter.deferring_to(weight_grads))
 
-    def _values(self, task: ScheduledAction, job: Job, step: int) -> list[Received]:
-        """What a forward pass is made of, in the order in which the part takes it."""
-        if not task.needs:
-            return []
-        with self._timed("wait", job, step):
-            there = {message.name: self._mail.take(message) for message in task.needs}
-        return [there[crossing.name] for crossing in self._stages[task.action.stage].part.received]
+    def _call(
+        self, micro_batch: MicroBatch, values: Sequence[Value], counter: StorageCounter | None
+    ) -> tuple[list[Value], Tensor | None]:
+        arguments = [*(micro_batch.inputs[leaf] for leaf in self.part.inputs), *values]
+        if self._checkpointed is None:
+            outputs = list(self.part.module(*arguments))
+        else:
+            outputs = list(self._checkpointed.run(arguments, counter))
+        if self._rebuild is None:
+            return outputs, None
 
-    def _gradients(
-        self, task: ScheduledAction, awaited: Mapping[str, object], job: Job, step: int
-    ) -> dict[str, Tensor]:
-        """Of each value that was sent, summed over its consumers in ascending order."""
-        sums: dict[str, Tensor] = {}
-        needs = [message for message in task.needs if message.name in awaited]
-        if not needs:
-            return sums
-        with self._timed("wait", job, step):
-            for message in needs:
-                gradient, _ = self._mail.take(message)
-                assert isinstance(gradient, Tensor)
-                sums[message.name] = sums[message.name] + gradient if message.name in sums else gradient
-        return sums
+        sent = len(self.part.sent)
+        loss = self._program.loss(self._rebuild(outputs[sent:]), micro_batch.target)
+        if loss.numel() != 1:
+            raise InputError(
+                f"the loss has shape {list(loss.shape)}, but it must be one number, the mean over the samples; write "
+                "loss=torch.nn.functional.cross_entropy, or add .mean()"
+            )
+        return outputs[:sent], loss
 
-    def _send(self, stage: Stage, task: ScheduledAction, made: list[Received], job: Job, step: int) -> None:
-        if not task.gives:
-            return
-        by_name = {crossing.name: each for crossing, each in zip(stage.part.sent, made, strict=True)}
-        with self._timed("send", job, step) as moved:
-            for message in task.gives:
-                value, differentiable = by_name[message.name]
-                moved[0] += self._mail.send(message, value, differentiable=differentiable)
+    def _counter(self, micro_batch: MicroBatch) -> StorageCounter:
+        module = self.part.module
+        ignored = [*module.parameters(), *module.buffers(), *micro_batch.inputs, *leaves(micro_batch.target)]
+        return StorageCounter(ignored)
 
-    @contextmanager
-    def _timed(self, action: spans.Action, job: Job, step: int) -> Iterator[list[int]]:
-        """Record what is done while it is entered; the caller counts the bytes that it moves."""
-        moved, began = [0], time.monotonic_ns()
-        yield moved
-        self._recorder.record(action, step, began, time.monotonic_ns(), job.index, moved[0])
+    def _run_of(self, micro_batch: MicroBatch) -> ForwardPass:
+        run = self._kept[micro_batch.index]
+        assert isinstance(run, ForwardPass)
+        return run
 
+    def _keep(self, index: int, kept: ForwardPass | KeptInputs) -> None:
+        self._kept[index] = kept
+        self._memory.add(kept.nbytes)
 
-def _turns(task: ScheduledAction, following: ScheduledAction) -> bool:
-    """Whether the next action is the backward of this forward."""
-    here, there = task.action, following.action
-    return (here.stage, here.micro_batch) == (there.stage, there.micro_batch)
+    def _release(self, index: int) -> ForwardPass | KeptInputs:
+        kept = self._kept.pop(index)
+        self._memory.add(-kept.nbytes)
+        return kept
 
 
-def _failed(action: Action, error: Exception) -> WorkerError:
-    told = "".join(traceback.format_exception(error))
-    return WorkerError(
-        f"stage {action.stage}, micro-batch {action.micro_batch}, {action}: {type(error).__name__}: {error}\n\n{told}"
-    )
+def _versions(micro_batch: MicroBatch, received: Sequence[Received]) -> list[int]:
+    """Return the inputs' version counters, which grow whenever a tensor is written in place."""
+    values = [*micro_batch.inputs, *(value for value, _ in received)]
+    return [value._version for value in values if isinstance(value, Tensor)]

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paceline.replica.module_utils import rewound
+from paceline.replica.module_utils import preserve_tensors
 from paceline.replica.tensor.base import OpCall
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ def measure_op_times(module: GraphModule, leaves: Sequence[Any], calls: Sequence
     asked = {call.node: call for call in calls}
     found = dict.fromkeys(asked, float("inf"))
     tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
-    with rewound(module, tensors), torch.no_grad():
+    with preserve_tensors(module, tensors), torch.no_grad():
         for _ in range(REPEATS):
             clock = _Clock(module, asked)
             clock.run(*leaves)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.core.errors import InputError
-from paceline.replica.flat_optimizer import FlatOptimizer, Make, of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
 from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.placements import Shard, even_sizes, shard_layout
@@ -33,7 +33,7 @@ _SEED = 2718
 """Any number would do."""
 
 
-def refuse_unless_elementwise(make: Make, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
+def refuse_unless_elementwise(make: OptimizerFactory, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
     """Raise InputError where an optimizer does not do to parts of tensors what it does to the tensors.
 
     Tried are small tensors in float64, with the names and in the groups of A's.
@@ -50,7 +50,7 @@ def refuse_unless_elementwise(make: Make, whole: FlatLayout, lies: Mapping[str, 
 
 
 class _Trial:
-    def __init__(self, make: Make, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
+    def __init__(self, make: OptimizerFactory, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
         self._make, self._whole, self._shards = make, whole, shards
         self._lies = {name: _small(how, shards) for name, how in lies.items()}
         self._small = _doubled(whole.reshaped(lambda name, shape: _shape(len(shape), self._lies.get(name))))
@@ -75,7 +75,7 @@ class _Trial:
         """What some steps make of these values."""
         state, out = values.clone(), gradients.clone()
         try:
-            stepper = FlatOptimizer(of_part(self._named, self._whole, layout), None, state, out)
+            stepper = FlatOptimizer(optimizer_of_part(self._named, self._whole, layout), None, state, out)
             for _ in range(STEPS):
                 out.copy_(gradients)  # an optimizer may write into a gradient
                 stepper.step(out.parameters)

@@ -133,7 +133,7 @@ and so much must not be asked for that a wrong cut would pass."""
 class Formed(Protocol):
     """What knows the leaves of a model's inputs and outputs, as ``capture.Captured`` does."""
 
-    def flat(self, inputs: Tree) -> Sequence[Any]:
+    def flatten(self, inputs: Tree) -> Sequence[Any]:
         """Those of an input."""
 
     def rebuild(self, leaves: Sequence[Any]) -> Tree:
@@ -205,7 +205,7 @@ class _Stage:
         parts = _Enter.apply(self._shards, layouts, *self._parameters.values())  # type: ignore[no-untyped-call]
         tensors = {name: part for name, part in zip(names, parts, strict=True) if name in own}
         buffers = {name: self._part(name, self._model[name]) for name in own if name in self._local}
-        leaves = functional_call(self._shard.module, tensors | buffers, tuple(self._captured.flat(given)))
+        leaves = functional_call(self._shard.module, tensors | buffers, tuple(self._captured.flatten(given)))
         owned = {name for name in self._local if isinstance(self._layout(name), OnRank)}
         after = {name: buffers.get(name, self._model[name]) for name in self._model if name in buffers or name in owned}
         self._after = {name: self._whole(name, buffer) for name, buffer in after.items()}
@@ -300,7 +300,7 @@ def plan_program(
     together, given = WithLoss(program, module), (batch.input, batch.target)
     refuse_saved_hooks(together, given, type(module).__name__)
     captured = capture(together, given, operators=True, of_inputs=False)
-    leaves = captured.flat(given)
+    leaves = captured.flatten(given)
     times = multiplication_counts if counts else agreed_op_times(captured, leaves, says)
     return captured, plan_captured(captured, leaves, count, rules, times, type(module).__name__)
 

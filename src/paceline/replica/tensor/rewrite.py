@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from paceline.replica.module_utils import home, tensors_of
+from paceline.replica.module_utils import get_or_create_submodule, tensors_of
 from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.branch_on_rank import is_stand_in
 from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
@@ -135,7 +135,7 @@ def _part(held: Tensor, split: Shard, shard: int) -> Tensor:
 def put_tensor(root: nn.Module, name: str, held: Any) -> None:
     """Let a module have a parameter, buffer or constant under this full name."""
     path, _, leaf = name.rpartition(".")
-    where = home(root, path)
+    where = get_or_create_submodule(root, path)
     if isinstance(held, nn.Parameter):
         where.register_parameter(leaf, held)
     elif isinstance(held, torch.Tensor):

@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program
-from paceline.replica.activation_memory import Tally
+from paceline.replica.activation_memory import StorageCounter
 from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
@@ -85,7 +85,7 @@ class TensorParallel(Replica):
         """Forward and backward; the mean loss."""
         weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
         began = time.monotonic_ns()
-        leaves = self._captured.flat((batch.input, batch.target))
+        leaves = self._captured.flatten((batch.input, batch.target))
         with self._program.autocast(self._device):
             (loss,) = self._forward([leaf.to(self._device) for leaf in leaves])
         turned = time.monotonic_ns()
@@ -101,11 +101,11 @@ class TensorParallel(Replica):
         if shapes in self._seen:
             made: tuple[Tensor, ...] = self._module(*leaves)
             return made
-        tally = Tally([*self._module.parameters(), *self._module.buffers(), *leaves])
-        with tally.watching():
+        counter = StorageCounter([*self._module.parameters(), *self._module.buffers(), *leaves])
+        with counter.counting_saved():
             made = self._module(*leaves)
         self._seen.add(shapes)
-        self.peak_saved_bytes = max(self.peak_saved_bytes, tally.nbytes)
+        self.peak_saved_bytes = max(self.peak_saved_bytes, counter.nbytes)
         return made
 
     def _failed(self, error: Exception) -> WorkerError:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.replica.pipeline.base import Crossing
-from paceline.replica.pipeline.comm_plan import CommPlan, Message, WorkerProgram
+from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
+from paceline.replica.pipeline.p2p_queue import Message
 from paceline.schedule import parse
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2", "interleaved:chunks=3"]
@@ -31,7 +32,7 @@ def plans(draw: st.DrawFn) -> tuple[CommPlan, int]:
 
 
 def ways(plan: CommPlan, count: int) -> list[WorkerProgram]:
-    return [plan.itinerary(worker, count) for worker in range(plan.workers)]
+    return [plan.worker_program(worker, count) for worker in range(plan.workers)]
 
 
 @given(plans())
@@ -40,7 +41,7 @@ def test_two_workers_have_the_same_order(case: tuple[CommPlan, int]) -> None:
     sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
     expected: dict[tuple[int, int], list[Message]] = defaultdict(list)
     for worker, way in enumerate(ways(plan, count)):
-        for message in (message for task in way.tasks for message in task.gives):
+        for message in (message for task in way.actions for message in task.sends):
             assert message.sender == worker
             if message.receiver != worker:
                 sent[worker, message.receiver].append(message)
@@ -52,9 +53,9 @@ def test_two_workers_have_the_same_order(case: tuple[CommPlan, int]) -> None:
 @given(plans())
 def test_everything_that_is_needed_is_given_once(case: tuple[CommPlan, int]) -> None:
     plan, count = case
-    tasks = [task for way in ways(plan, count) for task in way.tasks]
-    given_ = [message.rank for task in tasks for message in task.gives]
-    needed = [message.rank for task in tasks for message in task.needs]
+    tasks = [task for way in ways(plan, count) for task in way.actions]
+    given_ = [message.rank for task in tasks for message in task.sends]
+    needed = [message.rank for task in tasks for message in task.receives]
     assert sorted(given_) == sorted(needed) == list(range(len(given_)))
     edges = sum(len(crossing.consumers) for crossing in plan.crossings)
     assert len(given_) == 2 * edges * count
@@ -77,9 +78,9 @@ class Rendezvous:
 
     def __init__(self, way: WorkerProgram) -> None:
         self.steps: list[tuple[str, Message]] = []
-        for task in way.tasks:
-            self.steps += [("take", m) for m in task.needs if m.sender != m.receiver]
-            self.steps += [("send", m) for m in task.gives if m.sender != m.receiver]
+        for task in way.actions:
+            self.steps += [("take", m) for m in task.receives if m.sender != m.receiver]
+            self.steps += [("send", m) for m in task.sends if m.sender != m.receiver]
         self.incoming = way.incoming
         self.at = 0
 
@@ -103,14 +104,14 @@ class Rendezvous:
 
 def test_what_is_waited_for_is_said_in_words() -> None:
     plan = CommPlan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
-    there, back = plan.itinerary(1, 4).tasks[0].needs[0], plan.itinerary(0, 4).tasks[2].needs[0]
-    assert there.what == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"
-    assert back.what == "the gradient of relu of micro-batch 0, from stage 1 for stage 0 (0B0)"
+    there, back = plan.worker_program(1, 4).actions[0].receives[0], plan.worker_program(0, 4).actions[2].receives[0]
+    assert there.description == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"
+    assert back.description == "the gradient of relu of micro-batch 0, from stage 1 for stage 0 (0B0)"
 
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_gradients_of_a_value_come_in_ascending_order_of_its_consumers(worker: int) -> None:
     plan = CommPlan(parse("interleaved:chunks=2"), 2, 2, (Crossing("a", worker, (2, 3)),), {})
-    needs = [task.needs for task in plan.itinerary(worker, 2).tasks if task.action.stage == worker]
+    needs = [task.receives for task in plan.worker_program(worker, 2).actions if task.action.stage == worker]
     backward = [tuple(m.consumer for m in each) for each in needs if each and each[0].gradient]
     assert backward == [(2, 3), (2, 3)]

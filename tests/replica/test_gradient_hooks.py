@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline import PacelineError
-from paceline.replica.base import Sink
-from paceline.replica.batches import EMPTY
+from paceline.replica.base import EMPTY, GradientSink
 from paceline.replica.single import Single
 from tests import oracle
 from tests.engine import programs
@@ -17,7 +16,7 @@ from tests.engine.distributed_cases import Checkpointed, LookedUp
 from tests.replica.test_replicas import autograd, batch, same
 
 
-class Notes(Sink):
+class Notes(GradientSink):
     """Copies what it is told; every ``per_delta``-th micro-step is a last one."""
 
     def __init__(self, per_delta: int = 1) -> None:
@@ -25,7 +24,7 @@ class Notes(Sink):
         self.told: dict[int, tuple[Tensor, int]] = {}
         self.order: list[int] = []
 
-    def last(self) -> bool:
+    def is_last_micro_step(self) -> bool:
         self.made += 1
         return self.made % self.per_delta == 0
 
@@ -43,7 +42,7 @@ def deltas(program: Any, sink: Notes, rounds: list[list[list[int]]], micro_steps
     """Compute Δs of these batches; checks each, and returns what was told of each before its end."""
     mine, state = autograd(program)
     replica, early = Single(mine, micro_steps), []
-    with replica.giving(sink):
+    with replica.sending_gradients(sink):
         for batches in rounds:
             replica.adopt(state)
             for clock, indices in enumerate(batches):
@@ -107,7 +106,7 @@ def test_what_is_added_to_after_it_was_sent_is_named() -> None:
     program = programs.program(model=LaterTwice)
     mine, state = autograd(program)
     replica, sink = Single(mine), Notes()
-    with replica.giving(sink):
+    with replica.sending_gradients(sink):
         replica.adopt(state)
         replica.advance(batch(program, 1), 0)
         replica.finish(state.layout.new())
@@ -125,7 +124,7 @@ def test_a_sparse_gradient_is_told_of_as_a_dense_one() -> None:
     for giving in (False, True):
         sink.taken()
         if giving:
-            with replica.giving(sink):
+            with replica.sending_gradients(sink):
                 for clock in range(2):
                     sink.taken()
                     replica.adopt(state)
@@ -146,7 +145,7 @@ def test_a_gradient_that_is_not_finite_is_seen() -> None:
     program = programs.program(loss=lambda o, t: nn.functional.cross_entropy(o, t) * float("inf"))
     mine, state = autograd(program)
     replica = Single(mine)
-    with replica.giving(Notes()):
+    with replica.sending_gradients(Notes()):
         replica.adopt(state)
         replica.advance(batch(program, 1), 0)
         assert not replica.finish(state.layout.new()).finite
@@ -156,7 +155,7 @@ def test_nothing_is_left_behind() -> None:
     program = programs.program()
     mine, state = autograd(program)
     replica, sink, out = Single(mine), Notes(), state.layout.new()
-    with replica.giving(sink):
+    with replica.sending_gradients(sink):
         pass
     replica.adopt(state)
     replica.advance(batch(program, 1, 2), 0)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from paceline.replica.base import Batch
-from paceline.replica.pipeline.comm_plan import CommPlan, Leg
+from paceline.replica.pipeline.comm_plan import CommPlan, StreamStep
 from paceline.schedule import in_flight, parse
 from tests.replica.pipeline.runtime_cuts import Chain, Norms
 from tests.replica.pipeline.runtime_streams import Passing, Stream, Versioned
@@ -62,7 +62,7 @@ def test_pipedream_is_what_its_formula_says(kind: type[nn.Module], workers: int,
     stream = Stream(program(kind, optimizer), kind, "pipedream", workers)
     compare(stream, of_stage(workers), batches(kind, 4, 4, 4, 3, 4, 4, 4, 4, 2, 4))
     assert [member.replica.staleness for member in stream.members] == [workers - 1 - w for w in range(workers)]
-    assert all(member.replica.most_versions <= workers - w for w, member in enumerate(stream.members))
+    assert all(member.replica.stash.most <= workers - w for w, member in enumerate(stream.members))
 
 
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
@@ -74,7 +74,7 @@ def test_two_versions_are_what_their_formula_says(kind: type[nn.Module], workers
     stream = Stream(program(kind, optimizer), kind, "pipedream-2bw", workers, m)
     compare(stream, two_versions, batches(kind, *counts))
     assert [member.replica.staleness for member in stream.members] == [1] * workers
-    assert all(member.replica.most_versions == 2 for member in stream.members)
+    assert all(member.replica.stash.most == 2 for member in stream.members)
 
 
 @pytest.mark.parametrize("recompute", ["boundaries", "all"])
@@ -161,6 +161,6 @@ def test_the_endless_way_begins_as_that_of_a_long_stream(schedule: str, m: int, 
     value = parse(schedule).resolved(m)
     plan = CommPlan(value, workers, m, (), {})
     for worker in range(workers):
-        endless: list[Leg] = list(itertools.islice(plan.stream(worker), 150))
+        endless: list[StreamStep] = list(itertools.islice(plan.stream(worker), 150))
         expected = list(itertools.islice(value.actions(worker, workers, 500), 150))
-        assert [leg.task.action for leg in endless] == expected
+        assert [step.action.action for step in endless] == expected

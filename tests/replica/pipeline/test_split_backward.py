@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 
-from paceline.replica.activation_memory import Tally
+from paceline.replica.activation_memory import StorageCounter
 from paceline.replica.capture.capture import capture
-from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, substitute
+from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 
 ROUNDING = 1e-13
 """The same products of float64 numbers of size about 1, in shapes that may be added up in another order."""
@@ -66,9 +66,9 @@ def halves(module: nn.Module, run: Callable[[Tensor], Tensor], shape: tuple[int,
         for name, gradient in zip(plain, found[1:], strict=True):
             plain[name] += gradient
         if seed == 1:
-            assert substitute(module, splitter.substitutes)
+            assert replace_ops([module], splitter.replacements)
         later = DeferredWeightGrads()
-        with splitter.putting_off(later):
+        with splitter.deferring_to(later):
             loss = run(x).sin().sum()
         before = {n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None}
         loss.backward()
@@ -124,9 +124,9 @@ def test_a_weight_that_is_computed_is_left_to_autograd() -> None:
 
 def test_without_a_graph_nothing_is_put_off() -> None:
     module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), DeferredWeightGrads()
-    substitute(module, splitter.substitutes)
+    replace_ops([module], splitter.replacements)
     x = torch.randn(2, 4, dtype=torch.float64)
-    with splitter.putting_off(later), torch.no_grad():
+    with splitter.deferring_to(later), torch.no_grad():
         assert not module(x).requires_grad
     module(x).sum().backward()  # nor outside a pass of its part
     assert module.weight.grad is not None
@@ -134,16 +134,16 @@ def test_without_a_graph_nothing_is_put_off() -> None:
 
 def test_what_is_kept_for_weights_is_their_input_and_a_gradient() -> None:
     module, splitter, later = made(lambda: nn.Linear(4, 3)), Splitter("cpu"), DeferredWeightGrads()
-    substitute(module, splitter.substitutes)
-    with splitter.putting_off(later):
+    replace_ops([module], splitter.replacements)
+    with splitter.deferring_to(later):
         loss = module(torch.randn(5, 4, dtype=torch.float64)).sum()
     loss.backward()
-    tally = Tally(module.parameters())
-    later.tally(tally)
+    tally = StorageCounter(module.parameters())
+    tally.add(later.arguments)
     # A sum's gradient is one number that stands for all.
     assert tally.nbytes == (5 * 4 + 1) * 8
 
 
 def test_a_graph_without_such_operators_is_left_as_it_is() -> None:
     graph = symbolic_trace(nn.Sequential(nn.Tanh(), nn.LayerNorm(4)))
-    assert not substitute(graph, Splitter("cpu").substitutes)
+    assert not replace_ops([graph], Splitter("cpu").replacements)

@@ -1,0 +1,169 @@
+"""Δ computed by stages: one worker of a pipeline, whose weights stay as they are during a mini-batch."""
+
+import math
+import time
+from collections.abc import Mapping
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from paceline.core.types import Clock
+from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.flat_state import FlatState
+from paceline.replica.pipeline.base import P2P, all_reduce, broadcast_first
+from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
+from paceline.replica.pipeline.stage import PipelineSetup
+from paceline.replica.pipeline.stage_runtime import StageRuntime
+from paceline.replica.tensor.tp_group import PartialGrads
+
+
+class TiedGradients:
+    """Sums the gradients of parameters that several stages hold.
+
+    Args:
+        plan: names those parameters and their parts.
+        worker: this one.
+        p2p: to the others.
+    """
+
+    def __init__(self, plan: CommPlan, worker: int, p2p: P2P) -> None:
+        columns, own = plan.columns, plan.columns.column(worker)
+        holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
+        self.holders = {n: stages for n, stages in sorted(holders.items()) if own.stage in stages and len(stages) > 1}
+        """Parameter -> the stages that hold it, of those that this worker and another one hold."""
+        self._stage, self._p2p = own.stage, p2p
+        others = {stage for stages in self.holders.values() for stage in stages if stage != own.stage}
+        # Each replica of a stage receives from one replica of each other stage, and sends to those that receive of it.
+        self._source = {stage: columns.number(columns.turn(own, stage)) for stage in others}
+        self._destinations = {
+            stage: [n for n in columns.same(stage) if columns.turn(columns.column(n), own.stage) == own]
+            for stage in others
+        }
+
+    def all_reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        """Replace each gradient by its sum over the stages that hold it, which call this together.
+
+        Args:
+            gradients: this worker's, by the parameter's full name.
+        """
+        others = [(name, stage) for name, stages in self.holders.items() for stage in stages if stage != self._stage]
+        descriptions = {name: f"the gradient of {name}, which several stages hold" for name in self.holders}
+        receives = {
+            (name, stage): self._p2p.irecv(
+                gradients[name].shape, gradients[name].dtype, self._source[stage], descriptions[name]
+            )
+            for name, stage in others
+        }
+        own = {name: gradients[name].clone() for name in self.holders}
+        for name, stage in others:
+            for destination in self._destinations[stage]:
+                self._p2p.isend(own[name], destination, descriptions[name])
+        for name, stages in self.holders.items():  # by ascending stage: all of them get the same bits
+            first, *rest = (own[name] if each == self._stage else receives[name, each].wait() for each in stages)
+            gradients[name].copy_(first)
+            for each in rest:
+                gradients[name].add_(each)
+        self._p2p.wait_sends()
+
+
+class Pipelined(Replica):
+    """Δ is the gradient of the mean loss over a mini-batch, summed over its micro-batches: Δ = Σ n_i/n · ∇loss_i.
+
+    Weights stay as they are from :meth:`adopt` to :meth:`finish`, so every schedule gives what one process gives that
+    runs the same micro-batches, up to the order in which gradients are added up. Each worker writes its part of Δ; only
+    the worker with the last part computes the loss.
+
+    Args:
+        setup: of this worker.
+        micro_steps: calls of :meth:`advance` for one Δ.
+        partial_grads: where operators are sharded: sums the gradients of which each shard has a term.
+    """
+
+    def __init__(
+        self, setup: PipelineSetup, *, micro_steps: int = 1, partial_grads: PartialGrads | None = None
+    ) -> None:
+        self._plan, self._worker, self._replicas = setup.plan, setup.worker.worker, setup.replicas
+        self._micro_steps, self._partial_grads = micro_steps, partial_grads
+        self._runtime = StageRuntime(setup)
+        self._tensors = self._runtime.tensors
+        self._tied = TiedGradients(setup.plan, self._worker, setup.p2p)
+        self._programs: dict[int, WorkerProgram] = {}
+        self._losses, self._samples = 0.0, 0
+
+    @property
+    def peak_saved_bytes(self) -> int:
+        """The most that was kept for backward at one time, parameters and the batch itself not counted."""
+        return self._runtime.memory.peak_bytes
+
+    def adopt(self, state: FlatState) -> None:
+        self._tensors.bind(state)
+        for stage in self._runtime.stages.values():
+            stage.clear()
+        self._losses, self._samples = 0.0, 0
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        if not batch.samples:
+            return math.nan
+        runtime = self._runtime
+        total = float(batch.samples) if self._micro_steps == 1 else 1.0
+        micro_batches = runtime.micro_batches(batch, total, clock)
+        count = len(micro_batches)
+        if count not in self._programs:
+            self._programs[count] = self._plan.worker_program(self._worker, count)
+        program = self._programs[count]
+
+        runtime.queue.begin(program.incoming, [each.shapes for each in micro_batches])
+        losses: list[tuple[int, Tensor]] = []
+        for task, following in zip_longest(program.actions, program.actions[1:]):
+            micro_batch = micro_batches[task.action.micro_batch]
+            loss = runtime.execute(task, following, micro_batch, clock + 1)
+            if loss is not None:
+                losses.append((micro_batch.samples, loss))
+
+        began = time.monotonic_ns()
+        runtime.queue.wait_sends()
+        mean = math.nan
+        if runtime.takes_target:
+            total_loss = sum(samples * float(loss) for samples, loss in losses)
+            if self._replicas is not None:
+                term = torch.tensor([total_loss], dtype=torch.float64)
+                self._replicas.all_reduce(term, "the loss of other micro-batches")
+                total_loss = float(term)
+            mean = total_loss / batch.samples
+        runtime.record("wait", clock + 1, began)
+        for stage in runtime.stages.values():
+            stage.end_mini_batch()
+        self._losses += mean * batch.samples
+        self._samples += batch.samples
+        return mean
+
+    def finish(self, out: FlatState) -> Measured:
+        gradients = self._tensors.take_gradients()
+        with torch.no_grad():
+            if self._samples:
+                self._all_reduce(gradients)
+                if self._micro_steps > 1:
+                    torch._foreach_div_(gradients, float(self._samples))
+            if gradients:  # a stage may have nothing to train
+                torch._foreach_copy_(out.views.parameters, gradients)
+            self._tensors.write_buffers(out)
+            if self._replicas is not None and self._samples and out.buffers:
+                broadcast_first(out.buffers, self._replicas, "running buffers")
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        loss = self._losses / self._samples
+        return Measured(loss, self._samples, finite(out.parameters, loss if self._runtime.takes_target else 0.0))
+
+    def _all_reduce(self, gradients: list[Tensor]) -> None:
+        """Sum this worker's gradients over replicas of the stage, shards and tied stages, each of which has a term."""
+        if self._replicas is not None:
+            began = time.monotonic_ns()
+            all_reduce(gradients, self._replicas, "gradients of other micro-batches")
+            self._runtime.record("all_reduce", 0, began)
+        if self._partial_grads is not None:
+            self._partial_grads.all_reduce_(gradients)
+        if self._tied.holders:
+            began = time.monotonic_ns()
+            self._tied.all_reduce(dict(zip(self._tensors.layout.parameter_names, gradients, strict=True)))
+            self._runtime.record("all_reduce", 0, began)

@@ -1,0 +1,181 @@
+"""Runtime of one worker of a pipeline: its stages, its queue of messages, and the execution of scheduled actions."""
+
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.types import Clock
+from paceline.replica.activation_memory import ActivationMemory
+from paceline.replica.base import Batch
+from paceline.replica.module_utils import get_or_create_submodule
+from paceline.replica.pipeline.base import Part
+from paceline.replica.pipeline.comm_plan import ScheduledAction
+from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
+from paceline.replica.pipeline.p2p_queue import Message, P2PQueue, Received
+from paceline.replica.pipeline.stage import PipelineSetup, Stage
+from paceline.replica.single import Autograd, step_seed
+from paceline.trace import spans
+from paceline.trace.recorder import NullRecorder
+
+
+class StageRuntime:
+    """Runs the scheduled actions of one worker of a pipeline.
+
+    Args:
+        setup: of the worker.
+        stream: whether micro-batches go on from mini-batch to mini-batch.
+    """
+
+    def __init__(self, setup: PipelineSetup, *, stream: bool = False) -> None:
+        worker, parts, plan = setup.worker, setup.parts, setup.plan
+        for part in parts:
+            part.module.to(worker.device).train()
+        self.tensors = Autograd(setup.program, merged_module(parts), setup.layout, worker.replica, worker.device)
+        self.memory = ActivationMemory()
+        self.stages = {part.number: Stage(part, setup, self.memory) for part in parts}
+        self.queue = P2PQueue(setup.p2p, stream_rounds=plan.workers if stream else None)
+        self.takes_target = plan.schedule.parts(plan.stages) - 1 in self.stages
+        """True if this worker computes the loss."""
+        self._worker, self._seed = worker, setup.program.seed
+        self._micro_batches, self._flatten = plan.micro_batches, setup.captured.input_spec.flatten
+        self._leaves = {leaf for part in parts for leaf in part.inputs}
+        self._on_cpu = torch.device(worker.device).type == "cpu"
+        self._recorder = None if type(setup.recorder) is NullRecorder else setup.recorder
+
+    def micro_batches(self, batch: Batch, total: float, clock: Clock) -> list[MicroBatch]:
+        """Cut a batch and move what this worker needs of it to its device.
+
+        Args:
+            batch: with at least one sample.
+            total: samples that a micro-batch's weight is its share of.
+            clock: of the micro-step, from which random numbers are seeded.
+        """
+        seed = step_seed(self._seed, self._worker.replica, clock)
+        cut = micro_batches(batch, self._micro_batches, self._flatten)
+        cut = [replace(each, weight=each.samples / total, seed=seed) for each in cut]
+        if self._on_cpu:
+            return cut
+        return [each.to(self._worker.device, self._leaves, target=self.takes_target) for each in cut]
+
+    def execute(
+        self, task: ScheduledAction, following: ScheduledAction | None, micro_batch: MicroBatch, step: int
+    ) -> Tensor | None:
+        """Execute one action; returns the micro-batch's loss if it is the forward of the last part.
+
+        Args:
+            task: an action that is no update.
+            following: the one after it, whose receives are posted already, as far as that takes no waiting.
+            micro_batch: that of the action.
+            step: of the recorded spans.
+
+        Raises:
+            WorkerError: it failed; the message names stage, micro-batch and action.
+        """
+        action = task.action
+        stage = self.stages[action.stage]
+        if following is not None and following.receives:
+            self.queue.post_receives(max(message.rank for message in following.receives), wait=False)
+        try:
+            if action.kind == "forward":
+                return self._forward(stage, task, following, micro_batch, step)
+            if action.kind == "backward_weight":
+                began = time.monotonic_ns()
+                stage.backward_weight(micro_batch)
+                self.record("backward_weight", step, began, micro_batch.index)
+            else:
+                self._backward(stage, task, micro_batch, step)
+            return None
+        except PacelineError:
+            raise
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error))
+            raise WorkerError(
+                f"stage {action.stage}, micro-batch {action.micro_batch}, {action}: {type(error).__name__}: {error}"
+                f"\n\n{trace}"
+            ) from error
+
+    def record(self, action: spans.Action, step: int, began: int, index: int = 0, moved_bytes: int = 0) -> None:
+        """Record a span from ``began`` to now."""
+        if self._recorder is not None:
+            self._recorder.record(action, step, began, time.monotonic_ns(), index, moved_bytes)
+
+    def _forward(
+        self,
+        stage: Stage,
+        task: ScheduledAction,
+        following: ScheduledAction | None,
+        micro_batch: MicroBatch,
+        step: int,
+    ) -> Tensor | None:
+        received: list[Received] = []
+        if task.receives:
+            began = time.monotonic_ns()
+            by_name = {message.name: self.queue.receive(message) for message in task.receives}
+            self.record("wait", step, began, micro_batch.index)
+            received = [by_name[crossing.name] for crossing in stage.part.received]
+
+        began, action = time.monotonic_ns(), task.action
+        backward_follows = following is not None and (action.stage, action.micro_batch) == (
+            following.action.stage,
+            following.action.micro_batch,
+        )
+        outputs, loss = stage.forward(micro_batch, received, backward_follows=backward_follows)
+        self.record("forward", step, began, micro_batch.index)
+
+        if task.sends:
+            began, moved = time.monotonic_ns(), 0
+            output_of = {crossing.name: each for crossing, each in zip(stage.part.sent, outputs, strict=True)}
+            for message in task.sends:
+                value, differentiable = output_of[message.name]
+                moved += self.queue.send(message, value, differentiable=differentiable)
+            self.record("send", step, began, micro_batch.index, moved)
+        return loss
+
+    def _backward(self, stage: Stage, task: ScheduledAction, micro_batch: MicroBatch, step: int) -> None:
+        if stage.needs_recompute(micro_batch):
+            began = time.monotonic_ns()
+            stage.recompute(micro_batch)
+            self.record("recompute", step, began, micro_batch.index)
+
+        sums: dict[str, Tensor] = {}
+        differentiable = stage.differentiable_outputs(micro_batch)
+        expected = [message for message in task.receives if message.name in differentiable]
+        if expected:
+            began = time.monotonic_ns()
+            for message in expected:  # of one value by ascending consumer, so every run adds in one order
+                gradient, _ = self.queue.receive(message)
+                assert isinstance(gradient, Tensor)
+                sums[message.name] = sums[message.name] + gradient if message.name in sums else gradient
+            self.record("wait", step, began, micro_batch.index)
+
+        moved, split = 0, task.action.kind == "backward_input"
+
+        def send(message: Message, gradient: Tensor) -> None:
+            nonlocal moved
+            moved += self.queue.send_gradient(message, gradient)
+
+        began = time.monotonic_ns()
+        stage.backward(micro_batch, sums, task.sends, send, split=split)
+        self.record("backward_input" if split else "backward", step, began, micro_batch.index, moved)
+
+
+def merged_module(parts: Iterable[Part]) -> nn.Module:
+    """Return a module without a forward that holds the parts' tensors; one that several name becomes one tensor."""
+    whole = nn.Module()
+    for part in parts:
+        named: Sequence[tuple[str, Tensor]] = [*part.module.named_parameters(), *part.module.named_buffers()]
+        for name, tensor in named:
+            path, _, leaf = name.rpartition(".")
+            owner = get_or_create_submodule(whole, path)
+            if leaf in owner._parameters or leaf in owner._buffers:
+                setattr(part.module.get_submodule(path), leaf, getattr(owner, leaf))
+            elif isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
+            else:
+                owner.register_buffer(leaf, tensor)
+    return whole
