@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from paceline.comm import hierarchical
 from paceline.comm.shm import process_group
-from paceline.comm.shm.region import meet
+from paceline.comm.shm.region import rendezvous
 
 
 def register() -> None:
@@ -19,5 +19,5 @@ def register() -> None:
 def _shm(options: Any, _backend_options: Any) -> process_group.ShmProcessGroup:
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group or range(options.group_size))
-    room = meet(options.store, options.group_id, options.group_rank, ranks, timeout_s)
+    room = rendezvous(options.store, options.group_id, options.group_rank, ranks, timeout_s)
     return process_group.ShmProcessGroup(room, timeout_s)

@@ -33,11 +33,10 @@ from torch._C._distributed_c10d import (
 )
 from torch.futures import Future
 
-from paceline.comm.shm import wakeup_page
+from paceline.comm.shm.collectives import plain, vector
 from paceline.comm.shm.process_group import PythonProcessGroup, ShmProcessGroup
 from paceline.comm.shm.progress import completed
-from paceline.comm.shm.region import meet
-from paceline.comm.shm.tensor_ops import plain, vector
+from paceline.comm.shm.region import host_id, rendezvous
 
 
 class ChainedWork(dist.Work):
@@ -281,7 +280,7 @@ def create(options: Any, _backend_options: Any) -> Hierarchical:
     ranks = list(options.global_ranks_in_group or range(size))
     hosts = _hosts(store, rank, size, timeout)
     mine = next(i for i, members in enumerate(hosts) if rank in members)
-    inside = meet(
+    inside = rendezvous(
         PrefixStore(f"inside {mine}", store),
         f"{options.group_id} on one host",
         hosts[mine].index(rank),
@@ -297,7 +296,7 @@ def create(options: Any, _backend_options: Any) -> Hierarchical:
 def _hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:
     """The ranks of each host, hosts in the order of their first ranks."""
     keys = [f"host of {other}" for other in range(size)]
-    store.set(keys[rank], wakeup_page.host())
+    store.set(keys[rank], host_id())
     store.wait(keys, timeout)
     names = [store.get(key).decode() for key in keys]
     order = sorted(range(size), key=lambda other: (names.index(names[other]), other))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm import wakeup_page
+from paceline.comm.shm import region
 from paceline.core.errors import PacelineError
 
 
@@ -156,10 +156,10 @@ def refusals(rank: int, size: int) -> list[str]:
 def elsewhere(rank: int, size: int, what: str) -> str:
     """A second group whose ranks believe to be apart."""
     if what == "host" and rank == 1:
-        wakeup_page.host = lambda: "another"  # type: ignore[assignment]
+        region.host_id = lambda: "another"  # type: ignore[assignment]
     if what == "process" and rank == 1:
-        real = wakeup_page.place_of
-        wakeup_page.place_of = lambda segment: wakeup_page.PageAddress(  # type: ignore[assignment]
+        real = region.address_of
+        region.address_of = lambda segment: region.SegmentAddress(  # type: ignore[assignment]
             os.getppid(), 0, real(segment).size_bytes, real(segment).token
         )
     return told(lambda: dist.new_group(timeout=timedelta(seconds=5)))
@@ -167,13 +167,13 @@ def elsewhere(rank: int, size: int, what: str) -> str:
 
 def absent(rank: int, size: int, folder: str) -> str:
     """A group that one of its ranks never joins."""
-    from paceline.comm.shm.region import meet
+    from paceline.comm.shm.region import rendezvous
 
     if rank == 1:
         dist.barrier()
         return ""
     store = dist.FileStore(str(Path(folder) / "absent"), 2)
-    said = told(lambda: meet(store, "new", 0, [0, 1], 0.5))
+    said = told(lambda: rendezvous(store, "new", 0, [0, 1], 0.5))
     dist.barrier()
     return said
 

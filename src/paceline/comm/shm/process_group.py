@@ -1,7 +1,4 @@
-"""What torch.distributed asks of a group that is written in Python.
-
-The ``shm`` process group, as torch.distributed calls it: its arguments in, vectors out to the collectives.
-"""
+"""The ``shm`` process group of torch.distributed: checks arguments, and hands vectors to the collectives."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,26 +20,23 @@ from torch._C._distributed_c10d import (
     ScatterOptions,
 )
 
-from paceline.comm.shm import collectives, progress
+from paceline.comm.shm import collectives
+from paceline.comm.shm.collectives import cut, vector, written_back
 from paceline.comm.shm.p2p import Receive, RecvMatching, SendQueue
-from paceline.comm.shm.progress import Operation, Work, Works
+from paceline.comm.shm.progress import Operation, Work, Works, own_progress
 from paceline.comm.shm.region import Region
-from paceline.comm.shm.staging import CollectiveKind, ReduceRule, StagedRounds, Steps
-from paceline.comm.shm.tensor_ops import check, cut, one, raw, returned, rule_of, same_dtype, vector
+from paceline.comm.shm.staging import CollectiveKind, ReduceRule, StagedRounds, Steps, check_rule, rule_of
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
 # mypy: disable-error-code="override, assignment"
 # torch's stubs give each method several signatures and each name one of its own; torch calls the first, by all names.
 
+NAME = "shm"
+
 
 class PythonProcessGroup(dist.ProcessGroup):
-    """A group of CPU ranks that keeps its own names, since it registers no backend that would.
-
-    Args:
-        rank: mine.
-        size: how many ranks there are.
-    """
+    """A group of CPU ranks written in Python; it keeps its own names, since it registers no backend that would."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # its stub lacks the one for subclasses
@@ -50,7 +44,7 @@ class PythonProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """DCP and object collectives ask it where to put what they send."""
+        """Devices of the tensors that DCP and object collectives make to send."""
         return [torch.device("cpu")]
 
     def _get_backend(self, _device: Any) -> Any:
@@ -71,30 +65,23 @@ class PythonProcessGroup(dist.ProcessGroup):
         self._description = description
 
 
-# mypy: disable-error-code="override, assignment"
-# torch's stubs give each method several signatures and each name one of its own; torch calls the first, by all names.
-
-
-NAME = "shm"
-
-
 class ShmProcessGroup(PythonProcessGroup):
     """CPU ranks of one host.
 
     Args:
-        room: their shared memory.
-        timeout_s: how long a call waits for others, where it is not told.
+        region: their shared memory.
+        timeout_s: longest wait of a call that is given no timeout.
     """
 
-    def __init__(self, room: Region, timeout_s: Seconds) -> None:
-        super().__init__(room.rank, room.size)
-        self._room, self._timeout_s = room, timeout_s
-        self._rounds, self._inbox, self._outbox = StagedRounds(room), RecvMatching(room), SendQueue(room)
+    def __init__(self, region: Region, timeout_s: Seconds) -> None:
+        super().__init__(region.rank, region.size)
+        self._region, self._timeout_s = region, timeout_s
+        self._rounds, self._matching, self._send_queue = StagedRounds(region), RecvMatching(region), SendQueue(region)
         self._calls: deque[Operation] = deque()
-        self._sends: list[deque[Operation]] = [deque() for _ in range(room.size)]
-        self._progress = progress.mine()
-        self._together: list[Work] | None = None
-        self.barrier().wait()  # who went on and left would take its memory along before others have found it
+        self._sends: list[deque[Operation]] = [deque() for _ in range(region.size)]
+        self._progress = own_progress()
+        self._coalesced: list[Work] | None = None
+        self.barrier().wait()  # a rank that left at once would free its memory before others have mapped it
 
     # ------------------------------------------------------------------------------------------------- collectives
 
@@ -103,105 +90,107 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or BroadcastOptions()
-        x = one(tensors, "broadcast")
+        x = _single(tensors, "broadcast")
         v = vector(x)
         steps = collectives.broadcast(self._rounds, v, self._root(opts))
-        return self._call("broadcast", returned(steps, [x], [v]), opts, [x])
+        return self._call("broadcast", written_back(steps, [x], [v]), opts, [x])
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or AllreduceOptions()
-        x = one(tensors, "all_reduce")
+        x = _single(tensors, "all_reduce")
+        rule = _rule(opts, x)
         if x.layout is torch.sparse_coo:
-            collectives.check_sparse(_rule(opts, x))
+            if rule is not ReduceRule.sum:
+                raise InputError(f"backend shm adds sparse tensors, and has no {rule.name} of them; write x.to_dense()")
             return self._call("all_reduce", collectives.sparse_all_reduce(self._rounds, x), opts, [x])
         v = vector(x)
-        steps = collectives.all_reduce(self._rounds, v, _rule(opts, x))
-        return self._call("all_reduce", returned(steps, [x], [v]), opts, [x])
+        steps = collectives.all_reduce(self._rounds, v, v, rule)
+        return self._call("all_reduce", written_back(steps, [x], [v]), opts, [x])
 
     def combine(self, x: Tensor, out: Tensor, rule: ReduceRule) -> Work:
-        """An all-reduce of dense tensors into another one, for callers who need nothing of torch.distributed's.
+        """All-reduce a dense tensor into another one, without the checks and options of torch.distributed.
 
-        ``x`` stays as it is, unless ``out`` is the same. Ranks that call all_reduce make the same call.
+        ``x`` stays as it is, unless ``out`` is the same. It is the same collective as all_reduce on other ranks.
         """
-        check(rule, x.dtype)
+        check_rule(rule, x.dtype)
         v = vector(x)
-        made = v if out is x else vector(out)
-        steps = collectives.combine(self._rounds, v, made, rule)
-        return self._begin(_all_reduce, returned(steps, [out], [made]), self._rounds.late, line=self._calls)
+        result = v if out is x else vector(out)
+        steps = collectives.all_reduce(self._rounds, v, result, rule)
+        return self._begin(_all_reduce, written_back(steps, [out], [result]), self._rounds.missing, queue=self._calls)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or ReduceOptions()
-        x = one(tensors, "reduce")
+        x = _single(tensors, "reduce")
         v = vector(x)
         steps = collectives.reduce_to(self._rounds, v, self._root(opts), _rule(opts, x))
-        return self._call("reduce", returned(steps, [x], [v]), opts, [x])
+        return self._call("reduce", written_back(steps, [x], [v]), opts, [x])
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        outs, x = self._list(outputs, "all_gather"), one(inputs, "all_gather")
-        same_dtype("all_gather", [x, *outs])
+        outs, x = self._per_rank(outputs, "all_gather"), _single(inputs, "all_gather")
+        _check_dtypes("all_gather", [x, *outs])
         vs = [vector(out) for out in outs]
         steps = collectives.all_gather(self._rounds, vs, vector(x))
-        return self._call("all_gather", returned(steps, outs, vs), opts or AllgatherOptions(), outs)
+        return self._call("all_gather", written_back(steps, outs, vs), opts or AllgatherOptions(), outs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        same_dtype("all_gather_into_tensor", [input, output])
+        _check_dtypes("all_gather_into_tensor", [input, output])
         v, x = vector(output), vector(input)
-        if v.numel() != x.numel() * self._room.size:
+        if v.numel() != x.numel() * self._region.size:
             raise InputError(
-                f"all_gather_into_tensor: the output has {v.numel():,} elements, and {self._room.size} ranks give "
-                f"{x.numel():,} each; make it of {x.numel() * self._room.size:,}"
+                f"all_gather_into_tensor: the output has {v.numel():,} elements, and {self._region.size} ranks give "
+                f"{x.numel():,} each; make it of {x.numel() * self._region.size:,}"
             )
-        steps = collectives.all_gather(self._rounds, cut(v, self._room.size, "all_gather_into_tensor"), x)
-        return self._call("all_gather", returned(steps, [output], [v]), opts or AllgatherOptions(), [output])
+        steps = collectives.all_gather(self._rounds, cut(v, self._region.size, "all_gather_into_tensor"), x)
+        return self._call("all_gather", written_back(steps, [output], [v]), opts or AllgatherOptions(), [output])
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         opts = opts or GatherOptions()
-        x, root = one(inputs, "gather"), self._root(opts)
-        outs = self._list(outputs, "gather") if self._room.rank == root else []
-        same_dtype("gather", [x, *outs])
+        x, root = _single(inputs, "gather"), self._root(opts)
+        outs = self._per_rank(outputs, "gather") if self._region.rank == root else []
+        _check_dtypes("gather", [x, *outs])
         vs = [vector(out) for out in outs]
         if any(v.numel() != x.numel() for v in vs):
             raise InputError(f"gather: every output must have the {x.numel():,} elements of the input")
         steps = collectives.gather(self._rounds, vs, vector(x), root)
-        return self._call("gather", returned(steps, outs, vs), opts, outs)
+        return self._call("gather", written_back(steps, outs, vs), opts, outs)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         opts = opts or ScatterOptions()
-        out, root = one(outputs, "scatter"), self._root(opts)
-        parts = self._list(inputs, "scatter") if self._room.rank == root else []
-        same_dtype("scatter", [out, *parts])
+        out, root = _single(outputs, "scatter"), self._root(opts)
+        parts = self._per_rank(inputs, "scatter") if self._region.rank == root else []
+        _check_dtypes("scatter", [out, *parts])
         v = vector(out)
         if any(part.numel() != v.numel() for part in parts):
             raise InputError(f"scatter: every input must have the {v.numel():,} elements of the output")
         steps = collectives.scatter(self._rounds, v, [vector(part) for part in parts], root)
-        return self._call("scatter", returned(steps, [out], [v]), opts, [out])
+        return self._call("scatter", written_back(steps, [out], [v]), opts, [out])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        out, parts = one(outputs, "reduce_scatter"), self._list(inputs, "reduce_scatter")
+        out, parts = _single(outputs, "reduce_scatter"), self._per_rank(inputs, "reduce_scatter")
         return self._reduce_scatter(out, parts, [vector(part) for part in parts], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        parts = cut(vector(input), self._room.size, "reduce_scatter_tensor")
+        parts = cut(vector(input), self._region.size, "reduce_scatter_tensor")
         return self._reduce_scatter(output, [input], parts, opts)
 
     def _reduce_scatter(self, out: Tensor, given: Sequence[Tensor], parts: Sequence[Tensor], opts: Any) -> Work:
         opts = opts or ReduceScatterOptions()
-        same_dtype("reduce_scatter", [out, *given])
+        _check_dtypes("reduce_scatter", [out, *given])
         v = vector(out)
-        if parts[self._room.rank].numel() != v.numel():
+        if parts[self._region.rank].numel() != v.numel():
             raise InputError(
                 f"reduce_scatter: the output has {v.numel():,} elements, and the part for it has "
-                f"{parts[self._room.rank].numel():,}; make both the same"
+                f"{parts[self._region.rank].numel():,}; make both the same"
             )
         steps = collectives.reduce_scatter(self._rounds, v, parts, _rule(opts, out))
-        return self._call("reduce_scatter", returned(steps, [out], [v]), opts, [out])
+        return self._call("reduce_scatter", written_back(steps, [out], [v]), opts, [out])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        outs, parts = self._list([outputs], "all_to_all"), self._list([inputs], "all_to_all")
-        same_dtype("all_to_all", [*outs, *parts])
+        outs, parts = self._per_rank([outputs], "all_to_all"), self._per_rank([inputs], "all_to_all")
+        _check_dtypes("all_to_all", [*outs, *parts])
         vs = [vector(out) for out in outs]
         steps = collectives.exchange(self._rounds, CollectiveKind.all_to_all, vs, [vector(part) for part in parts])
-        return self._call("all_to_all", returned(steps, outs, vs), opts or AllToAllOptions(), outs)
+        return self._call("all_to_all", written_back(steps, outs, vs), opts or AllToAllOptions(), outs)
 
     def all_to_all_single(
         self,
@@ -211,12 +200,12 @@ class ShmProcessGroup(PythonProcessGroup):
         input_split_sizes: Sequence[int] | None,
         opts: Any = None,
     ) -> Work:
-        same_dtype("all_to_all_single", [input, output])
-        v, size, what = vector(output), self._room.size, "all_to_all_single"
-        outs = cut(v, size, what, output_split_sizes, len(output) if output.dim() else 1)
-        parts = cut(vector(input), size, what, input_split_sizes, len(input) if input.dim() else 1)
+        _check_dtypes("all_to_all_single", [input, output])
+        v, size, name = vector(output), self._region.size, "all_to_all_single"
+        outs = cut(v, size, name, output_split_sizes, len(output) if output.dim() else 1)
+        parts = cut(vector(input), size, name, input_split_sizes, len(input) if input.dim() else 1)
         steps = collectives.exchange(self._rounds, CollectiveKind.all_to_all, outs, parts)
-        return self._call("all_to_all", returned(steps, [output], [v]), opts or AllToAllOptions(), [output])
+        return self._call("all_to_all", written_back(steps, [output], [v]), opts or AllToAllOptions(), [output])
 
     # ------------------------------------------------------------------------------------------- several in one call
 
@@ -228,7 +217,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        by_input = zip(*outputs, strict=True)  # each list holds what one rank gave
+        by_input = zip(*outputs, strict=True)  # each list holds the outputs of one rank
         return Works([self.allgather([outs], [x], opts) for outs, x in zip(by_input, inputs, strict=True)])
 
     def all_gather_single_coalesced(
@@ -249,44 +238,44 @@ class ShmProcessGroup(PythonProcessGroup):
     alltoall_base = all_to_all_single
 
     def _start_coalescing(self, _device: Any = None) -> None:
-        self._together = []
+        self._coalesced = []
 
     def _end_coalescing(self, _device: Any = None) -> dist.Work:
-        together, self._together = self._together or [], None
-        return Works(together)
+        works, self._coalesced = self._coalesced or [], None
+        return Works(works)
 
     # --------------------------------------------------------------------------------------------------- two ranks
 
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803 (torch's name)
-        x = one(tensors, "send")
-        self._refuse_rank("send", dstRank)
-        steps = self._outbox.send(dstRank, tag, raw(vector(x)), x.dtype)
-        return self._begin(_message("send", x, tag), steps, lambda: [dstRank], line=self._sends[dstRank])
+        x = _single(tensors, "send")
+        self._check_rank("send", dstRank)
+        steps = self._send_queue.send(dstRank, tag, vector(x).view(torch.uint8), x.dtype)
+        return self._begin(_message("send", x, tag), steps, lambda: [dstRank], queue=self._sends[dstRank])
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803 (torch's name)
-        self._refuse_rank("recv", srcRank)
+        self._check_rank("recv", srcRank)
         return self._receive(tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work:
-        x = one(tensors, "recv")
+        x = _single(tensors, "recv")
         v = vector(x)
-        receive = Receive(source, tag, raw(v), x.dtype)
-        steps = returned(self._inbox.receive(receive), [x], [v])
-        awaited = partial(self._sources, source)
+        receive = Receive(source, tag, v.view(torch.uint8), x.dtype)
+        steps = written_back(self._matching.receive(receive), [x], [v])
+        awaited = partial(self._awaited_sources, source)
         return self._begin(_message("recv", x, tag), steps, awaited, outputs=[x], receive=receive)
 
-    def _sources(self, source: int | None) -> list[int]:
-        """Who a receive waits for; any source will do as long as one is left."""
+    def _awaited_sources(self, source: int | None) -> list[int]:
+        """Return the ranks that a receive waits for; any source will do as long as one is left."""
         if source is not None:
             return [source]
-        others = [rank for rank in range(self._room.size) if rank != self._room.rank]
-        gone = self._room.gone(others)
-        return others if len(gone) == len(others) else [rank for rank in others if rank not in gone]
+        others = [rank for rank in range(self._region.size) if rank != self._region.rank]
+        exited = self._region.exited(others)
+        return others if len(exited) == len(others) else [rank for rank in others if rank not in exited]
 
-    # ------------------------------------------------------------------------------------------ names, and its end
+    # -------------------------------------------------------------------------------------------- names and shutdown
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME
@@ -295,65 +284,78 @@ class ShmProcessGroup(PythonProcessGroup):
         return NAME
 
     def shutdown(self) -> None:
-        """Let go of the memory; what has not been waited for is dropped."""
+        """Unmap the memory; calls that have not been waited for are dropped."""
         self._progress.poll()
-        self._progress.drop(self._room)
-        self._room.close()
+        self._progress.drop(self._region)
+        self._region.close()
 
     abort = shutdown
 
     # ------------------------------------------------------------------------------------------------------ inside
 
-    def _call(self, what: str, steps: Steps, opts: Any, outputs: Sequence[Tensor] = ()) -> Work:
-        """A collective: after all that were called before it."""
-        work = self._begin(lambda: what, steps, self._rounds.late, line=self._calls, outputs=outputs)
+    def _call(self, name: str, steps: Steps, opts: Any, outputs: Sequence[Tensor] = ()) -> Work:
+        """Start a collective, after all that were called before it."""
+        work = self._begin(lambda: name, steps, self._rounds.missing, queue=self._calls, outputs=outputs)
         if not work.is_success() and (timeout_s := opts.timeout.total_seconds()) > 0:
             work.timeout_s = timeout_s
         return work
 
     def _begin(
         self,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         steps: Steps,
         awaited: Callable[[], Sequence[int]],
         *,
-        line: "deque[Operation] | None" = None,
+        queue: "deque[Operation] | None" = None,
         outputs: Sequence[Tensor] = (),
         receive: Receive | None = None,
     ) -> Work:
-        operation = Operation(self._room, steps, what, awaited, line)
+        operation = Operation(self._region, steps, describe, awaited, queue)
         self._progress.start(operation)
         work = Work(operation, self._timeout_s, outputs, receive)
-        if self._together is not None:
-            self._together.append(work)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
         return work
 
     def _root(self, opts: Any) -> int:
-        self._refuse_rank("root", opts.rootRank)
+        self._check_rank("root", opts.rootRank)
         return int(opts.rootRank)
 
-    def _refuse_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < self._room.size:
+    def _check_rank(self, name: str, rank: int) -> None:
+        if not 0 <= rank < self._region.size:
             raise InputError(
-                f"{what}: rank {rank} is not in a group of {self._room.size}; write 0 to {self._room.size - 1}"
+                f"{name}: rank {rank} is not in a group of {self._region.size}; write 0 to {self._region.size - 1}"
             )
 
-    def _list(self, given: Sequence[Sequence[Tensor]], what: str) -> Sequence[Tensor]:
-        """The only list of tensors, one a rank."""
-        if len(given) != 1 or len(given[0]) != self._room.size:
-            raise InputError(f"{what} takes one list of {self._room.size} tensors, one a rank")
-        return given[0]
+    def _per_rank(self, lists: Sequence[Sequence[Tensor]], name: str) -> Sequence[Tensor]:
+        """Return the only list of tensors, one for each rank."""
+        if len(lists) != 1 or len(lists[0]) != self._region.size:
+            raise InputError(f"{name} takes one list of {self._region.size} tensors, one a rank")
+        return lists[0]
 
 
 def _all_reduce() -> str:
     return "all_reduce"
 
 
+def _single(tensors: Sequence[Tensor], name: str) -> Tensor:
+    if len(tensors) != 1:
+        raise InputError(f"{name} takes one tensor, and was given {len(tensors)}; make one call for each")
+    return tensors[0]
+
+
+def _check_dtypes(name: str, tensors: Sequence[Tensor]) -> None:
+    """Raise InputError if a rank's own tensors differ."""
+    dtypes = {x.dtype for x in tensors}
+    if len(dtypes) > 1:
+        raise InputError(f"{name}: tensors of one dtype are needed, not {', '.join(sorted(map(str, dtypes)))}")
+
+
 def _rule(opts: Any, x: Tensor) -> ReduceRule:
     rule = rule_of(opts.reduceOp)
-    check(rule, x.dtype)
+    check_rule(rule, x.dtype)
     return rule
 
 
-def _message(what: str, x: Tensor, tag: int) -> Callable[[], str]:
-    return lambda: f"{what} of {x.numel():,} {str(x.dtype).removeprefix('torch.')} with tag {tag}"
+def _message(call: str, x: Tensor, tag: int) -> Callable[[], str]:
+    return lambda: f"{call} of {x.numel():,} {str(x.dtype).removeprefix('torch.')} with tag {tag}"

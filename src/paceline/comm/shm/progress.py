@@ -1,8 +1,7 @@
-"""What a process has begun and not ended, in all its groups, and how it waits for it.
+"""The progress engine: what this process has started and not finished, in all its groups, and how it waits for it.
 
-There is no helper thread: a call goes as far as it can when it is made, and on whenever this process waits for any.
-
-What a call returns: something to wait for.
+There is no helper thread. A call goes as far as it can when it is made, and goes on whenever this process waits for any
+call. So a wait for one call is safe although another one must come first: the wait moves all of them.
 """
 
 import threading
@@ -16,15 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from paceline.comm.shm import wakeup_page
 from paceline.comm.shm.p2p import Receive
-from paceline.comm.shm.region import Region
+from paceline.comm.shm.region import Region, own_wakeup_page, wakeup_on
 from paceline.comm.shm.staging import Steps
 from paceline.core.errors import CollectiveError, WaitTimeoutError
 from paceline.core.types import Seconds
 
-LOOK_AROUND_S: Seconds = 0.1
-"""Who waits looks so often whether those that it waits for are still there."""
+CHECK_S: Seconds = 0.1
+"""How often a wait checks whether the processes that it waits for are still running."""
 
 
 class LateError(CollectiveError, WaitTimeoutError):
@@ -32,32 +30,32 @@ class LateError(CollectiveError, WaitTimeoutError):
 
 
 class Operation:
-    """One call under way.
+    """A call that has been started.
 
     Args:
-        room: of its group.
+        region: of its group.
         steps: what it does between waits.
-        what: says what it is, in messages.
-        awaited: ranks in the group that it waits for.
-        line: of operations that go one after the other, this one among them; None: it goes by itself.
+        describe: returns what it is, for messages.
+        awaited: returns the ranks in the group that it waits for.
+        queue: operations that run one after the other, this one among them; None: it runs by itself.
     """
 
     def __init__(
         self,
-        room: Region,
+        region: Region,
         steps: Steps,
-        what: Callable[[], str],
+        describe: Callable[[], str],
         awaited: Callable[[], Sequence[int]],
-        line: "deque[Operation] | None" = None,
+        queue: "deque[Operation] | None" = None,
     ) -> None:
-        self.room, self.what, self.awaited, self.line = room, what, awaited, line
+        self.region, self.describe, self.awaited, self.queue = region, describe, awaited, queue
         self._steps = steps
         self.ready: Callable[[], bool] = _always
         self.done = False
         self.error: Exception | None = None
 
     def advance(self) -> None:
-        """Go on until something has to be waited for."""
+        """Run steps until one has to wait."""
         try:
             while self.ready():
                 self.ready = next(self._steps)
@@ -65,80 +63,82 @@ class Operation:
             self.done = True
         except Exception as error:
             self.fail(error)
-        except BaseException:  # Ctrl-C: its steps can't be gone on with
-            self.fail(
-                CollectiveError(
-                    f"{self.what()} of group {self.room.name} was interrupted; nothing more can be sent in this group"
-                )
-            )
+        except BaseException:  # Ctrl-C within a step: the generator is finished, and the others would wait for ever
+            call = f"{self.describe()} of group {self.region.name}"
+            self.fail(CollectiveError(f"{call} was interrupted; nothing more can be sent in this group"))
             raise
 
     def __str__(self) -> str:
-        return f"{self.what()} in group {self.room.name}"
+        return f"{self.describe()} in group {self.region.name}"
 
     def fail(self, error: Exception) -> None:
-        """End it with an error, of which all ranks are told."""
+        """End it with an error, which is reported to all ranks."""
         self.done, self.error = True, error
-        self.room.fail(str(error))
+        self.region.fail(str(error))
+
+
+def _always() -> bool:
+    return True
 
 
 class Progress:
     """All operations under way in this process."""
 
     def __init__(self) -> None:
-        self._door = wakeup_page.mine()
+        self._wakeup = wakeup_on(own_wakeup_page())
         self._active: list[Operation] = []
         self._lock = threading.RLock()
 
     def start(self, operation: Operation) -> None:
-        """Begin it, or have it begin once those before it in its line have ended."""
+        """Start an operation, or queue it behind those of its queue."""
         with self._lock:
-            failure = operation.room.failure()
+            failure = operation.region.failure()
             if failure is not None:
                 operation.done, operation.error = True, CollectiveError(failure)
                 return
-            line = operation.line
-            if line is not None:
-                line.append(operation)
-                if len(line) > 1:
+            queue = operation.queue
+            if queue is not None:
+                queue.append(operation)
+                if len(queue) > 1:
                     return
-            self._begin(operation)
+            self._run(operation)
 
     def wait(self, operation: Operation, timeout_s: Seconds, slice_s: Seconds | None = None) -> None:
-        """Go on with all of them until this one has ended.
+        """Advance all operations until this one has ended.
 
         Args:
             operation: waited for.
-            timeout_s: of its group; when that is up, the group is done for.
-            slice_s: how long this wait may last; when that is up, the operation goes on and may be waited for again.
+            timeout_s: of its group; when that is up, the group is of no use any more.
+            slice_s: longest time of this wait; when that is up, the operation goes on and may be waited for again.
 
         Raises:
-            CollectiveError: ranks made different calls, or one of those that are waited for has gone.
+            CollectiveError: ranks made different calls, or one that is waited for has ended.
             LateError: the time is up.
         """
-        wakeup, began = self._door.wakeup, time.monotonic()
+        wakeup, began = self._wakeup, time.monotonic()
         bound_s = timeout_s if slice_s is None else min(slice_s, timeout_s)
         while not operation.done:
-            if wakeup.spin(self._move):
+            if wakeup.spin(self._advance_ready):
                 continue
             left_s = bound_s - (time.monotonic() - began)
-            wakeup.sleep(self._move, wakeup.event.wait, max(0.0, min(left_s, LOOK_AROUND_S)))
-            if not self._move():
-                self._look_around(operation, late=left_s <= 0, timeout_s=bound_s, spoils=bound_s == timeout_s)
+            wakeup.sleep(self._advance_ready, wakeup.event.wait, max(0.0, min(left_s, CHECK_S)))
+            if not self._advance_ready():
+                self._check(operation, late=left_s <= 0, timeout_s=bound_s, spoils=bound_s == timeout_s)
         if operation.error is not None:
             raise operation.error
 
     def poll(self) -> None:
-        """Go on with what can, without waiting."""
-        while self._move():
+        """Advance what is ready, without waiting."""
+        while self._advance_ready():
             pass
 
-    def drop(self, room: Region) -> None:
+    def drop(self, region: Region) -> None:
         """Forget what is under way in a group."""
         with self._lock:
-            self._active = [operation for operation in self._active if operation.room is not room]
+            self._active = [operation for operation in self._active if operation.region is not region]
 
-    def _begin(self, operation: Operation | None) -> None:
+    def _run(self, operation: Operation | None) -> None:
+        """Run an operation, and those behind it in its queue, until one has to wait."""
         while operation is not None:
             operation.advance()
             if not operation.done:
@@ -147,13 +147,13 @@ class Progress:
             operation = self._next(operation)
 
     def _next(self, ended: Operation) -> Operation | None:
-        if ended.line is None:
+        if ended.queue is None:
             return None
-        ended.line.popleft()
-        return ended.line[0] if ended.line else None
+        ended.queue.popleft()
+        return ended.queue[0] if ended.queue else None
 
-    def _move(self) -> bool:
-        """Go on with whatever can; whether anything could."""
+    def _advance_ready(self) -> bool:
+        """Advance the operations that are ready; return whether there was one."""
         moved = False
         with self._lock:
             for operation in tuple(self._active):
@@ -162,55 +162,53 @@ class Progress:
                     operation.advance()
                     if operation.done:
                         self._active.remove(operation)
-                        self._begin(self._next(operation))
+                        self._run(self._next(operation))
         return moved
 
-    def _look_around(self, operation: Operation, *, late: bool, timeout_s: Seconds, spoils: bool) -> None:
-        """End an operation with an error where waiting for it has become vain; raise where only this wait is over."""
+    def _check(self, operation: Operation, *, late: bool, timeout_s: Seconds, spoils: bool) -> None:
+        """Fail an operation that can't end any more, or, if the time is up, end its group or this wait alone.
+
+        Args:
+            operation: waited for.
+            late: the time is up.
+            timeout_s: that was waited.
+            spoils: the time of the group is up, not only that of this wait.
+        """
         with self._lock:
             if operation.done:
                 return
-            error = _vain(operation) or (_late(operation, timeout_s) if late else None)
-            if isinstance(error, LateError) and not spoils:
-                try:
-                    raise error
-                finally:
-                    del error  # else it, this frame and what is being sent would keep each other
+            region = operation.region
+            own, failure = region.named([region.rank]), region.failure()
+            exited = region.exited(operation.awaited()) if failure is None else []
+            error: CollectiveError | None = None
+            if failure is not None:
+                error = CollectiveError(failure)
+            elif exited and not operation.ready():  # what they wrote last may have arrived meanwhile
+                error = CollectiveError(
+                    f"{region.named(exited)} ended while {own} waited in {operation}; look at what it printed last"
+                )
+            elif late:
+                awaited = operation.awaited()
+                error = LateError(
+                    f"{own} waited {timeout_s:g} s for {region.named(awaited)} in {operation}; see what "
+                    f"{'they do' if len(awaited) > 1 else 'it does'} instead, or give the group a larger timeout "
+                    "(timeout=)"
+                )
+                if not spoils:
+                    try:
+                        raise error
+                    finally:
+                        del error  # or it, this frame and what is being sent would keep each other alive
             if error is not None:
                 if operation in self._active:
                     self._active.remove(operation)
                 operation.fail(error)
 
 
-def _vain(operation: Operation) -> CollectiveError | None:
-    """Why it will never end."""
-    room = operation.room
-    failure = room.failure()
-    if failure is not None:
-        return CollectiveError(failure)
-    gone = room.gone(operation.awaited())
-    if not gone or operation.ready():  # what they did last may have come meanwhile
-        return None
-    me = room.named([room.rank])
-    return CollectiveError(f"{room.named(gone)} ended while {me} waited in {operation}; look at what it printed last")
-
-
-def _late(operation: Operation, timeout_s: Seconds) -> LateError:
-    room, awaited = operation.room, operation.awaited()
-    return LateError(
-        f"{room.named([room.rank])} waited {timeout_s:g} s for {room.named(awaited)} in {operation}; see what "
-        f"{'they do' if len(awaited) > 1 else 'it does'} instead, or give the group a larger timeout (timeout=)"
-    )
-
-
 @cache
-def mine() -> Progress:
-    """This process's."""
+def own_progress() -> Progress:
+    """Return this process's progress engine."""
     return Progress()
-
-
-def _always() -> bool:
-    return True
 
 
 class Works(dist.Work):
@@ -221,30 +219,26 @@ class Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until all results are there."""
         return all(work.wait(timeout) for work in self._works)
 
     def is_completed(self) -> bool:
-        """Whether all have ended."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> list[Tensor]:
-        """The outputs of all."""
         return [output for work in self._works for output in work.result()]
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """As that of one."""
         return completed(self.result())
 
 
 class Work(dist.Work):
-    """A call that has been made.
+    """A call that has been made, as torch.distributed returns it.
 
     Args:
-        operation: what it does.
-        timeout_s: how long ``wait`` waits where it is not told.
-        outputs: its results, once it has ended.
-        receive: of a receive, where its source will stand.
+        operation: started.
+        timeout_s: of ``wait`` if that is given none.
+        outputs: results, once the operation has ended.
+        receive: for a receive, to read the source of its message.
     """
 
     def __init__(
@@ -254,50 +248,47 @@ class Work(dist.Work):
         self._operation, self.timeout_s, self._outputs, self._receive = operation, timeout_s, outputs, receive
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the results are there; raises where they can't be had, or not within ``timeout``."""
+        """Wait for the results; raise if they can't come, or do not come within ``timeout``."""
         operation = self._operation
         if not operation.done or operation.error is not None:
-            mine().wait(operation, self.timeout_s, timeout.total_seconds() if timeout else None)
+            own_progress().wait(operation, self.timeout_s, timeout.total_seconds() if timeout else None)
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether it has ended, with or without an error."""
         if not self._operation.done:
-            mine().poll()
+            own_progress().poll()
         return self._operation.done
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self._operation.done and self._operation.error is None
 
     def exception(self) -> Exception | None:
-        """What went wrong."""
         return self._operation.error
 
     def synchronize(self) -> None:
-        """As ``wait``."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """What it was made for; waits for it."""
+        """Wait, and return the outputs."""
         self.wait()
         return list(self._outputs)
 
     def source_rank(self) -> int:
-        """Of a receive that has ended: where its message came from."""
-        source = self._receive.came_from if self._receive else None
+        """Return where the message of a receive that has ended came from."""
+        source = self._receive.received_from if self._receive else None
         assert source is not None, "no message has been received"
         return source
 
     _source_rank = source_rank
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """A future that is complete: DDP asks for it at once, and nobody would complete it later."""
+        """Wait, and return a completed future: DDP asks for it at once, and no thread would complete it later."""
         return completed(self.result())
 
 
 def completed(result: list[Tensor]) -> "Future[list[Tensor]]":
-    """A future that has come: nobody would complete it later."""
+    """Return a future that has its result."""
     future: Future[list[Tensor]] = Future()
     future.set_result(result)
     return future

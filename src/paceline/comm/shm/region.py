@@ -1,51 +1,68 @@
-"""The shared memory of one process group: its layout, its members, and their rendezvous.
+"""The shared memory of one process group: its layout, its members, their rendezvous, and how one wakes another.
 
-The shared memory of one group, and who is in it.
+Two kinds of segment are shared. The *region* belongs to a group and holds its counters, data and failures. A *wakeup
+page* belongs to a process and holds one word, on which the process sleeps whatever group the news comes from, since it
+can sleep on one word only. Members find both through ``/proc/PID/fd/N`` of the owner, so that nothing has a name that
+could outlive the job. Linux only.
 """
 
 import json
+import os
+import secrets
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from paceline.comm import liveness
 from paceline.comm.shared_memory import SharedMemory
-from paceline.comm.shm import wakeup_page
-from paceline.comm.shm.wakeup_page import PageAddress, Peer
+from paceline.comm.wakeup import Futex, Wakeup, fence
 from paceline.core.errors import CollectiveError, InputError, WaitTimeoutError
-from paceline.core.types import Seconds
+from paceline.core.types import Nanoseconds, Seconds
 
 LINE = 64
-"""Bytes. Words that different ranks write are so far apart that they share no cache line."""
+"""Bytes of a cache line. Words that different ranks write lie on different lines, or each write would slow all."""
 
 PAGE = 4096
 
 TOKEN_BYTES = 16
+"""Random bytes at the start of a segment: they tell it from whatever else a file descriptor might have become."""
 
 FAILURE_BYTES = 2048
-"""Of what a rank says when it fails: two words, whether and how long, and the text."""
+"""Bytes for the failure that a rank reports: a flag, the length, and the text."""
 
 PIECE_BYTES = 256 * 1024
-"""What one slot of a channel carries."""
+"""Bytes of one slot of a channel."""
 
 PIECES = 4
-"""Slots of a channel: how many pieces a sender may be ahead."""
+"""Slots of a channel: how many pieces a sender may be ahead of its receiver."""
+
+STAGE_BYTES = 2**21
+"""Bytes that a rank shows the others in one round: smaller rounds have more barriers. On 2 cores of an Intel Xeon
+100 MiB among 8 ranks took 180 ms with 1 MiB, 162 with 2 and 165 with 4."""
+
+SPIN_NS: Nanoseconds = 50_000
+"""Longest spin of a wait. With more ranks than cores a longer one keeps those from running that it waits for."""
+
+OTHERWISE = "write init_process_group('gloo'), or 'nccl' for GPUs"
 
 _WORD = 8
+_WAKEUP_WORD, _WAKEUP_BYTES = slice(LINE, LINE + _WORD), 2 * LINE
 
 
 @dataclass(frozen=True, slots=True)
 class RegionLayout:
-    """Offsets in bytes, for a group of so many ranks.
+    """Offsets in bytes, in the order in which they lie in the region.
 
     Args:
-        size: N, the ranks.
-        stage_bytes: what a rank can show the others in one round; a multiple of the page size.
+        size: N, the number of ranks.
+        stage_bytes: bytes that a rank can show the others in one round; a multiple of the page size.
     """
 
     size: int
@@ -53,7 +70,7 @@ class RegionLayout:
 
     @property
     def posted(self) -> int:
-        """One line a rank: how many rounds it has posted."""
+        """One line for each rank: how many rounds it has posted."""
         return LINE
 
     @property
@@ -62,21 +79,17 @@ class RegionLayout:
 
     @property
     def headers(self) -> int:
-        """One line a rank and parity: what it calls."""
+        """One line for each parity of the round and each rank: the fingerprint of its collective."""
         return self.failures + FAILURE_BYTES * self.size
 
     @property
-    def notes_words(self) -> int:
-        """Of one rank and parity: how much it has for each rank, then how much it expects from each."""
-        return 2 * self.size
-
-    @property
-    def notes(self) -> int:
+    def sizes(self) -> int:
+        """2·N words for each parity and each rank: elements that it has for each rank, then that it expects of each."""
         return self.headers + 2 * LINE * self.size
 
     @property
     def stages(self) -> int:
-        return _paged(self.notes + 2 * self.size * self.notes_words * _WORD)
+        return _paged(self.sizes + 2 * self.size * 2 * self.size * _WORD)
 
     @property
     def channels(self) -> int:
@@ -84,7 +97,7 @@ class RegionLayout:
 
     @property
     def channel_bytes(self) -> int:
-        """Two lines that count, then the headers of the slots, then their pieces."""
+        """Two counters on lines of their own, then the envelopes of the slots, then their pieces."""
         return _paged(LINE * (2 + PIECES)) + PIECES * PIECE_BYTES
 
     @property
@@ -92,11 +105,9 @@ class RegionLayout:
         return self.channels + self.size * self.size * self.channel_bytes
 
     def stage(self, parity: int, rank: int) -> int:
-        """A rank's stage in the rounds of a parity."""
         return self.stages + (parity * self.size + rank) * self.stage_bytes
 
     def channel(self, source: int, destination: int) -> int:
-        """Where the channel between two ranks begins."""
         return self.channels + (source * self.size + destination) * self.channel_bytes
 
 
@@ -104,34 +115,87 @@ def _paged(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
 
 
-OTHERWISE = "write init_process_group('gloo'), or 'nccl' for GPUs"
+@dataclass(frozen=True, slots=True)
+class SegmentAddress:
+    """Where another process finds a segment."""
 
-STAGE_BYTES = 2**21
-"""What a rank shows the others in one round: smaller rounds meet more often. On 2 cores of an Intel Xeon 100 MiB among
-8 ranks took 180 ms with 1 MiB, 162 with 2 and 165 with 4."""
+    pid: int
+    fd: int
+    size_bytes: int
+    token: str
+
+    def open(self) -> SharedMemory:
+        """Map the segment.
+
+        Raises:
+            OSError: its process has ended, or belongs to another user or container.
+            CollectiveError: the descriptor is another file by now.
+        """
+        path = f"/proc/{self.pid}/fd/{self.fd}"
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(fd).st_size != self.size_bytes:
+            os.close(fd)
+            raise CollectiveError(f"{path} is not what was to be found there")
+        segment = SharedMemory.attach(fd, self.size_bytes)
+        if bytes(segment.buffer[:TOKEN_BYTES]).hex() != self.token:
+            segment.close()
+            raise CollectiveError(f"{path} is not what was to be found there")
+        return segment
+
+
+def create_segment(name: str, size_bytes: int, *, reserved_bytes: int = 0) -> SharedMemory:
+    """Create shared memory that peers can find by its :func:`address_of`."""
+    segment = SharedMemory.create(name, size_bytes, reserved_bytes=reserved_bytes)
+    segment.buffer[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
+    return segment
+
+
+def address_of(segment: SharedMemory) -> SegmentAddress:
+    """Return where peers find a segment that this process has created."""
+    return SegmentAddress(os.getpid(), segment.fd, segment.size_bytes, bytes(segment.buffer[:TOKEN_BYTES]).hex())
+
+
+@cache
+def own_wakeup_page() -> SharedMemory:
+    """Return this process's wakeup page; one for all its groups."""
+    return create_segment("wakeup", _WAKEUP_BYTES)
+
+
+def wakeup_on(page: SharedMemory) -> Wakeup:
+    """Return the wakeup of a page's owner, for the owner or a peer."""
+    word = page.buffer[_WAKEUP_WORD].cast("q")
+    return Wakeup(Futex(word), word, SPIN_NS)
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """What a rank tells the others of itself."""
+class Peer:
+    """A process of a group, this one included."""
 
-    host: str
-    name: str
-    """Of the host, as people know it."""
-    door: PageAddress
-    segment: PageAddress | None
-    """Of the group: the first rank makes it."""
+    pidfd: int
+    wakeup: Wakeup
+
+
+@cache
+def peer_at(page: SegmentAddress) -> Peer:
+    """Return the process that owns a wakeup page; the same object for all groups. Raises as SegmentAddress.open."""
+    return Peer(liveness.open_pid(page.pid), wakeup_on(page.open()))
+
+
+def host_id() -> str:
+    """Return a name of this host that holds until it restarts; containers and network namespaces differ."""
+    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
+    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
 
 
 class Region:
-    """A group's shared memory, as one rank sees it.
+    """A group's shared memory, as one rank maps it.
 
     Args:
         name: of the group, in messages.
-        rank: mine, in the group.
-        ranks: of the members, in the whole job; messages name them.
+        rank: this process's, in the group.
+        ranks: the members' ranks in the whole job; messages name them.
         segment: laid out by ``layout``.
-        layout: for so many ranks.
+        layout: for the group's size.
         peers: all members, in order.
     """
 
@@ -144,131 +208,112 @@ class Region:
         layout: RegionLayout,
         peers: Sequence[Peer],
     ) -> None:
-        self.name, self.rank, self.ranks, self.layout, self.peers = name, rank, tuple(ranks), layout, tuple(peers)
-        self.size = len(self.peers)
-        self.others = tuple(p for i, p in enumerate(self.peers) if i != rank)
+        self.name, self.rank, self.ranks, self.layout = name, rank, tuple(ranks), layout
+        self.size = len(peers)
+        self._peers = tuple(peers)
+        self._others = tuple(peer.wakeup for other, peer in enumerate(peers) if other != rank)
         self._segment: SharedMemory | None = segment
-        self._failures = [self._failure(i) for i in range(self.size)]
-
-    @property
-    def segment(self) -> SharedMemory:
-        """Its memory, until it is closed."""
-        assert self._segment is not None, "this group has been destroyed"
-        return self._segment
+        self._failures = []
+        for member in range(self.size):
+            start = layout.failures + FAILURE_BYTES * member
+            self._failures.append((self.words(start, 2), self.bytes(start + LINE, FAILURE_BYTES - LINE)))
 
     def words(self, offset: int, count: int) -> "memoryview[int]":
-        """So many 8-byte words."""
-        return self.segment.buffer[offset : offset + count * _WORD].cast("q")
+        """Return a view of 8-byte words."""
+        return self.bytes(offset, count * _WORD).cast("q")
 
     def bytes(self, offset: int, size_bytes: int) -> "memoryview[int]":
-        """So many bytes."""
-        return self.segment.buffer[offset : offset + size_bytes]
+        assert self._segment is not None, "this group has been destroyed"
+        return self._segment.buffer[offset : offset + size_bytes]
 
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
-        """So many bytes as a vector of a dtype."""
-        return self.segment.tensor(offset, (size_bytes // dtype.itemsize,), dtype)
+        """Return a view of bytes as a vector."""
+        assert self._segment is not None, "this group has been destroyed"
+        return self._segment.tensor(offset, (size_bytes // dtype.itemsize,), dtype)
 
-    def wake(self) -> None:
-        """Ring all other members that sleep."""
-        wakeup_page.wake(self.others)
+    def wake_all(self) -> None:
+        """Wake all other members that sleep."""
+        fence()  # one for all of them: between what was written and the reading of their words
+        for wakeup in self._others:
+            wakeup.notify_fenced()
 
-    def wake_one(self, rank: int) -> None:
-        """Ring one, if it sleeps."""
-        self.peers[rank].door.wakeup.notify()
+    def wake(self, rank: int) -> None:
+        """Wake one member, if it sleeps."""
+        self._peers[rank].wakeup.notify()
 
     def fail(self, text: str) -> None:
-        """Have every member told what happened; the first word stands."""
+        """Report a failure to every member, unless one has been reported; the group is of no use afterwards."""
         if self.failure() is None:
-            words, letters = self._failures[self.rank]
-            said = text.encode()[: len(letters)]
-            letters[: len(said)] = said
-            words[1] = len(said)
-            words[0] = 1
-        self.wake()
+            words, content = self._failures[self.rank]
+            encoded = text.encode()[: len(content)]
+            content[: len(encoded)] = encoded
+            words[1] = len(encoded)
+            words[0] = 1  # the flag last: a rank that reads it finds the text complete
+        self.wake_all()
 
     def failure(self) -> str | None:
-        """What has gone wrong, as the first member that noticed it said."""
+        """Return the failure of the lowest rank that has reported one; None: the group is sound."""
         if self._segment is None:
             return f"group {self.name} has been destroyed; make its calls before that"
-        for words, letters in self._failures:
+        for words, content in self._failures:
             if words[0]:
-                return bytes(letters[: words[1]]).decode(errors="replace")
+                return bytes(content[: words[1]]).decode(errors="replace")
         return None
 
-    def gone(self, ranks: Iterable[int]) -> list[int]:
-        """Which of these members have ended."""
-        return [rank for rank in ranks if not self.peers[rank].alive]
+    def exited(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of some members whose processes have ended."""
+        return [rank for rank in ranks if not liveness.alive(self._peers[rank].pidfd)]
 
     def named(self, ranks: Iterable[int]) -> str:
-        """Members as the job knows them: ``rank 3``, ``ranks 1, 2``."""
-        known = [str(self.ranks[rank]) for rank in ranks]
-        return f"rank{'s' if len(known) > 1 else ''} {', '.join(known)}"
+        """Name members by their ranks in the job: ``rank 3``, ``ranks 1, 2``."""
+        names = [str(self.ranks[rank]) for rank in ranks]
+        return f"rank{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
     def close(self) -> None:
-        """Let go of the memory; it is gone when all members have."""
+        """Unmap the memory; it is freed when all members have."""
         if self._segment is not None:
             self._failures = []
             self._segment.close()
             self._segment = None
 
-    def _failure(self, rank: int) -> "tuple[memoryview[int], memoryview[int]]":
-        at = self.layout.failures + FAILURE_BYTES * rank
-        return self.words(at, 2), self.bytes(at + LINE, FAILURE_BYTES - LINE)
 
-
-def meet(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> Region:
-    """Find the other members, and the memory that is shared with them.
+def rendezvous(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> Region:
+    """Find the other members and the group's memory, which the first rank creates.
 
     Raises:
-        InputError: members are on different hosts, or can't look into each other's memory.
-        WaitTimeoutError: some did not come.
+        InputError: members are on different hosts, or can't map each other's memory.
+        WaitTimeoutError: some did not come in time.
     """
     layout = RegionLayout(len(ranks), STAGE_BYTES)
-    made = None
+    created = None
     if rank == 0:
-        made = wakeup_page.create("group", layout.size_bytes, reserved_bytes=layout.channels)
-    told = Member(
-        wakeup_page.host(), socket.gethostname(), wakeup_page.mine().place, wakeup_page.place_of(made) if made else None
-    )
-    store.set(str(rank), json.dumps(asdict(told)))
-    members = _members(store, name, rank, ranks, timeout_s)
-    _refuse_hosts(members, ranks)
-    place = members[0].segment
-    assert place is not None, "the first rank makes the segment"
+        created = create_segment("group", layout.size_bytes, reserved_bytes=layout.channels)
+    segment_address = asdict(address_of(created)) if created is not None else None
+    page_address = asdict(address_of(own_wakeup_page()))
+    own = {"host": host_id(), "name": socket.gethostname(), "page": page_address, "segment": segment_address}
+    keys = [str(member) for member in range(len(ranks))]
+    store.set(keys[rank], json.dumps(own))
     try:
-        peers = [wakeup_page.peer(member.door) for member in members]
-        segment = made or place.open()
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        absent = [str(ranks[member]) for member, key in enumerate(keys) if not store.check([key])]
+        raise WaitTimeoutError(
+            f"rank {ranks[rank]} waited {timeout_s:g} s for ranks {', '.join(absent)} to join group {name}; "
+            "start them, or write a larger timeout="
+        ) from error
+    members = [json.loads(store.get(key)) for key in keys]
+    for other, member in zip(ranks, members, strict=True):
+        if member["host"] != members[0]["host"]:
+            raise InputError(
+                f"ranks {ranks[0]} and {other} are on different hosts ({members[0]['name']}, {member['name']}), but "
+                f"backend shm joins CPU ranks of one host; {OTHERWISE}"
+            )
+    try:
+        peers = [peer_at(SegmentAddress(**member["page"])) for member in members]
+        segment = created or SegmentAddress(**members[0]["segment"]).open()
     except (OSError, CollectiveError) as error:
         raise InputError(
             f"rank {ranks[rank]} can't reach the memory of another rank of group {name}: {error}; backend shm is for "
             f"ranks of one user in one container, that are all still there; {OTHERWISE}"
         ) from error
     return Region(name, rank, ranks, segment, layout, peers)
-
-
-def _members(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> list[Member]:
-    keys = [str(i) for i in range(len(ranks))]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        absent = [ranks[i] for i, key in enumerate(keys) if not store.check([key])]
-        raise WaitTimeoutError(
-            f"rank {ranks[rank]} waited {timeout_s:g} s for ranks {', '.join(map(str, absent))} to join group {name}; "
-            "start them, or write a larger timeout="
-        ) from error
-    return [_member(json.loads(store.get(key))) for key in keys]
-
-
-def _member(told: dict[str, Any]) -> Member:
-    segment = PageAddress(**told["segment"]) if told["segment"] else None
-    return Member(told["host"], told["name"], PageAddress(**told["door"]), segment)
-
-
-def _refuse_hosts(members: Sequence[Member], ranks: Sequence[int]) -> None:
-    first = members[0]
-    for rank, member in zip(ranks, members, strict=True):
-        if member.host != first.host:
-            raise InputError(
-                f"ranks {ranks[0]} and {rank} are on different hosts ({first.name}, {member.name}), but backend shm "
-                f"joins CPU ranks of one host; {OTHERWISE}"
-            )

@@ -1,15 +1,13 @@
-"""Staged rounds of a collective: every rank shows its fingerprint and its data before any goes on.
-
-Rounds: every rank shows the others something, and nobody goes on before all have.
+"""Rounds of a collective: every rank shows its fingerprint and its data in a stage before any rank goes on.
 
 ::
 
     rank 0   write  post 1 .......... read | write  post 2 . read |
     rank 1   write ........... post 1 read | write ... post 2 read |
-             stage of odd rounds            stage of even rounds
+             stages of odd rounds            stages of even rounds
 
-Who posts round n + 1 has read all of round n. So when all have posted n + 1, the stages of round n may be written
-again: two of them are enough, and one counter a rank.
+A rank that posts round n + 1 has read all of round n. So when all have posted n + 1, the stages of round n may be
+written again: two stages and one counter for each rank are enough.
 """
 
 import struct
@@ -17,29 +15,29 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
-from typing import TypeAlias
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 from paceline.comm.shm.region import LINE, Region
 from paceline.comm.wakeup import FENCED, fence
-from paceline.core.errors import CollectiveError
+from paceline.core.errors import CollectiveError, InputError
 
 _PACKED = struct.Struct("<4q2q")
-_DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
-"""All of them, aliases among them; every rank runs the same torch."""
 
-_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
+"""All dtypes, aliases among them; their order is the same on every rank, which all run the same torch."""
 
-NOBODY = -1
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+
+NO_ROOT = -1
 UNEVEN = -1
 
 
 class CollectiveKind(IntEnum):
-    """Which collective."""
-
     barrier = 1
     broadcast = 2
     all_reduce = 3
@@ -52,7 +50,7 @@ class CollectiveKind(IntEnum):
 
 
 class ReduceRule(IntEnum):
-    """How elements are combined."""
+    """How elements are reduced."""
 
     nothing = 0
     sum = 1
@@ -65,163 +63,215 @@ class ReduceRule(IntEnum):
     bxor = 8
 
 
+_REDUCE: dict[ReduceRule, Callable[..., Tensor]] = {
+    ReduceRule.sum: torch.add,
+    ReduceRule.avg: torch.add,
+    ReduceRule.product: torch.mul,
+    ReduceRule.min: torch.minimum,
+    ReduceRule.max: torch.maximum,
+    ReduceRule.band: torch.bitwise_and,
+    ReduceRule.bor: torch.bitwise_or,
+    ReduceRule.bxor: torch.bitwise_xor,
+}
+
+_RULES = {getattr(ReduceOp, rule.name.upper()): rule for rule in _REDUCE}
+
+
+def rule_of(op: Any) -> ReduceRule:
+    """Return the rule of a ``torch.distributed.ReduceOp``.
+
+    Raises:
+        InputError: backend shm has no such rule.
+
+    >>> rule_of(torch.distributed.ReduceOp.SUM).name
+    'sum'
+    """
+    kind = getattr(op, "op", op)
+    rule = _RULES.get(kind)
+    if rule is None:
+        raise InputError(
+            f"reduce operation {kind.name} is not known to backend shm; write one of "
+            f"{', '.join(rule.name.upper() for rule in _REDUCE)}"
+        )
+    return rule
+
+
+@cache
+def check_rule(rule: ReduceRule, dtype: torch.dtype) -> None:
+    """Raise InputError if elements of a dtype can't be reduced by a rule."""
+    try:
+        probe = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        _REDUCE[rule](probe, probe, out=probe)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error)
+    else:
+        if rule is not ReduceRule.avg or dtype.is_floating_point or dtype.is_complex:
+            return
+        reason = "a mean of whole numbers is none"
+    raise InputError(
+        f"{rule.name} of {str(dtype).removeprefix('torch.')} can't be had ({reason}); convert the tensor first, as by "
+        "x.float()"
+    )
+
+
+def reduce(parts: Sequence[Tensor], rule: ReduceRule, out: Tensor) -> None:
+    """Reduce the parts, elementwise, into ``out``, which may be one of the first two."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    # In ascending order of ranks, whichever rank does it: sums of floats then have the same bits on all of them.
+    combine = _REDUCE[rule]
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+    if rule is ReduceRule.avg:
+        out.div_(len(parts))
+
+
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """One collective, as far as it must be the same on all ranks.
+    """Arguments of a collective that must be the same on all ranks.
 
     Args:
-        kind: which.
+        kind: of collective.
         dtype: of its tensors; None: a barrier has none.
-        elements: of this rank's tensor; ``UNEVEN`` where ranks may differ, and compare in another way.
-        root: rank in the group, or ``NOBODY``.
+        elements: of this rank's tensor; ``UNEVEN`` if ranks may differ, and are compared in another way.
+        root: rank in the group, or ``NO_ROOT``.
         rule: of a reduction.
-        sizes: of several parts, where they must be the same on all ranks.
+        sizes_sum: checksum of the sizes of several parts, if they must be the same on all ranks.
 
-    >>> call = Fingerprint(CollectiveKind.all_reduce, torch.float32, 10, rule=ReduceRule.sum)
-    >>> Fingerprint.unpacked(call.packed()) == call, str(call)
+    >>> fingerprint = Fingerprint(CollectiveKind.all_reduce, torch.float32, 10, rule=ReduceRule.sum)
+    >>> Fingerprint.unpacked(fingerprint.packed()) == fingerprint, str(fingerprint)
     (True, 'all_reduce(sum) of 10 float32')
     """
 
     kind: CollectiveKind
     dtype: torch.dtype | None = None
     elements: int = 0
-    root: int = NOBODY
+    root: int = NO_ROOT
     rule: ReduceRule = ReduceRule.nothing
     sizes_sum: int = 0
 
     def packed(self) -> bytes:
-        """One line."""
-        fields = (self.kind, dtype_code(self.dtype), self.elements, self.root, self.rule, self.sizes_sum)
+        """Return it as one cache line."""
+        code = -1 if self.dtype is None else DTYPE_CODES[self.dtype]
+        fields = (self.kind, code, self.elements, self.root, self.rule, self.sizes_sum)
         return _PACKED.pack(*fields).ljust(LINE, b"\0")
 
     @classmethod
     def unpacked(cls, line: bytes) -> "Fingerprint":
-        """What a line says."""
         kind, code, elements, root, rule, sizes_sum = _PACKED.unpack_from(line)
-        return cls(
-            CollectiveKind(kind), dtype_of(code) if code >= 0 else None, elements, root, ReduceRule(rule), sizes_sum
-        )
+        dtype = DTYPES[code] if code >= 0 else None
+        return cls(CollectiveKind(kind), dtype, elements, root, ReduceRule(rule), sizes_sum)
 
     def __str__(self) -> str:
         rule = f"({self.rule.name})" if self.rule else ""
-        where = f" with root {self.root}" if self.root != NOBODY else ""
+        root = f" with root {self.root}" if self.root != NO_ROOT else ""
         if self.dtype is None:
-            return f"{self.kind.name}{where}"
+            return f"{self.kind.name}{root}"
         count = "" if self.elements == UNEVEN else f"{self.elements:,} "
         parts = f" in parts (checksum {self.sizes_sum:08x})" if self.sizes_sum else ""
-        return f"{self.kind.name}{rule}{where} of {count}{str(self.dtype).removeprefix('torch.')}{parts}"
-
-
-def dtype_code(dtype: torch.dtype | None) -> int:
-    """A number for it, the same on every rank."""
-    return -1 if dtype is None else _CODES[dtype]
-
-
-def dtype_of(code: int) -> torch.dtype:
-    """The dtype of a number."""
-    return _DTYPES[code]
+        return f"{self.kind.name}{rule}{root} of {count}{str(self.dtype).removeprefix('torch.')}{parts}"
 
 
 def checksum(sizes: Sequence[int]) -> int:
-    """Of the sizes of parts, so that ranks which cut differently notice."""
+    """Return a checksum of the sizes of parts, so that ranks which cut differently notice."""
     return zlib.crc32(struct.pack(f"<{len(sizes)}q", *sizes))
 
 
 Steps: TypeAlias = Iterator[Callable[[], bool]]
-"""A call in parts: between two of them it waits until what it has yielded is true."""
+"""A collective in steps: between two of them it waits until the function that it has yielded returns True."""
 
-MOST_FRONTS = 1024
-"""So many views are kept for the next call of the same size: making them takes as long as a small sum."""
+MAX_FRONTS = 1024
+"""Views that are kept for the next collective of the same size: creating them takes as long as a small sum."""
 
 _packed = lru_cache(maxsize=4096)(Fingerprint.packed)
 
 
 class StagedRounds:
-    """The rounds of one group, as one rank makes them."""
+    """The rounds of one group, as one rank makes them. Between two posts all methods mean the round being written."""
 
-    def __init__(self, room: Region) -> None:
-        self.room, self.rank, self.size = room, room.rank, room.size
-        layout = room.layout
-        self._posted = room.words(layout.posted, room.size * LINE // 8)[:: LINE // 8]
-        self._headers = [room.bytes(layout.headers + parity * room.size * LINE, room.size * LINE) for parity in (0, 1)]
-        self._mine = [h[self.rank * LINE : (self.rank + 1) * LINE] for h in self._headers]
-        words = room.size * layout.notes_words
-        self._notes = [room.words(layout.notes + parity * words * 8, words) for parity in (0, 1)]
+    def __init__(self, region: Region) -> None:
+        self.region, self.rank, self.size = region, region.rank, region.size
+        layout, header_bytes = region.layout, region.size * LINE
+        self._posted = region.words(layout.posted, region.size * LINE // 8)[:: LINE // 8]
+        self._headers = [region.bytes(layout.headers + parity * header_bytes, header_bytes) for parity in (0, 1)]
+        self._own_headers = [h[self.rank * LINE : (self.rank + 1) * LINE] for h in self._headers]
+        words = region.size * 2 * region.size
+        self._sizes = [region.words(layout.sizes + parity * words * 8, words) for parity in (0, 1)]
         self._stages: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         self._fronts: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        self._whole: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._joint: dict[tuple[int, torch.dtype], Tensor] = {}
         self._number = 0
         self.stage_bytes = layout.stage_bytes
 
-    @property
-    def _parity(self) -> int:
-        """Of the round that is being written."""
-        return (self._number + 1) & 1
-
     def stages(self, dtype: torch.dtype) -> list[Tensor]:
-        """All ranks' stages of the round that is being written or, after ``post``, of the next one."""
-        key = (self._parity, dtype)
-        found = self._stages.get(key)
-        if found is None:
-            layout = self.room.layout
-            found = self._stages[key] = [
-                self.room.tensor(layout.stage(key[0], rank), layout.stage_bytes, dtype) for rank in range(self.size)
+        """Return all ranks' stages as vectors."""
+        key = ((self._number + 1) & 1, dtype)
+        stages = self._stages.get(key)
+        if stages is None:
+            layout = self.region.layout
+            stages = self._stages[key] = [
+                self.region.tensor(layout.stage(key[0], rank), layout.stage_bytes, dtype) for rank in range(self.size)
             ]
-        return found
+        return stages
 
     def fronts(self, dtype: torch.dtype, count: int) -> list[Tensor]:
-        """The first elements of all ranks' stages, as :meth:`stages`."""
-        key = (self._parity, dtype, count)
-        found = self._fronts.get(key)
-        if found is None:
-            if len(self._fronts) == MOST_FRONTS:
+        """Return the first elements of all ranks' stages."""
+        key = ((self._number + 1) & 1, dtype, count)
+        fronts = self._fronts.get(key)
+        if fronts is None:
+            if len(self._fronts) == MAX_FRONTS:
                 self._fronts.clear()
-            found = self._fronts[key] = [stage[:count] for stage in self.stages(dtype)]
-        return found
+            fronts = self._fronts[key] = [stage[:count] for stage in self.stages(dtype)]
+        return fronts
 
-    def whole(self, dtype: torch.dtype) -> Tensor:
-        """All of them as one, for a call in which one rank has something to show."""
-        key = (self._parity, dtype)
-        found = self._whole.get(key)
-        if found is None:
-            layout = self.room.layout
-            size_bytes = layout.stage_bytes * self.size
-            found = self._whole[key] = self.room.tensor(layout.stage(key[0], 0), size_bytes, dtype)
-        return found
+    def joint(self, dtype: torch.dtype) -> Tensor:
+        """Return all stages as one vector, for a collective in which one rank alone shows something."""
+        key = ((self._number + 1) & 1, dtype)
+        joint = self._joint.get(key)
+        if joint is None:
+            layout = self.region.layout
+            joint = self._joint[key] = self.region.tensor(
+                layout.stage(key[0], 0), layout.stage_bytes * self.size, dtype
+            )
+        return joint
 
-    def notes(self) -> "memoryview[int]":
-        """Of the round being written: rank after rank how much it has for each, then how much it expects from each."""
-        return self._notes[self._parity]
+    def sizes(self) -> "memoryview[int]":
+        """Return, rank after rank, the elements that it has for each rank, and then that it expects of each."""
+        return self._sizes[(self._number + 1) & 1]
 
-    def say(self, call: Fingerprint) -> None:
-        """Say in the round that is being written what this rank calls."""
-        self._mine[self._parity][:] = _packed(call)
+    def show(self, fingerprint: Fingerprint) -> None:
+        """Write the fingerprint of this rank's collective."""
+        self._own_headers[(self._number + 1) & 1][:] = _packed(fingerprint)
 
     def post(self) -> None:
-        """Show the others what has been written."""
+        """End the writing of this round, and wake the ranks that sleep until it has been posted."""
+        # The data before the counter: x86 keeps the order of stores, other processors need a fence.
         if not FENCED:
             fence()
         self._number = number = self._number + 1
         self._posted[self.rank] = number
-        self.room.wake()
+        self.region.wake_all()
 
-    def all_in(self) -> bool:
-        """Whether all ranks have posted this round."""
+    def all_posted(self) -> bool:
+        """Return whether all ranks have posted the round that this rank has posted last."""
         return min(self._posted) >= self._number
 
-    def late(self) -> list[int]:
-        """Who has not."""
+    def missing(self) -> list[int]:
+        """Return the ranks that have not posted it."""
         return [rank for rank, number in enumerate(self._posted) if number < self._number]
 
-    def agree(self, call: Fingerprint) -> None:
-        """Raise CollectiveError, on every rank alike, where ranks call different things."""
+    def check(self, fingerprint: Fingerprint) -> None:
+        """Raise CollectiveError, on every rank alike, if ranks call different collectives."""
         headers = bytes(self._headers[self._number & 1])
-        if headers != _packed(call) * self.size:
-            raise CollectiveError(self._differ(headers))
-
-    def _differ(self, headers: bytes) -> str:
-        groups: dict[str, list[int]] = {}
+        if headers == _packed(fingerprint) * self.size:
+            return
+        callers: dict[str, list[int]] = {}
         for rank in range(self.size):
-            groups.setdefault(str(Fingerprint.unpacked(headers[rank * LINE : (rank + 1) * LINE])), []).append(rank)
-        said = "; ".join(f"{self.room.named(ranks)}: {call}" for call, ranks in groups.items())
-        return f"ranks of group {self.room.name} call different things: {said}; make the same call on all of them"
+            line = headers[rank * LINE : (rank + 1) * LINE]
+            callers.setdefault(str(Fingerprint.unpacked(line)), []).append(rank)
+        calls = "; ".join(f"{self.region.named(ranks)}: {call}" for call, ranks in callers.items())
+        raise CollectiveError(
+            f"ranks of group {self.region.name} call different things: {calls}; make the same call on all of them"
+        )
