@@ -1,5 +1,6 @@
 """Budgets, evaluation points, and what policies ask to be told: the small parts that all engines share."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ from hypothesis import strategies as st
 from paceline.aggregation import Aggregation, Asynchronous, parse
 from paceline.core.data_order import DataOrder
 from paceline.core.records import Record
-from paceline.engine.base import Budget, Condition
-from paceline.engine.budget import BudgetMeter, Epochs, EvalSchedule, Steps, Unbounded
-from paceline.engine.run_context import first_state
+from paceline.engine.base import Budget, Condition, Job
+from paceline.engine.budget import Epochs, EvalSchedule, Steps, Unbounded
+from paceline.engine.coordinator import Tally
+from paceline.engine.loop import RunHistory
+from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.strategy import Strategy
 from tests.engine import programs
 
 
@@ -61,9 +65,13 @@ def test_points_do_not_drift(every: float) -> None:
     assert [points.step_over() for _ in range(1000)] == [i * every for i in range(1000)]
 
 
-@pytest.mark.parametrize(("unit", "per_unit", "spent"), [("seconds", 0, 2.5), ("steps", 4, 3.0), ("epochs", 50, 2.0)])
-def test_a_meter_counts_in_the_budgets_unit(unit: Any, per_unit: float, spent: float) -> None:
-    assert BudgetMeter(unit, per_unit).spent(2.5, micro_steps=12, samples=100) == spent
+@pytest.mark.parametrize(("unit", "spent"), [("seconds", 2.5), ("steps", 3.0), ("epochs", 2.0)])
+def test_what_is_spent_is_in_the_budgets_unit(unit: Any, spent: float) -> None:
+    context = RunContext.of(Job(programs.program(), Strategy(replicas=2, accumulate=2), Budget(unit, 10, 1)))
+    assert context.order is not None
+    tally = Tally(micro_steps=12, seen_samples=2 * context.order.samples)
+    history = RunHistory(context, SimpleNamespace(tally=tally), "", None)  # type: ignore[arg-type]
+    assert history.spent(2.5) == spent
 
 
 @pytest.mark.parametrize(

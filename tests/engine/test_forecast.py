@@ -14,8 +14,8 @@ from paceline.engine.step_profile import predict
 from paceline.engine.step_profile.comm import Call, FakeShards, Message
 from paceline.engine.step_profile.compute import Found, Pass
 from paceline.engine.step_profile.predict import Forecast, Heard
+from paceline.engine.virtual.durations import MeasuredDurations
 from paceline.engine.virtual.engine import VirtualEngine
-from paceline.engine.virtual.measured_durations import MeasuredDurations
 from paceline.schedule import Dependencies
 from tests import zoo
 from tests.engine.tensor_cases import Case
@@ -62,7 +62,7 @@ def test_stages_take_what_their_schedule_takes(monkeypatch: pytest.MonkeyPatch) 
     seen = of(monkeypatch, "stages=2 micro_batches=4", [heard(Found(passes, stages=STAGE))], word_s=0.5)
     assert seen.compute_s == pytest.approx([5 * 3.0])
     assert (seen.pull_s, seen.push_s) == pytest.approx((0.5, 0.75))
-    assert max(action.end_ns for action in seen.teamwork.actions) == 10**9
+    assert max(action.end_ns for action in seen.replica_timing.actions) == 10**9
 
 
 def test_messages_keep_both_ends_busy_and_take_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +80,7 @@ def test_branches_wait_for_what_they_need(monkeypatch: pytest.MonkeyPatch) -> No
     of_fork = Found([Pass(0.0, (), 0.0)], stages=stages, needs=fork)
     seen = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(of_fork)])
     assert seen.compute_s == pytest.approx([30.0])
-    assert seen.teamwork.needs == fork
+    assert seen.replica_timing.needs == fork
     sending = replace(of_fork, sent_bytes={(0, 2): [64]})
     slower = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(sending, messages={64: Message(1.0)})])
     assert slower.compute_s[0] > 30.0
@@ -108,12 +108,13 @@ def test_replicas_draw_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> Non
     """Each its own, the same from the same seed; an update takes what it takes for so many."""
     seen = of(monkeypatch, "replicas=2", [heard(Found([Pass(0.0, (float(n),), 0.0) for n in (1, 2, 3)]))])
     draws = [
-        [MeasuredDurations(RunContext.of(job("replicas=2")), seen).draw(r, 2).compute for _ in range(2)] for r in (0, 1)
+        [MeasuredDurations(RunContext.of(job("replicas=2")), seen).attempt(r, 2).compute for _ in range(2)]
+        for r in (0, 1)
     ]
     made = MeasuredDurations(RunContext.of(job("replicas=2")), seen)
-    assert [made.draw(0, 2).compute for _ in range(20)] != [made.draw(1, 2).compute for _ in range(20)]
+    assert [made.attempt(0, 2).compute for _ in range(20)] != [made.attempt(1, 2).compute for _ in range(20)]
     assert draws[0][0] == draws[0][1]
-    assert {made.draw(0, 1).compute for _ in range(60)} == {1.0, 2.0, 3.0}
+    assert {made.attempt(0, 1).compute for _ in range(60)} == {1.0, 2.0, 3.0}
     assert 0 < made.update(2) == made.update(2)
 
 
@@ -132,9 +133,7 @@ def test_a_worker_updates_its_own_part_of_a(monkeypatch: pytest.MonkeyPatch) -> 
     seen = of(monkeypatch, "shards=2", [heard(found) for found in shares])
     assert seen.steps_on == 0.75, "the step ends when the largest part is updated"
     asked = list[float]()
-    monkeypatch.setattr(
-        "paceline.engine.virtual.measured_durations.update_s", lambda job, n, part: asked.append(part) or part
-    )
+    monkeypatch.setattr("paceline.engine.virtual.durations.update_s", lambda job, n, part: asked.append(part) or part)
     assert MeasuredDurations(RunContext.of(job("shards=2")), seen).update(1) == 0.75
     assert asked == [0.75]
 

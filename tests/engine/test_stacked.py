@@ -11,7 +11,7 @@ from paceline import Program, train
 from paceline.core.data_order import DataOrder
 from paceline.engine.run_context import first_state
 from paceline.engine.virtual.pending_delta import PendingDelta, ordered_batches
-from paceline.engine.virtual.vmap_gradients import MOST, Stacked, StackedGradient, stackable
+from paceline.engine.virtual.vmap_gradients import MOST, StackedGradient, VmapComputer, stackable
 from paceline.replica.flat_state import FlatState
 from paceline.replica.single import Autograd, Single
 from tests import oracle
@@ -139,7 +139,7 @@ def test_targets_that_are_ignored_do_not_count() -> None:
 
 
 @pytest.fixture
-def stacked() -> Stacked:
+def stacked() -> VmapComputer:
     program = programs.program()
     module, state = first_state(program, ())
     data = order(program, 40)
@@ -147,7 +147,7 @@ def stacked() -> Stacked:
     def make(replica: int) -> Single:
         return Single(Autograd(program, module, state.layout, replica, "cpu"))
 
-    return Stacked(program, module, state.layout, data, make, ordered_batches(program, data), stop=True)
+    return VmapComputer(program, module, state.layout, data, make, ordered_batches(program, data), stop=True)
 
 
 def attempts(count: int) -> list[PendingDelta]:
@@ -155,7 +155,7 @@ def attempts(count: int) -> list[PendingDelta]:
     return [PendingDelta(replica, 1, 0, state, 0, 1) for replica in range(count)]
 
 
-def test_those_that_have_waited_longest_are_computed_along(stacked: Stacked) -> None:
+def test_those_that_have_waited_longest_are_computed_along(stacked: VmapComputer) -> None:
     """With 40 replicas of 50 samples a batch holds 2 samples for the first ten and 1 for the others."""
     under_way = attempts(40)
     for attempt in under_way:
@@ -168,7 +168,7 @@ def test_those_that_have_waited_longest_are_computed_along(stacked: Stacked) -> 
     assert all(a.measured is not None for a in under_way)
 
 
-def test_no_more_than_the_bound_at_once(stacked: Stacked) -> None:
+def test_no_more_than_the_bound_at_once(stacked: VmapComputer) -> None:
     under_way = [PendingDelta(12, k, 0, attempts(1)[0].read, 0, 1) for k in range(MOST + 8)]
     for attempt in under_way:
         stacked.begin(attempt)
@@ -176,7 +176,7 @@ def test_no_more_than_the_bound_at_once(stacked: Stacked) -> None:
     assert [a.clock for a in under_way if a.measured is not None] == [*range(MOST - 1), MOST + 7]
 
 
-def test_what_is_forgotten_is_not_computed(stacked: Stacked) -> None:
+def test_what_is_forgotten_is_not_computed(stacked: VmapComputer) -> None:
     one, other, third = attempts(3)
     for attempt in (one, other, third):
         stacked.begin(attempt)

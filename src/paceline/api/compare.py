@@ -9,7 +9,7 @@ from paceline.api.train import check, open_engine, resolved, train
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.base import Engine
-from paceline.engine.run_context import tells
+from paceline.engine.run_context import is_main
 from paceline.program import Program
 from paceline.run import Run, check_out, require_tensorboard
 from paceline.strategy import Strategy, is_auto
@@ -62,7 +62,7 @@ def compare(
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
     with _opened(engine) as opened:
-        folder = Path(out) if out is not None and tells(opened.name) else None
+        folder = Path(out) if out is not None and is_main(opened.name) else None
         book = Book(list(chosen), against, folder, tensorboard=tensorboard)
         complete = _fill(book, program, chosen, opened, rounds, budget | {"progress": progress})
     return book.comparison(interrupted=not complete)

@@ -19,7 +19,7 @@ from paceline.core.errors import InputError
 from paceline.core.mesh import Mesh
 from paceline.engine.base import Budget, Job
 from paceline.engine.distributed.run import own_settings
-from paceline.engine.run_context import first_batch, settle
+from paceline.engine.run_context import first_batch, set_threads_and_seed
 from paceline.program import Program
 from paceline.replica import hybrid
 from paceline.replica.base import Batch
@@ -62,7 +62,7 @@ def show_stages(program: Program, strategy: Strategy | str) -> str:
         raise InputError(f"stages={strategy.stage_count} leaves the model whole, so there is no cut; write stages=2")
     job = Job(program, strategy, Budget("steps", 1, 1))
     with own_settings():
-        settle(job, 0)
+        set_threads_and_seed(job, 0)
         made = prepared(program, strategy, program.build(), first_batch(job), lambda choose: choose())
     assert made.costs is not None, "they were measured here"
     turns = [strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in made.cut.parts]
@@ -126,7 +126,7 @@ def divided(program: Program, strategy: Strategy | str) -> ShardingReport | Stag
         raise InputError(f"shards={strategy.shards} leaves the operators whole, so nothing is divided; write shards=2")
     job = Job(program, strategy, Budget("steps", 1, 1))
     with own_settings():
-        settle(job, 0)
+        set_threads_and_seed(job, 0)
         module, batch = job.program.build(), first_batch(job)
         if strategy.pipelined:
             return _staged(program, strategy, module, batch)

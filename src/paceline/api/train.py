@@ -12,7 +12,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.engine.base import Engine, OnNonFinite
-from paceline.engine.run_context import tells
+from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
 from paceline.program import Program
 from paceline.progress import measuring, watcher
@@ -107,7 +107,7 @@ def train(
     with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
         strategy = resolved(program, strategy, carrier, settings, progress)
         job = replace(job_of(program, strategy, carrier, settings), out=folder)
-        with watcher(progress if tells(carrier.name) else False, f"{program.name}: {job.strategy}") as watch:
+        with watcher(progress if is_main(carrier.name) else False, f"{program.name}: {job.strategy}") as watch:
             outcome = carrier.run(job, watch)
     run = Run(
         program_name=program.name,
@@ -126,7 +126,7 @@ def train(
         spans=list(outcome.spans),
         left=list(outcome.account.left),
     )
-    if folder is not None and tells(carrier.name):
+    if folder is not None and is_main(carrier.name):
         run.save(folder, tensorboard=tensorboard)
     return run
 

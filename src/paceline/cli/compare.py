@@ -26,10 +26,10 @@ def compare(
     """Train PROGRAM under several strategies, from the same start and under the same budget."""
     with session(json_output=json):
         from paceline.api.compare import compare
-        from paceline.engine.run_context import tells
+        from paceline.engine.run_context import is_main
         from paceline.report import write_report
 
-        tell = tells(shared.engine)
+        tell = is_main(shared.engine)
         comparison = compare(shared.program(program), strategy, rounds=rounds, baseline=baseline, **shared.keywords())
         if shared.out is not None and tell:
             write_report([shared.out], shared.out / "report.html")

@@ -113,12 +113,12 @@ def train(
         return
     with session(json_output=json):
         from paceline.api.train import train
-        from paceline.engine.run_context import tells
+        from paceline.engine.run_context import is_main
 
         run = train(shared.program(program), strategy, **shared.keywords())
-    if json and tells(shared.engine):
+    if json and is_main(shared.engine):
         print_json(run.to_json())
-    elif tells(shared.engine):
+    elif is_main(shared.engine):
         print_summary(run)
     end(interrupted=run.summary["interrupted"])
 

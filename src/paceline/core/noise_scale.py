@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from paceline.core.types import Seconds
+
 DECAY = 0.99
 """Of the moving averages, an observation: they look back over some hundred updates. Our choice; AdaptDL's is nearer
 to 1, for runs of more updates."""
@@ -194,3 +196,61 @@ def efficiency(noise_scale: float, batch: float, reference: float) -> float:
     (0.5, 1.0)
     """
     return (noise_scale + reference) / (noise_scale + batch)
+
+
+class NoiseAccumulator:
+    """The noise scale of one run: lately, overall, and what follows from it for efficiency.
+
+    Args:
+        reference: m₀, the batch that efficiency is relative to; None: that of the first micro-step.
+    """
+
+    def __init__(self, reference: int | None) -> None:
+        self._reference: float | None = reference
+        self._lately, self._overall = Averages(DECAY), Averages()
+        self._last: tuple[Seconds, int] = (0.0, 0)
+
+    def add_batch(self, samples: float) -> None:
+        """Note the mean samples of a Δ's micro-steps."""
+        self._reference = self._reference or samples
+
+    def add(self, seen: Observation | None) -> None:
+        """Add the observation of an update, unless there is none or training has diverged."""
+        if seen is not None and math.isfinite(seen.noise * seen.noise + seen.signal * seen.signal):
+            self._lately, self._overall = self._lately.add(seen), self._overall.add(seen)
+
+    def now(self) -> dict[str, float | None]:
+        """Return the statistics lately, without goodput."""
+        return self._statistics(self._lately)
+
+    def since_last(self, time_s: Seconds, samples: int) -> dict[str, float | None]:
+        """Return the statistics lately, with the goodput since the last call.
+
+        Args:
+            time_s: of training, so far.
+            samples: applied so far.
+        """
+        (began_s, before), self._last = self._last, (time_s, samples)
+        return _with_goodput(self.now(), time_s - began_s, samples - before)
+
+    def overall(self, time_s: Seconds, samples: int) -> dict[str, float | None]:
+        """Return ``noise_scale`` as it stood at the end, all else from means over all updates of the run."""
+        overall = self._overall
+        means = self._statistics(overall) | {"noise_scale": self._lately.noise_scale}
+        means |= {"noise_scale_mean": overall.noise_scale, "noise_scale_error": overall.relative_error}
+        return _with_goodput(means, time_s, samples)
+
+    def _statistics(self, averages: Averages) -> dict[str, float | None]:
+        scale, batch = averages.noise_scale, averages.batch
+        known = scale is not None and batch is not None and self._reference is not None
+        return {
+            "noise_scale": scale,
+            "noise_scale_biased": averages.biased_share,
+            "efficiency": efficiency(scale, batch, self._reference) if known else None,  # type: ignore[arg-type]
+        }
+
+
+def _with_goodput(statistics: dict[str, float | None], seconds: Seconds, samples: int) -> dict[str, float | None]:
+    share = statistics["efficiency"]
+    goodput = None if share is None or seconds <= 0 else samples / seconds * share
+    return statistics | {"goodput_samples_per_s": goodput}

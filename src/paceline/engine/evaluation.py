@@ -1,8 +1,20 @@
-"""Scores a snapshot of A: losses and metrics on the test set and on a fixed sample of the training set."""
+"""Evaluation of snapshots of A: losses and metrics on the test set and on a fixed sample of the training set.
 
+Snapshots queue up and are evaluated off the training path. How a snapshot gets to its evaluator differs by engine::
+
+    local        a process, one snapshot at a time through shared memory  --+
+    ray          an actor, through the object store                         +--> the rest, where the evaluator has
+    distributed  rank k mod P, after training                               |    died: by the process of the queue
+    virtual      in place ---------------------------------------------------
+"""
+
+import contextlib
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -19,23 +31,26 @@ from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
 
 TRAIN_SAMPLE = 2048
-"""How many training samples the training loss is taken on, the same ones for every strategy and round."""
+"""How many training samples the training loss is taken on, the same ones for every strategy and run."""
 
 CHUNK = 1024
 """Samples in one forward pass."""
 
+QUEUE_SHARE = 0.25
+"""Share of the free memory that queued snapshots may fill; beyond that the run waits for the evaluator."""
+
+_TAG = int.from_bytes(b"training sample")
+
 Metrics: TypeAlias = Mapping[str, Callable[[Tree, Tree], Any]]
 """name -> (output, target) -> mean."""
 
-SHARE = 0.25
-"""Of the memory that is free: what waits to be scored may fill it; then the run waits for the scorer."""
-
-_TAG = int.from_bytes(b"training sample")
+Chunk: TypeAlias = tuple[Fetch, NDArray[np.int64]]
+"""Samples of one forward pass: (fetch, their indices)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """The counts of a run when a snapshot was taken; with scores it becomes a record."""
+    """Counts of a run when a snapshot was taken; with losses and metrics it becomes a record."""
 
     time_s: Seconds
     updates: int
@@ -43,91 +58,112 @@ class SnapshotInfo:
     threshold: int
     staleness_mean: float | None
     recent_loss: float | None
-    """Mean loss of the Δs that arrived lately: the training loss where there is no training set to sample."""
+    """Mean loss of the newest Δs: the training loss where there is no training set to sample."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """Of gradients, where that was asked for."""
-
-
-def room(nbytes: int) -> int:
-    """How many snapshots of so many bytes may wait to be scored."""
-    return max(1, int(SHARE * available_bytes() / max(1, nbytes)))
+    """Statistics of gradients, if requested."""
 
 
 class Evaluator:
-    """Scores states of one program.
+    """Evaluates states of one program.
 
     Args:
         program: gives the data, loss and metrics (resolved: not None).
-        module: an instance of the model that the scorer may use up.
+        module: an instance of the model whose values the evaluator may overwrite.
     """
 
     def __init__(self, program: Program, module: nn.Module) -> None:
         self._program, self._module = program, module.eval()
         self._metrics = dict(program.metrics or {})
-        self._test = _whole(program.test, program.loader) if program.test is not None else []
-        self._train = [] if is_source(program.train) else _sample(cast(Data, program.train), program.loader)
+        self._test = self._train = list[Chunk]()
+        if program.test is not None:
+            self._test = _chunks(program.test, program.loader, np.arange(length(program.test)))
+        if not is_source(program.train):
+            train = cast(Data, program.train)
+            sample = np.random.default_rng(_TAG).permutation(length(train))[:TRAIN_SAMPLE]
+            self._train = _chunks(train, program.loader, np.sort(sample))
 
-    @property
-    def module(self) -> nn.Module:
-        """The model, with the values scored last."""
-        return self._module
-
-    def score(self, state: FlatState, moment: SnapshotInfo) -> Record:
-        """The record of one snapshot."""
+    def score(self, state: FlatState, info: SnapshotInfo) -> Record:
+        """Return the record of one snapshot."""
         write(self._module, state)
-        train = self._mean("training sample", self._train, {}).get("loss", moment.recent_loss)
+        train = self._mean("training sample", self._train, {}).get("loss", info.recent_loss)
         test = self._mean("test set", self._test, self._metrics)
         return Record(
-            time_s=moment.time_s,
-            updates=moment.updates,
-            gradients=moment.gradients,
-            threshold=moment.threshold,
-            staleness_mean=moment.staleness_mean,
+            time_s=info.time_s,
+            updates=info.updates,
+            gradients=info.gradients,
+            threshold=info.threshold,
+            staleness_mean=info.staleness_mean,
             train_loss=train,
             test_loss=test.pop("loss", None),
             test_accuracy=test.pop("accuracy", None),
             test_metrics=test,
-            statistics=moment.statistics,
+            statistics=info.statistics,
         )
 
-    def _mean(self, what: str, chunks: "list[_Chunk]", metrics: Metrics) -> dict[str, float]:
-        """Means over all samples of the chunks, by name; what is not finite is left as it is."""
+    @torch.no_grad()
+    def _mean(self, data: str, chunks: list[Chunk], metrics: Metrics) -> dict[str, float]:
+        """Compute means over all samples of the chunks, by name; a mean that is not finite stays as it is."""
         sums: dict[str, float] = {}
-        for chunk in chunks:
+        for fetch, indices in chunks:
             try:
-                values = self._values(chunk, metrics)
+                inputs, targets = fetch(indices)
+                with self._program.autocast("cpu"):
+                    output = call(self._module, inputs)
+                    loss = self._program.loss(output, targets)
+                values = {"loss": float(loss)} | {n: float(metric(output, targets)) for n, metric in metrics.items()}
             except Exception as error:
-                raise WorkerError(f"the {what} can't be scored: {type(error).__name__}: {error}") from error
+                raise WorkerError(f"the {data} can't be scored: {type(error).__name__}: {error}") from error
             for name, value in values.items():
-                sums[name] = sums.get(name, 0.0) + value * len(chunk.indices)
-        count = sum(len(chunk.indices) for chunk in chunks)
+                sums[name] = sums.get(name, 0.0) + value * len(indices)
+        count = sum(len(indices) for _, indices in chunks)
         return {name: total / count if math.isfinite(total) else total for name, total in sums.items()}
 
-    @torch.no_grad()
-    def _values(self, chunk: "_Chunk", metrics: Metrics) -> dict[str, float]:
-        inputs, targets = chunk.fetch(chunk.indices)
-        with self._program.autocast("cpu"):
-            output = call(self._module, inputs)
-            loss = self._program.loss(output, targets)
-        return {"loss": float(loss)} | {name: float(metric(output, targets)) for name, metric in metrics.items()}
 
-
-@dataclass(frozen=True)
-class _Chunk:
-    fetch: Fetch
-    indices: NDArray[np.int64]
-
-
-def _whole(data: Data, loader: Mapping[str, object]) -> list[_Chunk]:
-    return list(_chunks(data, loader, np.arange(length(data))))
-
-
-def _sample(data: Data, loader: Mapping[str, object]) -> list[_Chunk]:
-    chosen = np.random.default_rng(_TAG).permutation(length(data))[:TRAIN_SAMPLE]
-    return list(_chunks(data, loader, np.sort(chosen)))
-
-
-def _chunks(data: Data, loader: Mapping[str, object], indices: NDArray[np.int64]) -> Iterator[_Chunk]:
+def _chunks(data: Data, loader: Mapping[str, object], indices: NDArray[np.int64]) -> list[Chunk]:
     fetch = fetcher(data, loader)
-    for start in range(0, len(indices), CHUNK):
-        yield _Chunk(fetch, indices[start : start + CHUNK])
+    return [(fetch, indices[start : start + CHUNK]) for start in range(0, len(indices), CHUNK)]
+
+
+class EvaluationQueue:
+    """Snapshots to evaluate, oldest first, and the evaluator of this process, built when it is first needed.
+
+    Args:
+        program: of the run.
+        snapshot_bytes: size of one snapshot.
+        build: builds the evaluator's model; None: as the program does.
+    """
+
+    def __init__(self, program: Program, snapshot_bytes: int, build: Callable[[], nn.Module] | None = None) -> None:
+        self._program, self._build = program, build or program.build
+        self._capacity = max(1, int(QUEUE_SHARE * available_bytes() / max(1, snapshot_bytes)))
+        self.snapshots: deque[tuple[FlatState, SnapshotInfo]] = deque()
+
+    @property
+    def full(self) -> bool:
+        """Return whether the run has to wait for the evaluator."""
+        return len(self.snapshots) >= self._capacity
+
+    def add(self, state: FlatState, info: SnapshotInfo) -> None:
+        """Append a snapshot that no one will write to."""
+        self.snapshots.append((state, info))
+
+    def evaluate(self, state: FlatState, info: SnapshotInfo) -> Record:
+        """Evaluate a snapshot in this process."""
+        return self._evaluator.score(state, info)
+
+    def evaluate_all(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Record]:
+        """Evaluate what is queued in this process, until there is no more or that is cancelled."""
+        while self.snapshots and not cancelled():
+            yield self.evaluate(*self.snapshots.popleft())
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return Evaluator(self._program, self._build())
+
+
+def become_evaluator(*, idle_only: bool) -> None:
+    """Make this process an evaluator: one thread and, if ``idle_only``, cycles that no other process wants."""
+    torch.set_num_threads(1)
+    if idle_only:  # so that evaluation never bends the timing of the replicas
+        with contextlib.suppress(OSError, AttributeError):
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -1,4 +1,4 @@
-"""What every engine does first: A_0, the data order, each replica's share of the budget, its replicas."""
+"""A job resolved for one process: A_0, data order, Δ, each replica's share of the budget, its replicas."""
 
 import os
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, 
 from paceline.core.errors import InputError
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
-from paceline.engine.budget import BudgetMeter, Epochs, StepQuota, Steps, Unbounded
+from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import Stream, stream
@@ -25,13 +25,13 @@ from paceline.trace.recorder import AnyRecorder
 
 @dataclass(frozen=True)
 class RunContext:
-    """A job unfolded; every process of a run unfolds the same one."""
+    """A job and what follows from it; every process of a run derives the same."""
 
     job: Job
     order: DataOrder | None
     """None where the data come from the user's function."""
     delta: Delta
-    """What one push carries, accumulation included."""
+    """Kind of Δ that one push hands over, accumulation included."""
 
     @classmethod
     def of(cls, job: Job) -> "RunContext":
@@ -46,17 +46,17 @@ class RunContext:
         return self.job.strategy.replicas
 
     @property
-    def owns_steps(self) -> bool:
-        """Whether replicas walk by themselves, with parameters and optimizers of their own."""
+    def local_sgd(self) -> bool:
+        """Return whether replicas step on parameters and optimizers of their own."""
         return isinstance(self.delta, (Change, Distance))
 
     @property
     def per_step(self) -> int:
-        """Micro-steps in one step of a replica: all of an accumulated gradient's, one of its own optimizer's."""
+        """Return the micro-steps in one step: all of an accumulated gradient's, one of a replica's own optimizer's."""
         return self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
 
-    def allowance(self) -> StepQuota:
-        """What each replica may spend."""
+    def step_quota(self) -> StepQuota:
+        """Return what each replica may spend of the budget."""
         budget, each = self.job.budget, micro_steps(self.delta)
         if budget.amount is None or budget.unit == "seconds":
             return Unbounded(each)
@@ -66,30 +66,31 @@ class RunContext:
         return Epochs(budget.amount, self.order, each, self.order.samples)
 
     @property
-    def reference_batch(self) -> int | None:
-        """m₀: the samples of an update by one replica alone; None where a function makes the batches."""
-        return None if self.order is None else self.job.program.per_replica_batch(1)
-
-    def meter(self) -> BudgetMeter:
-        """How the budget's use is measured."""
+    def counts_per_unit(self) -> int:
+        """Return what makes up one unit of the budget: micro-steps of all replicas in a step, samples in an epoch."""
         if self.job.budget.unit == "epochs":
             assert self.order is not None, "epochs of a data source were not refused"
-            return BudgetMeter("epochs", self.order.samples)
-        return BudgetMeter(self.job.budget.unit, self.replicas * self.per_step)
+            return self.order.samples
+        return self.replicas * self.per_step
+
+    @property
+    def reference_batch(self) -> int | None:
+        """Return m₀, the samples of an update by one replica alone; None where a function makes the batches."""
+        return None if self.order is None else self.job.program.per_replica_batch(1)
 
     def batches(self, replica: ReplicaId) -> Stream:
-        """The endless data of one replica."""
+        """Return the endless stream of one replica's batches."""
         return stream(self.job.program, self.order, replica, self.replicas)
 
     @property
-    def slots(self) -> int:
-        """Δ slots of each replica; 0 where replicas write A in place."""
+    def delta_slots(self) -> int:
+        """Return the Δ slots of each replica; 0 where replicas write A in place."""
         return 0 if isinstance(self.delta, InPlace) else self.policy.slots(self.replicas)
 
     def replica(
         self, replica: ReplicaId, module: nn.Module, layout: FlatLayout, recorder: AnyRecorder = NO_RECORDER
     ) -> Replica:
-        """The Δ of one replica."""
+        """Build the replica that computes Δs of the policy's kind."""
         autograd = Autograd(self.job.program, module, layout, replica, self.device(replica), recorder)
         if isinstance(self.delta, InPlace):
             return WritesInPlace(self.job.program, autograd)
@@ -99,14 +100,14 @@ class RunContext:
         return LocalSGD(self.job.program, autograd, self.policy.adopt, distance=distance)
 
     def device(self, replica: ReplicaId) -> str:
-        """Where a replica computes: GPUs are dealt round robin."""
+        """Return the device that a replica computes on; GPUs are assigned round robin."""
         if self.job.strategy.device != "cuda":
             return self.job.strategy.device
         return f"cuda:{replica % torch.cuda.device_count()}"
 
 
 def order_of(job: Job) -> DataOrder | None:
-    """The data order of a job."""
+    """Return the data order of a job; None where the data come from the user's function."""
     program, strategy = job.program, job.strategy
     if is_source(program.train):
         return None
@@ -116,7 +117,7 @@ def order_of(job: Job) -> DataOrder | None:
 
 
 def first_batch(job: Job) -> Batch:
-    """The first one of the training set; raises InputError where that can't be had."""
+    """Return the first batch of the training set; raise InputError if reading it fails."""
     order = order_of(job)
     plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
     try:
@@ -129,7 +130,7 @@ def first_batch(job: Job) -> Batch:
 
 
 def delta_of(job: Job) -> Delta:
-    """What a push carries: the policy's Δ, accumulated where the strategy says so."""
+    """Return the kind of Δ that a push hands over: the policy's, accumulated if the strategy says so."""
     delta = job.strategy.aggregation.delta
     if isinstance(delta, Gradient) and job.strategy.accumulate > 1:
         return Accumulated(job.strategy.accumulate)
@@ -137,29 +138,29 @@ def delta_of(job: Job) -> Delta:
 
 
 def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.Module, FlatState]:
-    """The module as the program makes it, and A_0 read from it."""
+    """Build the program's module and read A_0 from it."""
     module = program.build()
     return module, read(module, FlatLayout.of(module, running_buffers).new())
 
 
-def threads(job: Job, here: int | None = None) -> int:
-    """CPU threads of one worker: what the strategy says, or an equal share of the cores.
+def threads(job: Job, workers_here: int | None = None) -> int:
+    """Return the CPU threads of one worker: the strategy's, or an equal share of the cores.
 
     Args:
         job: of the run.
-        here: how many workers share this host; None: all.
+        workers_here: how many workers share this host; None: all.
     """
-    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // (here or job.strategy.workers))
+    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // (workers_here or job.strategy.workers))
 
 
-def settle(job: Job, replica: ReplicaId, here: int | None = None) -> None:
-    """Make this process a replica's: its threads, its seed."""
-    torch.set_num_threads(threads(job, here))
+def set_threads_and_seed(job: Job, replica: ReplicaId, workers_here: int | None = None) -> None:
+    """Set this process's threads, and its seed by its replica."""
+    torch.set_num_threads(threads(job, workers_here))
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
 
 
 def refuse_torchrun(name: str) -> None:
-    """Raise InputError where torchrun has started this process, and the engine of this name starts its own."""
+    """Raise InputError if torchrun has started this process, but the engine of this name starts its own."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise InputError(
             f"engine={name} starts its own processes, but this one was started by torchrun; run it with python, or "
@@ -167,8 +168,8 @@ def refuse_torchrun(name: str) -> None:
         )
 
 
-def tells(engine: str) -> bool:
-    """Whether this process shows progress, saves and prints: among those that torchrun started rank 0 alone."""
+def is_main(engine: str) -> bool:
+    """Return whether this process shows progress, saves and prints: of those that torchrun started, rank 0 only."""
     if engine.partition(":")[0] != "distributed":
         return True
     if torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -177,7 +178,7 @@ def tells(engine: str) -> bool:
 
 
 def refuse_absent_gpu(job: Job) -> None:
-    """Raise InputError where the job is for GPUs, and this host has none."""
+    """Raise InputError if the job is for GPUs, but this host has none."""
     device = job.strategy.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={device}, but torch sees no GPU here; write device=cpu")

@@ -13,11 +13,11 @@ from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds
-from paceline.engine.noise_scale import NoiseEstimator
 from paceline.program import Program
 from paceline.replica.clipping import clip
 from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory
 from paceline.replica.flat_state import FlatState
+from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_kernels import StepKernel
 
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]

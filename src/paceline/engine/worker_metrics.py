@@ -1,22 +1,28 @@
-"""What a worker measures of itself, where that is kept, and what is told of it when the run has ended."""
+"""What main knows of the workers of a run: their figures and spans, and ``workers.json``, the list of its processes."""
 
+import contextlib
+import json
+import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
+from paceline.comm.linux import memfd_create
 from paceline.core.mesh import Coordinate
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
+from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
 STEP_TIMES = 512
-"""How many of a worker's latest step times are kept."""
+"""Number of a worker's newest step times that are kept."""
 
 
 class Figures(NamedTuple):
-    """What a worker has measured of itself so far."""
+    """Measurements of a worker since it began."""
 
     steps: int
     busy_ns: int
@@ -25,53 +31,127 @@ class Figures(NamedTuple):
 
 
 class MetricsSink(Protocol):
-    """Where workers' figures are kept."""
+    """Store of workers' figures."""
 
     def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
-        """Note a worker's figures so far, and the time of one more step."""
+        """Store a worker's figures so far, and the time of one more step."""
 
     def figures(self, replica: ReplicaId) -> Figures:
-        """A worker's figures so far."""
+        """Return a worker's figures so far."""
 
 
 class InMemorySink:
-    """A ledger of one worker, in its own memory."""
+    """Metrics sink of one worker, in its own memory."""
 
     def __init__(self) -> None:
-        self.seen = Figures(0, 0, 0, 0)
+        self.newest = Figures(0, 0, 0, 0)
         self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
 
     def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
-        """Note the figures so far, and the time of one more step."""
+        """Store the figures so far, and the time of one more step."""
         del replica
-        self.seen = figures
+        self.newest = figures
         if step_time_s is not None:
             self.step_times.append(step_time_s)
 
     def figures(self, replica: ReplicaId) -> Figures:
-        """The figures so far."""
+        """Return the figures so far."""
         del replica
-        return self.seen
+        return self.newest
 
 
-def told(
-    place: Coordinate, seen: Figures, step_times: Sequence[Seconds], parameter_bytes: int, seconds: Seconds
+def worker_figures(
+    place: Coordinate, figures: Figures, step_times: Sequence[Seconds], parameter_bytes: int, seconds: Seconds
 ) -> WorkerFigures:
-    """One worker's figures as a run tells them; a step that outlasted the training time counts up to its end."""
+    """Return one worker's figures as a run reports them; a step that outlasted training counts up to its end."""
     return WorkerFigures(
         replica=place.replica,
         stage=place.stage,
         shard=place.shard,
-        steps=seen.steps,
-        busy_s=min(seen.busy_ns * 1e-9, seconds),
+        steps=figures.steps,
+        busy_s=min(figures.busy_ns * 1e-9, seconds),
         step_time_s=median(step_times) if step_times else None,
-        payload_bytes=seen.payload_bytes,
-        peak_memory_bytes=seen.peak_memory_bytes or None,
+        payload_bytes=figures.payload_bytes,
+        peak_memory_bytes=figures.peak_memory_bytes or None,
         parameter_bytes=parameter_bytes,
     )
 
 
-def timeline(spans: Iterable[Span], began: Nanoseconds) -> list[Span]:
-    """The spans of the training time, in order, with their times since it began."""
+class SpanLog:
+    """A process's recorder of spans and the memory file behind it; nothing is recorded unless the job is traced.
+
+    Args:
+        trace: whether spans are recorded.
+        replica: of the worker, or ``SERVER``.
+        stage: of the worker.
+        shard: of the worker.
+    """
+
+    def __init__(self, trace: bool, replica: int, stage: int = 0, shard: int = 0) -> None:
+        self._fd = memfd_create("paceline:spans") if trace else -1
+        self.recorder: AnyRecorder = Recorder(replica, stage, shard, self._fd) if trace else NullRecorder()
+
+    def read(self) -> list[Span]:
+        """Return what was recorded; read it when no more follows."""
+        if self._fd < 0:
+            return []
+        self.recorder.close()
+        return read_packed(self._fd)
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def training_spans(spans: Iterable[Span], began: Nanoseconds) -> list[Span]:
+    """Return the spans of the training time, in order, with their times since it began."""
     shifted = (replace(s, start_ns=s.start_ns - began, end_ns=s.end_ns - began) for s in spans)
     return sorted((s for s in shifted if s.end_ns > 0), key=lambda s: (s.start_ns, s.replica))
+
+
+PARTIAL_NAME = ".workers.json.partial"
+"""Name of ``workers.json`` until it is complete."""
+
+ProcessInfo: TypeAlias = Mapping[str, int | str]
+"""``pid`` of a process, and its ``node`` where there are several."""
+
+
+class WorkersFile:
+    """``workers.json`` in the run's folder, there while the run lasts.
+
+    Args:
+        folder: of the run; None: nothing is written.
+        others: the processes that are no replica's, by their role.
+        workers: the replicas' processes.
+    """
+
+    def __init__(
+        self, folder: Path | None, others: Mapping[str, ProcessInfo], workers: Mapping[Coordinate, ProcessInfo]
+    ) -> None:
+        self._folder = folder
+        self.files: list[Path] = []
+        """Files that a killed process would leave."""
+        if folder is None:
+            return
+        rows: list[dict[str, Any]] = [{"role": role, **info} for role, info in others.items()]
+        rows += [{"role": "replica", **place._asdict(), **info} for place, info in workers.items()]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = [folder / PARTIAL_NAME, folder / "workers.json"]
+        self.files[0].write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        self.files[0].replace(self.files[1])  # a reader finds all of it, or nothing
+
+    def close(self) -> None:
+        """Remove the file, and the folder, which is written anew as a whole."""
+        if self._folder is not None:
+            remove_workers_file(self._folder)
+
+
+def remove_workers_file(folder: Path) -> None:
+    """Remove ``workers.json`` and a folder with nothing else in it; do nothing if they are gone."""
+    for name in (PARTIAL_NAME, "workers.json"):
+        with contextlib.suppress(OSError):
+            (folder / name).unlink()
+    with contextlib.suppress(OSError):
+        folder.rmdir()

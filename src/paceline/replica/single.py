@@ -21,7 +21,7 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program, call, map_tree
 from paceline.replica.base import Batch, GradientSink, Measured, Replica, finite
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.noise_norms import MicroNorms
+from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 NO_RECORDER = NullRecorder()

@@ -26,7 +26,7 @@ def test_a_stopped_worker_is_named_with_those_who_wait_for_it(local: Local) -> N
     script = EventScript().stop(replica=1, step=3)
     with pytest.raises(
         WaitTimeoutError,
-        match=r"main, replica 0, replica 2 waited 2 s for replica 1 at its step 3, and heard nothing; .*timeout_s=",
+        match=r"main, replica 0, replica 2 waited 2 s for replica 1 at its step 3, and received nothing; .*timeout_s=",
     ):
         local(programs.program(), "replicas=3", steps=10**6, timeout_s=TIMEOUT_S, script=script)
 

@@ -20,10 +20,10 @@ from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, ControlBlock
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.local.evaluation import EvaluationQueue
+from paceline.engine.local.evaluation import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.worker import WorkerMetrics
-from paceline.engine.worker_metrics import Figures, told
+from paceline.engine.worker_metrics import Figures, worker_figures
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.strategy import Strategy
 from paceline.trace.recorder import NullRecorder
@@ -43,7 +43,7 @@ def cues(
     """(replica, attempt) of what is taken, where no further report comes in the meantime."""
     coordinator: Any = SimpleNamespace(present=present, voids=lambda replica: replica in voided)
     director = FaultInjector(script, lambda replica, number: None)
-    return [(r, told.pop(r).attempt) for r, _ in director.cued(lambda: list(told.items()), coordinator)]
+    return [(r, told.pop(r).attempt) for r, _ in director.due(lambda: list(told.items()), coordinator)]
 
 
 def test_without_a_script_reports_are_taken_as_they_were_made() -> None:
@@ -86,7 +86,7 @@ def test_faults_meet_their_moment_alone() -> None:
     for replica in (0, 1):
         for step in (1, 2, 3, 4):
             director.before_grant(replica, step)
-            director.has_taken(replica, step)
+            director.after_decision(replica, step)
     assert sent == [(0, 19), (1, 9)]
 
 
@@ -104,16 +104,16 @@ MOMENT = SnapshotInfo(0.0, 0, 0, 1, None, None)
 
 
 @pytest.fixture
-def desk(fork_server: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueue, FlatState]]]:
+def desk(fork_server: ForkServer) -> Iterator[Callable[..., tuple[EvaluationProcess, FlatState]]]:
     opened: list[Callable[[], None]] = []
 
-    def make(**fields: Any) -> tuple[EvaluationQueue, FlatState]:
+    def make(**fields: Any) -> tuple[EvaluationProcess, FlatState]:
         job = Job(programs.program(metrics={}, **fields), Strategy(replicas=1), Budget("steps", 1, 1), timeout_s=30)
         module = job.program.build()
         layout = FlatLayout.of(module)
         parcel = share(job)
         opened.append(parcel.close)
-        it = EvaluationQueue(job, fork_server, parcel, layout, patient=False)
+        it = EvaluationProcess(job, fork_server, parcel, layout, idle_only=False)
         opened.append(it.close)
         return it, read(module, layout.new())
 
@@ -123,11 +123,11 @@ def desk(fork_server: ForkServer) -> Iterator[Callable[..., tuple[EvaluationQueu
     assert not fork_server._children
 
 
-def collected(desk: EvaluationQueue, count: int) -> list[Record]:
+def collected(desk: EvaluationProcess, count: int) -> list[Record]:
     """As many records as there are to come."""
     records: list[Record] = []
     while len(records) < count:
-        desk._link.settimeout(60)
+        desk._socket.settimeout(60)
         records += desk._receive(60)
     return records
 
@@ -138,22 +138,22 @@ def test_snapshots_are_scored_one_after_the_other_as_they_were(desk: Any) -> Non
         for vector in state.parameters:
             vector.fill_(value)
         it.hand_in(state, MOMENT)
-    assert it.waiting == 3
+    assert len(it.queue.snapshots) == 3
     losses = [record.train_loss for record in collected(it, 3)]
-    assert it.waiting == 0
+    assert len(it.queue.snapshots) == 0
     assert losses[0] == pytest.approx(float(torch.log(torch.tensor(3.0))), abs=1e-6)  # of zeros, all classes are equal
     assert len({*losses}) >= 2 or losses[1] == losses[2] == losses[0]
 
 
 def test_where_memory_is_short_handing_in_waits(desk: Any) -> None:
     it, state = desk()
-    it._room = 2
+    it.queue._capacity = 2
     for _ in range(6):
         it.hand_in(state, MOMENT)
-        assert it.waiting <= 2
+        assert len(it.queue.snapshots) <= 2
     early = it.collect()
-    assert len(early) + it.waiting == 6
-    assert len(collected(it, it.waiting)) == 6 - len(early)
+    assert len(early) + len(it.queue.snapshots) == 6
+    assert len(collected(it, len(it.queue.snapshots))) == 6 - len(early)
 
 
 def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
@@ -164,8 +164,8 @@ def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
         it.hand_in(state, MOMENT)
     it.collect()
     assert not it.alive
-    assert len({record.train_loss for record in it.score_rest()}) == 1
-    assert it.waiting == 0
+    assert len({record.train_loss for record in it.evaluate_rest()}) == 1
+    assert len(it.queue.snapshots) == 0
 
 
 # -------------------------------------------------------------------------------------------------- board and figures
@@ -192,10 +192,10 @@ def test_a_step_may_be_several_micro_steps(board: ControlBlock, per_step: int, s
     for k in range(6):
         gauge.stepped(pushed=k % 3 == 2)
     gauge.close()
-    seen = told(Coordinate(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
+    seen = worker_figures(Coordinate(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
     assert len(board.step_times(1)) == steps
-    assert told(Coordinate(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
+    assert worker_figures(Coordinate(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
 
 
 @pytest.mark.parametrize(("steps", "looked"), [(2, 3), (3, 3), (4, 3), (20, 5)])
@@ -235,7 +235,7 @@ def test_a_cancelled_step_counts_whole(board: ControlBlock) -> None:
 
 def test_nobody_is_busier_than_the_run_was_long(board: ControlBlock) -> None:
     board.measure(0, Figures(1, int(5e9), 0, 0))
-    assert told(Coordinate(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
+    assert worker_figures(Coordinate(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
 def test_a_child_that_is_forgotten_has_gone(fork_server: ForkServer) -> None:

@@ -29,7 +29,7 @@ from paceline.engine.distributed.reduce_buffer import (
     of_step,
 )
 from paceline.engine.distributed.update import Update
-from paceline.engine.remote_errors import not_finite
+from paceline.engine.loop import nonfinite_error
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup
@@ -241,7 +241,7 @@ class AsyncPipelineClient:
     def leave(self) -> None:
         """Finish the stream and complete all exchanges, after the loop has ended."""
         if not self._shard.drain():
-            raise not_finite(float("nan"), self._replica, self.attempt)
+            raise nonfinite_error(float("nan"), self._replica, self.attempt)
         while self._sync.pending:
             self._complete()
         while not self._coordinator.over:

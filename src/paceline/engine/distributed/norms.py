@@ -7,7 +7,7 @@
 
 Where a replica has several ranks, each measures its own elements, and squares are added; an element that several ranks
 have counts on one. A single replica keeps every other Δ until the next one is there, as the estimator of a server does
-(:class:`~paceline.engine.noise_scale.NoiseEstimator`).
+(:class:`~paceline.replica.noise_estimator.NoiseEstimator`).
 """
 
 from collections.abc import Collection, Sequence
@@ -15,15 +15,14 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.noise_scale import Part, differenced, observation
+from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
 from paceline.engine.base import Job
 from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus
-from paceline.engine.noise_scale import NoiseAccumulator
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
 from paceline.replica.flat_optimizer import FlatOptimizer, shape_only_parameters
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.replica.noise_norms import WARM_STEPS, Preconditioner, Scales, square
+from paceline.replica.noise_estimator import WARM_STEPS, Preconditioner, Scales, square
 
 
 class DeltaNorms:
@@ -152,5 +151,5 @@ class NoiseObserver:
             elif norm.previous_samples:
                 previous = Part(norm.previous_samples, 1.0, norm.previous)
                 observed = differenced(previous, parts[0], norm.combined)
-        self.accumulator.take(observed)
+        self.accumulator.add(observed)
         self.norms.updates += 1

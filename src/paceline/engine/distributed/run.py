@@ -1,8 +1,7 @@
-"""One run, as each of its ranks lives it: meet, train, score, tell."""
+"""One run, as each of its ranks executes it: start together, train, evaluate, gather the results."""
 
 import contextlib
 import functools
-import os
 import signal
 import threading
 import time
@@ -11,164 +10,146 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from torch import nn
 
-from paceline.comm.linux import give_back_freed_memory, memfd_create
+from paceline.comm.linux import give_back_freed_memory
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
-from paceline.core.types import Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
-from paceline.engine.distributed.evaluation import RankEvaluation
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
-from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
+from paceline.engine.distributed.replicated_coordinator import RankEvaluation, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.distributed.validation import ended_within_a_delta
-from paceline.engine.run_context import RunContext, settle, threads
-from paceline.engine.sigint import Interruptible
+from paceline.engine.loop import InterruptGuard
+from paceline.engine.run_context import RunContext, set_threads_and_seed, threads
 from paceline.engine.spmd.rank_context import RankContext, RankSetup
 from paceline.engine.spmd.shared_model import build_once_per_host
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import InMemorySink, timeline, told
-from paceline.engine.workers_file import WorkersFile
+from paceline.engine.worker_metrics import InMemorySink, SpanLog, WorkersFile, training_spans, worker_figures
 from paceline.replica.flat_state import FlatLayout, digest_of, write
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
-from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
-from paceline.trace.spans import Span
-
-TICK_S: Seconds = 0.2
-"""How often the live display is told."""
 
 
 class DistributedRun:
-    """One rank's.
+    """One rank's part of a run.
 
     Args:
         job: what is run.
-        context: with whom.
-        backend: moves the bytes.
-        watch: told how it stands.
-        closing: what has to be let go of, however it ends; for the caller to close.
+        context: of this rank among the others.
+        backend: of the process group.
+        watch: receives progress.
+        closing: what has to be released, however the run ends; for the caller to close.
     """
 
     def __init__(
         self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
     ) -> None:
         self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
-        self._setup = setup = RunContext.of(job)
-        mesh = job.strategy.mesh
-        settle(job, mesh.place(context.world.rank).replica, context.world.local_size)
-        with self._model() as module:
-            self._layout = FlatLayout.of(module, job.running_buffers)
-            digest = digest_of(module, self._layout)
-            self._agree(digest)
-            self._share = share = _share(RankSetup(setup, context, backend, module, self._layout))
-        give_back_freed_memory()
-        self._stopwatch = SyncedClock(context.registry.clock_offset_ns)
-        self._desk = RankEvaluation(job, context, self._layout.nbytes)
-        reads = share.read_version if isinstance(share, AsyncStageShard) else None
-        self._course = ReplicatedCoordinator(
-            setup, share.update, share.reduce_buffer, self._desk, self._stopwatch, digest, reads, share.noise
+        self._run_context = run_context = RunContext.of(job)
+        program, world = job.program, context.world
+        set_threads_and_seed(job, job.strategy.mesh.place(world.rank).replica, world.local_size)
+        # The values of A_0: a rank that trains a part of the model shares the whole one with the others on its host.
+        model = (
+            build_once_per_host(functools.partial(materialize, program), context)
+            if job.strategy.spread
+            else contextlib.nullcontext(program.build())
         )
-        self._attendance = ShadowPasses(setup, share.coordinate.replica, module, share.batchnorm_group, share.fsdp)
-        self._notes, self._sink = InMemorySink(), self._new_sink()
-        self._recorder: AnyRecorder = Recorder(*share.coordinate, self._sink) if job.trace else NullRecorder()
-        self._told_s: Seconds = -1.0
+        with model as module:
+            layout = FlatLayout.of(module, job.running_buffers)
+            digest = digest_of(module, layout)
+            self._check_agreement(digest)
+            self._shard = shard = _rank_shard(RankSetup(run_context, context, backend, module, layout))
+        give_back_freed_memory()
+        self._clock = SyncedClock(context.registry.clock_offset_ns)
+        self._evaluation = RankEvaluation(job, context, layout.nbytes)
+        reads = shard.read_version if isinstance(shard, AsyncStageShard) else None
+        self._coordinator = ReplicatedCoordinator(
+            run_context, shard.update, shard.reduce_buffer, self._evaluation, self._clock, digest, reads, shard.noise
+        )
+        place = shard.coordinate
+        self._shadow_passes = ShadowPasses(run_context, place.replica, module, shard.batchnorm_group, shard.fsdp)
+        self._sink, self._spans = InMemorySink(), SpanLog(job.trace, *place)
+        closing.callback(self._spans.close)
+        self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
+        self._coordinator.loop.watch = watch
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        woken = threading.Event()
-        with Interruptible(woken.set, (signal.SIGINT, signal.SIGTERM)) as asked:
+        shard, coordinator, stop_event = self._shard, self._coordinator, threading.Event()
+        with InterruptGuard(stop_event.set, (signal.SIGINT, signal.SIGTERM)) as interrupts:
             self._watch(Progress("starting", 0.0))
-            self._write_roster()
-            station = self._station(asked, woken)
-            worker = self._worker(station)
-            self._start()
-            with batchnorm_over(self._share.batchnorm_group):
-                with self._named(station):
+            if self._context.world.rank == 0:
+                mesh = self._job.strategy.mesh
+                processes: dict[Coordinate, dict[str, int | str]] = {
+                    mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
+                }
+                self._closing.callback(WorkersFile(self._job.out, {}, processes).close)
+            client = self._client(interrupts, stop_event)
+            worker = self._worker(client)
+            self._clock.start(self._context.gather(time.monotonic_ns(), "the others' start")[0])
+            coordinator.begin()
+            with batchnorm_over(shard.batchnorm_group):
+                with self._named(client):
                     worker.run(self._job.loop)
-                if self._share.fsdp is not None and not station.begins_delta():
+                if shard.fsdp is not None and not client.begins_delta():
                     raise ended_within_a_delta(self._context.world.rank, self._job.strategy.accumulate)
-                station.leave()
-            self._course.finish()
-            self._watch(replace(self._course.chronicle.progress("scoring", self._course.now), fraction=None))
-            records = self._desk.score_rest(lambda: asked.insisted)
-            return self._result(records)
+                client.leave()
+            coordinator.finish()
+            self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
+            return self._gather_outcome(self._evaluation.evaluate_rest(lambda: interrupts.insisted))
 
-    # -------------------------------------------------------------------------------------------------------- the start
-
-    def _model(self) -> contextlib.AbstractContextManager[nn.Module]:
-        """With the values of A_0: this rank's own where it is to train all of it."""
-        program = self._job.program
-        if self._job.strategy.spread:
-            return build_once_per_host(functools.partial(materialize, program), self._context)
-        return contextlib.nullcontext(program.build())
-
-    def _agree(self, digest: str) -> None:
-        """All ranks must be about to do the same."""
-        mine = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
-        what = ("strategy", "budget", "seed", "digest of A_0")
-        said = self._context.gather(mine, "the others' start")
-        for rank, other in enumerate(said):
-            for name, first, theirs in zip(what, said[0], other, strict=True):
-                if first != theirs:
+    def _check_agreement(self, digest: str) -> None:
+        """Raise unless all ranks are about to do the same."""
+        local = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
+        names = ("strategy", "budget", "seed", "digest of A_0")
+        gathered = self._context.gather(local, "the others' start")
+        for rank, values in enumerate(gathered):
+            for name, first, value in zip(names, gathered[0], values, strict=True):
+                if first != value:
                     raise PacelineError(
-                        f"rank {rank} has {name} {theirs}, but rank 0 has {first}; all ranks must run one script with "
+                        f"rank {rank} has {name} {value}, but rank 0 has {first}; all ranks must run one script with "
                         "the same arguments, and model() must draw its numbers from torch alone"
                     )
 
-    def _write_roster(self) -> None:
-        if self._context.world.rank == 0:
-            mesh = self._job.strategy.mesh
-            where: dict[Coordinate, dict[str, int | str]] = {
-                mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
-            }
-            self._closing.callback(WorkersFile(self._job.out, {}, where).close)
-
-    def _station(self, asked: Interruptible, woken: threading.Event) -> AllReduceClient | AsyncPipelineClient:
-        share = self._share
-        self._gauge = WorkerMetrics(self._notes, share.coordinate.replica, self._recorder, 0, self._setup.per_step)
-        around = ClientContext(
-            coordinator=self._course,
-            status_sync=share.status_sync,
-            reduce_buffer=share.reduce_buffer,
-            overlap=share.overlap,
-            norms=share.noise.norms if share.noise else None,
-            state=share.state,
-            clock=self._stopwatch,
-            shadow_passes=self._attendance if self._attendance.needed else None,
-            metrics=self._gauge,
+    def _client(self, interrupts: InterruptGuard, stop_event: threading.Event) -> AllReduceClient | AsyncPipelineClient:
+        shard = self._shard
+        context = ClientContext(
+            coordinator=self._coordinator,
+            status_sync=shard.status_sync,
+            reduce_buffer=shard.reduce_buffer,
+            overlap=shard.overlap,
+            norms=shard.noise.norms if shard.noise else None,
+            state=shard.state,
+            clock=self._clock,
+            shadow_passes=self._shadow_passes if self._shadow_passes.needed else None,
+            metrics=self._metrics,
             store_signals=self._context.store_signals,
-            stop_requested=lambda: asked.heard > 0,
-            stop_event=woken,
-            after_exchange=self._tell,
+            stop_requested=lambda: interrupts.count > 0,
+            stop_event=stop_event,
+            after_exchange=lambda: self._coordinator.loop.display(self._coordinator.now),
         )
-        if isinstance(share, AsyncStageShard):
-            return AsyncPipelineClient(around, share, self._setup.allowance(), self._job.timeout_s)
-        return AllReduceClient(share.coordinate.replica, around, self._job.timeout_s)
+        if isinstance(shard, AsyncStageShard):
+            return AsyncPipelineClient(context, shard, self._run_context.step_quota(), self._job.timeout_s)
+        return AllReduceClient(shard.coordinate.replica, context, self._job.timeout_s)
 
-    def _worker(self, station: AllReduceClient | AsyncPipelineClient) -> ClientWorker:
-        inner = self._share.replica(self._course.weight, self._recorder)
-        if self._share.overlap is not None:
+    def _worker(self, client: AllReduceClient | AsyncPipelineClient) -> ClientWorker:
+        inner = self._shard.replica(self._coordinator.weight, self._spans.recorder)
+        if self._shard.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
-            assert isinstance(station, AllReduceClient), "a stream has no Δ to send"
-            self._closing.enter_context(inner.sending_gradients(station))
-        replica = ShadowReplica(inner, self._attendance) if self._attendance.needed else inner
-        measured = InstrumentedReplica(replica, self._gauge, station, 0)
-        return ClientWorker(self._setup, self._share.coordinate.replica, measured, station, self._gauge)
-
-    def _start(self) -> None:
-        self._stopwatch.start(self._context.gather(time.monotonic_ns(), "the others' start")[0])
-        self._course.begin()
+            assert isinstance(client, AllReduceClient), "an asynchronous pipeline sends no Δ"
+            self._closing.enter_context(inner.sending_gradients(client))
+        replica = ShadowReplica(inner, self._shadow_passes) if self._shadow_passes.needed else inner
+        measured = InstrumentedReplica(replica, self._metrics, client, 0)
+        return ClientWorker(self._run_context, self._shard.coordinate.replica, measured, client, self._metrics)
 
     @contextlib.contextmanager
-    def _named(self, station: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:
-        """Of several workers of a replica, which one has failed, and when; of another, its number tells."""
+    def _named(self, client: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:
+        """Context manager: an error of the user's code names the rank and its step if a replica has several workers."""
         try:
             yield
         except PacelineError:
@@ -176,65 +157,49 @@ class DistributedRun:
         except Exception as error:
             if not self._job.strategy.spread:
                 raise
-            place, rank = self._share.coordinate, self._context.world.rank
-            where = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
-            told = "".join(traceback.format_exception(error))
+            place, rank = self._shard.coordinate, self._context.world.rank
+            name = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
+            text = "".join(traceback.format_exception(error))
             raise WorkerError(
-                f"{where} failed at its step {station.attempt}: {type(error).__name__}: {error}\n\n{told}"
+                f"{name} failed at its step {client.attempt}: {type(error).__name__}: {error}\n\n{text}"
             ) from error
 
-    # ----------------------------------------------------------------------------------------------------- what is told
-
-    def _tell(self) -> None:
-        """Tell the display how things stand, once a while."""
-        if (now := self._course.now) - self._told_s >= TICK_S:
-            self._told_s = now
-            self._watch(self._course.chronicle.progress("training", now))
-
-    def _result(self, records: list[Record]) -> Outcome:
-        course, seconds = self._course, self._course.now
-        self._recorder.close()
-        communicator = self._context.communicator
-        seen = self._notes.seen._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
-        figures = told(self._share.coordinate, seen, self._notes.step_times, self._share.parameter_bytes, seconds)
-        remembered = self._share.update.optimizer_bytes
-        mine = replace(figures, peak_saved_bytes=self._share.peak_saved_bytes, optimizer_bytes=remembered)
-        said = self._context.gather((mine, records, self._spans()), "the others' scores and figures")
-        history = [record for _, theirs, _ in said for record in theirs]
-        history = sorted([*course.chronicle.history, *history], key=lambda record: (record.time_s, record.gradients))
-        account = course.chronicle.account(
-            seconds, [figures for figures, _, _ in said], (), self._rules(), interrupted=course.interrupted
+    def _gather_outcome(self, local_records: list[Record]) -> Outcome:
+        shard, coordinator, context = self._shard, self._coordinator, self._context
+        history, seconds = coordinator.loop.history, coordinator.now
+        communicator, spans, ahead = context.communicator, self._spans.read(), self._clock.ahead_ns
+        if ahead:
+            spans = [replace(s, start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead) for s in spans]
+        figures = self._sink.newest._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
+        local_figures = replace(
+            worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),
+            peak_saved_bytes=shard.peak_saved_bytes,
+            optimizer_bytes=shard.update.optimizer_bytes,
         )
-        state = self._share.update.full_state(wanted=True)
+        gathered = context.gather((local_figures, local_records, spans), "the others' scores and figures")
+        records = [*history.records, *(record for _, each, _ in gathered for record in each)]
+        notes: dict[str, str | int | float] = {
+            "threads": threads(self._job, context.world.local_size),
+            "backend": self._backend if context.world.size > 1 else "none",
+            **shard.notes(),
+        }
+        account = history.account(
+            seconds, [figures for figures, _, _ in gathered], (), notes, interrupted=coordinator.interrupted
+        )
+        state = shard.update.full_state(wanted=True)
         assert state is not None, "it is wanted here"
         model = write(materialize(self._job.program, SpillAllocator()), state)
-        spans = timeline([span for _, _, theirs in said for span in theirs], self._stopwatch.began_ns)
-        return Outcome(model.state_dict(), model, history, account, spans)
-
-    def _rules(self) -> dict[str, str | int | float]:
-        return {
-            "threads": threads(self._job, self._context.world.local_size),
-            "backend": self._backend if self._context.world.size > 1 else "none",
-            **self._share.notes(),
-        }
-
-    def _spans(self) -> list[Span]:
-        if not self._job.trace:
-            return []
-        ahead = self._stopwatch.ahead_ns
-        spans = read_packed(self._sink)
-        return [replace(s, start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead) for s in spans] if ahead else spans
-
-    def _new_sink(self) -> int:
-        if not self._job.trace:
-            return -1
-        sink = memfd_create("paceline:spans")
-        self._closing.callback(os.close, sink)
-        return sink
+        return Outcome(
+            model.state_dict(),
+            model,
+            sorted(records, key=lambda record: (record.time_s, record.gradients)),
+            account,
+            training_spans([span for _, _, each in gathered for span in each], self._clock.began_ns),
+        )
 
 
-def _share(rank_setup: RankSetup) -> RankShard:
-    """By what the strategy asks for."""
+def _rank_shard(rank_setup: RankSetup) -> RankShard:
+    """Build what this rank holds of A, by the strategy."""
     strategy = rank_setup.run_context.job.strategy
     if strategy.pipelined and not strategy.order.flushes:
         return AsyncStageShard(rank_setup)
@@ -243,7 +208,7 @@ def _share(rank_setup: RankSetup) -> RankShard:
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """What a run sets in this process, which is the user's, is put back at its end."""
+    """Context manager: restore what a run sets in this process, which is the user's."""
     before = torch.get_num_threads()
     with torch.random.fork_rng(devices=[]):
         try:

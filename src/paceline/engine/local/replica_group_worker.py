@@ -26,7 +26,14 @@ from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.delta import Distance
-from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.errors import (
+    LONGEST_TRACEBACK,
+    PacelineError,
+    WaitTimeoutError,
+    WorkerError,
+    encode_failure,
+    failure_text,
+)
 from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job
 from paceline.engine.local.client import SharedMemoryClient
@@ -34,8 +41,7 @@ from paceline.engine.local.control_block import MetricsBlock
 from paceline.engine.local.replica_group import CommandPipe, End, Follower, PeerExited, ReplicaLeader, ShardIO, say_all
 from paceline.engine.local.worker import metrics_block, open_arena
 from paceline.engine.local.worker_processes import PEER_DIED, label
-from paceline.engine.remote_errors import LONGEST_TRACEBACK, failure, worker_failed
-from paceline.engine.run_context import RunContext, settle
+from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, open_rank_context
@@ -44,7 +50,7 @@ from paceline.engine.spmd.sharded_local_sgd import ShardedLocalSGD
 from paceline.engine.spmd.shared_model import build_once_per_host
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
-from paceline.engine.workers_file import remove_workers_file
+from paceline.engine.worker_metrics import remove_workers_file
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.module_utils import materialize
@@ -81,7 +87,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
 def _said(place: Sequence[int], error: BaseException) -> bytes:
     """The message that tells main of an error, and at least of which replica it is."""
     if not isinstance(error, PacelineError):
-        return failure(label(Coordinate(*place)), error)
+        return encode_failure(label(Coordinate(*place)), error)
     text = str(error)
     if isinstance(error, (WaitTimeoutError, WorkerError)) and not text.startswith("replica "):
         text = f"replica {place[0]}: {text}"
@@ -117,7 +123,7 @@ class _Member:
         ranks = self._mesh.replica_ranks(place.replica)
         self._rank, self._size = self._worker - ranks.start, len(ranks)
         self._leads = self._rank == 0
-        settle(job, place.replica)
+        set_threads_and_seed(job, place.replica)
         self._remembers, self._store_fd = args["remembers"], store_fd
         others = [rank for rank in ranks if rank != self._worker] if self._leads else [ranks.start]
         who = [f"replica {label(self._mesh.place(rank))}" for rank in others]
@@ -159,7 +165,7 @@ class _Member:
                 raise WorkerError(f"replica {label(self._place)}: {error}") from error
             if isinstance(error, PacelineError):
                 raise
-            raise WorkerError(worker_failed(json.loads(failure(label(self._place), error)))) from error
+            raise WorkerError(failure_text(json.loads(encode_failure(label(self._place), error)))) from error
 
     # ----------------------------------------------------------------------------------------------- what it works with
 
@@ -171,12 +177,12 @@ class _Member:
         held = PipelineRank(rank_setup) if self._job.strategy.pipelined else TensorParallelRank(rank_setup)
         self._bytes = held.layout.parameter_bytes
         metrics_block(self._setup, self._store).set_parameter_bytes(self._worker, self._bytes)
-        steps = 1 if self._setup.owns_steps else micro_steps(self._setup.delta)
+        steps = 1 if self._setup.local_sgd else micro_steps(self._setup.delta)
         if isinstance(held, PipelineRank):
             inner: Replica = pipelined(held, steps, self._recorder)
         else:
             inner = held.worker(steps, self._recorder)
-        if not self._setup.owns_steps:
+        if not self._setup.local_sgd:
             return ShardIO(self._store, self._board, self._place, held, inner, _nothing)
         own = self._walking(context, held, inner)
         return ShardIO(self._store, self._board, self._place, held, own, own.forget)

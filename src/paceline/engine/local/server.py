@@ -12,11 +12,11 @@ from paceline.engine.local.arena import ParameterArena, VersionPool
 from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completion, ControlBlock, Grant
 from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
-from paceline.engine.noise_scale import NoiseEstimator, Seen
 from paceline.engine.run_context import RunContext
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer, Weighted
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
+from paceline.replica.noise_estimator import NoiseEstimator, Seen
 from paceline.trace.recorder import AnyRecorder
 
 

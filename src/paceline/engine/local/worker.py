@@ -12,15 +12,15 @@ from paceline.comm import liveness
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.comm.wakeup import EventFd, Wakeup
+from paceline.core.errors import encode_failure
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.client import SharedMemoryClient
 from paceline.engine.local.control_block import ControlBlock, MetricsBlock
-from paceline.engine.remote_errors import failure
-from paceline.engine.run_context import RunContext, settle
+from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
-from paceline.engine.workers_file import remove_workers_file
+from paceline.engine.worker_metrics import remove_workers_file
 from paceline.replica.flat_state import FlatLayout
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
 
@@ -39,7 +39,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             _carry(job, replica, args["remembers"], store_fd, EventFd(mine), EventFd(coordinator), link, recorder)
         except BaseException as error:
             with contextlib.suppress(OSError):  # main has gone, or wants no more
-                link.send(failure(replica, error))
+                link.send(encode_failure(replica, error))
             raise SystemExit(1) from error
 
 
@@ -53,14 +53,16 @@ def _carry(
     link: socket.socket,
     recorder: AnyRecorder,
 ) -> None:
-    settle(job, replica)
+    set_threads_and_seed(job, replica)
     setup, module = RunContext.of(job), job.program.build()
     layout = FlatLayout.of(module, job.running_buffers)
     store, board = open_arena(setup, layout, remembers, store_fd)
     station = SharedMemoryClient(
         store, board, replica, Wakeup(mine, board.sleep_flag(replica)), Wakeup(coordinator, board.sleep_flag(None))
     )
-    gauge = WorkerMetrics(board, replica, recorder, 2 * layout.parameter_bytes if setup.slots else 0, setup.per_step)
+    gauge = WorkerMetrics(
+        board, replica, recorder, 2 * layout.parameter_bytes if setup.delta_slots else 0, setup.per_step
+    )
     watch(module, station)
     inner = setup.replica(replica, module, layout, recorder)
     worker = ClientWorker(
@@ -74,7 +76,7 @@ def open_arena(
     setup: RunContext, layout: FlatLayout, remembers: int, fd: int | None = None
 ) -> tuple[ParameterArena, ControlBlock]:
     """The shared memory of a run, in any of its processes: new, or what lies behind ``fd``."""
-    replicas, slots = setup.replicas, setup.slots
+    replicas, slots = setup.replicas, setup.delta_slots
     words = ControlBlock.size(replicas, slots) + MetricsBlock.size(_listed(setup))
     store = ParameterArena(ArenaLayout(layout, replicas, slots, remembers, words), fd)
     return store, ControlBlock(store.words, replicas)
@@ -82,7 +84,7 @@ def open_arena(
 
 def metrics_block(setup: RunContext, store: ParameterArena) -> MetricsBlock:
     """The figures of workers that are not the first ones of their replicas, in the shared memory of a run."""
-    return MetricsBlock(store.words[8 * ControlBlock.size(setup.replicas, setup.slots) :])
+    return MetricsBlock(store.words[8 * ControlBlock.size(setup.replicas, setup.delta_slots) :])
 
 
 def _listed(setup: RunContext) -> int:

@@ -15,13 +15,12 @@ from paceline.comm.linux import memfd_create
 from paceline.comm.shared_pickle import SharedObject
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core import errors
-from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.local.arena import ParameterArena
 from paceline.engine.local.control_block import ControlBlock
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
-from paceline.engine.remote_errors import worker_failed
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import Span
 
@@ -218,7 +217,7 @@ class WorkerProcesses:
             elif "said" in message:
                 raise getattr(errors, message["kind"], WorkerError)(message["said"])
             else:
-                raise WorkerError(worker_failed(message))
+                raise WorkerError(failure_text(message))
 
     def handle_exit(self, worker: int) -> tuple[ReplicaId, str] | None:
         """Handle the exit of a worker. Unless it ended well, kill the rest of its replica.

@@ -1,144 +1,127 @@
-"""Where the server hands in snapshots of A for scoring, and records come back.
-
-The actor that scores snapshots, off the training path.
-"""
+"""Evaluation in an actor: the server's side, which awaits one record after the other, and the actor."""
 
 import asyncio
-import contextlib
 import json
-import os
-from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-import torch
-
-from paceline.core.errors import WorkerError
+from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_text
 from paceline.core.records import Record
 from paceline.engine.base import Job
-from paceline.engine.evaluation import Evaluator, SnapshotInfo, room
+from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
 from paceline.engine.ray.messages import Bytes, WorkerLocation, state_of, unpack
 from paceline.engine.ray.replica import place
-from paceline.engine.remote_errors import SCORER, failure, worker_failed
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
 class LostError(Exception):
-    """The scorer is no more."""
+    """The evaluator's actor has ended."""
 
 
-class RayEvaluationQueue:
-    """What is still to be scored, one snapshot after the other; where the scorer is lost, the server scores the rest.
+class RayEvaluation:
+    """The queue of snapshots and the task that has them evaluated; if the actor is lost, the server evaluates the rest.
 
     Args:
         job: of the run.
-        ask: has the scorer score a snapshot; a failure of the user's code comes back as bytes.
-        keep: takes a record.
-        fail: told of what was raised.
-        nbytes: of one snapshot.
+        remote: evaluates a snapshot in the actor; a failure of the user's code comes back as bytes.
+        keep: takes the records.
+        fail: takes what was raised.
+        snapshot_bytes: size of one snapshot.
     """
 
     def __init__(
         self,
         job: Job,
-        ask: Callable[[SnapshotInfo, FlatState], Awaitable[Record | bytes]],
-        keep: Callable[[Record], None],
+        remote: Callable[[SnapshotInfo, FlatState], Awaitable[Record | bytes]],
+        keep: Callable[[list[Record]], None],
         fail: Callable[[BaseException], None],
-        nbytes: int,
+        snapshot_bytes: int,
     ) -> None:
-        self._job, self._ask, self._keep, self._fail = job, ask, keep, fail
-        self._queue: deque[tuple[SnapshotInfo, FlatState]] = deque()
-        self._room = room(nbytes)
+        self._timeout_s, self._remote, self._keep, self._fail = job.timeout_s, remote, keep, fail
+        self.queue = EvaluationQueue(job.program, snapshot_bytes)
+        self._lost = False
         self._task: asyncio.Task[None] | None = None
-        self._less = asyncio.Event()
-        self._own: Evaluator | None = None
+        self._evaluated = asyncio.Event()
 
-    @property
-    def full(self) -> bool:
-        """Whether the run has to wait for the scorer."""
-        return len(self._queue) >= self._room
-
-    def hand_in(self, state: FlatState, moment: SnapshotInfo) -> None:
-        """Have a state scored that nobody will write to."""
-        self._queue.append((moment, state))
+    def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
+        """Queue a state that no one will write to."""
+        self.queue.add(state, info)
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._work())
+            self._task = asyncio.ensure_future(self._evaluate_all())
 
-    async def one_less(self) -> None:
-        """Wait until a snapshot has been scored."""
-        self._less.clear()
-        await self._less.wait()
+    async def wait_for_room(self) -> None:
+        """Wait until a snapshot has been evaluated."""
+        self._evaluated.clear()
+        await self._evaluated.wait()
 
-    async def drained(self) -> None:
-        """Wait until all are scored."""
+    async def drain(self) -> None:
+        """Wait until all snapshots are evaluated."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def close(self) -> None:
-        """Leave what is not scored."""
+        """Drop what is not evaluated."""
         if self._task is not None:
             self._task.cancel()
 
-    async def _work(self) -> None:
+    async def _evaluate_all(self) -> None:
+        snapshots = self.queue.snapshots
         try:
-            while self._queue:
-                moment, state = self._queue[0]
-                self._keep(await self._scored(moment, state))
-                self._queue.popleft()
-                self._less.set()
+            while snapshots:
+                self._keep([await self._record(*snapshots[0])])
+                snapshots.popleft()
+                self._evaluated.set()
         except Exception as error:
             self._fail(error)
         finally:
-            self._less.set()
+            self._evaluated.set()
 
-    async def _scored(self, moment: SnapshotInfo, state: FlatState) -> Record:
-        if self._own is None:
+    async def _record(self, state: FlatState, info: SnapshotInfo) -> Record:
+        if not self._lost:
             try:
-                answer = await asyncio.wait_for(self._ask(moment, state), self._job.timeout_s)
-            except (LostError, TimeoutError):  # it has died, or says nothing
-                self._own = Evaluator(self._job.program, self._job.program.build())
+                answer = await asyncio.wait_for(self._remote(info, state), self._timeout_s)
+            except (LostError, TimeoutError):
+                self._lost = True
             else:
                 if isinstance(answer, bytes):
-                    raise WorkerError(worker_failed(json.loads(answer)))
+                    raise WorkerError(failure_text(json.loads(answer)))
                 return answer
-        return await asyncio.to_thread(self._own.score, state, moment)
+        # In a thread: the server goes on taking Δs meanwhile.
+        return await asyncio.to_thread(self.queue.evaluate, state, info)
 
 
 class EvaluatorActor:
-    """Scores the snapshots of one run after the other.
+    """Evaluates the snapshots of one run after the other.
 
     Args:
-        patient: use only idle cores; not where runs wait for a score.
+        idle_only: use only idle cores; not where runs wait for a record.
     """
 
-    def __init__(self, patient: bool) -> None:
-        torch.set_num_threads(1)
-        if patient:
-            # Only cycles that nobody else wants, so that scoring never bends the timing of the replicas.
-            with contextlib.suppress(OSError, AttributeError):
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    def __init__(self, idle_only: bool) -> None:
+        become_evaluator(idle_only=idle_only)
         self._job: Job | None = None
-        self._scorer: tuple[FlatLayout, Evaluator] | None = None
+        self._evaluator: tuple[FlatLayout, Evaluator] | None = None
 
     def place(self) -> WorkerLocation:
-        """Where it lives."""
+        """Return the process and the node of this actor."""
         return place()
 
     def open(self, parts: Sequence[Bytes]) -> None:
-        """A run begins."""
-        self._job, self._scorer = unpack(parts), None
+        """Begin a run."""
+        self._job, self._evaluator = unpack(parts), None
 
     def close(self) -> None:
-        """It has ended."""
-        self._job = self._scorer = None
+        """End the run."""
+        self._job = self._evaluator = None
 
-    def score(self, moment: SnapshotInfo, *arrays: Bytes) -> Record | bytes:
-        """The record of one snapshot, or what the user's code raised."""
+    def score(self, info: SnapshotInfo, *arrays: Bytes) -> Record | bytes:
+        """Return the record of one snapshot, or what the user's code raised."""
         assert self._job is not None, "no run is open"
         try:
-            if self._scorer is None:
+            if self._evaluator is None:
                 module = self._job.program.build()
-                self._scorer = FlatLayout.of(module, self._job.running_buffers), Evaluator(self._job.program, module)
-            layout, scorer = self._scorer
-            return scorer.score(state_of(layout, arrays), moment)
+                layout = FlatLayout.of(module, self._job.running_buffers)
+                self._evaluator = layout, Evaluator(self._job.program, module)
+            layout, evaluator = self._evaluator
+            return evaluator.score(state_of(layout, arrays), info)
         except BaseException as error:
-            return failure(SCORER, error)
+            return encode_failure(SCORER, error)

@@ -7,22 +7,19 @@ again.
 """
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.comm.linux import memfd_create
 from paceline.core.mesh import Coordinate
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of, state_of
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
-from paceline.engine.worker_metrics import Figures, told
+from paceline.engine.worker_metrics import Figures, SpanLog, worker_figures
 from paceline.replica.flat_state import FlatState
-from paceline.trace.recorder import NullRecorder, Recorder, read_packed
-from paceline.trace.spans import SERVER, Span
+from paceline.trace.spans import SERVER
 
 
 class ReplicaRecord:
@@ -65,10 +62,10 @@ class ReplicaRecord:
         self._answer = self._kept = None
         self.ready, self.dead, self.excused_s = False, True, 0.0
 
-    def told(self, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
-        """What those who had its name have measured of themselves."""
-        seen = _sum(self._before, self.figures)
-        return told(Coordinate(replica), seen, self.step_times, parameter_bytes, seconds)
+    def figures_at(self, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
+        """Return the figures of all actors that ran this replica."""
+        figures = _sum(self._before, self.figures)
+        return worker_figures(Coordinate(replica), figures, self.step_times, parameter_bytes, seconds)
 
     def _reply(self, reply: Reply) -> None:
         if self._answer is None or self._answer.done():
@@ -104,8 +101,7 @@ class RayExecutor:
         self._owner = ServerOptimizer(setup.job.program, setup.policy, state)
         self._observer = DeltaStatistics(setup.policy, self._owner)
         self._held: dict[tuple[ReplicaId, Clock], FlatState] = {}
-        self._sink = memfd_create("paceline:spans") if setup.job.trace else -1
-        self._recorder = Recorder(SERVER, 0, 0, self._sink) if setup.job.trace else NullRecorder()
+        self.spans = SpanLog(setup.job.trace, SERVER)
 
     @property
     def state(self) -> FlatState:
@@ -127,7 +123,7 @@ class RayExecutor:
         self._owner.apply(deltas, action.rate, alone=action.alone, out=self.state.layout.new())
         ended = time.monotonic_ns()
         self._observer.applied((ended - began) * 1e-9)
-        self._recorder.record("apply", self._version() + 1, began, ended)
+        self.spans.recorder.record("apply", self._version() + 1, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
@@ -139,14 +135,6 @@ class RayExecutor:
     def dismiss(self, replica: ReplicaId) -> None:
         self._lanes[replica].dismiss()
 
-    def spans(self) -> list[Span]:
-        """What was recorded of the updates; read it when there are no more."""
-        if self._sink < 0:
-            return []
-        self._recorder.close()
-        return read_packed(self._sink)
-
     def close(self) -> None:
-        """Let go of everything."""
-        if self._sink >= 0:
-            os.close(self._sink)
+        """Release the memory of the spans."""
+        self.spans.close()

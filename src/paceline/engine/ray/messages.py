@@ -104,7 +104,7 @@ class Ended(NamedTuple):
     """What a replica's run has come to."""
 
     failure: bytes | None
-    """What its user's code raised, as :func:`paceline.engine.remote_errors.failure` writes it."""
+    """What its user's code raised, as :func:`paceline.core.errors.encode_failure` writes it."""
     spans: list[Span]
 
 

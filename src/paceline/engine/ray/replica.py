@@ -14,7 +14,8 @@ from typing import Any
 
 import ray
 
-from paceline.comm.linux import keep_freed_memory, memfd_create
+from paceline.comm.linux import keep_freed_memory
+from paceline.core.errors import encode_failure
 from paceline.core.types import Clock, Nanoseconds, Seconds
 from paceline.engine.base import Job
 from paceline.engine.ray.messages import (
@@ -29,13 +30,11 @@ from paceline.engine.ray.messages import (
     state_of,
     unpack,
 )
-from paceline.engine.remote_errors import failure
-from paceline.engine.run_context import RunContext, settle
+from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
-from paceline.engine.worker_metrics import InMemorySink
+from paceline.engine.worker_metrics import InMemorySink, SpanLog
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
-from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
 
@@ -172,7 +171,7 @@ class RayClient:
             measured.samples,
             measured.finite,
             measured.loss,
-            self._notes.seen,
+            self._notes.newest,
         )
         self._answer = self._ask("push", report, *arrays)
 
@@ -208,36 +207,36 @@ class ReplicaActor:
     def run(self, parts: Sequence[Bytes], post: ReplicaAssignment, server: Any) -> Ended:
         """Live one replica's life in one run."""
         self._switch = CancelFlag(post.run)
-        sink = memfd_create("paceline:spans")
         try:
-            _carry(unpack(parts), post, server, self._switch, sink)
+            spans = _run_replica(unpack(parts), post, server, self._switch)
             ahead = clock_ahead(server) if post.server.node != place().node else 0
-            return Ended(None, [_moved(span, ahead) for span in read_packed(sink)])
+            return Ended(None, [_moved(span, ahead) for span in spans])
         except ray.exceptions.RayError:
             raise  # the server's end, not this one's
         except BaseException as error:
-            return Ended(failure(post.replica, error), [])
+            return Ended(encode_failure(post.replica, error), [])
         finally:
-            os.close(sink)
             gc.collect()  # a job's modules refer to themselves, and would keep the store's memory
 
 
-def _carry(job: Job, post: ReplicaAssignment, server: Any, switch: CancelFlag, sink: int) -> None:
-    setup, replica = RunContext.of(job), post.replica
-    settle(job, replica)
-    module, notes = job.program.build(), InMemorySink()
-    layout = FlatLayout.of(module, job.running_buffers)
-    station = RayClient(server.ask.remote, ray.get, post, layout, switch, notes, job.timeout_s)
-    recorder: AnyRecorder = Recorder(replica, 0, 0, sink) if job.trace else NullRecorder()
-    gauge = WorkerMetrics(notes, replica, recorder, 2 * layout.parameter_bytes, setup.per_step)
-    watch(module, station)
-    measured = InstrumentedReplica(
-        setup.replica(replica, module, layout, recorder), gauge, station, layout.parameter_bytes
-    )
-    worker = ClientWorker(setup, replica, measured, station, gauge, post.micro_steps)
-    ray.get(server.ask.remote("ready", replica))
-    worker.run(job.loop)
-    ray.get(server.ask.remote("done", replica, notes.seen, list(notes.step_times)))
+def _run_replica(job: Job, post: ReplicaAssignment, server: Any, switch: CancelFlag) -> list[Span]:
+    context, replica = RunContext.of(job), post.replica
+    set_threads_and_seed(job, replica)
+    module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
+    try:
+        layout = FlatLayout.of(module, job.running_buffers)
+        client = RayClient(server.ask.remote, ray.get, post, layout, switch, sink, job.timeout_s)
+        metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
+        watch(module, client)
+        inner = context.replica(replica, module, layout, spans.recorder)
+        measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
+        worker = ClientWorker(context, replica, measured, client, metrics, post.micro_steps)
+        ray.get(server.ask.remote("ready", replica))
+        worker.run(job.loop)
+        ray.get(server.ask.remote("done", replica, sink.newest, list(sink.step_times)))
+        return spans.read()
+    finally:
+        spans.close()
 
 
 def clock_ahead(server: Any) -> Nanoseconds:

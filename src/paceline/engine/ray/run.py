@@ -13,19 +13,16 @@ from typing import Any
 
 import ray
 
-from paceline.core.errors import WaitTimeoutError, WorkerError
+from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.loop import TICK_S, InterruptGuard
 from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, Needs, how_it_died, share_of_gpus
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.ray.messages import Ended, ReplicaAssignment, Result, RunStatus, pack, state_of
-from paceline.engine.ray.server_loop import TICK_S
-from paceline.engine.remote_errors import worker_failed
 from paceline.engine.run_context import first_state
-from paceline.engine.sigint import Interruptible
-from paceline.engine.worker_metrics import timeline
-from paceline.engine.workers_file import WorkersFile
+from paceline.engine.worker_metrics import WorkersFile, training_spans
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
@@ -73,64 +70,66 @@ class RayRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with Interruptible(lambda: None) as ctrl_c:
+        with InterruptGuard(lambda: None) as interrupts:
             self._watch(Progress("starting", 0.0))
             try:
-                self._start(ctrl_c)
-                self._attend(lambda: self._standing.phase in ("scoring", "done"), ctrl_c)
-                late = self._leave(ctrl_c)
-                enough = min(ctrl_c.heard, 1) + 1
-                self._attend(lambda: self._standing.phase == "done", ctrl_c, enough=enough)
-                result: Result = self._answer(self._ask("result", late, ctrl_c.heard > 0))
+                self._start(interrupts)
+                self._attend(lambda: self._standing.phase in ("scoring", "done"), interrupts)
+                late = self._leave(interrupts)
+                enough = min(interrupts.count, 1) + 1
+                self._attend(lambda: self._standing.phase == "done", interrupts, enough=enough)
+                result: Result = self._answer(self._ask("result", late, interrupts.count > 0))
             finally:
-                self._clear_up(0.0 if ctrl_c.insisted else GRACE_S)
+                self._clear_up(0.0 if interrupts.insisted else GRACE_S)
         return self._outcome(result)
 
     # ------------------------------------------------------------------------------------------------------- the phases
 
-    def _start(self, ctrl_c: Interruptible) -> None:
+    def _start(self, interrupts: InterruptGuard) -> None:
         job, crew = self._job, self._crew
         gpu = share_of_gpus(self._cluster.gpus, self._replicas) if job.strategy.device.startswith("cuda") else 0.0
         needs = Needs(self._replicas, patient=job.budget.until is None, gpus=gpu)
         crew.muster(
-            needs, job.timeout_s, lambda: ctrl_c.heard > 0, lambda part: self._watch(Progress("starting", part / 2))
+            needs, job.timeout_s, lambda: interrupts.count > 0, lambda part: self._watch(Progress("starting", part / 2))
         )
         handles = crew.replicas[: self._replicas]
         self._answer(crew.server.open.remote(self._number, self._parts, handles, crew.scorer))
         crew.scorer.open.remote(self._parts)
-        if not ctrl_c.heard:
+        if not interrupts.count:
             for replica in range(self._replicas):
                 self._carry(replica, 0, 0)
-            self._await_models(ctrl_c)
+            self._await_models(interrupts)
         self._write_roster()
-        if not ctrl_c.heard:
+        if not interrupts.count:
             self._answer(self._ask("begin"))
             self._begun = True
 
-    def _await_models(self, ctrl_c: Interruptible) -> None:
+    def _await_models(self, interrupts: InterruptGuard) -> None:
         deadline = time.monotonic() + self._job.timeout_s
-        self._attend(lambda: self._standing.phase == "starting" and not self._standing.waiting, ctrl_c, until=deadline)
-        if self._standing.waiting and not ctrl_c.heard:
+        self._attend(
+            lambda: self._standing.phase == "starting" and not self._standing.waiting, interrupts, until=deadline
+        )
+        if self._standing.waiting and not interrupts.count:
             raise WaitTimeoutError(
                 f"main waited {self._job.timeout_s:g} s for replicas {list(self._standing.waiting)} to build their "
                 "model; write a larger timeout_s="
             )
 
-    def _leave(self, ctrl_c: Interruptible) -> list[ReplicaId]:
+    def _leave(self, interrupts: InterruptGuard) -> list[ReplicaId]:
         """Let the replicas end by themselves; returns those that did not in time."""
         deadline = time.monotonic() + self._job.timeout_s
-        self._attend(lambda: not self._carried, ctrl_c, until=deadline)
+        self._attend(lambda: not self._carried, interrupts, until=deadline)
         late = sorted(self._carried.values())
         self._dead += [self._crew.replicas[replica] for replica in late]
         self._carried.clear()
-        return [] if ctrl_c.insisted else late
+        return [] if interrupts.insisted else late
 
     def _attend(
-        self, done: Callable[[], bool], ctrl_c: Interruptible, *, until: float = math.inf, enough: int = 2
+        self, done: Callable[[], bool], interrupts: InterruptGuard, *, until: float = math.inf, enough: int = 2
     ) -> None:
         """Watch until something is so, the time has come, or there were ``enough`` Ctrl-C; the first ends training."""
-        while not done() and ctrl_c.heard < enough and time.monotonic() < until:
-            if ctrl_c.heard and not self._interrupted:
+        while not done() and interrupts.count < enough and time.monotonic() < until:
+            if interrupts.count and not self._interrupted:
                 self._interrupted = True
                 self._answer(self._ask("interrupt"))
             if self._standing_asked is None:
@@ -166,7 +165,7 @@ class RayRun:
             self._lost(replica, how_it_died(error))
             return
         if ended.failure is not None:
-            raise WorkerError(worker_failed(json.loads(ended.failure)))
+            raise WorkerError(failure_text(json.loads(ended.failure)))
         self._spans += ended.spans
 
     def _lost(self, replica: ReplicaId, how: str) -> None:
@@ -214,7 +213,7 @@ class RayRun:
 
     def _outcome(self, result: Result) -> Outcome:
         model = write(self._module, state_of(self._layout, result.state))
-        spans = timeline([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
+        spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
         return Outcome(model.state_dict(), model, result.history, result.account, spans)
 
     def _clear_up(self, grace_s: Seconds) -> None:

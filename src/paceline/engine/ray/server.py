@@ -57,7 +57,7 @@ class Session:
         lane = self._lanes[replica]
         lane.ready, lane.dead = True, False
         self._course.guarded(lambda: self._training.joined(replica))
-        self._course.tell()
+        self._course.notify()
 
     async def first(self, replica: ReplicaId) -> Reply:
         """Answered when a replica is sent A for the first time."""
@@ -83,7 +83,7 @@ class Session:
         lane.figures, lane.step_times = figures, [*step_times]
         self._course.guarded(lambda: self._training.done(replica))
         lane.finished = True
-        self._course.stir()
+        self._course.wake()
 
     async def clock(self) -> Nanoseconds:
         """What time it is here."""
@@ -105,7 +105,7 @@ class Session:
         """A replica has died; where another takes its place: which attempts and micro-steps were its own."""
         lane = self._lanes[replica]
         again = self._training.lost(replica, reason, replaced=replaced)
-        self._course.stir()
+        self._course.wake()
         return (lane.attempt, lane.micro_steps) if again else None
 
     async def stand(self) -> RunStatus:
@@ -164,8 +164,8 @@ class Handles:
         if replica < len(self._replicas):  # there are fewer where Ctrl-C came while they started
             self._replicas[replica].end.options(concurrency_group=CONTROL).remote(self._run)
 
-    async def score(self, moment: SnapshotInfo, state: FlatState) -> Record | bytes:
-        answer: Awaitable[Record | bytes] = self._scorer.score.remote(moment, *arrays_of(state))
+    async def score(self, info: SnapshotInfo, state: FlatState) -> Record | bytes:
+        answer: Awaitable[Record | bytes] = self._scorer.score.remote(info, *arrays_of(state))
         try:
             return await answer
         except ray.exceptions.RayError as error:

@@ -23,15 +23,14 @@ from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import SharedObject, share, unpack
 from paceline.comm.wakeup import EventFd
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, kind_and_text
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import REASON_S, RankProcesses, raised_by_rank
-from paceline.engine.remote_errors import kind_and_text
-from paceline.engine.sigint import Interruptible
 from paceline.engine.spmd.process_group import BACKEND, file_rendezvous
-from paceline.engine.workers_file import remove_workers_file
+from paceline.engine.worker_metrics import remove_workers_file
 
 TICK_S: Seconds = 1.0
 """How often main looks for Ctrl-C and the deadline if nothing happens."""
@@ -74,7 +73,7 @@ class SpmdLauncher:
             if self._job.out is not None:
                 closing.callback(remove_workers_file, self._job.out)
             interrupt = closing.enter_context(contextlib.closing(EventFd()))
-            ctrl_c = closing.enter_context(Interruptible(interrupt.set))
+            interrupts = closing.enter_context(InterruptGuard(interrupt.set))
             size, args = self._job.strategy.workers, {"engine": self._engine}
             ranks = RankProcesses(self._fork_server, f"{__name__}:rank_main", size, self._job, args)
             closing.callback(ranks.close)
@@ -89,8 +88,8 @@ class SpmdLauncher:
                     elif not ranks.ended_well(rank):
                         ranks.limit(REASON_S)
                 # Before training, SIGINT would end a rank instead of the run: it installs its handler with the engine.
-                if self._training and ctrl_c.heard > forwarded:
-                    forwarded = ctrl_c.heard
+                if self._training and interrupts.count > forwarded:
+                    forwarded = interrupts.count
                     ranks.supervisor.signal(ranks.supervisor.running, signal.SIGINT)
             if self._error is not None:
                 raise self._error

@@ -38,10 +38,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.errors import PacelineError, WorkerError, encode_failure, failure_text
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
-from paceline.engine.remote_errors import failure, worker_failed
 from paceline.engine.run_context import RunContext
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.process_group import LaunchEnv, opened
@@ -145,7 +144,7 @@ def open_rank_context(
 
 
 def _told(rank: int, error: BaseException) -> str:
-    return worker_failed(json.loads(failure(rank, error)))
+    return failure_text(json.loads(encode_failure(rank, error)))
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ class RankSetup:
     @property
     def steps_on_parts(self) -> bool:
         """Whether each rank steps on its part of A, with an optimizer for that."""
-        return self.replica is None or self.run_context.owns_steps
+        return self.replica is None or self.run_context.local_sgd
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import ObjectReceiver, ObjectSender, SharedObject, unpack
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, kind_and_text
 from paceline.core.types import Seconds
 from paceline.engine.process_supervisor import REASON_S, RankProcesses, raised_by_rank
-from paceline.engine.remote_errors import kind_and_text
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 

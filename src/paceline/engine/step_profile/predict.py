@@ -90,7 +90,7 @@ class Forecast:
     """Of one Δ's forward and backward passes, by the workers of a replica: as often as it was measured."""
     pull_s: Seconds
     push_s: Seconds
-    teamwork: ReplicaTiming = field(default_factory=ReplicaTiming)
+    replica_timing: ReplicaTiming = field(default_factory=ReplicaTiming)
     steps_on: float = 1.0
     """The largest share of A's elements that a worker steps on."""
 

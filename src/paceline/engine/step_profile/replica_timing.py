@@ -11,14 +11,13 @@ only the clock knows of the others. Nothing is counted for what they send each o
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from paceline.core.mesh import StageReplicas
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.run_context import first_batch
-from paceline.engine.virtual.durations import span
 from paceline.replica.pipeline.prepare import cut_as_named, needed, prepared
 from paceline.replica.tensor.op_times import op_work
 from paceline.replica.tensor.prepare import plan_program
@@ -26,6 +25,20 @@ from paceline.schedule import Dependencies
 from paceline.schedule.simulate import StageTimes, Timed, timeline
 from paceline.strategy import Strategy
 from paceline.trace.spans import Action, Span
+
+
+def virtual_span(
+    replica: ReplicaId,
+    action: Action,
+    step: int,
+    start_s: Seconds,
+    end_s: Seconds,
+    stage: int = 0,
+    shard: int = 0,
+    micro_batch: int = 0,
+) -> Span:
+    """Return a span of simulated time, in nanoseconds since the start of the run."""
+    return Span(replica, stage, shard, action, step, micro_batch, round(start_s * 1e9), round(end_s * 1e9), 0)
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ class ReplicaTiming:
     needs: Dependencies | None = None
     """Which parts of the model need which; None: where it will be cut is not known, so each the one before it."""
 
-    def lanes(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
+    def spans(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
         """The spans of a pipeline's workers.
 
         Args:
@@ -55,8 +68,7 @@ class ReplicaTiming:
             kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
             start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
             stage, shard = columns.column(each.worker)
-            made = span(replica, kind, step, start, end)
-            yield replace(made, stage=stage, shard=shard, micro_batch=each.action.micro_batch)
+            yield virtual_span(replica, kind, step, start, end, stage, shard, each.action.micro_batch)
 
 
 def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:

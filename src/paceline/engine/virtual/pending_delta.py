@@ -12,7 +12,7 @@ from typing import TypeAlias, cast
 from paceline.core.data_order import DataOrder
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
-from paceline.engine.remote_errors import not_finite
+from paceline.engine.loop import nonfinite_error
 from paceline.program import Data, Program
 from paceline.replica.base import EMPTY, Batch, Measured, Replica
 from paceline.replica.batches import Stream, fetcher
@@ -63,7 +63,7 @@ BatchAt: TypeAlias = Callable[[ReplicaId, int], Batch]
 """(replica, k) -> the k-th batch of that replica, k = 0, 1, ..."""
 
 
-class Computer:
+class DeltaComputer:
     """Computes Δs one at a time.
 
     Args:
@@ -101,7 +101,7 @@ class Computer:
         with blaming(attempt):
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
         if self._stop and attempt.measured is not None and not attempt.measured.finite:
-            raise not_finite(attempt.measured.loss, attempt.replica, attempt.clock)
+            raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
         return loss
 
 

@@ -57,7 +57,7 @@ class LoopWorker(Worker):
         return answer.loss
 
 
-class Loops:
+class UserLoops:
     """All loops of a run.
 
     Args:
@@ -87,7 +87,7 @@ class Loops:
         if replica in self._new or replica in self._live:
             self._turn(replica, on=False)
 
-    def __enter__(self) -> "Loops":
+    def __enter__(self) -> "UserLoops":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 from paceline.core.data_order import DataOrder
 from paceline.core.types import ReplicaId
-from paceline.engine.remote_errors import not_finite
-from paceline.engine.virtual.pending_delta import BatchAt, Computer, PendingDelta
+from paceline.engine.loop import nonfinite_error
+from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, PendingDelta
 from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica, finite
 from paceline.replica.flat_state import FlatLayout, FlatState, read
@@ -34,7 +34,7 @@ ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.
 """Layers that don't care how many dims a tensor has."""
 
 
-class Stacked(Computer):
+class VmapComputer(DeltaComputer):
     """Computes Δs up to :data:`MOST` at a time."""
 
     rule = f"up to {MOST} attempts that wait in one call"
@@ -77,7 +77,7 @@ class Stacked(Computer):
         assert attempt.out is not None
         assert attempt.measured is not None
         if self._stop and not attempt.measured.finite:
-            raise not_finite(attempt.measured.loss, attempt.replica, attempt.clock)
+            raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
         return attempt.out
 
     def _companions(self, samples: int) -> list[PendingDelta]:

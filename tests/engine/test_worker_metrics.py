@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from paceline.core.mesh import Coordinate
-from paceline.engine.workers_file import WorkersFile, remove_workers_file
+from paceline.engine.worker_metrics import WorkersFile, remove_workers_file
 
 
 def test_it_is_there_while_the_run_lasts(tmp_path: Path) -> None:

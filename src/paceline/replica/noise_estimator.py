@@ -1,13 +1,20 @@
-"""Squared norms of gradients: as they are, as Adam preconditions them, and of each micro-step of a Δ."""
+"""The gradient noise scale, estimated from squared norms of gradients: of micro-steps, of Δs, and of updates.
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+Norms are those of gradients as they are, or as Adam preconditions them. The formulas stand in
+:mod:`paceline.core.noise_scale`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
+from paceline.core.types import Version
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_state import FlatState
 
 WARM_STEPS = 5
 """Updates of Adam before its second moments are used, as in AdaptDL: the first ones say little."""
@@ -108,3 +115,88 @@ class MicroNorms:
     def norms(self) -> MicroStepNorms:
         """The norms of a Δ that has had a micro-step."""
         return MicroStepNorms(self._squares / self._samples, self._pieces)
+
+
+class Seen(NamedTuple):
+    """One Δ of an update, and what is known of it."""
+
+    delta: FlatState
+    weight: float
+    samples: int
+    version: Version
+    """Of the A it was made at."""
+    micro: MicroStepNorms | None = None
+
+
+class NoiseEstimator:
+    """Of one run whose server sees all Δs.
+
+    An update of several Δs is looked at by itself. Of one alone its micro-steps tell, and where there are none, two
+    such updates in a row are taken together (:func:`~paceline.core.noise_scale.differenced`).
+
+    Args:
+        accumulator: takes the observations.
+    """
+
+    def __init__(self, accumulator: NoiseAccumulator) -> None:
+        self._accumulator = accumulator
+        self._measure = Preconditioner(None)
+        self._scales: Scales | None = None
+        self._updates = 0
+        self._parts: list[tuple[Part, Version]] = []
+        self._square: float | None = None
+        self._before: tuple[list[Tensor], Part, Version] | None = None
+
+    def measure_by(self, stepper: FlatOptimizer) -> None:
+        """The optimizer that steps on what is seen."""
+        self._measure = Preconditioner(stepper)
+
+    def through(self, seen: Iterable[Seen], count: int) -> Iterator[tuple[FlatState, float]]:
+        """The Δs of one update and their weights, each looked at before it is handed on.
+
+        Args:
+            seen: may compute each as it is asked for.
+            count: how many there are.
+        """
+        self._parts, self._square = [], None
+        looks = self._measure.ready(self._updates)
+        self._scales = self._measure.scales() if looks else None
+        for each in seen:
+            if looks:
+                self._look(each, alone=count == 1)
+            yield each.delta, each.weight
+
+    def combined(self, total: list[Tensor]) -> None:
+        """What the Δs of the update were combined to."""
+        if len(self._parts) > 1:
+            self._square = square(total, self._scales)
+
+    def updated(self) -> None:
+        """The update has been made."""
+        self._updates += 1
+        if self._square is not None:
+            biased = len({version for _, version in self._parts}) > 1
+            self._accumulator.add(observation([part for part, _ in self._parts], self._square, biased=biased))
+            self._before = None
+
+    def _look(self, seen: Seen, *, alone: bool) -> None:
+        whole = square(seen.delta.parameters, self._scales)
+        pieces = seen.micro if self._measure.plain else None
+        part = Part(seen.samples, seen.weight, *(pieces or (whole, 1)))
+        self._parts.append((part, seen.version))
+        if alone and part.pieces > 1:
+            self._accumulator.add(observation([part], whole * seen.weight**2))
+        elif alone and part.samples:
+            self._pair(seen, part)
+
+    def _pair(self, seen: Seen, part: Part) -> None:
+        """Every other one is kept until the next has come."""
+        if self._before is None:
+            self._before = [v.clone() for v in seen.delta.parameters], part, seen.version
+            return
+        (vectors, first, version), self._before = self._before, None
+        first = first._replace(square=square(vectors, self._scales))
+        share = first.samples / (first.samples + part.samples)
+        mean = [torch.lerp(new, old, share) for new, old in zip(seen.delta.parameters, vectors, strict=True)]
+        biased = version != seen.version
+        self._accumulator.add(differenced(first, part, square(mean, self._scales), biased=biased))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from paceline.replica.noise_norms import ROW, square
+from paceline.replica.noise_estimator import ROW, square
 
 
 @pytest.mark.parametrize("elements", [0, 1, ROW - 1, ROW, ROW + 1, 300 * ROW + 7])

@@ -1,0 +1,321 @@
+"""The control loop that all engines share: budget, evaluation points, arrivals, hangs, display, Ctrl-C, history.
+
+Engines differ in where their events come from; what an event means stands here, once::
+
+    local        shared memory, epoll --+
+    ray          calls of an actor -----+--> RunLoop --- arrived ---> Coordinator: the policy decides
+    distributed  one all-reduce a step -+       |------- evaluate --> the engine's evaluation queue
+    virtual      simulated arrivals ----+       |------- watch -----> live display
+                                                +------- history ---> records and account
+"""
+
+import math
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Any, Literal
+
+from paceline.aggregation.base import Arrival
+from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
+from paceline.core.noise_scale import NoiseAccumulator
+from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.base import Progress, Watcher
+from paceline.engine.budget import EvalSchedule
+from paceline.engine.coordinator import Coordinator, DecisionExecutor
+from paceline.engine.evaluation import SnapshotInfo
+from paceline.engine.run_context import RunContext
+
+TICK_S: Seconds = 0.2
+"""Interval of the live display, and of the checks for hangs."""
+
+
+def nonfinite_error(loss: float, replica: ReplicaId, clock: Clock) -> NonFiniteError:
+    """Build the error that ends a run at a Δ that is not finite, under ``on_nonfinite="stop"``."""
+    return NonFiniteError(
+        f"the Δ of replica {replica} at its step {clock} is not finite (loss {loss:g}); lower the learning rate, set "
+        "clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
+    )
+
+
+class RunHistory:
+    """Records of a run, counts for snapshots and display, and the account at the end.
+
+    Args:
+        context: of the run.
+        coordinator: its counts are recorded.
+        initial_digest: digest of A_0.
+        noise: accumulates the gradient noise scale; None: it is not measured.
+    """
+
+    def __init__(
+        self, context: RunContext, coordinator: Coordinator, initial_digest: str, noise: NoiseAccumulator | None
+    ) -> None:
+        self._budget, self._per_unit = context.job.budget, context.counts_per_unit
+        self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
+        self._per_step = context.per_step
+        self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
+        self._last: tuple[int, int] | None = None
+        self.records: list[Record] = []
+
+    def add_loss(self, loss: float, samples: int) -> None:
+        """Note the mean loss of a Δ and how many samples it was taken on."""
+        if samples:
+            self._losses.append(loss)
+            if self._noise is not None:
+                self._noise.add_batch(samples / self._per_step)
+
+    def spent(self, time_s: Seconds) -> float:
+        """Return how much of the budget is spent, in its unit: seconds, steps or epochs."""
+        if self._budget.unit == "seconds":
+            return time_s
+        tally = self._coordinator.tally
+        return (tally.micro_steps if self._budget.unit == "steps" else tally.seen_samples) / self._per_unit
+
+    @property
+    def changed(self) -> bool:
+        """Return whether a Δ has arrived or was applied since the last snapshot."""
+        return self._last != (self._coordinator.version, self._coordinator.tally.gradients)
+
+    def snapshot(self, time_s: Seconds) -> SnapshotInfo:
+        """Return the counts as they are, to go with a snapshot of A."""
+        coordinator = self._coordinator
+        self._last = coordinator.version, coordinator.tally.gradients
+        return SnapshotInfo(
+            time_s=time_s,
+            updates=coordinator.version,
+            gradients=coordinator.tally.gradients,
+            threshold=coordinator.threshold,
+            staleness_mean=coordinator.recent_staleness(),
+            recent_loss=self._recent_loss(),
+            statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
+        )
+
+    def is_current(self, time_s: Seconds) -> bool:
+        """Return whether the newest record already describes A as it is at ``time_s``."""
+        last = self.records[-1] if self.records else None
+        return last is not None and last.time_s >= time_s and last.updates == self._coordinator.version
+
+    def progress(self, phase: Literal["training", "scoring"], time_s: Seconds) -> Progress:
+        """Return the state of the run for the live display."""
+        coordinator, amount = self._coordinator, self._budget.amount
+        last = self.records[-1] if self.records else None
+        return Progress(
+            phase=phase,
+            fraction=min(1.0, self.spent(time_s) / amount) if amount else None,
+            time_s=time_s,
+            updates=coordinator.version,
+            gradients=coordinator.tally.gradients,
+            threshold=coordinator.threshold,
+            staleness_mean=last.staleness_mean if last else None,
+            loss=self._recent_loss(),
+            record=last,
+            statistics=self._noise.now() if self._noise else {},
+        )
+
+    def account(
+        self,
+        seconds: Seconds,
+        workers: Sequence[WorkerFigures],
+        exits: Sequence[ReplicaExit],
+        notes: dict[str, str | int | float],
+        *,
+        interrupted: bool,
+    ) -> Account:
+        """Return the account of the run; each Δ that arrived must have been applied or discarded by now."""
+        tally = self._coordinator.tally
+        assert tally.gradients == tally.applied + tally.discarded, f"a Δ was lost or used twice: {tally}"
+        return Account(
+            seconds=seconds,
+            updates=self._coordinator.version,
+            gradients=tally.gradients,
+            applied=tally.applied,
+            discarded=tally.discarded,
+            cancelled=tally.cancelled,
+            nonfinite=tally.nonfinite,
+            samples=tally.samples,
+            staleness=dict(sorted(tally.staleness.items())),
+            workers=tuple(workers),
+            left=tuple(exits),
+            start_digest=self._digest,
+            notes=notes,
+            interrupted=interrupted,
+            statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
+        )
+
+    def _recent_loss(self) -> float | None:
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+
+class RunLoop:
+    """The rules of one run's control loop; the engine reports events and the time at which they happened.
+
+    Args:
+        context: of the run.
+        executor: executes the policy's decisions.
+        initial_digest: digest of A_0.
+        evaluate: takes a snapshot of A at a training time and has it evaluated.
+        watch: receives the progress of the run; None: another process displays it.
+        noise: accumulates the gradient noise scale; None: it is not measured.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        executor: DecisionExecutor,
+        initial_digest: str,
+        evaluate: Callable[[Seconds], None],
+        watch: Watcher | None = None,
+        noise: NoiseAccumulator | None = None,
+    ) -> None:
+        self._job, self._evaluate, self.watch = context.job, evaluate, watch
+        self.quota = context.step_quota()
+        self.coordinator = Coordinator(context.policy, context.replicas, self.quota, executor)
+        self.history = RunHistory(context, self.coordinator, initial_digest, noise)
+        budget = context.job.budget
+        self.timed = budget.unit == "seconds"
+        self.end_s: Seconds = budget.amount if self.timed and budget.amount is not None else math.inf
+        self.condition_met = False
+        """True once a record has met the condition ``until=`` that ends the run."""
+        self.exits: list[ReplicaExit] = []
+        self.last_event_s: Seconds = 0.0
+        self._schedule = EvalSchedule(budget)
+        self._displayed_s: Seconds = -math.inf
+
+    # -------------------------------------------------------------------------------------------- budget and evaluation
+
+    def tick(self, now: Seconds) -> Seconds | None:
+        """Evaluate and display what is due; return how long to wait for events, or None at the end of the budget."""
+        if now >= self.end_s:
+            return None
+        self.evaluate_if_due(now)
+        self.display(now)
+        next_point = self._schedule.next if self.timed else math.inf
+        return max(0.0, min(next_point, self.end_s, now + TICK_S) - now)
+
+    def evaluate_if_due(self, now: Seconds) -> None:
+        """Have A evaluated if an evaluation point was reached; the point at the end comes after training."""
+        if self._schedule.next < self.end_s * (1 - 1e-9) and self._schedule.reached(self.history.spent(now)):
+            self._evaluate(now)
+
+    def evaluate_before(self, time_s: Seconds) -> None:
+        """Evaluate at each point of a budget in seconds before ``time_s``, where time jumps from event to event."""
+        while self.timed and self._schedule.next < time_s and self._schedule.next <= self.end_s * (1 + 1e-12):
+            self._evaluate(min(self._schedule.step_over(), self.end_s))
+
+    def evaluate_final(self, now: Seconds) -> None:
+        """Have the last A evaluated, unless it already is."""
+        if self.timed or self.history.changed:
+            self._evaluate(now)
+
+    def keep(self, records: Iterable[Record]) -> None:
+        """Add records to the history; the run is over once one meets its condition."""
+        until = self._job.budget.until
+        for record in records:
+            self.history.records.append(record)
+            self.condition_met |= until is not None and until.met(record)
+
+    def display(self, now: Seconds) -> None:
+        """Show the progress of training, at most once every TICK_S."""
+        if self.watch is not None and now - self._displayed_s >= TICK_S:
+            self._displayed_s = now
+            self.watch(self.history.progress("training", now))
+
+    # --------------------------------------------------------------------------------------------------------- arrivals
+
+    def arrived(self, arrival: Arrival) -> None:
+        """Have the policy decide on a Δ; one that is not finite ends the run unless ``on_nonfinite="skip"``."""
+        if not arrival.finite and self._job.on_nonfinite == "stop":
+            loss = math.nan if arrival.loss is None else arrival.loss
+            raise nonfinite_error(loss, arrival.replica, arrival.clock)
+        if arrival.loss is not None:
+            self.history.add_loss(arrival.loss, arrival.samples)
+        self.coordinator.arrived(arrival)
+
+    def handled(self, now: Seconds) -> None:
+        """Note that an event was handled; steps and epochs are counted by events, so evaluate here if due."""
+        self.last_event_s = now
+        if not self.timed:
+            self.evaluate_if_due(now)
+
+    # ----------------------------------------------------------------------------------------------- failures and hangs
+
+    def check_hang(
+        self,
+        now: Seconds,
+        waiter: str,
+        excused_until: Callable[[ReplicaId], Seconds],
+        attempt: Callable[[ReplicaId], Clock],
+        busy: Callable[[], bool],
+    ) -> None:
+        """Raise if no replica computes, or if none has reported within the timeout.
+
+        Args:
+            now: training time.
+            waiter: name of the process that waits.
+            excused_until: training time up to which a replica has announced to be silent.
+            attempt: number of the step that a replica is at.
+            busy: returns whether the silence is this process's own: reports are there that it has not read.
+        """
+        computing = sorted(self.coordinator.computing)
+        if not computing:
+            raise self.coordinator.deadlock()
+        timeout_s = self._job.timeout_s
+        silent = now - self.last_event_s > timeout_s and now - max(map(excused_until, computing)) > timeout_s
+        if silent and not busy():
+            waiting = ", ".join([waiter, *(f"replica {r}" for r in self.coordinator.waiting)])
+            late = ", ".join(f"replica {r} at its step {attempt(r)}" for r in computing)
+            raise WaitTimeoutError(
+                f"{waiting} waited {timeout_s:g} s for {late}, and received nothing; write a larger timeout_s= if a "
+                "step takes so long"
+            )
+
+    def all_died(self) -> WorkerError:
+        """Build the error for a run in which no replica is left."""
+        return WorkerError(f"every replica died: {'; '.join(f'{e.replica} {e.reason}' for e in self.exits)}")
+
+    def ended_late(self, replicas: Iterable[ReplicaId], now: Seconds) -> None:
+        """Record replicas that did not end in time after training, and are killed."""
+        reason = f"did not end within {self._job.timeout_s:g} s; killed"
+        self.exits += [ReplicaExit(replica, reason, now) for replica in replicas]
+
+
+class InterruptGuard:
+    """Context manager: the first two Ctrl-C are counted instead of raised, so that a run ends between two events.
+
+    The first one asks to end training, the second one to wait for nothing, a third one is raised. Outside the main
+    thread, where Python delivers no signals, none is counted.
+
+    Args:
+        wake: called at each Ctrl-C, so that a wait ends.
+        signals: signals that count as a Ctrl-C.
+    """
+
+    def __init__(self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+        self.count = 0
+        self._wake, self._signals = wake, signals
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def insisted(self) -> bool:
+        """Return whether there was a second Ctrl-C: nothing is to be waited for."""
+        return self.count > 1
+
+    def __enter__(self) -> "InterruptGuard":
+        if threading.current_thread() is threading.main_thread():
+            self._previous = {number: signal.signal(number, self._note) for number in self._signals}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, previous in self._previous.items():
+            if previous is not None:  # None: a handler that Python did not install, and can't put back
+                signal.signal(number, previous)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self.count += 1
+        if self.count > 2:
+            raise KeyboardInterrupt
+        self._wake()
