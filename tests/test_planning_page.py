@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.planner.multi_job import MOST_MODELS, SHARES
-from paceline.planner.search.candidates import MOST_UNLIKE_STAGES, MOST_WORKERS
+from paceline.planner.search.candidates import MAX_UNEVEN_STAGES, MAX_UNEVEN_WORKERS
 from paceline.planner.search.objective import FEWER, MORE, Objective, Objectives
 from paceline.schedule import names, parse
 
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert "from a sixteenth to 64 times" in PAGE
     assert f"2 to {Objectives().most_chunks} chunks" in PAGE
     assert f"best {Objectives().simulated} are simulated" in PAGE
-    assert f"up to {MOST_UNLIKE_STAGES} stages with {MOST_WORKERS} workers" in PAGE
+    assert f"up to {MAX_UNEVEN_STAGES} stages with {MAX_UNEVEN_WORKERS} workers" in PAGE
     assert (MOST_MODELS, f"up to {SHARES} equal shares" in PAGE) == (6, True)
     ours = {each for each in names() if parse(each).flushes and each != "sequential"}
     assert all(f"`{each}`" in PAGE for each in ours if parse(each).__module__.startswith("paceline."))

@@ -73,7 +73,7 @@ class Sides:
         }
 
     def _row(self, side: str, plan: Plan, closed: Plan, chosen: bool) -> dict[str, Any]:
-        most = plan.cost.most
+        most = plan.cost.peak
         return {
             "model": self.name,
             "side": side,

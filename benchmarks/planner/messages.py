@@ -24,7 +24,7 @@ from messages_page import page
 
 from paceline.core.errors import InputError
 from paceline.planner.cluster import DeviceGroup
-from paceline.planner.collective_times import Knot, Knots, Measurable, Measured
+from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 from paceline.planner.shapes.gemm_time import Product, Products, fitted, relative_errors
 
 HERE = Path(__file__).parent
@@ -72,10 +72,10 @@ def curves(data: Path) -> Iterator[dict[str, Any]]:
         blind = [points[i] for i in np.linspace(0, len(points) - 1, KNOTS).round().astype(int)]
         known = [point for point in points if point[0] <= KNOWN_BYTES]
         ways = {
-            f"{KNOTS} best knots, all sizes": (Knots.of(points, most=KNOTS), points),
+            f"{KNOTS} best knots, all sizes": (LatencyCurve.of(points, most=KNOTS), points),
             f"{KNOTS} even knots, sizes between": (through(blind), [each for each in points if each not in blind]),
             "2 knots, all sizes": (through([points[0], points[-1]]), points),
-            "beyond 128 MiB": (Knots.of(known, most=KNOTS), points[len(known) :]),
+            "beyond 128 MiB": (LatencyCurve.of(known, most=KNOTS), points[len(known) :]),
         }
         for way, (curve, asked) in ways.items():
             errors = [abs(curve.seconds(size) / took - 1) for size, took in asked]
@@ -87,7 +87,9 @@ def groups(data: Path) -> Iterator[dict[str, Any]]:
     found = nccl(data)
     for device, workers in found:
         others = {n: points for (d, n), points in found.items() if d == device and n != workers}
-        messages = Measured({Measurable("all_reduce", DeviceGroup(n, n)): Knots.of(p) for n, p in others.items()})
+        messages = Measured(
+            {GroupCollective("all_reduce", DeviceGroup(n, n)): LatencyCurve.of(p) for n, p in others.items()}
+        )
         errors = [
             abs(messages.seconds("all_reduce", size, DeviceGroup(workers, workers)) / took - 1)
             for size, took in found[device, workers]
@@ -100,7 +102,7 @@ def single_points(data: Path) -> Iterator[dict[str, Any]]:
     points = nccl(data)["V100", 4]
     for row in _read(data / "comm_measured_jeanzay.csv"):
         if row["nodes"] == "1":
-            foretold = Knots.of(points).seconds(float(row["payload_bytes"]))
+            foretold = LatencyCurve.of(points).seconds(float(row["payload_bytes"]))
             yield _row("V100", 4, "from another kind of host", [abs(foretold / float(row["duration_s"]) - 1)])
 
 
@@ -113,9 +115,9 @@ def nccl(data: Path) -> dict[tuple[str, int], Points]:
     return dict(found)
 
 
-def through(points: Points) -> Knots:
+def through(points: Points) -> LatencyCurve:
     """All of them."""
-    return Knots(tuple(Knot(*point) for point in points))
+    return LatencyCurve(tuple(Knot(*point) for point in points))
 
 
 def _row(device: str, workers: int, way: str, errors: Sequence[float]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ PRODUCTS = """\
 ## Products of matrices
 
 72 products in bfloat16 on an H100, 6 µs to 0.2 ms (OpenXLA's table for its own cost model): a rate, a start and the
-share of the last wave that is waited for. *Held out*: constants from one half foretell the other, ten halvings.
+share of the last wave that is waited for. *WorkerMemory out*: constants from one half foretell the other, ten halvings.
 """
 
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import straggler_equations
 from kit.machine import machine
 from kit.sheet import Sheet
 from kit.work import guarded, progress
@@ -26,7 +27,6 @@ from paceline.clock import parse as distribution
 from paceline.clock.distributions import Exponential
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.planner import closed_forms
 from paceline.planner.policies import pace
 
 HERE = Path(__file__).parent
@@ -88,10 +88,14 @@ def simulated(cell: Cell, updates: int) -> dict[str, Any]:
 Equation = Callable[[Distribution, int, int], Seconds]
 
 BY_K: dict[str, tuple[Equation, Callable[[int, int], float], bool]] = {
-    "buffered:k={k},cancel=true": (closed_forms.k_sync_s, lambda k, replicas: 0.0, False),
-    "buffered:k={k},hold=false,cancel=true": (closed_forms.k_batch_sync_s, lambda k, replicas: 0.0, True),
-    "buffered:k={k}": (closed_forms.k_async_s, closed_forms.k_async_staleness, True),
-    "buffered:k={k},hold=false": (closed_forms.k_batch_async_s, closed_forms.k_batch_async_staleness, False),
+    "buffered:k={k},cancel=true": (straggler_equations.k_sync_s, lambda k, replicas: 0.0, False),
+    "buffered:k={k},hold=false,cancel=true": (straggler_equations.k_batch_sync_s, lambda k, replicas: 0.0, True),
+    "buffered:k={k}": (straggler_equations.k_async_s, straggler_equations.k_async_staleness, True),
+    "buffered:k={k},hold=false": (
+        straggler_equations.k_batch_async_s,
+        straggler_equations.k_batch_async_staleness,
+        False,
+    ),
 }
 """Text -> seconds of an update, staleness, and whether the equation is of exponential times alone."""
 
@@ -100,19 +104,19 @@ def cells() -> Iterator[Cell]:
     """All that there is an equation for."""
     for text in KINDS:
         times, exponential = distribution(text), isinstance(distribution(text), Exponential)
-        yield Cell("synchronous", text, closed_forms.synchronous_s(times, REPLICAS), 0.0)
-        yield Cell("asynchronous", text, closed_forms.asynchronous_s(times, REPLICAS), REPLICAS - 1.0)
-        lockstep_s = closed_forms.synchronous_s(times, REPLICAS) / REPLICAS
+        yield Cell("synchronous", text, straggler_equations.synchronous_s(times, REPLICAS), 0.0)
+        yield Cell("asynchronous", text, straggler_equations.asynchronous_s(times, REPLICAS), REPLICAS - 1.0)
+        lockstep_s = straggler_equations.synchronous_s(times, REPLICAS) / REPLICAS
         yield Cell("stale-synchronous:bound=0", text, lockstep_s, None)
         for policy, (update_s, staleness, only) in BY_K.items():
             for k in (2, 4) if exponential or not only else ():
                 yield Cell(policy.format(k=k), text, update_s(times, k, REPLICAS), staleness(k, REPLICAS))
         if exponential:
             for backups in (1, 2):
-                update_s = closed_forms.backups_s(times, backups, REPLICAS)
+                update_s = straggler_equations.backups_s(times, backups, REPLICAS)
                 yield Cell(f"synchronous:backups={backups}", text, update_s, 0.0)
         if not text.startswith("pareto"):
-            update_s = closed_forms.local_steps_s(times, 4, REPLICAS)
+            update_s = straggler_equations.local_steps_s(times, 4, REPLICAS)
             yield Cell("local-steps:period=4", text, update_s, 0.0)
 
 

@@ -14,7 +14,7 @@ HEAD = """\
     python benchmarks/planner/pace.py --page
 
 `paceline.planner.policies` lets the engines' coordinator decide while a virtual clock runs;
-`paceline.planner.closed_forms` has an equation for each row below.
+`straggler_equations.py` has an equation for each row below.
 {replicas} replicas, {updates} updates, of which the first tenth does not count. The aim is
 1 %. Of these times exponential ones vary most: the mean of 90,000 has a standard error of 0.33 %. Under
 `stale-synchronous:bound=0` 90,000 updates are no more than 11,250 rounds, and it is 0.43 %.

@@ -82,7 +82,7 @@ def measured(model: str, on: str, *, unbuilt: bool) -> dict[str, Any]:
     known, asked = _known(model, on), Objectives(unbuilt=unbuilt)
     workload, cluster = known.workload, known.cluster
     began = time.process_time()
-    found = search(workload, cluster, asked, known=known, of_each_kind=OF_EACH_KIND)
+    found = search(workload, cluster, asked, cost_cache=known, of_each_kind=OF_EACH_KIND)
     searched_s = time.process_time() - began
     ranking = Ranking(known, replace(asked, simulated=MOST if on in LARGE else ALL))
     ranking.take(asked.batches(workload))
@@ -103,13 +103,13 @@ def measured(model: str, on: str, *, unbuilt: bool) -> dict[str, Any]:
 
 
 def _known(model: str, on: str) -> CostCache:
-    cluster, habits = assumed(cluster_file.read(on, "bf16-mixed"))
+    cluster, overlap_model = assumed(cluster_file.read(on, "bf16-mixed"))
     batch = EACH * cluster.workers if on in LARGE else BATCH
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "shape.toml"
         path.write_text(SHAPE.format(*SIZES[model], batch), encoding="utf-8")
         shape = shape_file.read(path)
-    return CostCache.of(shape.workload(cluster.device), cluster, habits)
+    return CostCache(shape.workload(cluster.device), cluster, overlap_model)
 
 
 def section(rows: Sequence[Row]) -> str:

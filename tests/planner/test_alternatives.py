@@ -18,7 +18,7 @@ from tests.planner.plain_workload import Plain, cluster
 
 def plan(arrangement: Arrangement, step_s: float, *, off: float = 0.1) -> Plan:
     """That takes so long, and may lie off so far."""
-    made = CostCache.of(Plain(), cluster()).plan(arrangement)
+    made = CostCache(Plain(), cluster()).plan(arrangement)
     terms = dict.fromkeys(made.cost.terms, 0.0) | {"compute": step_s}
     return replace(made, cost=replace(made.cost, terms=terms), low_s=step_s / (1 + off), high_s=step_s * (1 + off))
 
@@ -84,5 +84,5 @@ def test_the_best_of_other_kinds_is_there_beside_the_best() -> None:
     alone, beside = (search(workload, on, Objectives(simulated=1), of_each_kind=many).plans for many in (0, 1))
     assert len(alone) == 1
     assert alone[0] in beside
-    kinds = [kind_of(each.arrangement) for each in beside]
+    kinds = [kind_of(each.arrangement, each.arrangement) for each in beside]
     assert len(kinds) == len(set(kinds)) > 1

@@ -46,9 +46,11 @@ HABITS = st.builds(
 
 @settings(max_examples=100)
 @given(WORKLOADS, CLUSTERS, HABITS, st.data())
-def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: OverlapModel, data: st.DataObject) -> None:
-    known, asked, tried = CostCache.of(workload, on, habits), Objectives(unbuilt=True), 0
-    rows = known.rows(workload.global_batch, asked)
+def test_nothing_is_below_its_bounds(
+    workload: Plain, on: Cluster, overlap_model: OverlapModel, data: st.DataObject
+) -> None:
+    known, asked, tried = CostCache(workload, on, overlap_model), Objectives(unbuilt=True), 0
+    rows = known.frame_bounds(workload.global_batch, asked)
     for place in data.draw(st.lists(st.integers(0, len(rows.frames) - 1), min_size=10, max_size=10)):
         frame = rows.frames.at(place)
         for option in options(frame, known.cluster, asked):
@@ -56,9 +58,9 @@ def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: Overl
             if made is None or workload.refusal(made) is not None or not known.divisions.fits(made):
                 continue
             closed, tried = known.cost(made), tried + 1
-            step_s, held = known.bounds.step_s(frame, option), known.bounds.held_bytes(frame, option)
+            step_s, held = known.bounds.step_s(frame, option), known.bounds.memory_bytes(frame, option)
             assert max(rows.step_s[place], step_s) <= closed.step_s * ROUNDED
-            assert max(rows.held_bytes[place], held) <= closed.most.total * ROUNDED
+            assert max(rows.memory_bytes[place], held) <= closed.peak.total * ROUNDED
     assume(tried)
 
 
@@ -70,7 +72,7 @@ def test_nothing_is_below_its_bounds(workload: Plain, on: Cluster, habits: Overl
 def test_flights_are_those_of_what_is_held(kind: tuple[str, int], stages: int, micro_batches: int) -> None:
     schedule, chunks = kind
     made = Arrangement(stages=stages, chunks=chunks, schedule=schedule, micro_batches=micro_batches)
-    each = [in_flight(made, j) for j in range(stages)]
+    each = list(in_flight(made))
     found = flights(schedule, chunks, stages, (), micro_batches)
     assert (found.least, found.most) == (min(each), max(each))
     assert abs(found.others + found.most - sum(each)) < 1e-9  # a few tens, summed in another order
@@ -81,7 +83,7 @@ def test_flights_are_those_of_what_is_held(kind: tuple[str, int], stages: int, m
 def test_frames_of_fewer_workers_are_among_those_of_all(workload: Plain, on: Cluster, workers: int) -> None:
     """Which is why they are bounded once for all."""
     workers, batch = min(workers, on.workers), workload.global_batch
-    rows = CostCache.of(workload, on).rows(batch, Objectives())
+    rows = CostCache(workload, on).frame_bounds(batch, Objectives())
     fewer = frames(workload, on, Objectives(workers=workers), batch)
     kept = [rows.frames.at(place) for place in range(len(rows.frames)) if rows.workers[place] <= workers]
     assert kept == _all(fewer)

@@ -21,7 +21,7 @@ def test_what_is_run_takes_and_holds_what_it_took_and_held(wanted: str) -> None:
     found = corrected(plan, replace(PROFILE, runs={wanted: ran}))
     assert found.cost.step_s == pytest.approx(ran.step_s)
     assert found.samples_per_s == pytest.approx(plan.arrangement.samples / ran.step_s)
-    assert {each.context for each in found.cost.held} == {ran.beside_bytes}
+    assert {each.context for each in found.cost.memory} == {ran.beside_bytes}
 
 
 def other_passes(plan: Plan) -> Plan:
@@ -56,5 +56,5 @@ def test_without_a_run_nothing_is_added_and_who_holds_a_has_its_optimizer() -> N
     plan = of_kind("replicas")
     found = corrected(plan, replace(PROFILE, runs={}))
     assert found.cost.step_s == plan.cost.step_s
-    assert found.cost.held[0].optimizer == 0
-    assert {each.context for each in found.cost.held} == {PROFILE.base_bytes}
+    assert found.cost.memory[0].optimizer == 0
+    assert {each.context for each in found.cost.memory} == {PROFILE.base_bytes}

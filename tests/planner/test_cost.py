@@ -6,11 +6,11 @@ import pytest
 
 from paceline.planner.base import TERMS, Arrangement, LayerCost, Numerics, OverlapModel
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
-from paceline.planner.cost import bubble_s, cost, held_by, in_flight, messages_s, optimizer_s, replicas_s
-from paceline.planner.search.event_simulation import Parts, steps_s
+from paceline.planner.cost import bubble_s, cost, in_flight, messages_s, optimizer_s, replicas_s, stage_memory
+from paceline.planner.search.event_simulation import PartTimes, steps_s
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import DescribedWorkload
-from paceline.planner.stage_division import Stage, division_of, stage, torn
+from paceline.planner.stage_division import Divisions, Stage, splits_tied_layers, stage_of
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.schedule import in_flight as flying
 
@@ -61,13 +61,13 @@ def test_half_of_the_bandwidth_is_twice_the_time_of_bytes() -> None:
 
 def test_what_layers_share_is_there_once_on_a_stage() -> None:
     both = [layer(tied="words"), layer(parameters=7), layer(parameters=12, tied="words")]
-    assert stage([both], [0], Arrangement(), CLUSTER).parameters == 7 + 12
-    assert [stage([[each]], [0], Arrangement(), CLUSTER).parameters for each in both] == [10, 7, 12]
+    assert stage_of([both], [0], Arrangement(), CLUSTER).parameters == 7 + 12
+    assert [stage_of([[each]], [0], Arrangement(), CLUSTER).parameters for each in both] == [10, 7, 12]
 
 
 def test_one_object_that_is_there_thrice_counts_thrice() -> None:
     same, alike = [layer()] * 3, [layer(), layer(), layer()]
-    assert stage([same], [0], Arrangement(), CLUSTER) == stage([alike], [0], Arrangement(), CLUSTER)
+    assert stage_of([same], [0], Arrangement(), CLUSTER) == stage_of([alike], [0], Arrangement(), CLUSTER)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (2, 3, 1), (4, 8, 2), (8, 64, 4)])
@@ -97,7 +97,7 @@ def test_mini_batches_one_after_the_other(p: int, m: int, a: int) -> None:
     times = StageTimes.equal(p, forward=PART.forward_s, backward_input=PART.backward_s, backward_weight=0.0)
     one_s = max(span.end_ns for span in simulate(parse("1f1b"), times, p, m // a)) / 1e9
     assert m * PART.seconds + bubble_s([PART] * p, made) == pytest.approx(a * one_s)
-    assert [in_flight(made, j) for j in range(p)] == [flying(parse("1f1b"), j, p, m // a) for j in range(p)]
+    assert list(in_flight(made)) == [flying(parse("1f1b"), j, p, m // a) for j in range(p)]
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.7, 1.0])
@@ -106,7 +106,7 @@ def test_schedules_whose_closed_forms_are_exact(schedule: str, m: int, overlap: 
     made = Arrangement(stages=4, micro_batches=m, schedule=schedule)
     one_s = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(made))
     found = messages_s([PART] * 4, made, CLUSTER, OverlapModel(send_overlap=overlap))
-    each = Parts((PART.forward_s,) * 4, (PART.backward_s,) * 4, overlap * one_s, (1 - overlap) * one_s)
+    each = PartTimes((PART.forward_s,) * 4, (PART.backward_s,) * 4, overlap * one_s, (1 - overlap) * one_s)
     if schedule == "sequential":
         assert m * PART.seconds + bubble_s([PART] * 4, made) + found == pytest.approx(steps_s(made, [each])[0])
     else:
@@ -138,7 +138,7 @@ def test_summing_hides_in_backward_as_far_as_it_may() -> None:
 
 @pytest.mark.parametrize("divided", [0, 1, 2, 3])
 def test_states_are_divided_as_zero_says(divided: int) -> None:
-    held = held_by(PART, 0, WORK, Arrangement(replicas=4, divided=divided), OverlapModel(), last=True)
+    held = stage_memory([PART], WORK, Arrangement(replicas=4, divided=divided), OverlapModel())[0]
     # 1910.02054, figure 1: first the optimizer's, then gradients, then parameters.
     states = [NUMERICS.optimizer, NUMERICS.gradient, NUMERICS.parameter]
     expected = [PART.parameters * each / (4 if divided > at else 1) for at, each in enumerate(states)]
@@ -147,7 +147,7 @@ def test_states_are_divided_as_zero_says(divided: int) -> None:
 
 def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
     held = [
-        held_by(PART, 0, WORK, Arrangement(replicas=r, context=c, divided=3), OverlapModel(), last=True)
+        stage_memory([PART], WORK, Arrangement(replicas=r, context=c, divided=3), OverlapModel())
         for r, c in ((4, 2), (8, 1))
     ]
     assert held[0] == held[1]
@@ -158,7 +158,7 @@ def test_who_takes_turns_at_a_stage_sums_its_gradients() -> None:
     each = [replicas_s(PART, WORK, turning, CLUSTER, OverlapModel(), j) for j in (0, 1)]
     assert each == [CLUSTER.messages.seconds("all_reduce", PART.parameters * NUMERICS.gradient, DeviceGroup(3, 3)), 0.0]
     divided = replace(turning, divided=1)
-    held = [held_by(PART, j, WORK, divided, OverlapModel(), last=j == 1).optimizer for j in (0, 1)]
+    held = [each.optimizer for each in stage_memory([PART] * 2, WORK, divided, OverlapModel())]
     assert held[1] == 3 * held[0]
 
 
@@ -179,7 +179,7 @@ def test_each_further_micro_batch_adds_its_gradients() -> None:
 @pytest.mark.parametrize(("schedule", "kept"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])])
 def test_streams_keep_versions_of_their_weights(schedule: str, kept: list[int]) -> None:
     made = Arrangement(stages=3, schedule=schedule, micro_batches=1 if schedule == "pipedream" else 3)
-    held = [held_by(PART, j, WORK, made, OverlapModel(), last=j == 2) for j in range(3)]
+    held = stage_memory([PART] * 3, WORK, made, OverlapModel())
     assert [each.parameters / (NUMERICS.parameter * PART.parameters) for each in held] == kept
     assert [each.activations / PART.saved_bytes for each in held] == [3, 2, 1]
     assert {(each.gradients, each.optimizer) for each in held} == {(held[0].gradients, held[0].optimizer)}
@@ -196,9 +196,9 @@ def test_streams_keep_versions_of_their_weights(schedule: str, kept: list[int]) 
 )
 def test_what_stages_share_has_to_be_alike_on_all_of_them(made: Arrangement, apart: bool) -> None:
     """The first and the last layer are one embedding."""
-    assert torn(division_of(WORK, CLUSTER, made), made) is apart
+    assert splits_tied_layers(Divisions(WORK, CLUSTER).of(made), made) is apart
     untied = replace(WORK, shape=replace(WORK.shape, tied=False))
-    assert not torn(division_of(untied, CLUSTER, made), made)
+    assert not splits_tied_layers(Divisions(untied, CLUSTER).of(made), made)
 
 
 def test_the_update_reads_and_writes_all_states_once() -> None:
@@ -214,8 +214,8 @@ def test_terms_are_all_there_and_sum_to_the_step() -> None:
     found = cost(WORK, CLUSTER, Arrangement(2, 4, 2, micro_batch=2, micro_batches=8))
     assert tuple(found.terms) == TERMS
     assert found.step_s == sum(found.terms.values())
-    assert len(found.held) == 4
-    assert min(each.total for each in found.held) > 0
+    assert len(found.memory) == 4
+    assert min(each.total for each in found.memory) > 0
 
 
 def test_stages_that_share_parameters_sum_them() -> None:
@@ -231,8 +231,8 @@ def test_stages_that_share_parameters_sum_them() -> None:
 def test_habits_add_what_a_step_and_each_micro_batch_take() -> None:
     arrangement = Arrangement(micro_batches=6)
     bare, more = (
-        cost(WORK, CLUSTER, arrangement, habits)
-        for habits in (OverlapModel(), OverlapModel(step_s=2, micro_batch_s=0.5))
+        cost(WORK, CLUSTER, arrangement, overlap_model)
+        for overlap_model in (OverlapModel(), OverlapModel(step_s=2, micro_batch_s=0.5))
     )
     assert more.step_s - bare.step_s == pytest.approx(2 + 6 * 0.5)
 

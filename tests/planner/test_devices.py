@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.planner.devices import SHEETS, device, messages, of_precision, sheet
+from paceline.planner.devices import SHEETS, device, messages, sheet
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -62,7 +62,3 @@ def test_arithmetic_that_it_does_not_have_is_refused_with_its_best() -> None:
         device("V100-32GB")
     with pytest.raises(InputError, match='write precision = "fp32"'):
         device("P40-24GB")
-
-
-def test_formats_of_precisions() -> None:
-    assert [of_precision(each) for each in ("fp32", "tf32", "fp8-mixed")] == ["fp32", "tf32", "fp8"]

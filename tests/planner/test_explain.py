@@ -8,9 +8,19 @@ from paceline.clock.times import Delay
 from paceline.planner.answer import answer, rules
 from paceline.planner.base import Arrangement, Plan
 from paceline.planner.cluster import Described
-from paceline.planner.explain import MORE, Curve, Point, Scaled, curve, explained, gains, quicker, why_not
+from paceline.planner.explain import (
+    MORE,
+    CurvePoint,
+    FasterMessages,
+    ScalingCurve,
+    curve,
+    explained,
+    gains,
+    why_not,
+    with_more,
+)
 from paceline.planner.feasibility import smallest_change
-from paceline.planner.policies import Paced, policies, seconds_of_a_sample, under
+from paceline.planner.policies import policies, rank, under
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
@@ -18,7 +28,7 @@ from tests.planner.plain_workload import Plain, cluster
 
 
 def plan(arrangement: Arrangement, workload: Plain | None = None) -> Plan:
-    return CostCache.of(workload or Plain(), cluster()).plan(arrangement)
+    return CostCache(workload or Plain(), cluster()).plan(arrangement)
 
 
 def test_a_runner_up_lost_by_its_largest_term() -> None:
@@ -58,16 +68,16 @@ def test_a_tenth_more_of_the_only_thing_that_takes_time_gains_an_eleventh() -> N
 
 def test_bandwidth_between_hosts_is_the_bottleneck_of_replicas_on_several() -> None:
     workload, apart = Plain(parameters=10**5, milliseconds=(0.01,)), cluster(hosts=4, per_host=1, memory_bytes=1e9)
-    made = CostCache.of(workload, apart).plan(Arrangement(4, micro_batch=2))
+    made = CostCache(workload, apart).plan(Arrangement(4, micro_batch=2))
     assert gains(made, workload, apart)[0].resource == "between"
 
 
 def test_measured_messages_are_scaled_as_described_ones_are() -> None:
     on = cluster(hosts=2, per_host=2)
     for resource in ("inside", "between", "latency"):
-        changed = quicker(Plain(), on, resource)
+        changed = with_more(Plain(), on, resource)
         assert changed is not None
-        scaled = Scaled(on.messages, resource)
+        scaled = FasterMessages(on.messages, resource)
         for group in (on.group(2, 1), on.group(2, 2)):  # inside a host, and between two
             exact = changed[1].messages.seconds("all_reduce", 1e6, group)
             # one byte stands for none where a latency is looked for: 4 µs of 1 s
@@ -75,20 +85,21 @@ def test_measured_messages_are_scaled_as_described_ones_are() -> None:
 
 
 def test_the_curve_grows_and_knees_where_messages_begin_to_cost() -> None:
-    free = curve(Plain(parameters=0), cluster(bytes_per_s=1e15, latency_s=0.0), Objectives())
+    free = curve(CostCache(Plain(parameters=0), cluster(bytes_per_s=1e15, latency_s=0.0)), Objectives())
     assert [point.workers for point in free.points] == [1, 2, 4]
     assert free.knee is None
     assert free.points[2].samples_per_s == pytest.approx(4 * free.points[0].samples_per_s, rel=1e-6)
-    dear = curve(Plain(milliseconds=(0.1,), parameters=10**4, most_shards=1), cluster(bytes_per_s=1e6), Objectives())
-    assert dear.knee == 1
+    workload = Plain(milliseconds=(0.1,), parameters=10**4, most_shards=1)
+    expensive = curve(CostCache(workload, cluster(bytes_per_s=1e6)), Objectives())
+    assert expensive.knee == 1
 
 
 def test_a_knee_is_where_twice_the_workers_give_less_than_half_as_much_again() -> None:
-    points = (Point(1, 0.0, ""), Point(2, 10.0, ""), Point(4, 15.1, ""), Point(8, 20.0, ""))
-    assert Curve(points).knee == 4
-    assert Curve(points[:3]).knee is None
-    assert Curve((Point(4, 10.0, ""), Point(16, 22.4, ""))).knee == 4  # 1.5² = 2.25
-    assert Curve((Point(4, 10.0, ""), Point(16, 22.6, ""))).knee is None
+    points = (CurvePoint(1, 0.0, ""), CurvePoint(2, 10.0, ""), CurvePoint(4, 15.1, ""), CurvePoint(8, 20.0, ""))
+    assert ScalingCurve(points).knee == 4
+    assert ScalingCurve(points[:3]).knee is None
+    assert ScalingCurve((CurvePoint(4, 10.0, ""), CurvePoint(16, 22.4, ""))).knee == 4  # 1.5² = 2.25
+    assert ScalingCurve((CurvePoint(4, 10.0, ""), CurvePoint(16, 22.6, ""))).knee is None
 
 
 @pytest.mark.parametrize(
@@ -107,15 +118,15 @@ def test_a_knee_is_where_twice_the_workers_give_less_than_half_as_much_again() -
 def test_the_smallest_change_that_fits(batch: int, memory_bytes: float, said: str) -> None:
     """16 bytes of each of 4 · 1,000 parameters, 4 · 400 · b bytes of activations: 64,000 + 12,800 for 8 samples."""
     workload = Plain(global_batch=batch, saved_bytes=400, output_bytes=10)
-    found = smallest_change(CostCache.of(workload, cluster(memory_bytes=memory_bytes)), Objectives())
+    found = smallest_change(CostCache(workload, cluster(memory_bytes=memory_bytes)), Objectives())
     assert said in found.text
     if found.arrangement is not None:
-        assert CostCache.of(workload, cluster()).cost(found.arrangement).most.total <= memory_bytes
+        assert CostCache(workload, cluster()).cost(found.arrangement).peak.total <= memory_bytes
 
 
 def test_what_it_takes_when_nothing_fits_is_the_least() -> None:
     workload, small = Plain(global_batch=32, saved_bytes=400), cluster(memory_bytes=15e3)
-    said = smallest_change(CostCache.of(workload, small), Objectives()).text
+    said = smallest_change(CostCache(workload, small), Objectives()).text
     times = int(said.split("it takes ")[1].split(" ")[0])
     for hosts, fits in ((times, True), (times - 1, False)):
         assert bool(search(workload, replace(small, hosts=hosts)).plans) == fits
@@ -124,13 +135,13 @@ def test_what_it_takes_when_nothing_fits_is_the_least() -> None:
 def test_rules_of_thumb_are_held_against_the_numbers() -> None:
     workload, on = Plain(milliseconds=(5.0,) * 4, parameters=10), cluster()
     found = search(workload, on).plans
-    fit = smallest_change(CostCache.of(workload, on), Objectives())
-    small, shards, stages, pace = rules(found[0], found, fit, CostCache.of(workload, on), Objectives())
+    fit = smallest_change(CostCache(workload, on), Objectives())
+    small, shards, stages, pace = rules(found[0], found, fit, CostCache(workload, on), Objectives())
     assert small.agrees is (found[0].arrangement.stages == found[0].arrangement.shards == 1)
     assert (shards.agrees, stages.agrees) == (None, None)
     assert pace.agrees in (True, None)
     many = replace(workload, global_batch=128)
-    assert rules(found[0], found, fit, CostCache.of(many, on), Objectives())[0].agrees is None
+    assert rules(found[0], found, fit, CostCache(many, on), Objectives())[0].agrees is None
 
 
 def test_policies_compete_where_replicas_are_slow_at_times() -> None:
@@ -151,9 +162,9 @@ def test_staleness_counts_where_samples_do() -> None:
     assert asked.efficiency(2, 8) == 4
     found = under(plan(Arrangement(4, micro_batch=2)), "asynchronous", asked)
     assert found is not None
-    fresh = Paced(found.plan, replace(found.pace, staleness=0.0))
-    each = [seconds_of_a_sample(paced, Plain(), asked)[0] for paced in (found, fresh)]
-    assert each[0] == pytest.approx(each[1] * (1 + found.pace.staleness), rel=1e-8)  # both are rounded to ten digits
+    made, pace = found
+    each = [rank(made, given, Plain(), asked)[0] for given in (pace, replace(pace, staleness=0.0))]
+    assert each[0] == pytest.approx(each[1] * (1 + pace.staleness), rel=1e-8)  # both are rounded to ten digits
 
 
 def test_all_policies_that_are_offered_can_be_had() -> None:
@@ -179,16 +190,16 @@ def test_a_policy_that_changes_has_the_pace_of_its_change() -> None:
     asked = Objectives(delay=Delay.parse("fraction=0.5 constant:value=0.02"))
     found = under(plan(Arrangement(4, micro_batch=2)), "smooth-switch:every=500", asked)
     assert found is not None
-    assert found.pace.batches == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)  # of 1,041 updates
+    assert found[1].batches == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)  # of 1,041 updates
 
 
 def test_only_waiting_is_carried_between_hosts() -> None:
-    made = CostCache.of(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
+    made = CostCache(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
     assert list(policies(made, cluster(hosts=4, per_host=1))) == ["synchronous"]
     assert "asynchronous" in list(policies(made, cluster()))
     paced = under(made, "synchronous", Objectives(delay=Delay.parse("0")))
     assert paced is not None
-    assert paced.plan.cost.step_s == pytest.approx(made.cost.step_s)
+    assert paced[0].cost.step_s == pytest.approx(made.cost.step_s)
 
 
 def test_an_answer_where_nothing_fits_says_what_would() -> None:

@@ -14,16 +14,16 @@ from paceline.clock import parse as distribution
 from paceline.clock.distributions import Constant, Exponential
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError
-from paceline.planner import closed_forms
-from paceline.planner.closed_forms import Team, foretold
-from paceline.planner.order_statistics import Alike, alike, expected_s
+from paceline.planner.closed_forms import DelayedReplicas, predicted_pace
+from paceline.planner.order_statistics import IdenticalReplicas, expected_s, identical
 from paceline.planner.policies import Pace, pace, waiting
 from paceline.planner.policy_simulation import Simulation
 from tests.engine import programs
+from tests.planner.equations import equations
 
 BOUND = 0.01
 """1 %: three standard errors of a mean over as many updates as :func:`simulated` lets happen, or more."""
-FORGOTTEN = 0.1
+WARM_UP = 0.1
 UPDATES = 100_000
 """For times that vary as much as an exponential's mean: 90,000 count."""
 
@@ -40,20 +40,22 @@ def simulated(policy: str, replicas: int, kind: str, spread: float = 1.0) -> Pac
         kind: of times.
         spread: of the time of an update, its standard deviation over its mean, at the most.
     """
-    updates = math.ceil((3 * spread / BOUND) ** 2 / (1 - FORGOTTEN))
-    return pace(parse(policy), replicas, distribution(kind), updates=updates, forgotten=FORGOTTEN)
+    updates = math.ceil((3 * spread / BOUND) ** 2 / (1 - WARM_UP))
+    return pace(parse(policy), replicas, distribution(kind), updates=updates, warm_up=WARM_UP)
 
 
 def spread_of_last(kind: str, k: int, replicas: int) -> float:
     """Of the k-th of so many: its mean and its mean square are integrals of P(X > x) and of 2 x P(X > x)."""
-    each = [alike(replicas, distribution(kind))]
+    each = [identical(replicas, distribution(kind))]
     mean, square = expected_s(k, each), expected_square(k, each[0])
     return math.sqrt(square - mean * mean) / mean
 
 
-def expected_square(k: int, group: Alike) -> float:
+def expected_square(k: int, group: IdenticalReplicas) -> float:
     """E[X²] is what is expected of times whose P(X > x) is that of X at √x."""
-    rooted = Alike(group.replicas, lambda x: group.survival(np.sqrt(x)), tuple(m * m for m in group.marks), group.power)
+    rooted = IdenticalReplicas(
+        group.replicas, lambda x: group.survival(np.sqrt(x)), tuple(m * m for m in group.marks), group.power
+    )
     return expected_s(k, [rooted._replace(power=group.power / 2)])
 
 
@@ -63,47 +65,47 @@ def expected_square(k: int, group: Alike) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_synchronous(kind: str) -> None:
     found = simulated("synchronous", 3, kind, spread_of_last(kind, 3, 3))
-    assert found.update_s == pytest.approx(closed_forms.synchronous_s(distribution(kind), 3), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.synchronous_s(distribution(kind), 3), rel=BOUND)
     assert (found.batches, found.staleness, found.fresh, found.discarded) == (3, 0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_sync(kind: str) -> None:
     found = simulated("buffered:k=2,cancel=true", 4, kind, spread_of_last(kind, 2, 4))
-    assert found.update_s == pytest.approx(closed_forms.k_sync_s(distribution(kind), 2, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.k_sync_s(distribution(kind), 2, 4), rel=BOUND)
     assert (found.batches, found.staleness, found.fresh, found.discarded) == (2, 0, 1, 0.5)
 
 
 def test_k_batch_sync() -> None:
     found = simulated("buffered:k=2,hold=false,cancel=true", 4, EXPONENTIAL, 1 / math.sqrt(2))  # a sum of two
-    assert found.update_s == pytest.approx(closed_forms.k_batch_sync_s(Exponential(2.0), 2, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.k_batch_sync_s(Exponential(2.0), 2, 4), rel=BOUND)
     assert found.staleness == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_async(kind: str) -> None:
     found = simulated("buffered:k=2", 5, kind, spread_of_last(kind, 1, 1))
-    exact = closed_forms.order_statistic_s(distribution(kind), 2, 5)
+    exact = equations.order_statistic_s(distribution(kind), 2, 5)
     if kind == EXPONENTIAL:
-        assert found.update_s == pytest.approx(closed_forms.k_async_s(Exponential(2.0), 2, 5), rel=BOUND)
-        assert found.fresh == pytest.approx(closed_forms.k_async_fresh(2, 5), rel=BOUND)
+        assert found.update_s == pytest.approx(equations.k_async_s(Exponential(2.0), 2, 5), rel=BOUND)
+        assert found.fresh == pytest.approx(equations.k_async_fresh(2, 5), rel=BOUND)
     if kind == SHIFTED:
         assert found.update_s < 0.99 * exact  # who has computed for long is soon done
-    assert found.update_s > closed_forms.k_batch_async_s(distribution(kind), 2, 5) * (1 - BOUND)  # who never waits
-    assert found.staleness == pytest.approx(closed_forms.k_async_staleness(2, 5), rel=BOUND)
+    assert found.update_s > equations.k_batch_async_s(distribution(kind), 2, 5) * (1 - BOUND)  # who never waits
+    assert found.staleness == pytest.approx(equations.k_async_staleness(2, 5), rel=BOUND)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_k_batch_async(kind: str) -> None:
     found = simulated("buffered:k=3,hold=false", 5, kind, spread_of_last(kind, 1, 1) / math.sqrt(3))
-    assert found.update_s == pytest.approx(closed_forms.k_batch_async_s(distribution(kind), 3, 5), rel=BOUND)
-    assert found.staleness == pytest.approx(closed_forms.k_batch_async_staleness(3, 5), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.k_batch_async_s(distribution(kind), 3, 5), rel=BOUND)
+    assert found.staleness == pytest.approx(equations.k_batch_async_staleness(3, 5), rel=BOUND)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_asynchronous(kind: str) -> None:
     found = simulated("asynchronous", 8, kind, spread_of_last(kind, 1, 1))
-    assert found.update_s == pytest.approx(closed_forms.asynchronous_s(distribution(kind), 8), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.asynchronous_s(distribution(kind), 8), rel=BOUND)
     assert found.staleness == pytest.approx(7, rel=BOUND)
     assert (found.batches, found.discarded) == (1, 0)
 
@@ -113,22 +115,22 @@ def test_backups(backups: int) -> None:
     k = 4 - backups
     found = simulated(f"synchronous:backups={backups}", 4, EXPONENTIAL, spread_of_last(EXPONENTIAL, k, 4))
     # K-sync's updates are sums of fewer of the same exponential waits, and so vary more
-    assert found.update_s == pytest.approx(closed_forms.backups_s(Exponential(2.0), backups, 4), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.backups_s(Exponential(2.0), backups, 4), rel=BOUND)
     assert found.batches == 4 - backups
     assert 0 < found.discarded < backups / 4
 
 
 def test_stale_synchronous_without_slack_is_synchronous() -> None:
     found = simulated("stale-synchronous:bound=0", 4, EXPONENTIAL)
-    assert found.step_s(4) == pytest.approx(closed_forms.synchronous_s(Exponential(2.0), 4), rel=2 * BOUND)
+    assert found.step_s(4) == pytest.approx(equations.synchronous_s(Exponential(2.0), 4), rel=2 * BOUND)
     # 25,000 rounds of 4 updates: a standard error of 0.4 %
 
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_stale_synchronous_is_its_recurrence(bound: int) -> None:
     """Both go through the same draws; they stop at different clocks, which is worth a few of thousands."""
-    team = Team(4, 1.0, Delay.parse("fraction=0.5 exponential:mean=2"))
-    exact = foretold(parse(f"stale-synchronous:bound={bound}"), team)
+    team = DelayedReplicas(4, 1.0, Delay.parse("fraction=0.5 exponential:mean=2"))
+    exact = predicted_pace(parse(f"stale-synchronous:bound={bound}"), team)
     assert exact is not None
     found = pace(parse(f"stale-synchronous:bound={bound}"), 4, Constant(1.0), team.delay, updates=UPDATES // 2)
     assert found.update_s == pytest.approx(exact.update_s, rel=BOUND)
@@ -160,7 +162,7 @@ def test_own_steps_of_other_distributions_are_simulated() -> None:
 
 def test_own_steps() -> None:
     found = pace(parse("local-steps:period=4"), 3, Exponential(2.0), updates=UPDATES // 4)
-    assert found.update_s == pytest.approx(closed_forms.local_steps_s(Exponential(2.0), 4, 3), rel=BOUND)
+    assert found.update_s == pytest.approx(equations.local_steps_s(Exponential(2.0), 4, 3), rel=BOUND)
     assert found.batches == 12
 
 
@@ -257,7 +259,7 @@ def test_without_delays_nobody_waits_for_long() -> None:
 
 def test_thousands_of_replicas_are_told_by_equations() -> None:
     found = waiting("synchronous", 4096, 1.0, "fraction=1 exponential:mean=0.1")
-    assert found.step_s(4096) == pytest.approx(1 + 0.1 * closed_forms.harmonic(4096))
+    assert found.step_s(4096) == pytest.approx(1 + 0.1 * equations.harmonic(4096))
     stale = waiting("stale-synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1")
     assert 1.1 < stale.step_s(1024) < waiting("synchronous", 1024, 1.0, "fraction=1 exponential:mean=0.1").step_s(1024)
 

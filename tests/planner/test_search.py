@@ -20,11 +20,11 @@ from paceline.planner.cost import cost
 from paceline.planner.search import carried
 from paceline.planner.search.candidates import arrangement, frames, options
 from paceline.planner.search.cost_cache import CostCache
-from paceline.planner.search.event_simulation import parts
+from paceline.planner.search.event_simulation import part_times
 from paceline.planner.search.objective import Objective, Objectives
 from paceline.planner.search.ranking import TIE, key, key_of, undominated
 from paceline.planner.search.search import search
-from paceline.planner.stage_division import division_of
+from paceline.planner.stage_division import Divisions
 from paceline.schedule import StageTimes, names, parse, simulate, timeline
 from tests.planner.plain_workload import Plain, cluster
 
@@ -93,7 +93,7 @@ def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) ->
 
 def enumerated(workload: Plain, on: Cluster, asked: Objectives, batch: int) -> Iterator[Arrangement]:
     """What the search looks at, before it leaves out what can't be the best."""
-    known, cuts = CostCache.of(workload, on), frames(workload, on, asked, batch)
+    known, cuts = CostCache(workload, on), frames(workload, on, asked, batch)
     for frame in map(cuts.at, range(len(cuts))):
         for option in options(frame, on, asked):
             made = arrangement(frame, option, on, asked)
@@ -101,13 +101,13 @@ def enumerated(workload: Plain, on: Cluster, asked: Objectives, batch: int) -> I
                 yield made
 
 
-def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, habits: OverlapModel) -> Cost:
+def by_the_obvious_way(made: Arrangement, workload: Plain, on: Cluster, overlap_model: OverlapModel) -> Cost:
     """Closed forms, and where there are stages the schedule's own simulation."""
-    closed = cost(workload, on, made, habits)
+    closed = cost(workload, on, made, overlap_model)
     if made.stages == 1:
         return closed
-    division = division_of(workload, on, made)
-    each = parts(division.layers, division.cuts, made, on, habits).held_up()
+    division = Divisions(workload, on).of(made)
+    each = part_times(division, made, on, overlap_model).with_blocking_sends()
     half = tuple(b / 2 for b in each.backward)
     text = f"interleaved:chunks={made.chunks}" if made.chunks > 1 else made.schedule
     columns, times = (
@@ -131,13 +131,13 @@ def period_s(times: StageTimes, stages: int) -> float:
     return (ends[150] - ends[150 - 12 * 5]) / (12 * 5) / 1e9
 
 
-def best_of_all(workload: Plain, on: Cluster, asked: Objectives, habits: OverlapModel) -> float | None:
+def best_of_all(workload: Plain, on: Cluster, asked: Objectives, overlap_model: OverlapModel) -> float | None:
     """The objective of the best, or None where nothing fits."""
     found = []
     for batch in asked.batches(workload):
         for made in arrangements(workload, on, asked, batch):
-            if cost(workload, on, made, habits).most.total <= on.device.memory_bytes:
-                each = by_the_obvious_way(made, workload, on, habits)
+            if cost(workload, on, made, overlap_model).peak.total <= on.device.memory_bytes:
+                each = by_the_obvious_way(made, workload, on, overlap_model)
                 found.append(key_of(made, each, workload, asked)[0])
     return min(found, default=None)
 
@@ -175,11 +175,11 @@ TWICE_TWO, PLAIN = cluster(hosts=2, per_host=2, bytes_per_s=1e6), OverlapModel(o
 @example(INTERLEAVED, TWICE_TWO, PLAIN, "memory")
 @given(INSTANCES, CLUSTERS, HABITS, st.sampled_from(("throughput", "memory")))
 def test_nothing_is_better_than_what_is_found(
-    workload: Plain, on: Cluster, habits: OverlapModel, objective: Objective
+    workload: Plain, on: Cluster, overlap_model: OverlapModel, objective: Objective
 ) -> None:
     asked = Objectives(objective=objective, noise_scale=10.0, simulated=ALL)
-    found = search(workload, on, asked, habits).plans
-    best = best_of_all(workload, on, asked, habits)
+    found = search(workload, on, asked, overlap_model).plans
+    best = best_of_all(workload, on, asked, overlap_model)
     assert (best is None) == (not found)
     if found and best is not None:
         # the schedule's simulation counts in whole nanoseconds, of steps of milliseconds with up to a hundred actions
@@ -189,12 +189,14 @@ def test_nothing_is_better_than_what_is_found(
 @settings(max_examples=15)
 @example(INTERLEAVED, TWICE_TWO, PLAIN)
 @given(INSTANCES, CLUSTERS, HABITS)
-def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Cluster, habits: OverlapModel) -> None:
+def test_what_is_left_out_is_beaten_in_time_and_memory(
+    workload: Plain, on: Cluster, overlap_model: OverlapModel
+) -> None:
     asked, batch = Objectives(simulated=ALL), workload.global_batch
 
     def found(made: Arrangement) -> tuple[float, float]:
-        each = by_the_obvious_way(made, workload, on, habits)
-        return each.step_s, each.most.total
+        each = by_the_obvious_way(made, workload, on, overlap_model)
+        return each.step_s, each.peak.total
 
     named = set(enumerated(workload, on, asked, batch))
     known = {made: found(made) for made in named}
@@ -206,13 +208,13 @@ def test_what_is_left_out_is_beaten_in_time_and_memory(workload: Plain, on: Clus
 
 @settings(max_examples=25)
 @given(INSTANCES, CLUSTERS, HABITS)
-def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, habits: OverlapModel) -> None:
+def test_bounds_leave_out_none_of_the_best(workload: Plain, on: Cluster, overlap_model: OverlapModel) -> None:
     """With room for few, the same as the first of all."""
     few, all_ = (Objectives(simulated=count) for count in (1, ALL))
-    kept, first = search(workload, on, few, habits), search(workload, on, all_, habits)
+    kept, first = search(workload, on, few, overlap_model), search(workload, on, all_, overlap_model)
     assert len(kept.plans) == min(1, len(first.plans))
     if kept.plans:
-        closed = [cost(workload, on, plan.arrangement, habits).step_s for plan in (*kept.plans, *first.plans)]
+        closed = [cost(workload, on, plan.arrangement, overlap_model).step_s for plan in (*kept.plans, *first.plans)]
         assert closed[0] <= min(closed) * (1 + TIE)
 
 
@@ -261,7 +263,7 @@ def test_stages_may_have_different_shards() -> None:
     best = search(workload, cluster(per_host=3), Objectives("memory")).plans[0]
     assert best.strategy is not None
     assert (best.strategy.stages, best.strategy.shards, best.cost.cut) == (2, (1, 2), (1,))
-    assert [held.parameters for held in best.cost.held] == [4 * 1000, 3 * 4 * 500]
+    assert [held.parameters for held in best.cost.memory] == [4 * 1000, 3 * 4 * 500]
 
 
 def test_streams_compete_where_stale_samples_count_for_what_they_are_worth() -> None:
@@ -276,7 +278,7 @@ def test_streams_compete_where_stale_samples_count_for_what_they_are_worth() -> 
 
 def test_who_computes_nothing_again_is_not_left_out_for_one_who_does() -> None:
     """Updating so many parameters takes longer than computing: divided, with forward once more, it is done sooner."""
-    known = CostCache.of(Plain(parameters=10**6), cluster(memory_bytes=1e9, bytes_per_s=1e12))
+    known = CostCache(Plain(parameters=10**6), cluster(memory_bytes=1e9, bytes_per_s=1e12))
     once, again = (
         known.plan(replace(Arrangement(2, micro_batch=4), recompute=recompute, divided=divided))
         for recompute, divided in (("none", 0), ("full", 1))

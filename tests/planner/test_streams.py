@@ -6,7 +6,7 @@ from math import lcm
 
 import pytest
 
-from paceline.planner.stage_division import STREAMS, micro_batch_s, stage_staleness, staleness, versions
+from paceline.planner.stage_division import ASYNC_SCHEDULES, staleness, steady_micro_batch_s, weight_versions
 from paceline.schedule import StageTimes, parse, timeline
 
 CASES = 40
@@ -35,7 +35,7 @@ def test_a_micro_batch_takes_the_longest_round_trip() -> None:
     for forward, backward, hop in cases(1):
         busy_s = [(f + b) / 1e9 for f, b in zip(forward, backward, strict=True)]
         # Whole nanoseconds on both sides: what is left is the rounding of sums.
-        assert micro_batch_s(busy_s, hop / 1e9) == pytest.approx(simulated_s(forward, backward, hop), rel=1e-9)
+        assert steady_micro_batch_s(busy_s, hop / 1e9) == pytest.approx(simulated_s(forward, backward, hop), rel=1e-9)
 
 
 @pytest.mark.parametrize(("schedule", "m"), [("pipedream", 1), ("pipedream-2bw", 7)])
@@ -52,12 +52,14 @@ def test_versions_and_their_age_are_what_the_schedule_says(schedule: str, m: int
             else:
                 oldest, updates = max(oldest, updates - used), updates + 1
             most = max(most, len({*begun.values(), updates}))
-        assert (most, oldest) == (versions(schedule, p, j), stage_staleness(schedule, p, j))
+        assert (most, oldest) == (weight_versions(schedule, p, j), weight_versions(schedule, p, j) - 1)
 
 
 def test_all_others_have_one_version() -> None:
-    assert {versions(each, 4, 0) for each in ("1f1b", "gpipe", "zero-bubble")} == {1}
-    assert {each for each in ("1f1b", "gpipe", "pipedream", "pipedream-2bw") if not parse(each).flushes} == {*STREAMS}
+    assert {weight_versions(each, 4, 0) for each in ("1f1b", "gpipe", "zero-bubble")} == {1}
+    assert {each for each in ("1f1b", "gpipe", "pipedream", "pipedream-2bw") if not parse(each).flushes} == {
+        *ASYNC_SCHEDULES
+    }
 
 
 def test_staleness_is_a_mean_over_elements() -> None:

@@ -35,7 +35,7 @@ def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pyt
     assert found[0].steps_s == pytest.approx((0.001, 0.004, 0.005))
     assert found[0].ratio == pytest.approx(0.004 / one.cost.step_s)
     assert found[0].held_bytes == (4000, 4000, 4000)
-    assert found[0].memory_ratio == pytest.approx(4000 / one.cost.most.total)
+    assert found[0].memory_ratio == pytest.approx(4000 / one.cost.peak.total)
 
 
 def test_ctrl_c_ends_more_than_the_run_that_it_hits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,7 @@ def plan(
 
 def _line(plan: Plan) -> str:
     took = f"{plan.cost.step_s * 1e3:.3g} ms ({plan.low_s * 1e3:.3g} to {plan.high_s * 1e3:.3g})"
-    held = f"{plan.cost.most.total / 2**20:,.0f} MiB"
+    held = f"{plan.cost.peak.total / 2**20:,.0f} MiB"
     why = f"; {plan.why_not}" if plan.why_not else ""
     return f"{plan.strategy}: {took}, {plan.samples_per_s:,.0f} samples/s, {held} at the most{why}"
 
@@ -182,8 +182,8 @@ def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives) -> Plans:
         )
     cluster, habits = assumed(cluster)
     workload = shape_file.read(path).workload(cluster.device)
-    known = CostCache.of(workload, cluster, habits)
-    plans = search(workload, cluster, asked, known=known, of_each_kind=OF_EACH_KIND).plans
+    known = CostCache(workload, cluster, habits)
+    plans = search(workload, cluster, asked, cost_cache=known, of_each_kind=OF_EACH_KIND).plans
     return Plans(workload.name, plans, workload, cluster, asked, habits=habits, known=known)
 
 
@@ -215,8 +215,8 @@ def _elsewhere(
     asked = replace(asked, fixed="replica" if own else "global")
     workload = elsewhere(known, cluster, program.global_batch_size or known.batch)
     cluster, habits = assumed(cluster)
-    found = CostCache.of(workload, cluster, habits)
-    plans = search(workload, cluster, asked, known=found, of_each_kind=OF_EACH_KIND).plans
+    found = CostCache(workload, cluster, habits)
+    plans = search(workload, cluster, asked, cost_cache=found, of_each_kind=OF_EACH_KIND).plans
     return Plans(program.name, plans, workload, cluster, asked, profile=known, habits=habits, known=found)
 
 

@@ -48,7 +48,7 @@ class Verified:
     @property
     def memory_ratio(self) -> float | None:
         """Measured / predicted bytes; None: it was not measured."""
-        return median(self.held_bytes) / self.plan.cost.most.total if self.held_bytes else None
+        return median(self.held_bytes) / self.plan.cost.peak.total if self.held_bytes else None
 
     def __str__(self) -> str:
         predicted, runs = self.plan.cost.step_s * 1e3, len(self.steps_s)

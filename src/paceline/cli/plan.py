@@ -99,9 +99,9 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
     from paceline.planner.json_form import answer_json
 
     here = plans.profile is not None and plans.asked.engine == "local"
-    held = OverlapModel(context_bytes=plans.plans[0].cost.most.context) if here and plans.plans else None
-    habits = plans.habits or held
-    of = plans.workload, plans.cluster, plans.asked, habits, plans.known
+    held = OverlapModel(context_bytes=plans.plans[0].cost.peak.context) if here and plans.plans else None
+    overlap_model = plans.habits or held
+    of = plans.workload, plans.cluster, plans.asked, overlap_model, plans.known
     said = answer(plans.name, plans.plans, *of, measured=here)
     program = "PROGRAM" if program.endswith(".toml") else program  # a shape has no code to run
     if not json:

@@ -9,9 +9,9 @@ from rich.text import Text
 
 from paceline.core.formatting import bytes_text, seconds_text
 from paceline.planner.answer import PlanReport
-from paceline.planner.base import Held, Plan
-from paceline.planner.json_form import exposed, line_of, provenance
-from paceline.planner.multi_job import Shared, SharedJob, WorkerDivision
+from paceline.planner.base import Plan, WorkerMemory
+from paceline.planner.json_form import command_of, exposed, provenance
+from paceline.planner.multi_job import SharedJob, SharingResult, WorkerDivision
 
 LEAST_WIDTH = 112
 """Characters that the tables need."""
@@ -23,7 +23,7 @@ STAGES_SHOWN = 8
 def print_answer(answer: PlanReport, program: str, verified: Iterable[object] = ()) -> None:
     """Tables, then what they mean, then the line to run."""
     console = _console()
-    _say(console, f"{answer.name} on {_where(answer)}, objective {answer.asked.objective}", "bold")
+    _say(console, f"{answer.name} on {_where(answer)}, objective {answer.objectives.objective}", "bold")
     if not answer.plans:
         _say(console, f"nothing fits: {answer.fit.text}", "red")
         return
@@ -34,7 +34,7 @@ def print_answer(answer: PlanReport, program: str, verified: Iterable[object] = 
     for each in verified:
         _say(console, str(each))
     _say(console, "\n".join(_beyond(answer)))
-    _say(console, f"run:   {line_of(answer.plans[0], program, answer.cluster.devices_per_host)}", "bold")
+    _say(console, f"run:   {command_of(answer.plans[0], program, answer.cluster.devices_per_host)}", "bold")
 
 
 def _console() -> Console:
@@ -71,7 +71,7 @@ def _figures(plan: Plan) -> tuple[str, ...]:
         seconds_text(plan.high_s),
         f"{plan.samples_per_s:,.4g}",
         "" if plan.utilisation is None else f"{plan.utilisation:.1%}",
-        bytes_text(cost.most.total),
+        bytes_text(cost.peak.total),
         f"{cost.terms['bubble'] / cost.step_s:.1%}",
         f"{exposed(plan):.1%}",
         bytes_text(sum(cost.sent_bytes.values())),
@@ -91,18 +91,18 @@ def _memory(plan: Plan) -> Table:
     """Of a worker of each stage."""
     table = Table(box=None, pad_edge=False)
     table.add_column("worker of", no_wrap=True)
-    names = [each.name for each in fields(Held)]
+    names = [each.name for each in fields(WorkerMemory)]
     for title in (*names, "all"):
         table.add_column(title, justify="right", no_wrap=True)
     for stage in _stages(plan):
-        held = plan.cost.held[stage]
+        held = plan.cost.memory[stage]
         cells = [bytes_text(getattr(held, name)) for name in names]
         table.add_row(f"stage {stage}", *cells, bytes_text(held.total))
     return table
 
 
 def _stages(plan: Plan) -> Sequence[int]:
-    held = plan.cost.held
+    held = plan.cost.memory
     if len(held) <= STAGES_SHOWN:
         return range(len(held))
     most = max(range(len(held)), key=lambda stage: held[stage].total)
@@ -136,7 +136,7 @@ def _beyond(answer: PlanReport) -> Iterable[str]:
         yield f"not carried on {kind} yet, and better: {plan.strategy}, {took} (--unbuilt proposes such)"
 
 
-def print_shared(found: Shared, jobs: Sequence[SharedJob]) -> None:
+def print_shared(found: SharingResult, jobs: Sequence[SharedJob]) -> None:
     """Who has which workers."""
     console = _console()
     if found.best is None:

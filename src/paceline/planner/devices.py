@@ -1,7 +1,7 @@
-"""Devices by name, with what their data sheets say.
+"""Devices by name, with the numbers of their data sheets.
 
 Operations are those of dense matrices. Links are one direction of one device: a data sheet's number for both together
-is halved. Memory that is sold as 80 GB has 80 GiB. Between hosts it is the network adapter that is usual beside the
+is halved. Memory that is sold as 80 GB has 80 GiB. Links between hosts are the network adapter that is usual with the
 device.
 """
 
@@ -18,10 +18,10 @@ T = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """What is printed of a device."""
+    """Data sheet of a device."""
 
     flops_per_s: Mapping[str, float]
-    """By format: fp32, tf32, fp16, bf16, fp8, fp4."""
+    """Peak by format: fp32, tf32, fp16, bf16, fp8, fp4."""
     memory_bytes: float
     memory_bytes_per_s: float
     inside_bytes_per_s: float
@@ -95,11 +95,11 @@ SHEETS: Mapping[str, Sheet] = {
     "A64FX-32GB": _A64FX,
     "CPU-core": _CPU,
 }
-"""Name -> what is printed."""
+"""Name -> data sheet."""
 
 
 def sheet(name: str) -> Sheet:
-    """Of a name, or of the family alone where it has one entry or its first will do.
+    """Look up by name, or by the family alone, of which it is the first entry.
 
     Raises:
         InputError: not known; the nearest one is named.
@@ -109,23 +109,14 @@ def sheet(name: str) -> Sheet:
     """
     if name in SHEETS:
         return SHEETS[name]
-    for known, found in SHEETS.items():
-        if known.split("-")[0].lower() == name.lower() or known.lower() == name.lower():
-            return found
+    for key, result in SHEETS.items():
+        if name.lower() in (key.lower(), key.split("-")[0].lower()):
+            return result
     raise unknown("device", name, SHEETS)
 
 
-def of_precision(precision: str) -> str:
-    """The format of matrix products.
-
-    >>> of_precision("bf16-mixed"), of_precision("fp32")
-    ('bf16', 'fp32')
-    """
-    return precision.removesuffix("-mixed")
-
-
 def device(name: str, precision: str = "bf16-mixed") -> Device:
-    """By name, at the precision that is trained in.
+    """Return a device by name, at the training precision: ``fp32``, or the format of matrix products ``-mixed``.
 
     Raises:
         InputError: the device is not known, or has no such arithmetic.
@@ -133,23 +124,23 @@ def device(name: str, precision: str = "bf16-mixed") -> Device:
     >>> device("V100-32GB", "fp16-mixed").flops_per_s
     125000000000000.0
     """
-    found = sheet(name)
-    flops = found.flops_per_s.get(of_precision(precision))
+    data = sheet(name)
+    flops = data.flops_per_s.get(precision.removesuffix("-mixed"))
     if flops is None:
-        best = max(found.flops_per_s, key=lambda each: found.flops_per_s[each])
+        best = max(data.flops_per_s, key=lambda each: data.flops_per_s[each])
         mixed = best if best in ("fp32", "tf32") else f"{best}-mixed"
         raise InputError(f'precision = "{precision}": {name} has no such arithmetic; write precision = "{mixed}".')
-    told = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), found.source)
+    provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), data.source)
     kind: Literal["cpu", "cuda"] = "cpu" if name.startswith(("CPU", "A64FX")) else "cuda"
-    return Device(name, flops, found.memory_bytes, found.memory_bytes_per_s, told, found.multiprocessors, kind)
+    return Device(name, flops, data.memory_bytes, data.memory_bytes_per_s, provenance, data.multiprocessors, kind)
 
 
 def messages(name: str) -> Described:
-    """Over the links that are usual beside it."""
-    found = sheet(name)
-    return Described(Links(found.inside_bytes_per_s, found.between_bytes_per_s, ROUND_S, 2 * ROUND_S))
+    """Return the model of messages over the links that are usual with a device."""
+    data = sheet(name)
+    return Described(Links(data.inside_bytes_per_s, data.between_bytes_per_s, ROUND_S, 2 * ROUND_S))
 
 
 ROUND_S = 1.3e-5
-"""Of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's tables);
-between hosts twice as long is assumed."""
+"""Latency of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's
+tables); between hosts twice as long is assumed."""

@@ -1,7 +1,7 @@
-"""Where a model does not fit: the smallest change that does.
+"""Feasibility: where a model does not fit, the smallest change that makes it fit.
 
-What is changed is the plain way, every worker a replica that computes its part of the batch at once. A change is one of
-:data:`CHANGES`; one of them is smaller than two, and earlier ones are smaller than later ones.
+The plain way is changed, in which every worker is a replica that processes its part of the batch at once. A change is
+one of :data:`CHANGES`; one of them is smaller than two, and earlier ones are smaller than later ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from typing import Literal, TypeAlias
 from paceline.core.formatting import bytes_text
 from paceline.planner.base import Arrangement, Cost, Recomputed
 from paceline.planner.search import carried
-from paceline.planner.search.candidates import Frame, Option, can, divisors
+from paceline.planner.search.candidates import Frame, Option, divisors, is_supported
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
@@ -30,136 +30,120 @@ CHANGES: Mapping[Change, str] = {
 }
 
 MOST_TIMES = 4096
-"""How many times as many hosts are looked at."""
+"""Largest multiple of the hosts that is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What was found."""
+    """Smallest change that fits, in words."""
 
     text: str
     arrangement: Arrangement | None
     """None: the plain way fits, or nothing does with so many workers."""
     fits: bool
-    """Whether anything does, with so many workers."""
+    """True if any arrangement fits, with so many workers."""
 
 
-def smallest_change(known: CostCache, asked: Objectives) -> Fit:
-    """What has to be changed of the plain way so that it fits.
+def smallest_change(cost_cache: CostCache, objectives: Objectives) -> Fit:
+    """Find the smallest change of the plain way that fits.
 
     Args:
-        known: the workload and the cluster.
-        asked: says how many workers there are and what one can hold.
+        cost_cache: the workload and the cluster.
+        objectives: has the limits of workers and of memory.
     """
-    room = min(asked.memory_bytes or inf, known.cluster.device.memory_bytes)
-    plain = _plain(known, asked)
-    needs = known.cost(plain).most.total
-    if needs <= room:
-        return Fit(f"plain replicas fit: {bytes_text(needs)} of {bytes_text(room)}", None, True)
-    lacks = f"plain replicas need {bytes_text(needs)} on a worker, which has {bytes_text(room)}"
+    max_bytes = min(objectives.memory_bytes or inf, cost_cache.cluster.device.memory_bytes)
+    plain = _sizes(cost_cache, objectives, (), 1, 1)[0]
+    plain_bytes = cost_cache.cost(plain).peak.total
+    if plain_bytes <= max_bytes:
+        return Fit(f"plain replicas fit: {bytes_text(plain_bytes)} of {bytes_text(max_bytes)}", None, True)
+    lacks = f"plain replicas need {bytes_text(plain_bytes)} on a worker, which has {bytes_text(max_bytes)}"
     for count in range(1, len(CHANGES) + 1):
         for changes in combinations(CHANGES, count):
-            if found := _quickest(known, asked, changes, room):
-                said = carried.strategy(found[0], known.cluster.device.kind)
-                what = " and ".join(CHANGES[change] for change in changes)
-                text = f"{lacks}; the smallest change that fits is {what}: {said}, {bytes_text(found[1].most.total)}"
-                return Fit(text, found[0], True)
-    return Fit(f"{lacks}; no change fits with {_workers(known, asked)} workers: {_more(known, asked)}", None, False)
+            if best := _fastest(cost_cache, objectives, changes, max_bytes):
+                strategy = carried.strategy(best[0], cost_cache.cluster.device.kind)
+                words = " and ".join(CHANGES[change] for change in changes)
+                peak = bytes_text(best[1].peak.total)
+                text = f"{lacks}; the smallest change that fits is {words}: {strategy}, {peak}"
+                return Fit(text, best[0], True)
+    workers, needed = objectives.max_workers(cost_cache.cluster), _needed_cluster(cost_cache, objectives)
+    return Fit(f"{lacks}; no change fits with {workers} workers: {needed}", None, False)
 
 
-def _workers(known: CostCache, asked: Objectives) -> int:
-    return min(known.cluster.workers, asked.workers or known.cluster.workers)
-
-
-def _plain(known: CostCache, asked: Objectives) -> Arrangement:
-    """As many replicas as the batch can be divided among."""
-    batch = known.workload.global_batch
-    if asked.fixed == "replica":
-        return Arrangement(_workers(known, asked), micro_batch=batch)
-    replicas = max(r for r in divisors(batch) if r <= _workers(known, asked))
-    return Arrangement(replicas, micro_batch=batch // replicas)
-
-
-def _quickest(
-    known: CostCache, asked: Objectives, changes: Sequence[Change], room: float
+def _fastest(
+    cost_cache: CostCache, objectives: Objectives, changes: Sequence[Change], max_bytes: float
 ) -> tuple[Arrangement, Cost] | None:
-    """Of all that change nothing else, and fit; bounds leave out what is slower or larger before it is costed."""
+    """Return the fastest arrangement that has these changes alone, and fits.
+
+    Bounds exclude those that are slower or too large before their cost is computed.
+    """
     best: tuple[Arrangement, Cost] | None = None
-    for made in _changed(known, asked, changes):
-        if _hopeful(known, made, room, inf if best is None else best[1].step_s) and _carried(known, asked, made):
-            found = known.cost(made)
-            if found.most.total <= room and (best is None or _key(found) < _key(best[1])):
-                best = made, found
+    cluster, bounds = cost_cache.cluster, cost_cache.bounds
+    for a in _changed(cost_cache, objectives, changes):
+        frame = Frame(a.replicas, a.stages, a.shards, int(a.micro_batch), a.micro_batches)
+        option = Option(a.schedule, a.chunks, a.recompute, a.divided)
+        best_s = inf if best is None else best[1].step_s
+        if bounds.memory_bytes(frame, option) > max_bytes or bounds.step_s(frame, option) > best_s:
+            continue
+        if carried.never(a) is not None or cost_cache.workload.refusal(a) is not None:
+            continue
+        if not is_supported(cluster, objectives, a) or not cost_cache.divisions.fits(a):
+            continue
+        cost = cost_cache.cost(a)
+        if cost.peak.total <= max_bytes and (
+            best is None or (cost.step_s, cost.peak.total) < (best_s, best[1].peak.total)
+        ):
+            best = a, cost
     return best
 
 
-def _key(cost: Cost) -> tuple[float, float]:
-    return cost.step_s, cost.most.total
-
-
-def _hopeful(known: CostCache, made: Arrangement, room: float, best_s: float) -> bool:
-    frame = Frame(made.replicas, made.stages, made.shards, int(made.micro_batch), made.micro_batches)
-    option = Option(made.schedule, made.chunks, made.recompute, made.divided)
-    return known.bounds.held_bytes(frame, option) <= room and known.bounds.step_s(frame, option) <= best_s
-
-
-def _carried(known: CostCache, asked: Objectives, made: Arrangement) -> bool:
-    can_be = carried.never(made) is None and known.workload.refusal(made) is None
-    return can_be and can(known.cluster, asked, made) and known.divisions.fits(made)
-
-
-def _changed(known: CostCache, asked: Objectives, changes: Sequence[Change]) -> Iterator[Arrangement]:
-    """A pipeline has micro-batches in any case: b is of a batch cut into a multiple of its stages."""
-    workers, plain = _workers(known, asked), _plain(known, asked)
-    layers = known.divisions.count(plain)
+def _changed(cost_cache: CostCache, objectives: Objectives, changes: Sequence[Change]) -> Iterator[Arrangement]:
+    """Yield all arrangements with these changes; a pipeline always has micro-batches."""
+    workers = objectives.max_workers(cost_cache.cluster)
+    layers = len(cost_cache.divisions.layers(_sizes(cost_cache, objectives, (), 1, 1)[0])[0])
     stages = range(2, min(layers, workers) + 1) if "stages" in changes else (1,)
     shards = range(2, workers + 1) if "shards" in changes else (1,)
     divided = 3 if "parameters" in changes else 1 if "optimizer" in changes else 0
     for p, t in product(stages, shards):
-        if p * t > workers or known.workload.refusal(Arrangement(shards=t)) is not None:
+        if p * t > workers or cost_cache.workload.refusal(Arrangement(shards=t)) is not None:
             continue
-        for size in _sizes(known, asked, workers // (p * t), cut="micro-batch" in changes or p > 1):
-            for recompute in _recomputes(p, t) if "recompute" in changes else ("none",):
-                yield replace(size, stages=p, shards=t, recompute=recompute, divided=divided)
+        recomputed: Sequence[Recomputed] = ("none",)
+        if "recompute" in changes:
+            recomputed = ("stage",) if t > 1 else ("full", "stage") if p > 1 else ("full",)
+        for size, recompute in product(_sizes(cost_cache, objectives, changes, p, t), recomputed):
+            yield replace(size, stages=p, shards=t, recompute=recompute, divided=divided)
 
 
-def _recomputes(stages: int, shards: int) -> Sequence[Recomputed]:
-    return ("stage",) if shards > 1 else ("full", "stage") if stages > 1 else ("full",)
+def _sizes(
+    cost_cache: CostCache, objectives: Objectives, changes: Sequence[Change], stages: int, shards: int
+) -> list[Arrangement]:
+    """Return replicas, as many as the batch can be divided among, and the micro-batches that their part is cut into."""
+    most, batch = objectives.max_workers(cost_cache.cluster) // (stages * shards), cost_cache.workload.global_batch
+    replicas, own = most, batch
+    if objectives.fixed == "global":
+        replicas = max(r for r in divisors(batch) if r <= most)
+        own = batch // replicas
+    cuts = reversed(divisors(own)) if "micro-batch" in changes or stages > 1 else (own,)
+    return [Arrangement(replicas, micro_batch=b, micro_batches=own // b) for b in cuts]
 
 
-def _sizes(known: CostCache, asked: Objectives, most: int, *, cut: bool) -> Iterator[Arrangement]:
-    batch = known.workload.global_batch
-    replicas = most if asked.fixed == "replica" else max(r for r in divisors(batch) if r <= most)
-    own = batch if asked.fixed == "replica" else batch // replicas
-    for b in reversed(divisors(own)) if cut else (own,):
-        yield Arrangement(replicas, micro_batch=b, micro_batches=own // b)
+def _needed_cluster(cost_cache: CostCache, objectives: Objectives) -> str:
+    """Return in words how many hosts of the kind it takes, or how much memory."""
+    workload, cluster, workers = cost_cache.workload, cost_cache.cluster, objectives.max_workers(cost_cache.cluster)
 
+    def fits(times: int) -> bool:
+        larger = replace(cluster, hosts=cluster.hosts * times)
+        more = replace(objectives, workers=workers * times, simulated=1, delay=None)
+        return bool(search(workload, larger, more, cost_cache.overlap_model, simulate=False).plans)
 
-def _more(known: CostCache, asked: Objectives) -> str:
-    """How many hosts of the kind it takes, or how much memory."""
-    times = next((n for n in _doubled() if _fits(known, asked, n)), None)
+    unlimited = replace(cluster, device=replace(cluster.device, memory_bytes=inf))
+    smallest = replace(objectives, objective="memory", memory_bytes=None, simulated=1, delay=None)
+    best = search(workload, unlimited, smallest, cost_cache.overlap_model, simulate=False).plans[0]
+    least = f"workers with {bytes_text(best.cost.peak.total)}, which the smallest way holds"
+    times = next((2**k for k in range(1, MOST_TIMES.bit_length()) if fits(2**k)), None)
     if times is None:
-        return f"nor with {MOST_TIMES} times as many; {_least(known, asked)}"
+        return f"nor with {MOST_TIMES} times as many; {least}"
     low, high = times // 2, times
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(known, asked, middle) else (middle, high)
-    return f"it takes {high} times as many of them, {_workers(known, asked) * high}; or {_least(known, asked)}"
-
-
-def _doubled() -> Iterator[int]:
-    return (2**k for k in range(1, MOST_TIMES.bit_length()))
-
-
-def _fits(known: CostCache, asked: Objectives, times: int) -> bool:
-    cluster = replace(known.cluster, hosts=known.cluster.hosts * times)
-    more = replace(asked, workers=_workers(known, asked) * times, simulated=1, delay=None)
-    return bool(search(known.workload, cluster, more, known.habits, simulate=False).plans)
-
-
-def _least(known: CostCache, asked: Objectives) -> str:
-    """What the worker of the smallest arrangement holds."""
-    cluster = replace(known.cluster, device=replace(known.cluster.device, memory_bytes=inf))
-    smallest = replace(asked, objective="memory", memory_bytes=None, simulated=1, delay=None)
-    best = search(known.workload, cluster, smallest, known.habits, simulate=False).plans[0]
-    return f"workers with {bytes_text(best.cost.most.total)}, which the smallest way holds"
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return f"it takes {high} times as many of them, {workers * high}; or {least}"

@@ -4,9 +4,8 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline.planner.answer import PlanReport
-from paceline.planner.base import Arrangement, Plan, merged
-from paceline.planner.explain import Curve
-from paceline.planner.multi_job import Shared, SharedJob, WorkerDivision
+from paceline.planner.base import Plan, merged
+from paceline.planner.multi_job import SharedJob, SharingResult, WorkerDivision
 from paceline.planner.search import carried
 
 EXPOSED = ("shards", "stages", "replicas")
@@ -14,11 +13,11 @@ EXPOSED = ("shards", "stages", "replicas")
 
 
 def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]:
-    """Of one."""
+    """Return the JSON of one plan."""
     cost, step_s = plan.cost, plan.cost.step_s
     return {
         "strategy": None if plan.strategy is None else str(plan.strategy),
-        "command": line_of(plan, program, devices_per_host),
+        "command": command_of(plan, program, devices_per_host),
         "arrangement": asdict(plan.arrangement) | {"workers": plan.arrangement.workers},
         "step_s": step_s,
         "low_s": plan.low_s,
@@ -28,8 +27,8 @@ def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]
         "bubble": cost.terms["bubble"] / step_s,
         "exposed_communication": exposed(plan),
         "terms_s": dict(cost.terms),
-        "peak_bytes": cost.most.total,
-        "memory_bytes": [asdict(held) | {"total": held.total} for held in cost.held],
+        "peak_bytes": cost.peak.total,
+        "memory_bytes": [asdict(memory) | {"total": memory.total} for memory in cost.memory],
         "sent_bytes": dict(cost.sent_bytes),
         "simulated": plan.simulated,
         "why_not": plan.why_not,
@@ -38,36 +37,31 @@ def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]
 
 
 def exposed(plan: Plan) -> float:
-    """The part of a step that is communication which hides behind nothing."""
+    """Return the share of a step that is communication which does not overlap with compute."""
     return sum(plan.cost.terms[name] for name in EXPOSED) / plan.cost.step_s
 
 
-def line_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
-    """What to type; None where it is not carried."""
+def command_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
+    """Return the command that runs a plan; None where it is not supported."""
     if plan.strategy is None:
         return None
-    engine = engine_of(plan.arrangement, devices_per_host)
+    engine = carried.engine_of(plan.arrangement, devices_per_host)
     return carried.command(program, plan.strategy, engine, devices_per_host)
 
 
-def engine_of(arrangement: Arrangement, devices_per_host: int) -> carried.EngineName:
-    """Who carries it."""
-    return carried.engine_of(arrangement, devices_per_host)
-
-
 def answer_json(answer: PlanReport, program: str) -> dict[str, Any]:
-    """Of all that is said."""
+    """Return the JSON of a report."""
     each = answer.cluster.devices_per_host
     return {
         "program": answer.name,
         "cluster": answer.cluster.name,
         "workers": answer.workers,
-        "objective": answer.asked.objective,
+        "objective": answer.objectives.objective,
         "fits": bool(answer.plans),
         "plans": [plan_json(plan, program, each) for plan in answer.plans],
         "left_out": answer.left_out,
         "bottlenecks": [asdict(gain) for gain in answer.gains],
-        "curve": curve_json(answer.curve),
+        "curve": {"points": [asdict(point) for point in answer.curve.points], "knee": answer.curve.knee},
         "fit": {"text": answer.fit.text, "fits": answer.fit.fits},
         "rules": [asdict(rule) for rule in answer.rules],
         "beyond": None if answer.beyond is None else plan_json(answer.beyond, program, each),
@@ -76,27 +70,22 @@ def answer_json(answer: PlanReport, program: str) -> dict[str, Any]:
 
 
 def provenance(answer: PlanReport) -> dict[str, str]:
-    """Of all numbers, and of the best plan's own."""
-    told = merged(answer.workload.provenance, answer.cluster.provenance, answer.cluster.device.provenance)
-    return told | (dict(answer.plans[0].provenance) if answer.plans else {})
+    """Return the sources of all numbers, and those of the best plan."""
+    sources = merged(answer.workload.provenance, answer.cluster.provenance, answer.cluster.device.provenance)
+    return sources | (dict(answer.plans[0].provenance) if answer.plans else {})
 
 
-def curve_json(curve: Curve) -> dict[str, Any]:
-    """From one worker to all."""
-    return {"points": [asdict(point) for point in curve.points], "knee": curve.knee}
-
-
-def shared_json(found: Shared, jobs: list[SharedJob]) -> dict[str, Any]:
-    """Of several models."""
-    ways = {"best": found.best, "turns": found.turns, "split": found.split}
+def shared_json(result: SharingResult, jobs: list[SharedJob]) -> dict[str, Any]:
+    """Return the JSON of several models that share workers."""
+    ways = {"best": result.best, "turns": result.turns, "split": result.split}
     return {
         "programs": [job.name for job in jobs],
-        "fits": found.best is not None,
-        **{name: None if way is None else _division(way, jobs) for name, way in ways.items()},
+        "fits": result.best is not None,
+        **{name: None if way is None else _division_json(way, jobs) for name, way in ways.items()},
     }
 
 
-def _division(way: WorkerDivision, jobs: list[SharedJob]) -> dict[str, Any]:
+def _division_json(way: WorkerDivision, jobs: list[SharedJob]) -> dict[str, Any]:
     shares = [
         {
             "workers": share.workers,

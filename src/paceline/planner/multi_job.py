@@ -1,13 +1,13 @@
-"""Several models on the same workers: side by side, in turns, or some of both, whichever ends first.
+"""Several models on the same workers: concurrently, in turn, or some of both, whichever ends first.
 
 ::
 
     turns   all workers   | model 0 | model 1 | model 2 |       ends after  Σ f_i(N)
     split   n_0 workers   | model 0           |                 ends after  max f_i(n_i)
-            n_1 workers   | model 1 | model 2 |                 a group in turns on its part: Σ of its f_i(n)
+            n_1 workers   | model 1 | model 2 |                 a group in turn on its share: Σ of its f_i(n)
 
-f_i(n) is what model i takes with n workers at the most, and groups are all partitions of the models; exact for these.
-A model's memory is free again when it has had its turn.
+f_i(n) is the time of model i with n workers at the most, and groups are all partitions of the models; exact for these.
+A model's memory is free again after its turn.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ MOST_MODELS = 6
 """Partitions of so many are 203."""
 
 SHARES = 32
-"""Into so many equal shares workers are dealt at the most."""
+"""Maximal number of equal shares into which workers are divided."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedJob:
-    """A model, and for how many steps."""
+    """A model, and its number of steps."""
 
     name: str
     workload: Workload
@@ -40,38 +40,36 @@ class SharedJob:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Models that take turns on some of the workers."""
+    """Models that run in turn on some of the workers."""
 
     workers: int
     jobs: tuple[int, ...]
-    """Their places in the list that was given."""
+    """Indices in the list of jobs."""
     plans: tuple[Plan, ...]
-    """One each, in the same order."""
+    """Plan of each job, in the same order."""
     seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDivision:
-    """Who has which workers."""
+    """Division of the workers among the models."""
 
     shares: tuple[Share, ...]
 
     @property
     def seconds(self) -> Seconds:
-        """Until the last is done."""
+        """Time until the last model is done."""
         return max(share.seconds for share in self.shares)
 
     def __str__(self) -> str:
-        return "turns" if len(self.shares) == 1 else "split" if self._alone else "split, some in turns"
-
-    @property
-    def _alone(self) -> bool:
-        return all(len(share.jobs) == 1 for share in self.shares)
+        if len(self.shares) == 1:
+            return "turns"
+        return "split" if all(len(share.jobs) == 1 for share in self.shares) else "split, some in turns"
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """What was found."""
+class SharingResult:
+    """The best divisions of the workers."""
 
     best: WorkerDivision | None
     """None: some model does not fit all workers."""
@@ -81,50 +79,49 @@ class Shared:
 
 
 Table = Sequence[Sequence[Plan | None]]
-"""Of each job, of each number of shares from 1 on, the quickest."""
+"""For each job, for each number of shares from 1 on, the fastest plan."""
 
 
 def shared(
-    jobs: Sequence[SharedJob], cluster: Cluster, asked: Objectives | None = None, habits: OverlapModel | None = None
-) -> Shared:
-    """Who should have which workers so that all are done first.
+    jobs: Sequence[SharedJob],
+    cluster: Cluster,
+    objectives: Objectives | None = None,
+    overlap_model: OverlapModel | None = None,
+) -> SharingResult:
+    """Divide workers among models so that all are done first.
 
     Args:
         jobs: one to six models.
         cluster: whose workers they share.
-        asked: how many workers at the most; None: all.
-        habits: of who carries it out.
+        objectives: says how many workers there may be; None: all.
+        overlap_model: of the runtime.
 
     Raises:
         InputError: no models, too many, or a model whose batch can't be divided.
     """
     if not 1 <= len(jobs) <= MOST_MODELS:
         raise InputError(f"{len(jobs)} models, but 1 to {MOST_MODELS} can be planned together; write fewer.")
-    asked = asked or Objectives()
-    most = min(cluster.workers, asked.workers or cluster.workers)
+    objectives = objectives or Objectives()
+    most = objectives.max_workers(cluster)
     unit = ceil(most / SHARES)
-    table = [_quickest(job, cluster, asked, habits, range(unit, most + 1, unit)) for job in jobs]
-    divisions = [found for groups in partitions(len(jobs)) if (found := divide(groups, jobs, table, unit))]
-    alone = [found for found in divisions if len(found.shares) == len(jobs)]
-    together = [found for found in divisions if len(found.shares) == 1]
-    best = min(divisions, key=lambda found: (found.seconds, len(found.shares)), default=None)
-    return Shared(best, next(iter(together), None), next(iter(alone), None))
-
-
-def _quickest(
-    job: SharedJob, cluster: Cluster, asked: Objectives, habits: OverlapModel | None, counts: Sequence[int]
-) -> list[Plan | None]:
-    """With each number of workers at the most: never slower than with fewer."""
-    known, found = CostCache.of(job.workload, cluster, habits), list[Plan | None]()
-    for count in counts:
-        plans = search(job.workload, cluster, replace(asked, workers=count, simulated=5), known=known).plans
-        tried = [plan for plan in (*plans[:1], *found[-1:]) if plan is not None]
-        found.append(min(tried, key=lambda plan: plan.cost.step_s, default=None))
-    return found
+    table = []
+    for job in jobs:
+        cost_cache, row = CostCache(job.workload, cluster, overlap_model), list[Plan | None]()
+        for count in range(unit, most + 1, unit):  # with more workers never slower than with fewer
+            limited = replace(objectives, workers=count, simulated=5)
+            plans = search(job.workload, cluster, limited, cost_cache=cost_cache).plans
+            tried = [plan for plan in (*plans[:1], *row[-1:]) if plan is not None]
+            row.append(min(tried, key=lambda plan: plan.cost.step_s, default=None))
+        table.append(row)
+    divisions = [each for groups in partitions(len(jobs)) if (each := divide(groups, jobs, table, unit))]
+    split = [each for each in divisions if len(each.shares) == len(jobs)]
+    turns = [each for each in divisions if len(each.shares) == 1]
+    best = min(divisions, key=lambda each: (each.seconds, len(each.shares)), default=None)
+    return SharingResult(best, next(iter(turns), None), next(iter(split), None))
 
 
 def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """All ways to put 0 ... count - 1 into groups.
+    """Yield all ways to put 0 ... count - 1 into groups.
 
     >>> list(partitions(2))
     [((0, 1),), ((0,), (1,))]
@@ -141,28 +138,24 @@ def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
 def divide(
     groups: Sequence[tuple[int, ...]], jobs: Sequence[SharedJob], table: Table, unit: int
 ) -> WorkerDivision | None:
-    """The numbers of workers with which the last group is done first; None where they are too few.
+    """Return the numbers of workers with which the last group is done first; None where there are too few.
 
-    A group is never slower with more, so each gets as few as do within T, for the least T with which that is enough.
+    A group is never slower with more, so each gets as few as suffice for T, for the least T for which all suffice.
     """
     many = len(table[0])
-    times = [[_turns_s(group, jobs, table, n) for n in range(many)] for group in groups]
+    times = [
+        [
+            sum(inf if (plan := table[job][n]) is None else plan.cost.step_s * jobs[job].steps for job in group)
+            for n in range(many)
+        ]
+        for group in groups
+    ]
     for bound in sorted({each for row in times for each in row if each < inf}):
         needed = [next((n for n, each in enumerate(row) if each <= bound), many) for row in times]
         if sum(n + 1 for n in needed) <= many:
-            return WorkerDivision(
-                tuple(_share(group, n, jobs, table, unit) for group, n in zip(groups, needed, strict=True))
-            )
+            shares = list[Share]()
+            for group, row, n in zip(groups, times, needed, strict=True):
+                plans = tuple(plan for job in group if (plan := table[job][n]) is not None)
+                shares.append(Share((n + 1) * unit, group, plans, row[n]))
+            return WorkerDivision(tuple(shares))
     return None
-
-
-def _turns_s(group: Sequence[int], jobs: Sequence[SharedJob], table: Table, n: int) -> Seconds:
-    plans = [table[job][n] for job in group]
-    return sum(
-        inf if plan is None else plan.cost.step_s * jobs[job].steps for job, plan in zip(group, plans, strict=True)
-    )
-
-
-def _share(group: tuple[int, ...], n: int, jobs: Sequence[SharedJob], table: Table, unit: int) -> Share:
-    plans = tuple(plan for job in group if (plan := table[job][n]) is not None)
-    return Share((n + 1) * unit, group, plans, _turns_s(group, jobs, table, n))

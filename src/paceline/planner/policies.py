@@ -1,22 +1,20 @@
-"""How fast a policy goes with replicas that take different times: by equations, or by simulating its updates alone.
+"""Pace of any policy with delayed replicas, by equations or simulated, and the competition of plans under policies.
 
->>> found = waiting("synchronous", 8, 0.1, "fraction=0.5 exponential:mean=0.1")
->>> f"{found.step_s(8):.3f} s instead of {found.batch_s:.3f} s"
+>>> delayed = waiting("synchronous", 8, 0.1, "fraction=0.5 exponential:mean=0.1")
+>>> f"{delayed.step_s(8):.3f} s instead of {delayed.batch_s:.3f} s"
 '0.308 s instead of 0.100 s'
 >>> f"{waiting('asynchronous', 8, 0.1, 'fraction=0.5 exponential:mean=0.1').step_s(8):.3f} s"
 '0.133 s'
 
-With replicas that are slow at times, every F that can be had competes with waiting for all of them.
-
-A plan under a policy takes, for as many batches as there are replicas, what pace.py says; what that is more than its
-own step is ``waiting``. Stale Δs are worth less where the objective counts that (:meth:`Objectives.efficiency`). A
-policy that changes on its way has the pace of a run that ends when it has changed, simulated from its start.
+A step of a plan under a policy is the time of as many batches as there are replicas; what that is more than its own
+step is the term ``waiting``. Stale Δs are worth less where the objective counts that (:meth:`Objectives.efficiency`). A
+policy that changes during a run has the pace of a run that ends when it has changed, simulated from its start.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.aggregation import Aggregation, SmoothSwitch, Synchronous, parse, text_of
 from paceline.clock.distributions import Constant, Distribution
@@ -24,7 +22,7 @@ from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.planner.base import Plan, Workload
-from paceline.planner.closed_forms import Team, foretold
+from paceline.planner.closed_forms import DelayedReplicas, predicted_pace
 from paceline.planner.cluster import Cluster
 from paceline.planner.policy_simulation import Pace, Simulation
 from paceline.planner.search import carried
@@ -38,29 +36,30 @@ __all__ = [
 
 
 ARRIVALS = 20_000
-"""That :func:`waiting` lets happen; at least so many of each replica:"""
+"""Arrivals that :func:`waiting` simulates; at least so many of each replica:"""
 ARRIVALS_EACH = 8
-_FORGOTTEN = 0.1
+_WARM_UP = 0.1
 
 
+@lru_cache(maxsize=4096)
 def waiting(
     policy: str, replicas: int, step_s: Seconds, delay: str | None = None, *, arrivals: int | None = None
 ) -> Pace:
-    """The pace of replicas that all take the same time for a batch, but for a delay that some of them have.
+    """Return the pace of replicas that all take the same time for a batch, but for a delay that some of them have.
 
-    By equations where there are any, else simulated over 20,000 arrivals: the mean time of an update is then off by
-    about 1 % where delays are as noisy as exponential ones. A simulation of thousands of replicas takes seconds.
+    By equations where there are any, else simulated over 20,000 arrivals: the mean time of an update is then about 1 %
+    off where delays are as noisy as exponential ones. A simulation of thousands of replicas takes seconds.
 
     Args:
         policy: as written for a strategy, ``buffered:k=4``.
         replicas: P.
         step_s: of a batch, seconds.
         delay: as written for ``--delay``: ``fraction=0.5 normal:mean=0,std=0.25``, in seconds; None: no delay.
-        arrivals: Δs of a whole run, to be simulated from its start: a policy that changes on its way, as smooth-switch
-            does, has a pace over a run alone. None: how it goes on after 2,000.
+        arrivals: Δs of a whole run, to be simulated from its start: a policy that changes during a run, as
+            smooth-switch does, has a pace over a run alone. None: the steady pace after 2,000.
 
     Raises:
-        InputError: a text that can't be read, or a policy that needs what only training tells.
+        InputError: a text that can't be read, or a policy that needs a loss or a gradient.
 
     >>> calm = waiting("synchronous", 4, 0.1)
     >>> calm.batches, round(calm.step_s(4), 9), round(calm.waiting_s(4), 9)
@@ -68,19 +67,14 @@ def waiting(
     >>> round(waiting("synchronous", 4, 0.1, "fraction=0.25 constant:value=0.2").waiting_s(4), 9)
     0.2
     """
-    return _remembered(policy, replicas, step_s, delay, arrivals)
-
-
-@lru_cache(maxsize=4096)
-def _remembered(text: str, replicas: int, step_s: Seconds, delay: str | None, arrivals: int | None) -> Pace:
-    times, late, policy = Times(compute=Constant(step_s)), Delay.parse(delay) if delay else None, parse(text)
+    times, late, parsed = Times(compute=Constant(step_s)), Delay.parse(delay) if delay else None, parse(policy)
     count = arrivals if arrivals is not None else max(ARRIVALS, ARRIVALS_EACH * replicas)
-    _refuse(policy, replicas, times, count)
-    resolved = policy.resolved(learning_rate=None, replicas=replicas)
-    known = foretold(resolved, Team(replicas, step_s, late))
-    if known is not None:
-        return known
-    return pace(policy, replicas, times, late, arrivals=count, forgotten=_FORGOTTEN if arrivals is None else 0.0)
+    _refuse(parsed, replicas, times, count)
+    resolved = parsed.resolved(learning_rate=None, replicas=replicas)
+    predicted = predicted_pace(resolved, DelayedReplicas(replicas, step_s, late))
+    if predicted is not None:
+        return predicted
+    return pace(parsed, replicas, times, late, arrivals=count, warm_up=_WARM_UP if arrivals is None else 0.0)
 
 
 def pace(
@@ -92,50 +86,47 @@ def pace(
     updates: int | None = None,
     arrivals: int = 100_000,
     seed: int = 0,
-    forgotten: float = 0.1,
+    warm_up: float = 0.1,
 ) -> Pace:
     """Simulate a policy.
 
     Args:
-        policy: any whose needs are nothing but arrivals.
+        policy: any that needs nothing but arrivals.
         replicas: P.
         compute: of one batch; or times of messages and updates as well, none of them measured.
         delay: of some of the replicas.
         updates: to stop after; None: after so many ``arrivals``.
         arrivals: Δs that reach the coordinator.
         seed: of all draws.
-        forgotten: the share of the run, from its start, that does not count: how it begins is not how it goes on.
+        warm_up: the share of the run, from its start, that does not count.
 
     Returns:
-        Means over what counts.
+        Means over the events that count.
 
     Raises:
         InputError: a policy that needs a loss or a gradient, times that are measured, or nothing to simulate.
 
     >>> from paceline.aggregation import Asynchronous
-    >>> found = pace(Asynchronous(), 4, Constant(0.1), updates=1000)
-    >>> round(found.update_s, 9), found.staleness, found.batches
+    >>> steady = pace(Asynchronous(), 4, Constant(0.1), updates=1000)
+    >>> round(steady.update_s, 9), steady.staleness, steady.batches
     (0.025, 3.0, 1.0)
     """
     times = compute if isinstance(compute, Times) else Times(compute=compute)
-    _refuse(policy, replicas, times, arrivals if updates is None else updates)
-    resolved = policy.resolved(learning_rate=None, replicas=replicas)
-    simulation = Simulation(resolved, replicas, times, delay, seed)
     whole = arrivals if updates is None else updates
-    began = simulation.seen()
-    if forgotten:
-        _until(simulation, round(whole * forgotten), by_updates=updates is not None)
-        began = simulation.seen()
-    _until(simulation, whole, by_updates=updates is not None)
+    _refuse(policy, replicas, times, whole)
+    simulation = Simulation(policy.resolved(learning_rate=None, replicas=replicas), replicas, times, delay, seed)
+
+    def run_until(count: int) -> None:
+        least = simulation.updates + 1  # means need at least one
+        while (simulation.arrivals if updates is None else simulation.updates) < count or simulation.updates < least:
+            simulation.turn()
+
+    if warm_up:
+        run_until(round(whole * warm_up))
+    begin = simulation.counts()
+    run_until(whole)
     assert not isinstance(times.compute, str), "it was refused"
-    return began.pace(simulation.seen(), simulation.micro_steps, times.compute.mean_s)
-
-
-def _until(simulation: Simulation, count: int, *, by_updates: bool) -> None:
-    """And at least one update, for means need one."""
-    least = simulation.updates + 1
-    while (simulation.updates if by_updates else simulation.arrivals) < count or simulation.updates < least:
-        simulation.turn()
+    return begin.pace_until(simulation.counts(), simulation.micro_steps, times.compute.mean_s)
 
 
 def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) -> None:
@@ -143,47 +134,48 @@ def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) 
         raise InputError(f"{replicas} replicas for {length} updates or arrivals; write at least 1 of each.")
     if policy.needs:
         raise InputError(
-            f"{text_of(policy)} goes by {', '.join(sorted(policy.needs))}, which only training tells; write a policy "
-            "that goes by arrivals alone, as buffered:k=4."
+            f"{text_of(policy)} depends on {', '.join(sorted(policy.needs))}, which only training has; write a policy "
+            "that depends on arrivals alone, as buffered:k=4."
         )
     if "measured" in (times.compute, times.transfer, times.apply):
         raise InputError(f"times={str(times)!r}: nothing is computed here to be measured; write compute=0.01, say.")
 
 
-ENTERED = 8
-"""Of each number of replicas so many of the best without delays are looked at."""
-
+# ---------------------------------------------------------------------------------------------------------- competition
 
 SWITCH_EVERY = 500
-"""Δs between two steps of smooth-switch's K, as where nothing is said."""
+"""Δs between two steps of smooth-switch's K: its default."""
 
 
-class Paced(NamedTuple):
-    """A plan under a policy."""
-
-    plan: Plan
-    pace: Pace
-
-
-def compete(plans: Iterable[Plan], workload: Workload, cluster: Cluster, asked: Objectives) -> list[Plan]:
-    """All plans under all policies, best first.
+def compete(plans: Iterable[Plan], workload: Workload, cluster: Cluster, objectives: Objectives) -> list[Plan]:
+    """Return all plans under all policies, best first.
 
     Args:
         plans: without delays, synchronous.
-        workload: what is trained.
-        cluster: on what.
-        asked: with a delay.
+        workload: that is trained.
+        cluster: that it is trained on.
+        objectives: with a delay.
     """
-    paced = [found for plan in plans for policy in policies(plan, cluster) if (found := under(plan, policy, asked))]
-    return [each.plan for each in sorted(paced, key=lambda each: seconds_of_a_sample(each, workload, asked))]
+    paced = []
+    for plan in plans:
+        for policy in policies(plan, cluster):
+            if candidate := under(plan, policy, objectives):
+                paced.append((rank(*candidate, workload, objectives), candidate[0]))
+    return [plan for _, plan in sorted(paced, key=lambda each: each[0])]
 
 
 def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
-    """That could carry it: some backups, K of P, whose others go on or are cancelled, nobody waits, a bound on
-    staleness, switching, local steps."""
-    replicas = plan.arrangement.replicas
+    """Yield the policies to try: some backups, K of P, whose others go on or are cancelled, asynchronous, a bound on
+    staleness, switching, local steps.
+
+    Other policies than the synchronous one are supported on one host, by processes that share A.
+    """
+    a = plan.arrangement
+    replicas = a.replicas
     yield "synchronous"
-    if replicas == 1 or not loose(plan, cluster):
+    if replicas == 1 or a.workers > cluster.devices_per_host or a.divided or carried.engine_of(a, 2**62) != "local":
+        return
+    if cluster.device.kind == "cuda" and carried.pipelined(a):
         return
     yield from (f"synchronous:backups={b}" for b in sorted({1, replicas // 10, replicas // 4}) if 0 < b < replicas)
     few = sorted({replicas // 4, replicas // 2})
@@ -191,32 +183,27 @@ def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     yield from (f"buffered:k={k}" for k in few if 1 < k < replicas)
     yield from (f"buffered:k={k},cancel=true" for k in most if 1 <= k < replicas)
     yield from ("asynchronous", "stale-synchronous:bound=3", f"smooth-switch:every={SWITCH_EVERY}")
-    if plan.strategy is not None and plan.strategy.accumulate == 1:  # replicas that take own steps send no gradients
+    if plan.strategy is not None and plan.strategy.accumulate == 1:  # replicas with local steps send no gradients
         yield "local-steps:period=8"
 
 
-def loose(plan: Plan, cluster: Cluster) -> bool:
-    """Whether other policies than the synchronous one are carried: on one host, by processes that share A."""
-    arrangement = plan.arrangement
-    if arrangement.workers > cluster.devices_per_host or arrangement.divided:
-        return False
-    if cluster.device.kind == "cuda" and carried.pipelined(arrangement):
-        return False
-    return carried.engine_of(arrangement, 2**62) == "local"
-
-
-def under(plan: Plan, policy: str, asked: Objectives) -> Paced | None:
-    """A plan with the time that a policy takes; None where the policy can't be had with so many replicas."""
-    assert plan.strategy is not None, "search proposes what is carried alone"
+def under(plan: Plan, policy: str, objectives: Objectives) -> tuple[Plan, Pace] | None:
+    """Return a plan with the pace of a policy; None where so many replicas can't have it."""
+    assert plan.strategy is not None, "a search with delays has supported plans alone"
     replicas, before = plan.arrangement.replicas, plan.cost.step_s
     try:
-        pace = waiting(policy, replicas, before, str(asked.delay), arrivals=arrivals(policy, replicas))
+        pace = waiting(policy, replicas, before, str(objectives.delay), arrivals=arrivals(policy, replicas))
     except InputError:
         return None
     step_s = pace.step_s(replicas)
     terms = {**plan.cost.terms, "waiting": plan.cost.terms["waiting"] + step_s - before}
     times = step_s / before
-    found = replace(
+    source = (
+        f"with --delay {str(objectives.delay)!r}: {pace.batches:.3g} Δs an update, {pace.staleness:.2f} updates old"
+    )
+    if not objectives.counts and pace.staleness:
+        source += "; what staleness costs is not counted in samples a second"
+    result = replace(
         plan,
         cost=replace(plan.cost, terms=terms),
         low_s=plan.low_s * times,
@@ -224,13 +211,13 @@ def under(plan: Plan, policy: str, asked: Objectives) -> Paced | None:
         samples_per_s=plan.samples_per_s / times,
         utilisation=None if plan.utilisation is None else plan.utilisation / times,
         strategy=replace(plan.strategy, aggregation=parse(policy)),
-        provenance={**plan.provenance, "waiting": _told(pace, asked)},
+        provenance={**plan.provenance, "waiting": source},
     )
-    return Paced(found, pace)
+    return result, pace
 
 
 def arrivals(policy: str, replicas: int) -> int | None:
-    """Δs of a run that ends when a policy has changed from nobody waits to all wait; None: it goes on as it is.
+    """Return the Δs of a run that ends when a policy has changed from asynchronous to synchronous; None: it is steady.
 
     >>> arrivals("smooth-switch:every=500", 4), arrivals("asynchronous", 4)
     (2000, None)
@@ -241,19 +228,14 @@ def arrivals(policy: str, replicas: int) -> int | None:
     return None
 
 
-def _told(pace: Pace, asked: Objectives) -> str:
-    how = f"with --delay {str(asked.delay)!r}: {pace.batches:.3g} Δs an update, {pace.staleness:.2f} updates old"
-    unsaid = "" if asked.counts or pace.staleness == 0 else "; what staleness costs is not counted in samples a second"
-    return how + unsaid
+def rank(plan: Plan, pace: Pace, workload: Workload, objectives: Objectives) -> tuple[float, float, bool]:
+    """Return the seconds of an effective sample, peak bytes, and whether it is another policy than synchronous.
 
-
-def seconds_of_a_sample(paced: Paced, workload: Workload, asked: Objectives) -> tuple[float, float, bool]:
-    """That counts; then bytes; then whether it is something else than synchronous."""
-    plan, pace = paced
+    For objective="memory" the first two are swapped.
+    """
     of_update = plan.arrangement.samples * pace.batches / plan.arrangement.replicas
-    worth = asked.efficiency(of_update, workload.global_batch, pace.staleness + plan.cost.staleness)
-    held = plan.cost.most.total
-    seconds = 1 / (plan.samples_per_s * worth)
+    worth = objectives.efficiency(of_update, workload.global_batch, pace.staleness + plan.cost.staleness)
+    peak_bytes, seconds = plan.cost.peak.total, 1 / (plan.samples_per_s * worth)
     strict = plan.strategy is not None and plan.strategy.aggregation == Synchronous()
-    first, second = (held, seconds) if asked.objective == "memory" else (seconds, held)
+    first, second = (peak_bytes, seconds) if objectives.objective == "memory" else (seconds, peak_bytes)
     return float(f"{first:.9e}"), second, not strict

@@ -87,7 +87,7 @@ def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float
     context *= HOST_CONTEXT_BYTES if row.family in HOSTS else DEVICE_CONTEXT_BYTES
     if case is None:
         return context + _states(row)
-    held = predicted(case, Corrections()).most
+    held = predicted(case, Corrections()).peak
     counted = held.total - held.activations - held.buffers
     return counted + activations * (held.activations + held.buffers) + context
 

@@ -19,7 +19,7 @@ from paceline.planner.cost import cost
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import DescribedWorkload
-from paceline.planner.stage_division import StageDivision, stages
+from paceline.planner.stage_division import StageDivision, stages_of
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Case:
         parts = self.arrangement.stages * self.arrangement.chunks
         return tuple(1 + round(part * self.shape.layers / parts) for part in range(1, parts))
 
-    def cost(self, workload: DescribedWorkload, cluster: Cluster, habits: OverlapModel) -> Cost:
+    def cost(self, workload: DescribedWorkload, cluster: Cluster, overlap_model: OverlapModel) -> Cost:
         """Of a step."""
         layers = workload.layers(self.arrangement)
-        row = stages(layers, self.cuts, self.arrangement, cluster)
-        return cost(workload, cluster, self.arrangement, habits, StageDivision(layers, self.cuts, row))
+        row = stages_of(layers, self.cuts, self.arrangement, cluster)
+        return cost(workload, cluster, self.arrangement, overlap_model, StageDivision(layers, self.cuts, row))
 
 
 def _settled(row: PublishedRow, shape: Shape) -> Case:
@@ -71,7 +71,7 @@ def _settled(row: PublishedRow, shape: Shape) -> Case:
         case = Case(
             row, shape, tried, where, row_shapes.numerics(row, tried), row_shapes.kernels(row), row_shapes.newer(row)
         )
-        if case.cost(case.workload, where, OverlapModel()).most.total < _FILLED * where.device.memory_bytes:
+        if case.cost(case.workload, where, OverlapModel()).peak.total < _FILLED * where.device.memory_bytes:
             break
     return case
 

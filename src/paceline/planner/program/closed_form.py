@@ -24,7 +24,7 @@ from paceline.engine.base import Budget, Job
 from paceline.engine.dry_run import dry_run
 from paceline.engine.run_context import first_batch
 from paceline.engine.step_profile.predict import Forecast, forecast, update_s
-from paceline.planner.base import Arrangement, Cost, Held, Plan
+from paceline.planner.base import Arrangement, Cost, Plan, WorkerMemory
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.profile import Busy, Pieces, Profile, ShortRun, kind
 from paceline.planner.search.objective import Objectives
@@ -84,7 +84,7 @@ def closed_plans(program: Program, measured: Profile, asked: Objectives, workers
         workers: of all replicas.
     """
     workload, cluster = workload_of(program, measured, workers), cluster_of(measured, workers)
-    for plan in search(workload, cluster, asked.of_workers(workers)).plans:
+    for plan in search(workload, cluster, replace(asked, workers=workers)).plans:
         more = program.global_batch_size is None and accumulates(plan)  # than the program's own batch
         if plan.strategy is not None and plan.arrangement.workers == workers and not more:
             yield corrected(plan, measured)
@@ -128,11 +128,11 @@ def corrected(plan: Plan, measured: Profile) -> Plan:
     run = measured.runs.get(kind(arrangement))
     added = 0.0 if run is None else _beside_s(arrangement, cost, run)
     terms = {**cost.terms, "waiting": cost.terms["waiting"] + added}
-    held = tuple(_held(each, arrangement, measured) for each in cost.held)
+    held = tuple(_held(each, arrangement, measured) for each in cost.memory)
     scale = (cost.step_s + added) / cost.step_s
     return replace(
         plan,
-        cost=replace(cost, terms=terms, held=held),
+        cost=replace(cost, terms=terms, memory=held),
         low_s=plan.low_s * scale,
         high_s=plan.high_s * scale,
         samples_per_s=plan.samples_per_s / scale,
@@ -163,7 +163,7 @@ def beside(foretold_s: Seconds, run_foretold_s: Seconds, run_s: Seconds, share: 
     return -foretold_s * (1.0 - (run_s / run_foretold_s if run_s > 0 else 0.0))
 
 
-def _held(held: Held, arrangement: Arrangement, measured: Profile) -> Held:
+def _held(held: WorkerMemory, arrangement: Arrangement, measured: Profile) -> WorkerMemory:
     """Replicas of one worker have no optimizer: who holds A has it."""
     whole = kind(arrangement) in ("alone", "replicas")
     return replace(held, context=measured.context_bytes(arrangement), optimizer=0.0 if whole else held.optimizer)

@@ -13,7 +13,7 @@ from typing import final
 
 from paceline.planner.base import Arrangement, Call, LayerCost, Numerics, Provenance, Recomputed, Workload
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links, Messages
-from paceline.planner.collective_times import Knot, Knots, Measurable, Measured
+from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 from paceline.planner.program.profile import Busy, PipelinePart, Profile, Sent
 
 ELSEWHERE = 1.0
@@ -171,12 +171,12 @@ def messages_of(profile: Profile) -> Messages:
 
     There are no other hosts: a search that asks what one would take for a bound is told what memory does.
     """
-    found: dict[Measurable, list[Knot]] = {}
+    found: dict[GroupCollective, list[Knot]] = {}
     for point in profile.points:
         group = DeviceGroup(point.workers, point.workers)
-        found.setdefault(Measurable(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
+        found.setdefault(GroupCollective(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
     if not found:
         return Described(Links(inside_bytes_per_s=1e9, between_bytes_per_s=1e9))
     quickest = max(point.size_bytes / point.seconds for point in profile.points)
     otherwise = Described(Links(quickest, quickest, 0.0, 0.0))
-    return Measured({known: Knots(tuple(sorted(knots))) for known, knots in found.items()}, otherwise)
+    return Measured({known: LatencyCurve(tuple(sorted(knots))) for known, knots in found.items()}, otherwise)

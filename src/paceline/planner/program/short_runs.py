@@ -131,7 +131,7 @@ def quickest(program: Program, workers: int, measured: Profile) -> Mapping[str, 
     """Of each kind the quickest by closed forms that has all workers and whose steps end."""
     asked, found = asked_here(program, Objectives(), workers), dict[str, Plan]()
     for count in sorted({1, workers}):
-        known = CostCache.of(workload_of(program, measured, count), cluster_of(measured, count))
+        known = CostCache(workload_of(program, measured, count), cluster_of(measured, count))
         plans = [plan for plan in closed_plans(program, measured, asked, count) if not plan.cost.staleness]
         for plan in sorted(once(plans), key=lambda plan: -plan.samples_per_s):
             plain = alike(plan.arrangement)
@@ -176,7 +176,7 @@ class _Kind:
     def told(self, runs: Sequence[Tried], fork_server: ForkServer, measured: Profile) -> ShortRun:
         """With what its pieces take."""
         cost = self.plan.cost
-        counted = cost.most.total - cost.most.context
+        counted = cost.peak.total - cost.peak.context
         return ShortRun(
             self.plan.arrangement,
             median(each.step_s for each in runs),

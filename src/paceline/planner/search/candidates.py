@@ -1,16 +1,16 @@
-"""Every way to divide a step that Paceline has, as arrangements.
+"""Every way to divide a step that Paceline supports, as arrangements.
 
 ::
 
-    frame     replicas × stages × shards (or copies and shards of each stage), and the batch cut into R · m
+    frame     replicas × stages × shards (or replicas and shards of each stage), and the batch cut into R · m
               micro-batches of b samples
-    options   of a frame: schedule and chunks, what is computed again, what is divided among replicas, mini-batches
+    options   of a frame: schedule and chunks, recomputation, ZeRO's stage, mini-batches
 
-A frame is a row of numbers, so that a hundred thousand of them can be bounded at once (bounds.py); arrangements are
-made of those alone that may be among the best.
+Frames are columns of numbers, so that a hundred thousand of them can be bounded at once (lower_bounds.py); arrangements
+are made only of those that may be among the best.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -26,27 +26,25 @@ from paceline.planner.search.objective import Objectives
 
 Whole = NDArray[np.int64]
 
-MOST_WORKERS, MOST_OF_BOTH, MOST_UNLIKE_STAGES = 8, 4, 4
-"""Of a replica whose stages have different numbers of columns or of shards, of one whose stages have both, and stages
-of it: more are not looked at."""
+MAX_UNEVEN_WORKERS, MAX_UNEVEN_BOTH, MAX_UNEVEN_STAGES = 8, 4, 4
+"""Limits of replicas with uneven stages: workers of one whose stages differ in replicas or in shards, workers of one
+whose stages differ in both, and its stages. Larger ones are not searched."""
 
 
-class Unlike(NamedTuple):
-    """How the stages of a replica differ."""
+class UnevenStages(NamedTuple):
+    """Replicas and shards of each stage of a replica, where they differ."""
 
     copies: tuple[int, ...]
-    """Columns that take turns at each."""
     shards: tuple[int, ...]
-    """Of each."""
 
     @property
     def workers(self) -> int:
-        """Of a replica."""
+        """Workers of a replica."""
         return sum(n * t for n, t in zip(*self, strict=True))
 
 
 class Frame(NamedTuple):
-    """Sizes that leave the options open."""
+    """Sizes of an arrangement, without its options."""
 
     replicas: int
     stages: int
@@ -59,124 +57,117 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True)
 class Frames:
-    """Those of one batch, column by column."""
+    """All frames of one batch, column by column: first those with even stages, then those with uneven ones."""
 
     batch: int
     replicas: Whole
     stages: Whole
     shards: Whole
-    """Of the stage that has most."""
+    """Shards of the stage that has most."""
     micro_batch: Whole
-    unlike: Sequence[Unlike] = ()
-    which: Whole = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Of these each of the last frames has; the stages of the first frames are alike."""
+    uneven: Sequence[UnevenStages] = ()
+    uneven_index: Whole = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """For each of the last frames the index of its stages in :attr:`uneven`."""
 
     def __len__(self) -> int:
         return len(self.replicas)
 
     @property
-    def alike(self) -> int:
-        """How many have stages that are."""
-        return len(self) - len(self.which)
+    def even_count(self) -> int:
+        """Number of frames with even stages."""
+        return len(self) - len(self.uneven_index)
 
     @property
     def micro_batches(self) -> Whole:
-        """m."""
-        found: Whole = self.batch // (self.replicas * self.micro_batch)
-        return found
+        """m of each frame."""
+        result: Whole = self.batch // (self.replicas * self.micro_batch)
+        return result
+
+    def uneven_column(self, function: Callable[[UnevenStages], int]) -> Whole:
+        """Return a number for each of the last frames, computed from its uneven stages."""
+        result: Whole = np.array([function(each) for each in self.uneven], dtype=np.int64)[self.uneven_index]
+        return result
 
     def at(self, row: int) -> Frame:
-        """One of them."""
+        """Return one frame."""
         r, p, t, b = (int(each[row]) for each in (self.replicas, self.stages, self.shards, self.micro_batch))
         frame = Frame(r, p, t, b, self.batch // (r * b))
-        if row < self.alike:
+        if row < self.even_count:
             return frame
-        copies, shards = self.unlike[self.which[row - self.alike]]
+        copies, shards = self.uneven[self.uneven_index[row - self.even_count]]
         return frame._replace(
             copies=copies if max(copies) > 1 else (), stage_shards=shards if len(set(shards)) > 1 else ()
         )
 
 
-def frames(workload: Workload, cluster: Cluster, asked: Objectives, batch: int) -> Frames:
-    """All of a batch: R · p · t at most as many as there are workers, b · m · R = batch."""
-    limit = min(cluster.workers, asked.workers or cluster.workers)
+def frames(workload: Workload, cluster: Cluster, objectives: Objectives, batch: int) -> Frames:
+    """Return all frames of a batch: R · p · t at most as many as there are workers, b · m · R = batch."""
+    limit = objectives.max_workers(cluster)
     layers = len(workload.layers(Arrangement()))
-    pairs = _batch_cuts(batch, limit, workload.global_batch if asked.fixed == "replica" else None)
-    pairs = pairs if asked.replicas is None else pairs[pairs[:, 0] == asked.replicas]
-    most = limit if can(cluster, asked, Arrangement(shards=2)) else 1
-    shards = [t for t in range(1, most + 1) if _shards_fit(t, workload, cluster)]
-    stages = np.arange(1, min(layers, limit) + 1)
-    unlike = _unlike(min(MOST_WORKERS, limit), min(MOST_UNLIKE_STAGES, layers), tuple(shards))
-    of_unlike, which = _unlike_meshes(pairs, unlike, limit)
-    columns = np.concatenate([*(_meshes(pairs, stages, t, limit) for t in shards), of_unlike])
-    r, p, t, b = columns.T.copy()
-    return Frames(batch, r, p, t, b, unlike, which)
-
-
-def _batch_cuts(batch: int, limit: int, of_each: int | None) -> Whole:
-    """(R, b): replicas that a batch can be divided among, and micro-batches of one."""
-    many = [r for r in divisors(batch) if r <= limit and (of_each is None or batch == r * of_each)]
-    return np.array([(r, b) for r in many for b in divisors(batch // r)], dtype=np.int64).reshape(-1, 2)
-
-
-def _meshes(pairs: Whole, stages: Whole, shards: int, limit: int) -> Whole:
-    """Rows R, p, t, b."""
-    kept = [(pairs[:, 0] * p * shards <= limit) for p in stages]
-    parts = [
-        np.column_stack([pairs[k, 0], np.full(k.sum(), p), np.full(k.sum(), shards), pairs[k, 1]])
-        for p, k in zip(stages, kept, strict=True)
-        if k.any()
-    ]
-    return np.concatenate(parts) if parts else np.zeros((0, 4), dtype=np.int64)
+    own_batch = workload.global_batch if objectives.fixed == "replica" else None
+    replicas = [r for r in divisors(batch) if r <= limit and (own_batch is None or batch == r * own_batch)]
+    cuts = [(r, b) for r in replicas for b in divisors(batch // r) if objectives.replicas in (None, r)]
+    pairs = np.array(cuts, dtype=np.int64).reshape(-1, 2)
+    max_shards = limit if is_supported(cluster, objectives, Arrangement(shards=2)) else 1
+    shards = [t for t in range(1, max_shards + 1) if _shards_fit(t, workload, cluster)]
+    meshes = [np.zeros((0, 4), dtype=np.int64)]
+    for t, p in product(shards, range(1, min(layers, limit) + 1)):
+        kept = pairs[pairs[:, 0] * p * t <= limit]
+        if len(kept):
+            sizes = np.full(len(kept), p), np.full(len(kept), t)
+            meshes.append(np.column_stack([kept[:, 0], *sizes, kept[:, 1]]))
+    uneven = _uneven_stages(min(MAX_UNEVEN_WORKERS, limit), min(MAX_UNEVEN_STAGES, layers), tuple(shards))
+    uneven_meshes, index = _uneven_meshes(pairs, uneven, limit)
+    r, p, t, b = np.concatenate([*meshes, uneven_meshes]).T.copy()
+    return Frames(batch, r, p, t, b, uneven, index)
 
 
 def _shards_fit(shards: int, workload: Workload, cluster: Cluster) -> bool:
-    """Whether the model can be cut so; of several hosts, either a host's devices are whole groups or the reverse."""
+    """Return True if the model can be cut so; of several hosts, each has whole groups of shards or is part of one."""
     each = cluster.devices_per_host
     straddles = cluster.hosts > 1 and each % shards and shards % each
     return not straddles and workload.refusal(Arrangement(shards=shards)) is None
 
 
 @cache
-def _unlike(workers: int, stages: int, shards: tuple[int, ...]) -> Sequence[Unlike]:
-    """(3, 1) take turns, (1, 2, 1) shards, ...; what is several times as many columns everywhere is more replicas."""
-    each = [(n, t) for t in shards for n in range(1, workers // t + 1)]
-    found = (Unlike(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in _rows(each, p, workers))
-    return [one for one in found if _looked_at(one)]
+def _uneven_stages(workers: int, stages: int, shards: tuple[int, ...]) -> Sequence[UnevenStages]:
+    """Return (3, 1) replicas of stages, (1, 2, 1) shards, ...
+
+    Several times as many replicas of every stage are more replicas of the model, and are left out.
+    """
+    sizes = [(n, t) for t in shards for n in range(1, workers // t + 1)]
+
+    def rows(stages: int, workers: int) -> Iterator[tuple[tuple[int, int], ...]]:
+        if not stages:
+            yield ()
+            return
+        for n, t in sizes:
+            if n * t <= workers - stages + 1:
+                yield from (((n, t), *rest) for rest in rows(stages - 1, workers - n * t))
+
+    def is_searched(one: UnevenStages) -> bool:
+        uneven_copies, uneven_shards = len(set(one.copies)) > 1, len(set(one.shards)) > 1
+        if uneven_copies and uneven_shards:
+            return one.workers <= MAX_UNEVEN_BOTH
+        return uneven_copies or (uneven_shards and max(one.copies) == 1)
+
+    result = (UnevenStages(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in rows(p, workers))
+    return [one for one in result if is_searched(one)]
 
 
-def _looked_at(one: Unlike) -> bool:
-    turning, divided = len(set(one.copies)) > 1, len(set(one.shards)) > 1
-    if turning and divided:
-        return one.workers <= MOST_OF_BOTH
-    return turning or (divided and max(one.copies) == 1)
-
-
-def _rows(each: Sequence[tuple[int, int]], stages: int, workers: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Of so many stages with no more workers together."""
-    if not stages:
-        yield ()
-        return
-    for n, t in each:
-        if n * t <= workers - stages + 1:
-            yield from (((n, t), *rest) for rest in _rows(each, stages - 1, workers - n * t))
-
-
-def _unlike_meshes(pairs: Whole, unlike: Sequence[Unlike], limit: int) -> tuple[Whole, Whole]:
-    """Rows R, p, t, b, and which of these each has."""
-    if not unlike:
+def _uneven_meshes(pairs: Whole, uneven: Sequence[UnevenStages], limit: int) -> tuple[Whole, Whole]:
+    """Return rows R, p, t, b, and the index of each row's uneven stages."""
+    if not uneven:
         return np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    workers, sizes = (
-        np.array([one.workers for one in unlike]),
-        np.array([(len(one.copies), max(one.shards)) for one in unlike]),
-    )
-    which, pair = np.nonzero(workers[:, None] * pairs[None, :, 0] <= limit)
-    return np.column_stack([pairs[pair, 0], sizes[which], pairs[pair, 1]]), which
+    workers = np.array([one.workers for one in uneven])
+    sizes = np.array([(len(one.copies), max(one.shards)) for one in uneven])
+    index, pair = np.nonzero(workers[:, None] * pairs[None, :, 0] <= limit)
+    return np.column_stack([pairs[pair, 0], sizes[index], pairs[pair, 1]]), index
 
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """All, ascending.
+    """Return all divisors, ascending.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -186,7 +177,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 
 class Option(NamedTuple):
-    """What a frame leaves open."""
+    """Options of a frame."""
 
     schedule: str
     chunks: int
@@ -195,69 +186,41 @@ class Option(NamedTuple):
     accumulated: int = 1
 
 
-def options(frame: Frame, cluster: Cluster, asked: Objectives) -> Iterator[Option]:
-    """All of a frame, the plainest first; :func:`arrangement` says which are carried."""
-    divided = _divided(frame) if divides(cluster, asked) else (0,)
-    for schedule, chunks in _schedules(frame, asked):
-        for recompute, number in product(_recomputed(frame), divided):
-            yield Option(schedule, chunks, recompute, number)
-    for schedule, chunks, accumulated in _accumulated(frame, asked):
-        for recompute, number in product(_recomputed(frame), divided):
+def options(frame: Frame, cluster: Cluster, objectives: Objectives) -> Iterator[Option]:
+    """Yield all options of a frame, the plainest first; :func:`arrangement` says which are supported."""
+    # Shards can't recompute within a stage; of a model on one worker a stage is all of it, and nothing is gained.
+    recomputed: tuple[Recomputed, ...] = ("none", "full") if frame.stages == 1 else ("none", "full", "stage")
+    divided: tuple[int, ...] = (0,)
+    if (frame.replicas > 1 or frame.copies) and supports_zero(cluster, objectives):
+        divided = (0, 1, 3) if frame.stages == frame.shards == 1 else (0, 1)
+    for schedule, chunks, accumulated in (*_schedules(frame, objectives), *_accumulated(frame, objectives)):
+        for recompute, number in product(recomputed, divided):
             yield Option(schedule, chunks, recompute, number, accumulated)
 
 
-def arrangement(frame: Frame, option: Option, cluster: Cluster, asked: Objectives) -> Arrangement | None:
-    """The two as one; None where Paceline does not carry it."""
-    made = Arrangement(
-        *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
-        option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
-    )  # fmt: skip
-    if carried.never(made) is not None:
-        return None
-    return made if can(cluster, asked, made) else None
-
-
-def divides(cluster: Cluster, asked: Objectives) -> bool:
-    """Whether replicas may divide what they have among them."""
-    return can(cluster, asked, Arrangement(2, 2, divided=1))
-
-
-def streams(cluster: Cluster, asked: Objectives) -> bool:
-    """Whether stages may move their weights without waiting for a flush.
-
-    It is another algorithm, from weights that are some updates old: it competes where the objective counts that.
-    """
-    return asked.counts and can(cluster, asked, Arrangement(stages=2, schedule="pipedream"))
-
-
-def can(cluster: Cluster, asked: Objectives, arrangement: Arrangement) -> bool:
-    """Whether such devices carry it, or what they don't carry yet is asked for."""
-    return asked.unbuilt or carried.unbuilt(arrangement, cluster.device.kind, asked.engine) is None
-
-
-def _schedules(frame: Frame, asked: Objectives) -> Iterator[tuple[str, int]]:
-    """With their chunks; of a single micro-batch there is one order."""
-    yield "1f1b", 1
+def _schedules(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, int]]:
+    """Yield (schedule, chunks, 1) of one mini-batch; for a single micro-batch all orders are one."""
+    yield "1f1b", 1, 1
     if frame.stages == 1:
         return
     if frame.micro_batches > 1:
-        yield "gpipe", 1
+        yield "gpipe", 1, 1
     if frame.copies:
         return
     if frame.micro_batches > 1:
-        yield "sequential", 1
-    yield "zero-bubble", 1
+        yield "sequential", 1, 1
+    yield "zero-bubble", 1, 1
     if frame.micro_batches % frame.stages == 0:
-        yield from (("interleaved", v) for v in range(2, asked.most_chunks + 1))
-    if asked.counts and frame.replicas == 1:
-        yield ("pipedream" if frame.micro_batches == 1 else "pipedream-2bw"), 1
+        yield from (("interleaved", v, 1) for v in range(2, objectives.most_chunks + 1))
+    if objectives.counts and frame.replicas == 1:
+        yield ("pipedream" if frame.micro_batches == 1 else "pipedream-2bw"), 1, 1
 
 
-def _accumulated(frame: Frame, asked: Objectives) -> Iterator[tuple[str, int, int]]:
-    """With schedule and chunks, into how many mini-batches a step may be cut so that fewer micro-batches are under way.
+def _accumulated(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, int]]:
+    """Yield (schedule, chunks, mini-batches) of steps that are cut so that fewer micro-batches are in flight.
 
-    1F1B and zero-bubble never have more than there are stages, whatever the mini-batch; interleaved stages do. GPipe
-    has all of a mini-batch, and does not become better than 1F1B by that.
+    1F1B and zero-bubble never have more of them in flight than there are stages, whatever the mini-batch; interleaved
+    stages do. GPipe has all of a mini-batch, and does not become better than 1F1B by that.
     """
     m, p = frame.micro_batches, frame.stages
     if p == 1:
@@ -268,18 +231,33 @@ def _accumulated(frame: Frame, asked: Objectives) -> Iterator[tuple[str, int, in
         if m // a < p and not frame.copies:
             yield "zero-bubble", 1, a
         if m // a == p and not frame.copies:
-            yield from (("interleaved", v, a) for v in range(2, asked.most_chunks + 1))
+            yield from (("interleaved", v, a) for v in range(2, objectives.most_chunks + 1))
 
 
-def _recomputed(frame: Frame) -> tuple[Recomputed, ...]:
-    """Shards can't have it within a stage; of a whole model, a stage is all of it, and nothing is gained."""
-    if frame.stages == 1:
-        return ("none", "full")
-    return ("none", "full", "stage")
+def arrangement(frame: Frame, option: Option, cluster: Cluster, objectives: Objectives) -> Arrangement | None:
+    """Return frame and option as one; None where Paceline does not support it."""
+    result = Arrangement(
+        *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
+        option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
+    )  # fmt: skip
+    if carried.never(result) is not None:
+        return None
+    return result if is_supported(cluster, objectives, result) else None
 
 
-def _divided(frame: Frame) -> tuple[int, ...]:
-    """ZeRO's numbers."""
-    if frame.replicas == 1 and not frame.copies:
-        return (0,)
-    return (0, 1, 3) if frame.stages == frame.shards == 1 else (0, 1)
+def is_supported(cluster: Cluster, objectives: Objectives, arrangement: Arrangement) -> bool:
+    """Return True if such devices support it, or unsupported plans are requested."""
+    return objectives.unbuilt or carried.unbuilt(arrangement, cluster.device.kind, objectives.engine) is None
+
+
+def supports_zero(cluster: Cluster, objectives: Objectives) -> bool:
+    """Return True if replicas may divide the optimizer's state among them."""
+    return is_supported(cluster, objectives, Arrangement(2, 2, divided=1))
+
+
+def supports_async_pipelines(cluster: Cluster, objectives: Objectives) -> bool:
+    """Return True if stages may update their weights without waiting for a flush.
+
+    It is another algorithm, with stale weights: it competes where the objective counts staleness.
+    """
+    return objectives.counts and is_supported(cluster, objectives, Arrangement(stages=2, schedule="pipedream"))

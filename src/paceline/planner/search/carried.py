@@ -9,7 +9,6 @@ from math import ceil
 from typing import Literal, TypeAlias
 
 from paceline.planner.base import Arrangement, Recomputed
-from paceline.planner.stage_division import mini_batch
 from paceline.schedule import Schedule, parse
 from paceline.strategy import Recompute, Strategy
 
@@ -42,7 +41,7 @@ def strategy(arrangement: Arrangement, device: Literal["cpu", "cuda"] = "cpu") -
         stages=arrangement.copies if turns else arrangement.stages,
         shards=arrangement.stage_shards or arrangement.shards,
         schedule=f"interleaved:chunks={arrangement.chunks}" if interleaved else arrangement.schedule,
-        micro_batches=mini_batch(arrangement) if by_micro_batches else None,
+        micro_batches=arrangement.mini_batch if by_micro_batches else None,
         recompute=RECOMPUTES[arrangement.recompute],
         accumulate=arrangement.accumulated if by_micro_batches else arrangement.micro_batches,
         shard_optimizer=_shard_optimizer(arrangement),
@@ -69,7 +68,7 @@ def never(arrangement: Arrangement) -> str | None:
         return "shards have no split backward passes and no recomputation within a stage"
     if arrangement.copies and max(arrangement.copies) > 1 and not order.takes_turns:
         return f"nobody takes turns under {arrangement.schedule}"
-    if arrangement.copies and max(arrangement.copies) > mini_batch(arrangement):
+    if arrangement.copies and max(arrangement.copies) > arrangement.mini_batch:
         return "some would never have a micro-batch"
     if not order.flushes and (why := _no_stream(arrangement, order)):
         return why
@@ -98,7 +97,7 @@ def _too_few(arrangement: Arrangement) -> str | None:
     a = arrangement
     if a.divided and a.replicas == 1 and max(a.copies, default=1) == 1:
         return "nobody else has the same part of the optimizer's state"
-    if a.chunks > 1 and (a.stages == 1 or mini_batch(a) % a.stages):
+    if a.chunks > 1 and (a.stages == 1 or a.mini_batch % a.stages):
         return "interleaved parts take turns by as many micro-batches as there are stages"
     if a.accumulated > 1 and (not pipelined(a) or a.micro_batches % a.accumulated):
         return "micro-batches are whole mini-batches of a pipeline"

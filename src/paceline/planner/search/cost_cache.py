@@ -1,157 +1,85 @@
-"""A workload on a cluster and its cached costs: stage divisions, closed forms, simulated steps, plans.
+"""Costs of a workload on a cluster, cached for any number of searches: divisions, bounds, closed forms, simulations."""
 
-A workload on a cluster, and what is known of it: costs by closed forms, simulated steps, plans.
-"""
-
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 
-from paceline.core.types import Seconds
-from paceline.planner.base import Arrangement, Cost, LayerCost, OverlapModel, Plan, Workload, merged
-from paceline.planner.cluster import Cluster, Remembered
+from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Workload, merged
+from paceline.planner.cluster import CachedMessages, Cluster
 from paceline.planner.cost import EXACT, cost
 from paceline.planner.search import carried, event_simulation
-from paceline.planner.search.candidates import divides, frames, streams
-from paceline.planner.search.lower_bounds import Bounds, Rows, seconds
+from paceline.planner.search.candidates import frames, supports_async_pipelines, supports_zero
+from paceline.planner.search.lower_bounds import FrameBounds, OptionBounds
 from paceline.planner.search.objective import Objectives
-from paceline.planner.stage_division import (
-    StageDivision,
-    divide,
-    divide_unlike,
-    layers_of,
-    may_tear,
-    shards_of,
-    torn,
-    with_shards,
-)
+from paceline.planner.stage_division import Divisions
 
 
-class Divisions:
-    """Of one workload on one cluster."""
-
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
-        self._workload, self._cluster = workload, cluster
-        self._layers: dict[tuple[object, ...], tuple[Sequence[LayerCost], Sequence[Seconds]]] = {}
-        self._divisions: dict[tuple[object, ...], StageDivision] = {}
-
-    def fits(self, arrangement: Arrangement) -> bool:
-        """Whether there are as many layers as parts, and those that share parameters fall where they can be shared."""
-        many = arrangement.stages * arrangement.chunks <= self.count(arrangement)
-        return many and (not may_tear(arrangement) or not torn(self.of(arrangement), arrangement))
-
-    def count(self, arrangement: Arrangement) -> int:
-        """Of layers."""
-        return len(self._of_size(arrangement)[0])
-
-    def of(self, arrangement: Arrangement) -> StageDivision:
-        """How layers fall to the stages of an arrangement."""
-        key = (
-            *_sizes(arrangement),
-            arrangement.stages,
-            arrangement.chunks,
-            arrangement.copies,
-            arrangement.stage_shards,
-        )
-        if key not in self._divisions:
-            self._divisions[key] = self._divided(arrangement)
-        return self._divisions[key]
-
-    def _divided(self, arrangement: Arrangement) -> StageDivision:
-        each = [self._of_size(with_shards(arrangement, t)) for t in shards_of(arrangement)]
-        if not arrangement.stage_shards:
-            return divide(*each[0], self._cluster, arrangement)
-        layers, times = zip(*each, strict=True)
-        return divide_unlike(layers, times, self._cluster, arrangement)
-
-    def _of_size(self, arrangement: Arrangement) -> tuple[Sequence[LayerCost], Sequence[Seconds]]:
-        key = _sizes(arrangement)
-        if key not in self._layers:
-            layers = layers_of(self._workload, arrangement)
-            each = seconds(layers, self._cluster, arrangement)
-            self._layers[key] = layers, [each[id(layer)] for layer in layers]
-        return self._layers[key]
-
-
-def _sizes(arrangement: Arrangement) -> tuple[object, ...]:
-    return arrangement.micro_batch, arrangement.shards, arrangement.recompute, arrangement.sequence_divided
-
-
-@dataclass(frozen=True)
 class CostCache:
-    """What any number of searches of a workload on a cluster have in common."""
+    """Costs of a workload on a cluster.
 
-    workload: Workload
-    cluster: Cluster
-    habits: OverlapModel
-    divisions: Divisions
-    bounds: Bounds
-    _rows: dict[tuple[object, ...], tuple[int, Rows]] = field(
-        default_factory=dict[tuple[object, ...], tuple[int, Rows]]
-    )
+    Args:
+        workload: that is trained.
+        cluster: that it is trained on.
+        overlap_model: of the runtime; None: nothing overlaps.
+    """
 
-    @classmethod
-    def of(cls, workload: Workload, cluster: Cluster, habits: OverlapModel | None = None) -> "CostCache":
-        """Nothing yet."""
-        remembered, habits = replace(cluster, messages=Remembered(cluster.messages)), habits or OverlapModel()
-        divisions = Divisions(workload, remembered)
-        return cls(workload, remembered, habits, divisions, Bounds(workload, remembered, habits))
+    def __init__(self, workload: Workload, cluster: Cluster, overlap_model: OverlapModel | None = None) -> None:
+        self.workload, self.overlap_model = workload, overlap_model or OverlapModel()
+        self.cluster = replace(cluster, messages=CachedMessages(cluster.messages))
+        self.divisions = Divisions(workload, self.cluster)
+        self.bounds = OptionBounds(workload, self.cluster, self.overlap_model)
+        self._frame_bounds: dict[tuple[object, ...], tuple[int, FrameBounds]] = {}
 
-    def rows(self, batch: int, asked: Objectives) -> Rows:
-        """Bounds of all frames of a batch for as many workers as there may be, or more of them: remembered."""
-        goes_on = streams(self.cluster, asked)
-        key = batch, asked.fixed, asked.replicas, asked.unbuilt, asked.engine, asked.most_chunks, goes_on
-        limit = self.limit(asked)
-        if key not in self._rows or self._rows[key][0] < limit:
-            found = frames(self.workload, self.cluster, asked, batch)
-            self._rows[key] = limit, Rows(self.bounds, found, asked.most_chunks, divides(self.cluster, asked), goes_on)
-        return self._rows[key][1]
-
-    def limit(self, asked: Objectives) -> int:
-        """How many workers there may be."""
-        return min(self.cluster.workers, asked.workers or self.cluster.workers)
+    def frame_bounds(self, batch: int, objectives: Objectives) -> FrameBounds:
+        """Return bounds of all frames of a batch for as many workers as there may be, or for more of them."""
+        o, async_pipelines = objectives, supports_async_pipelines(self.cluster, objectives)
+        key = batch, o.fixed, o.replicas, o.unbuilt, o.engine, o.most_chunks, async_pipelines
+        limit = objectives.max_workers(self.cluster)
+        if key not in self._frame_bounds or self._frame_bounds[key][0] < limit:
+            bounds = FrameBounds(
+                self.bounds,
+                frames(self.workload, self.cluster, objectives, batch),
+                objectives.most_chunks,
+                zero=supports_zero(self.cluster, objectives),
+                async_pipelines=async_pipelines,
+            )
+            self._frame_bounds[key] = limit, bounds
+        return self._frame_bounds[key][1]
 
     def cost(self, arrangement: Arrangement) -> Cost:
-        """By closed forms."""
-        return cost(self.workload, self.cluster, arrangement, self.habits, self.divisions.of(arrangement))
-
-    def simulated(self, arrangement: Arrangement, closed: Cost) -> Cost:
-        """What messages add is by how much later the step ends with them, and bubble what is left without."""
-        division = self.divisions.of(arrangement)
-        each = event_simulation.parts(division.layers, division.cuts, arrangement, self.cluster, self.habits)
-        quiet, ends_s = event_simulation.steps_s(arrangement, (each.quiet(), each))
-        bubble = max(0.0, quiet - closed.terms["compute"] - closed.terms["shards"])
-        return replace(closed, terms={**closed.terms, "stages": ends_s - quiet, "bubble": bubble})
+        """Return the cost by closed forms."""
+        return cost(self.workload, self.cluster, arrangement, self.overlap_model, self.divisions.of(arrangement))
 
     def plan(self, arrangement: Arrangement, *, simulate: bool = True) -> Plan:
-        """With its times simulated, if asked for and if there is anything to simulate."""
-        found = self.cost(arrangement)
+        """Return the plan of an arrangement, simulated if requested and if closed forms are not exact.
+
+        Of a simulated step ``bubble`` is the remaining time without messages, ``stages`` the delay that messages add.
+        """
+        result = self.cost(arrangement)
         if simulate and arrangement.stages > 1 and arrangement.schedule not in EXACT:
-            found = self.simulated(arrangement, found)
-        return plan_of(arrangement, found, self.workload, self.cluster, simulated=simulate)
+            division = self.divisions.of(arrangement)
+            times = event_simulation.part_times(division, arrangement, self.cluster, self.overlap_model)
+            quiet_s, step_s = event_simulation.steps_s(arrangement, (times.without_messages(), times))
+            bubble = max(0.0, quiet_s - result.terms["compute"] - result.terms["shards"])
+            result = replace(result, terms={**result.terms, "stages": step_s - quiet_s, "bubble": bubble})
+        return plan_of(arrangement, result, self.workload, self.cluster, simulated=simulate)
 
 
 def plan_of(
-    arrangement: Arrangement, found: Cost, workload: Workload, cluster: Cluster, *, simulated: bool = False
+    arrangement: Arrangement, cost: Cost, workload: Workload, cluster: Cluster, *, simulated: bool = False
 ) -> Plan:
-    """What a cost means for a workload."""
-    spread, step_s = spread_of(workload, cluster), found.step_s
+    """Return the plan of an arrangement with a cost; errors of workload and cluster count as independent."""
+    spread, step_s = float(np.hypot(workload.spread, cluster.spread)), cost.step_s
     samples_per_s = arrangement.samples / step_s
-    flops, able = workload.flops(), arrangement.workers * cluster.device.flops_per_s
+    flops, peak_flops_per_s = workload.flops(), arrangement.workers * cluster.device.flops_per_s
     return Plan(
         arrangement,
-        found,
+        cost,
         step_s / (1 + spread),
         step_s * (1 + spread),
         samples_per_s,
-        None if flops is None else flops * samples_per_s / able,
+        None if flops is None else flops * samples_per_s / peak_flops_per_s,
         None if carried.never(arrangement) else carried.strategy(arrangement, cluster.device.kind),
         simulated,
         merged(workload.provenance, cluster.provenance, cluster.device.provenance),
     )
-
-
-def spread_of(workload: Workload, cluster: Cluster) -> float:
-    """Of times of both, which don't know of each other."""
-    return float(np.hypot(workload.spread, cluster.spread))

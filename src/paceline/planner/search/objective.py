@@ -1,38 +1,40 @@
-"""What a plan is asked for: the objective, and what it has to keep to."""
+"""What a plan is objectives for: the objective, and what it has to keep to."""
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from paceline.clock.times import Delay
 from paceline.core.errors import InputError, unknown
 from paceline.planner.base import Workload
+from paceline.planner.cluster import Cluster
 from paceline.planner.search.carried import EngineName
 
 Objective: TypeAlias = Literal["throughput", "goodput", "memory", "time-to-loss"]
-"""Samples a second; those that count; bytes of the worker that has most; time until a loss is reached."""
+"""Samples a second; effective samples a second, by their statistical efficiency; peak bytes of a worker; time until a
+loss is reached."""
 
 FEWER, MORE = 4, 6
-"""How often the batch is halved and doubled where it may vary."""
+"""Times that the batch is halved and doubled where it may vary."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Of a search.
+    """Objective and limits of a search.
 
     Args:
-        objective: what is best.
+        objective: the quantity to optimise.
         noise_scale: X, samples: tr(Σ)/|G|² of the program's gradients; a run's summary has it.
-        fixed: which batch stays as it is: the workload's is of all replicas together, or of one.
-        workers: at the most; None: all of the cluster.
+        fixed: the batch that does not vary: the workload's batch is of all replicas together, or of one.
+        workers: their maximum; None: all of the cluster.
         memory_bytes: of a worker; None: the device's.
-        engine: that carries it; None: whichever does.
-        unbuilt: whether to propose what Paceline does not carry on such devices yet.
+        engine: that has to support the plan; None: any.
+        unbuilt: whether to propose plans that Paceline does not support on such devices yet.
         delay: of replicas; then policies compete.
-        simulated: how many of the best are simulated.
-        replicas: exactly so many; None: any number.
-        most_chunks: v of interleaved schedules at the most.
+        simulated: number of the best plans to simulate.
+        replicas: their exact number; None: any.
+        most_chunks: maximal v of interleaved schedules.
 
     Raises:
         InputError: an unknown objective, one that needs a noise scale without it, a number out of its range.
@@ -72,11 +74,11 @@ class Objectives:
 
     @property
     def counts(self) -> bool:
-        """Whether samples of larger batches count less, so that the batch may vary."""
+        """True if samples of larger batches count less, so that the batch may vary."""
         return self.objective in ("goodput", "time-to-loss")
 
     def batches(self, workload: Workload, replicas: int = 1) -> Iterator[int]:
-        """Samples of a step of so many replicas together, the workload's own first."""
+        """Yield the samples of a step of so many replicas together, the workload's own first."""
         own = workload.global_batch * (replicas if self.fixed == "replica" else 1)
         yield own
         if not self.counts or self.fixed == "replica":
@@ -85,7 +87,7 @@ class Objectives:
         yield from (own // 2**k for k in range(1, FEWER + 1) if own % 2**k == 0)
 
     def efficiency(self, batch: float, reference: float, staleness: float = 0.0) -> float:
-        """What a sample is worth beside one of the reference batch: (X + B0) / (X + (1 + τ) B); 1 without X.
+        """Return a sample's worth relative to one of the reference batch: (X + B0) / (X + (1 + τ) B); 1 without X.
 
         Pollux (2008.12260) for fresh gradients. Δs that are τ updates old slow the part of progress that noise does not
         limit as a batch 1 + τ times as large would: iterations O(τ + X/B), Stich & Karimireddy (1909.05350).
@@ -94,6 +96,6 @@ class Objectives:
             return 1.0
         return (self.noise_scale + reference) / (self.noise_scale + (1 + staleness) * batch)
 
-    def of_workers(self, workers: int) -> "Objectives":
-        """The same of fewer workers."""
-        return replace(self, workers=workers)
+    def max_workers(self, cluster: Cluster) -> int:
+        """Return the number of workers that a plan may have."""
+        return min(cluster.workers, self.workers or cluster.workers)

@@ -1,7 +1,4 @@
-"""Plans that divide a step the same way are of one kind, whatever their sizes.
-
-The best so far, by closed forms, and by what plans are ranked.
-"""
+"""Ranking of plans by closed forms: the best so far of all and of each kind, in order of their lower bounds."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappush, heapreplace, merge
@@ -20,183 +17,166 @@ from paceline.planner.search.objective import Objectives
 
 
 class PlanKind(NamedTuple):
-    """What is said of a plan without numbers."""
+    """A plan without its numbers: plans of one kind divide a step the same way, whatever their sizes."""
 
     staged: bool
     sharded: bool
-    turning: bool
-    """Whether several take turns at a stage."""
+    replicated_stages: bool
     schedule: str
     recompute: Recomputed
     divided: int
-    """ZeRO's number."""
+    """ZeRO's stage."""
 
 
-def kind_of(a: Arrangement) -> PlanKind:
-    """Of an arrangement.
+def kind_of(sizes: Arrangement | Frame, option: Arrangement | Option) -> PlanKind:
+    """Return the kind of a frame with an option, or of an arrangement, which is both.
 
-    >>> kind_of(Arrangement(8, stages=4, micro_batches=8)) == kind_of(Arrangement(2, stages=16, micro_batches=64))
+    >>> small, large = Arrangement(8, stages=4, micro_batches=8), Arrangement(2, stages=16, micro_batches=64)
+    >>> kind_of(small, small) == kind_of(large, large)
     True
     """
-    return PlanKind(a.stages > 1, a.shards > 1, bool(a.copies), a.schedule, a.recompute, a.divided)
-
-
-def kind(frame: Frame, option: Option) -> PlanKind:
-    """Of what is not made into an arrangement yet."""
-    made = option.schedule, option.recompute, option.divided
-    return PlanKind(frame.stages > 1, frame.shards > 1, bool(frame.copies), *made)
+    uneven = bool(sizes.copies)
+    return PlanKind(sizes.stages > 1, sizes.shards > 1, uneven, option.schedule, option.recompute, option.divided)
 
 
 Key: TypeAlias = tuple[float, float, float]
-"""What the objective says, then bytes held, then how much is asked for beside the plainest: less is better."""
+"""The objective, then peak bytes, then the complexity relative to the plainest strategy: less is better."""
 
 Entry: TypeAlias = tuple[tuple[float, ...], int, Arrangement]
-"""A key, of which each number is negative so that more is better; then the later of equals is the worse."""
+"""A key with each number negated, so that a heap's first is the worst; of equal ones the later is the worse."""
 
 V = TypeVar("V", float, Real)
 
 TIE = 1e-9
-"""Relatively, objectives this close are equal: it is what sums of the same numbers in another order differ by."""
+"""Objectives this close, relatively, are equal: sums of the same numbers in another order differ by so much."""
 
 
 class Ranking:
-    """The best so far, by closed forms.
+    """The best arrangements so far.
 
     Args:
-        known: the workload and the cluster.
-        asked: what counts as best, and how many of them are kept.
-        of_each_kind: how many more of each kind are kept of those frames that may be among the best.
+        cost_cache: the workload and the cluster.
+        objectives: the objective, and the number of arrangements to keep.
+        of_each_kind: number to keep of each kind in addition, of those frames that may be among the best.
     """
 
-    def __init__(self, known: CostCache, asked: Objectives, of_each_kind: int = 0) -> None:
-        self._known, self._asked, self._of_each_kind = known, asked, of_each_kind
+    def __init__(self, cost_cache: CostCache, objectives: Objectives, of_each_kind: int = 0) -> None:
+        self._cache, self._objectives, self._of_each_kind = cost_cache, objectives, of_each_kind
         self.frames = self.costed = self.left_out = 0
-        self._room = min(asked.memory_bytes or inf, known.cluster.device.memory_bytes)
+        self._max_bytes = min(objectives.memory_bytes or inf, cost_cache.cluster.device.memory_bytes)
         self._heap: list[Entry] = []
         self._kinds: dict[PlanKind, list[Entry]] = {}
         self._numbers = count()
 
-    @property
-    def last(self) -> float:
-        """What the worst of those kept has for an objective; infinite as long as there is room for more."""
-        return _last(self._heap, self._asked.simulated)
-
     def take(self, batches: Iterable[int]) -> None:
-        """All frames of all batches, those first that may be best."""
+        """Rank all frames of all batches, in order of their bounds, until the rest can't be among the best."""
         for least, batch, _, frame in merge(*(self._ordered(batch) for batch in batches)):
-            if least > self.last * (1 + TIE):
+            if least > _worst(self._heap, self._objectives.simulated) * (1 + TIE):
                 return
-            self._frame(frame, batch)
+            self._take_options(frame, batch)
 
     def _ordered(self, batch: int) -> Iterator[tuple[float, int, int, Frame]]:
-        """Of one batch those that may fit, each with its bound and its place."""
-        rows = self._known.rows(batch, self._asked)
-        there = rows.workers <= self._known.limit(self._asked)
-        self.frames += int(np.count_nonzero(there))
-        least = self._value(rows.step_s, rows.held_bytes, batch)
-        order = rows.by_held if self._asked.objective == "memory" else rows.by_step
-        for place, row in enumerate(order[(there & (rows.held_bytes <= self._room))[order]]):
-            yield float(least[row]), batch, place, rows.frames.at(int(row))
+        """Yield the frames of one batch that may fit, each with its bound and its place."""
+        bounds, objectives = self._cache.frame_bounds(batch, self._objectives), self._objectives
+        possible = bounds.workers <= objectives.max_workers(self._cache.cluster)
+        self.frames += int(np.count_nonzero(possible))
+        least = self._value(bounds.step_s, bounds.memory_bytes, batch)
+        order = bounds.by_memory if objectives.objective == "memory" else bounds.by_step
+        fitting = order[(possible & (bounds.memory_bytes <= self._max_bytes))[order]]
+        for place, row in enumerate(fitting):
+            yield float(least[row]), batch, place, bounds.frames.at(int(row))
 
-    def _frame(self, frame: Frame, batch: int) -> None:
-        """All options that may be best, and fit.
+    def _take_options(self, frame: Frame, batch: int) -> None:
+        """Rank all options of a frame that may be among the best, and fit.
 
-        A step in several mini-batches takes longer than in one, and is looked at where that would hold too much.
+        A step of several mini-batches takes longer than one of a single mini-batch, and is considered only where the
+        latter does not fit.
         """
-        tight, little = set[Option](), self._asked.objective == "memory"
-        for option in options(frame, self._known.cluster, self._asked):
-            if option.accumulated > 1 and not little and option._replace(accumulated=1) not in tight:
+        too_large, for_memory = set[Option](), self._objectives.objective == "memory"
+        for option in options(frame, self._cache.cluster, self._objectives):
+            if option.accumulated > 1 and not for_memory and option._replace(accumulated=1) not in too_large:
                 continue
             if not self._fits(frame, option, batch):
                 self.left_out += 1
-                tight.add(option)
+                too_large.add(option)
 
     def _fits(self, frame: Frame, option: Option, batch: int) -> bool:
-        """Whether it does; then it is tried, if it may be among the best."""
-        known = self._known
-        held, step_s = known.bounds.held_bytes(frame, option), known.bounds.step_s(frame, option)
-        if held > self._room or self._value(step_s, held, batch) > self._last_of(frame, option) * (1 + TIE):
-            return held <= self._room
-        made = arrangement(frame, option, known.cluster, self._asked)
-        if made is not None and known.workload.refusal(made) is None and known.divisions.fits(made):
-            return self._try(made)
-        return True
-
-    def _last_of(self, frame: Frame, option: Option) -> float:
-        """What is as good as this is kept, as one of the best or of its kind."""
-        if not self._of_each_kind:
-            return self.last
-        return max(self.last, _last(self._kinds.get(kind(frame, option), ()), self._of_each_kind))
-
-    def _value(self, step_s: V, held: V, batch: int) -> V:
-        """What the objective says."""
-        if self._asked.objective == "memory":
-            return held
-        return step_s / (batch * self._asked.efficiency(batch, self._known.workload.global_batch))
-
-    def _try(self, arrangement: Arrangement) -> bool:
-        found = self._known.cost(arrangement)
-        self.costed += 1
-        if found.most.total > self._room:
+        """Return True if it fits; then it is ranked, if its bounds say that it may be among the best."""
+        cache, objectives = self._cache, self._objectives
+        least_bytes, least_s = cache.bounds.memory_bytes(frame, option), cache.bounds.step_s(frame, option)
+        if least_bytes > self._max_bytes:
             return False
-        ranked = tuple(-each for each in key_of(arrangement, found, self._known.workload, self._asked))
-        entry = ranked, -next(self._numbers), arrangement
-        _keep(self._heap, entry, self._asked.simulated)
+        worst = _worst(self._heap, objectives.simulated)
         if self._of_each_kind:
-            _keep(self._kinds.setdefault(kind_of(arrangement), []), entry, self._of_each_kind)
+            worst = max(worst, _worst(self._kinds.get(kind_of(frame, option), ()), self._of_each_kind))
+        if self._value(least_s, least_bytes, batch) > worst * (1 + TIE):
+            return True
+        candidate = arrangement(frame, option, cache.cluster, objectives)
+        if candidate is None or cache.workload.refusal(candidate) is not None or not cache.divisions.fits(candidate):
+            return True
+        cost = cache.cost(candidate)
+        self.costed += 1
+        if cost.peak.total > self._max_bytes:
+            return False
+        negated = tuple(-each for each in key_of(candidate, cost, cache.workload, objectives))
+        entry = negated, -next(self._numbers), candidate
+        _keep(self._heap, entry, objectives.simulated)
+        if self._of_each_kind:
+            _keep(self._kinds.setdefault(kind_of(candidate, candidate), []), entry, self._of_each_kind)
         return True
+
+    def _value(self, step_s: V, memory_bytes: V, batch: int) -> V:
+        """Return the objective of one or of many."""
+        if self._objectives.objective == "memory":
+            return memory_bytes
+        return step_s / (batch * self._objectives.efficiency(batch, self._cache.workload.global_batch))
 
     def best(self) -> Iterator[Arrangement]:
-        """Those kept, best first."""
+        """Return the arrangements that are kept, best first."""
         kept = {*self._heap, *(entry for heap in self._kinds.values() for entry in heap)}
         return (arrangement for _, _, arrangement in sorted(kept, reverse=True))
 
 
-def _last(heap: Sequence[Entry], room: int) -> float:
-    """What the objective says of the worst of those kept; infinite as long as there is room for more."""
-    return -heap[0][0][0] if len(heap) == room else inf
+def _worst(heap: Sequence[Entry], limit: int) -> float:
+    """Return the objective of the worst entry kept; infinite as long as there is room for more."""
+    return -heap[0][0][0] if len(heap) == limit else inf
 
 
-def _keep(heap: list[Entry], entry: Entry, room: int) -> None:
-    """If it is among so many of the best."""
-    if len(heap) < room:
+def _keep(heap: list[Entry], entry: Entry, limit: int) -> None:
+    """Keep an entry if it is among so many of the best."""
+    if len(heap) < limit:
         heappush(heap, entry)
     elif entry > heap[0]:
         heapreplace(heap, entry)
 
 
-def key(plan: Plan, workload: Workload, asked: Objectives) -> Key:
-    """By which plans are ranked."""
-    return key_of(plan.arrangement, plan.cost, workload, asked)
+def key(plan: Plan, workload: Workload, objectives: Objectives) -> Key:
+    """Return the key by which plans are ranked."""
+    return key_of(plan.arrangement, plan.cost, workload, objectives)
 
 
-def key_of(arrangement: Arrangement, found: Cost, workload: Workload, asked: Objectives) -> Key:
-    """Seconds of a sample that counts, or bytes; then the other of the two; then what is asked for beside."""
-    held, samples = found.most.total, arrangement.samples
-    seconds = found.step_s / (samples * asked.efficiency(samples, workload.global_batch, found.staleness))
-    first, second = (held, seconds) if asked.objective == "memory" else (seconds, held)
-    return _rounded(first), _rounded(second), carried.plainness(arrangement)
+def key_of(arrangement: Arrangement, cost: Cost, workload: Workload, objectives: Objectives) -> Key:
+    """Return (seconds of an effective sample, peak bytes, complexity), for objective="memory" the first two swapped.
 
-
-def _rounded(number: float) -> float:
-    """To ten digits, so that equals are equal."""
-    return float(f"{number:.9e}")
+    Both are rounded to ten digits, so that equal ones are equal.
+    """
+    samples, peak_bytes = arrangement.samples, cost.peak.total
+    seconds = cost.step_s / (samples * objectives.efficiency(samples, workload.global_batch, cost.staleness))
+    first, second = (peak_bytes, seconds) if objectives.objective == "memory" else (seconds, peak_bytes)
+    return float(f"{first:.9e}"), float(f"{second:.9e}"), carried.plainness(arrangement)
 
 
 def undominated(plans: Sequence[Plan]) -> list[Plan]:
-    """Without those of the same sizes that another one beats or equals in time and in memory.
+    """Leave out plans that another one of the same sizes beats or equals in time and in memory.
 
-    What computes again is held to what does so too: a host's own plans leave it out where all fits.
+    Plans with recomputation are compared among themselves: a host's own plans leave it out where all fits.
     """
-    kept: list[Plan] = []
+    kept = list[tuple[object, Plan]]()
     for plan in plans:
-        if not any(_sizes(other) == _sizes(plan) and other.cost.most.total <= plan.cost.most.total for other in kept):
-            kept.append(plan)
-    return kept
-
-
-def _sizes(plan: Plan) -> tuple[object, ...]:
-    """And whether anything is computed again: who wants none of that is to find what is best without."""
-    a = plan.arrangement
-    again = a.recompute != "none"
-    return a.replicas, a.stages, a.shards, a.copies, a.stage_shards, a.micro_batch, a.micro_batches, again
+        a = plan.arrangement
+        recomputes = a.recompute != "none"
+        sizes = a.replicas, a.stages, a.shards, a.copies, a.stage_shards, a.micro_batch, a.micro_batches, recomputes
+        peak_bytes = plan.cost.peak.total
+        if not any(other == sizes and each.cost.peak.total <= peak_bytes for other, each in kept):
+            kept.append((sizes, plan))
+    return [plan for _, plan in kept]
