@@ -21,11 +21,12 @@ import numpy as np
 from kit.sheet import Sheet
 from kit.work import guarded
 from messages_page import page
+from product_fit import fitted, relative_errors
 
 from paceline.core.errors import InputError
 from paceline.planner.cluster import DeviceGroup
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
-from paceline.planner.shapes.gemm_time import Product, Products, fitted, relative_errors
+from paceline.planner.shapes.gemm_time import Product, Products
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner"
@@ -35,7 +36,7 @@ Points: TypeAlias = list[tuple[float, float]]
 
 KNOTS = 6
 KNOWN_BYTES = 2**27
-"""Up to which sizes are taken for known where larger ones are foretold."""
+"""Sizes up to this one count as known where larger ones are predicted."""
 MULTIPROCESSORS = 132
 """Of an H100 SXM: NVIDIA H100 Tensor Core GPU Architecture, table 3."""
 HALVINGS = 10

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import Program, Run, Strategy, train
-from paceline.metrics.memory import Memory, memory, peak_saved_bytes
 from paceline.optim import Lamb
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from paceline.schedule import Action
 from tests import zoo
 from tests.engine.pipeline_cases import ADAM, MOMENTUM
+from tests.formulas import Memory, memory, peak_saved_bytes
 
 STEPS = 5
 BATCH = 10

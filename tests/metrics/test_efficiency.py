@@ -11,14 +11,12 @@ from paceline.core.errors import InputError
 from paceline.core.noise_scale import Averages, Observation, Part, differenced, observation
 from paceline.metrics.efficiency import (
     efficiency,
-    examples_factor,
     gain,
-    goodput,
-    steps_factor,
     useful_batch,
     useful_batch_text,
     waste_of_doubling,
 )
+from tests.formulas import examples_factor, goodput, steps_factor
 
 ROUNDING = 1e-9
 """Sums of a few numbers of like size, then one difference of them."""
@@ -147,6 +145,5 @@ def test_without_noise_all_but_one_sample_are_too_many() -> None:
 
 @pytest.mark.parametrize(("noise_scale", "batch"), [(10.0, 0), (10.0, -4), (-1.0, 8), (math.inf, 8), (math.nan, 8)])
 def test_what_is_no_batch_or_no_noise_scale_is_refused(noise_scale: float, batch: float) -> None:
-    for figure in (steps_factor, examples_factor, waste_of_doubling):
-        with pytest.raises(InputError, match="write noise_scale=500"):
-            figure(noise_scale, batch)
+    with pytest.raises(InputError, match="write noise_scale=500"):
+        waste_of_doubling(noise_scale, batch)

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.core.partitioning import cut_at_borders
-from paceline.metrics.memory import Memory, memory, peak_saved_bytes, stepped, stepped_at_borders
 from paceline.schedule import in_flight, parse
+from tests.formulas import Memory, memory, peak_saved_bytes, stepped, stepped_at_borders
 
 
 def test_all_of_a_worker() -> None:

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.core.records import Account, WorkerFigures
-from paceline.metrics.memory import ring_payload_bytes, step_payload_bytes
 from paceline.metrics.summary import summarize
+from tests.formulas import ring_payload_bytes, step_payload_bytes
 
 
 def ring(ranks: int, elements: int) -> tuple[list[list[int]], list[int]]:

@@ -1,15 +1,15 @@
-"""The equations of stragglers, which the planner's benchmarks have: benchmarks/planner/straggler_equations.py."""
+"""Equations that the planner's benchmarks have, and tests compare with: modules of benchmarks/planner."""
 
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "planner" / "straggler_equations.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 
 
-def load() -> ModuleType:
-    """Import the benchmarks' module."""
-    spec = importlib.util.spec_from_file_location("straggler_equations", PATH)
+def load(name: str) -> ModuleType:
+    """Import a module of the benchmarks that needs no other of them."""
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -17,4 +17,5 @@ def load() -> ModuleType:
     return module
 
 
-equations = load()
+equations = load("straggler_equations")
+product_fit = load("product_fit")

@@ -193,7 +193,7 @@ def test_the_virtual_engine_goes_through_the_same_events(policy: str) -> None:
     simulation = Simulation(parse(policy), 4, times, delay, program.seed)
     while simulation.arrivals < summary["gradients"]:
         simulation.turn()
-    seen = simulation.seen()
+    seen = simulation.counts()
     mean_staleness = seen.stale / seen.applied
     assert seen.arrived > 20
     assert (seen.updates, seen.cancelled) == (summary["updates"], summary["cancelled"])
@@ -272,7 +272,7 @@ def test_means_that_are_infinite_are_told_as_such() -> None:
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        ("smooth-switch:adaptive", "only training tells"),
+        ("smooth-switch:adaptive", "only training has"),
         ("buffered:k=9", "can never wait"),
         ("synchronos", "did you mean"),
     ],

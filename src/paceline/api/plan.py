@@ -90,6 +90,7 @@ def plan(
     unbuilt: bool = False,
     verify: int = 0,
     profile: str | Path | None = None,
+    calibrate: str | Path | None = None,
     data: Path | None = None,
     progress: bool | None = None,
 ) -> Plans:
@@ -108,6 +109,7 @@ def plan(
         unbuilt: whether to propose what is not carried on such devices yet.
         verify: how many of the best are then run shortly, in turns, and laid beside what was foretold; on this host.
         profile: a file to keep what was measured in; where there is one of this machine, nothing is measured.
+        calibrate: a CSV file of measured runs, by which the predictions of a shape are corrected.
         data: folder of a built-in program's files.
         progress: whether to draw how far it is; None: where stderr is a terminal.
 
@@ -127,7 +129,12 @@ def plan(
     where = _cluster(cluster, program)
     if _is_shape(program):
         _refuse_verify(verify, "a shape has no code to run")
-        return _of_shape(Path(str(program)), where, asked)
+        return _of_shape(Path(str(program)), where, asked, calibrate)
+    if calibrate is not None:
+        raise InputError(
+            f"calibrate={str(calibrate)!r}: a program is measured on this host, so its plans are not calibrated; leave "
+            "calibrate out, or plan a shape's TOML file"
+        )
     made = _program(program, data)
     if where is not None:
         _refuse_verify(verify, "plans for another machine can't be run on this one")
@@ -169,7 +176,7 @@ def _program(program: "Program | str | Path", data: Path | None) -> "Program":
     return program
 
 
-def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives) -> Plans:
+def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives, calibrate: str | Path | None) -> Plans:
     from paceline.planner.cluster_file import assumed
     from paceline.planner.search.cost_cache import CostCache
     from paceline.planner.search.search import OF_EACH_KIND, search
@@ -181,8 +188,13 @@ def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives) -> Plans:
             "path"
         )
     cluster, habits = assumed(cluster)
-    workload = shape_file.read(path).workload(cluster.device)
-    known = CostCache(workload, cluster, habits)
+    workload, calibration = shape_file.read(path).workload(cluster.device), None
+    if calibrate is not None:
+        from paceline.planner.calibration.calibrated_plans import PlanCalibration
+
+        calibration = PlanCalibration.read(Path(calibrate), workload, cluster)
+        workload, cluster, habits = calibration.workload, calibration.cluster, calibration.overlap_model
+    known = CostCache(workload, cluster, habits, None if calibration is None else calibration.plan)
     plans = search(workload, cluster, asked, cost_cache=known, of_each_kind=OF_EACH_KIND).plans
     return Plans(workload.name, plans, workload, cluster, asked, habits=habits, known=known)
 

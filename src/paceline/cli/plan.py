@@ -56,6 +56,9 @@ def plan(
     ] = None,
     verify: Annotated[int, Option(help="Run so many of the best shortly, predicted beside measured.")] = 0,
     profile: Annotated[Path | None, Option(help="File that keeps what was measured of a program.")] = None,
+    calibrate: Annotated[
+        Path | None, Option(metavar="FILE.csv", help="Measured runs by which a shape's predictions are corrected.")
+    ] = None,
     data: Annotated[Path | None, Option(help="Folder of the data set's standard files.")] = None,
     progress: Annotated[
         bool | None, Option("--progress/--no-progress", help="Show progress on stderr.", show_default=False)
@@ -66,10 +69,10 @@ def plan(
     with session(json_output=json):
         from paceline.api.plan import plan
 
-        _refuse(programs, steps, verify)
+        _refuse(programs, steps, verify, calibrate)
         asked: dict[str, Any] = {"workers": workers, "cluster": cluster, "objective": objective}
         asked |= {"noise_scale": noise_scale, "delay": delay, "unbuilt": unbuilt}
-        asked |= {"verify": verify, "profile": profile, "data": data, "progress": progress}
+        asked |= {"verify": verify, "profile": profile, "calibrate": calibrate, "data": data, "progress": progress}
         found = [plan(program, **asked) for program in programs]
         fits = _one(found[0], programs[0], json=json) if len(found) == 1 else _several(found, steps, json=json)
     told, ok = fits
@@ -79,9 +82,13 @@ def plan(
         raise typer.Exit(FAILED)
 
 
-def _refuse(programs: list[str], steps: list[int] | None, verify: int) -> None:
+def _refuse(programs: list[str], steps: list[int] | None, verify: int, calibrate: Path | None) -> None:
     if len(programs) > 1 and verify:
         raise InputError(f"verify={verify}: several programs are not run together; plan one, or leave --verify out")
+    if len(programs) > 1 and calibrate is not None:
+        raise InputError(
+            f"calibrate={str(calibrate)!r}: plans of several programs are not calibrated; plan one of them"
+        )
     if steps and (len(steps) != len(programs) or len(programs) == 1):
         raise InputError(
             f"--steps {' --steps '.join(map(str, steps))} for {len(programs)} programs; write it once for each of "

@@ -17,49 +17,12 @@ from paceline.core.noise_scale import efficiency
 
 __all__ = [
     "efficiency",
-    "examples_factor",
     "gain",
-    "goodput",
-    "steps_factor",
     "useful_batch",
     "useful_batch_text",
     "verdict",
     "waste_of_doubling",
 ]
-
-
-def steps_factor(noise_scale: float, batch: float) -> float:
-    """How many updates training takes, against the least that any batch size needs: 1 + φ/B.
-
-    Args:
-        noise_scale: φ, in samples.
-        batch: B, samples of one update.
-
-    Raises:
-        InputError: a batch of no samples, or a φ below 0 or not finite.
-
-    >>> steps_factor(100.0, batch=100), steps_factor(100.0, batch=400)
-    (2.0, 1.25)
-    """
-    _refuse(noise_scale, batch)
-    return 1 + noise_scale / batch
-
-
-def examples_factor(noise_scale: float, batch: float) -> float:
-    """How many samples training takes, against the least that any batch size needs: 1 + B/φ.
-
-    Args:
-        noise_scale: φ, in samples; without noise all samples but one are too many.
-        batch: B, samples of one update.
-
-    Raises:
-        InputError: a batch of no samples, or a φ below 0 or not finite.
-
-    >>> examples_factor(100.0, batch=100), examples_factor(100.0, batch=25)
-    (2.0, 1.25)
-    """
-    _refuse(noise_scale, batch)
-    return 1 + batch / noise_scale if noise_scale else math.inf
 
 
 def gain(noise_scale: float, batch: float, reference: float) -> float:
@@ -77,17 +40,6 @@ def gain(noise_scale: float, batch: float, reference: float) -> float:
     _refuse(noise_scale, batch)
     _refuse(noise_scale, reference)
     return batch / reference * efficiency(noise_scale, batch, reference)
-
-
-def goodput(samples_per_s: float, noise_scale: float, batch: float, reference: float) -> float:
-    """Samples per second, each counted for as much as it advances training (Pollux): throughput · efficiency.
-
-    So it is how many samples per second a run in batches of ``reference`` would have to process to learn as fast.
-
-    >>> goodput(1000.0, 100.0, batch=100, reference=0)
-    500.0
-    """
-    return samples_per_s * efficiency(noise_scale, batch, reference)
 
 
 def waste_of_doubling(noise_scale: float, batch: float) -> float:

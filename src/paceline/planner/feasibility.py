@@ -51,7 +51,7 @@ def smallest_change(cost_cache: CostCache, objectives: Objectives) -> Fit:
         cost_cache: the workload and the cluster.
         objectives: has the limits of workers and of memory.
     """
-    max_bytes = min(objectives.memory_bytes or inf, cost_cache.cluster.device.memory_bytes)
+    max_bytes = objectives.max_bytes(cost_cache.cluster)
     plain = _sizes(cost_cache, objectives, (), 1, 1)[0]
     plain_bytes = cost_cache.cost(plain).peak.total
     if plain_bytes <= max_bytes:

@@ -62,7 +62,7 @@ def waiting(
         InputError: a text that can't be read, or a policy that needs a loss or a gradient.
 
     >>> calm = waiting("synchronous", 4, 0.1)
-    >>> calm.batches, round(calm.step_s(4), 9), round(calm.waiting_s(4), 9)
+    >>> calm.batches, round(calm.step_s(4), 9), abs(round(calm.waiting_s(4), 9))
     (4, 0.1, 0.0)
     >>> round(waiting("synchronous", 4, 0.1, "fraction=0.25 constant:value=0.2").waiting_s(4), 9)
     0.2

@@ -238,7 +238,7 @@ class Calibration:
         return max(1.0, log2(max(ratio, larger, 1.0)) / log2(EXTRAPOLATED))
 
     def _why(self, beyond: float) -> str:
-        rows = f"nine of ten of {len(self.effects.errors)} rows, each foretold by the others"
+        rows = f"nine of ten of {len(self.effects.errors)} rows, each predicted by the others"
         return rows if beyond == 1.0 else f"{rows}; {beyond:.1f} times as wide, as no row is nearly as large"
 
 

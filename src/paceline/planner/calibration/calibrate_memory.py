@@ -81,10 +81,15 @@ _UNKNOWN = 0.33
 """Where no row told: what counting alone is off in the rows that did (benchmarks/planner)."""
 
 
+def corrections(row: PublishedRow, deviations: Array) -> tuple[float, float]:
+    """Return the bytes of the runtime of a row's device, and the factor of activations and buffers."""
+    context, activations = (exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True))
+    return context * (HOST_CONTEXT_BYTES if row.family in HOSTS else DEVICE_CONTEXT_BYTES), activations
+
+
 def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float:
     """Before effects."""
-    context, activations = (exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True))
-    context *= HOST_CONTEXT_BYTES if row.family in HOSTS else DEVICE_CONTEXT_BYTES
+    context, activations = corrections(row, deviations)
     if case is None:
         return context + _states(row)
     held = predicted(case, Corrections()).peak

@@ -153,19 +153,19 @@ LATENCY_S, BETWEEN_LATENCY_S = 1.5e-5, 3e-5
 
 def predicted(case: Case, corrections: Corrections) -> Cost:
     """What a step of it takes and holds, as corrected."""
-    work = replace(case.workload, kernels=kernels(case, corrections))
+    work = replace(case.workload, kernels=kernels(case.kernels, corrections))
     return case.cost(work, corrected(case.cluster, corrections), habits_of(case, corrections))
 
 
-def kernels(case: Case, corrections: Corrections) -> DeviceEfficiency:
-    """Of its device."""
+def kernels(expected: DeviceEfficiency, corrections: Corrections) -> DeviceEfficiency:
+    """Return a device's efficiency as corrected."""
     return replace(
-        case.kernels,
-        products=case.kernels.products * corrections.products,
-        bytes=case.kernels.bytes * corrections.bytes,
-        host_s=case.kernels.host_s * corrections.host,
-        call_s=case.kernels.call_s * corrections.call,
-        scores=case.kernels.scores * corrections.scores,
+        expected,
+        products=expected.products * corrections.products,
+        bytes=expected.bytes * corrections.bytes,
+        host_s=expected.host_s * corrections.host,
+        call_s=expected.call_s * corrections.call,
+        scores=expected.scores * corrections.scores,
     )
 
 

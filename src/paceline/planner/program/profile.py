@@ -34,7 +34,7 @@ class LineFit:
     """``fixed + each · samples``, neither of them below 0.
 
     >>> LineFit.through({8: 3.0, 32: 9.0})
-    Line(fixed=1.0, each=0.25)
+    LineFit(fixed=1.0, each=0.25)
     >>> LineFit.through({8: 4.0, 32: 3.0}).of(100)
     3.5
     """

@@ -1,5 +1,6 @@
 """Costs of a workload on a cluster, cached for any number of searches: divisions, bounds, closed forms, simulations."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -21,10 +22,18 @@ class CostCache:
         workload: that is trained.
         cluster: that it is trained on.
         overlap_model: of the runtime; None: nothing overlaps.
+        calibrate: correction of each plan; None: plans are as computed.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster, overlap_model: OverlapModel | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        overlap_model: OverlapModel | None = None,
+        calibrate: Callable[[Plan], Plan] | None = None,
+    ) -> None:
         self.workload, self.overlap_model = workload, overlap_model or OverlapModel()
+        self._calibrate = calibrate
         self.cluster = replace(cluster, messages=CachedMessages(cluster.messages))
         self.divisions = Divisions(workload, self.cluster)
         self.bounds = OptionBounds(workload, self.cluster, self.overlap_model)
@@ -62,7 +71,8 @@ class CostCache:
             quiet_s, step_s = event_simulation.steps_s(arrangement, (times.without_messages(), times))
             bubble = max(0.0, quiet_s - result.terms["compute"] - result.terms["shards"])
             result = replace(result, terms={**result.terms, "stages": step_s - quiet_s, "bubble": bubble})
-        return plan_of(arrangement, result, self.workload, self.cluster, simulated=simulate)
+        plan = plan_of(arrangement, result, self.workload, self.cluster, simulated=simulate)
+        return plan if self._calibrate is None else self._calibrate(plan)
 
 
 def plan_of(

@@ -99,3 +99,7 @@ class Objectives:
     def max_workers(self, cluster: Cluster) -> int:
         """Return the number of workers that a plan may have."""
         return min(cluster.workers, self.workers or cluster.workers)
+
+    def max_bytes(self, cluster: Cluster) -> float:
+        """Return the memory that a worker may use."""
+        return min(self.memory_bytes or math.inf, cluster.device.memory_bytes)

@@ -63,7 +63,7 @@ class Ranking:
     def __init__(self, cost_cache: CostCache, objectives: Objectives, of_each_kind: int = 0) -> None:
         self._cache, self._objectives, self._of_each_kind = cost_cache, objectives, of_each_kind
         self.frames = self.costed = self.left_out = 0
-        self._max_bytes = min(objectives.memory_bytes or inf, cost_cache.cluster.device.memory_bytes)
+        self._max_bytes = objectives.max_bytes(cost_cache.cluster)
         self._heap: list[Entry] = []
         self._kinds: dict[PlanKind, list[Entry]] = {}
         self._numbers = count()

@@ -78,8 +78,9 @@ def search(
             f"a batch of {workload.global_batch} samples can't be divided among {cluster.workers} workers; write "
             f"global_batch={cluster.workers}, or fewer workers."
         )
-    best = [cache.plan(arrangement, simulate=simulate) for arrangement in ranking.best()]
-    plans = undominated(sorted(best, key=lambda plan: key(plan, workload, objectives)))
+    best, max_bytes = (cache.plan(each, simulate=simulate) for each in ranking.best()), objectives.max_bytes(cluster)
+    fitting = [plan for plan in best if plan.cost.peak.total <= max_bytes]  # a calibration may make them larger
+    plans = undominated(sorted(fitting, key=lambda plan: key(plan, workload, objectives)))
     return SearchResult(tuple(plans), ranking.frames, ranking.costed, ranking.left_out)
 
 

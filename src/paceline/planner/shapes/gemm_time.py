@@ -19,13 +19,9 @@ less. Three constants: P∞, t_0 and q. Sources: waves and tiles are NVIDIA's "M
 Guide"; the form with a share q is ours.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple, final
-
-import numpy as np
-from numpy.typing import NDArray
 
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
@@ -173,64 +169,3 @@ def product_s(b: int, m: int, n: int, k: int, device: Products) -> Seconds:
     '185.4 µs'
     """
     return device.seconds(Product(b, m, n, k))
-
-
-def fitted(products: Sequence[Product], seconds: Sequence[Seconds], multiprocessors: int) -> Products:
-    """The constants with the least mean relative error, found by least squares that are weighed anew.
-
-    Args:
-        products: that were measured; at least three, of different sizes.
-        seconds: each took.
-        multiprocessors: of the device.
-
-    Raises:
-        InputError: fewer than three, not as many times, or times from which no rate above 0 follows.
-
-    >>> real = Products(1e14, 4e-6, 0.25, 8)
-    >>> some = [Product(1, size, 512, 512) for size in (128, 640, 1024, 4096)]
-    >>> found = fitted(some, [real.seconds(each) for each in some], 8)
-    >>> f"{found.flops_per_s:.4g} {found.start_s:.4g} {found.waits:.4g}"
-    '1e+14 4e-06 0.25'
-    """
-    if len(products) < _CONSTANTS or len(products) != len(seconds):
-        raise InputError(
-            f"{len(products)} products with {len(seconds)} times do not give three constants; write at least three of "
-            "each."
-        )
-    if len({each.flops for each in products}) == 1:
-        raise InputError(f"all products are of {products[0].flops:g} operations; write products of several sizes.")
-    columns = [_terms(each, multiprocessors) for each in products]
-    start_s, s_per_flop, s_per_lost = _least(np.array(columns), np.array(seconds, dtype=np.float64))
-    if not s_per_flop > 0:
-        raise InputError("these times do not grow with the products' sizes; write what was measured, in seconds.")
-    waits = min(1.0, max(0.0, s_per_lost / s_per_flop))
-    return Products(1.0 / s_per_flop, max(0.0, start_s), waits, multiprocessors)
-
-
-def relative_errors(device: Products, products: Iterable[Product], seconds: Iterable[Seconds]) -> list[float]:
-    """(foretold - measured) / measured of each."""
-    return [device.seconds(each) / took - 1.0 for each, took in zip(products, seconds, strict=True)]
-
-
-_CONSTANTS = 3
-_ROUNDS = 40
-_LEAST_ERROR = 0.01
-"""Below it an error weighs no more than this one does: 1 % is what a measurement is good for."""
-
-
-def _terms(product: Product, multiprocessors: int) -> list[float]:
-    return [1.0, product.flops, product.rounded_flops(multiprocessors) - product.flops]
-
-
-def _least(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float, float]:
-    """Coefficients with the least Σ |error| / seconds: each round weighs by the errors of the one before it."""
-    scales = np.abs(columns).max(axis=0)
-    scales[scales == 0] = 1.0
-    relative = columns / scales / seconds[:, None]
-    roots = np.ones(len(seconds))
-    found = np.zeros(_CONSTANTS)
-    for _ in range(_ROUNDS):
-        found = np.linalg.lstsq(relative * roots[:, None], roots, rcond=None)[0]
-        roots = 1.0 / np.sqrt(np.maximum(np.abs(relative @ found - 1.0), _LEAST_ERROR))
-    start_s, s_per_flop, s_per_lost = (float(each) for each in found / scales)
-    return start_s, s_per_flop, s_per_lost

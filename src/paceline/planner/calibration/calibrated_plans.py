@@ -1,0 +1,138 @@
+"""Calibration of a shape's plans by rows that were measured: ``paceline plan --calibrate FILE.csv``.
+
+::
+
+    workload, cluster, overlap model  --corrections-->  search  -->  plans  --effects-->  plans, with their intervals
+
+The ten corrections act where costs are computed, so that the whole search is calibrated; then each plan is a row, whose
+effects (of its device, framework and source) scale its time and memory, and say how wide its intervals are.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+from paceline.planner.base import Arrangement, OverlapModel, Plan, WorkerMemory
+from paceline.planner.calibration.calibrate import Calibration, calibrated, computed
+from paceline.planner.calibration.calibrate_memory import MemoryCalibration, calibrated_memory, corrections, held_bytes
+from paceline.planner.calibration.corrections import Case, corrected, habits_of, kernels
+from paceline.planner.calibration.rows import GIB, PublishedRow, read
+from paceline.planner.cluster import Cluster, Described
+from paceline.planner.shapes.shape_file import DescribedWorkload
+
+
+@dataclass(frozen=True)
+class PlanCalibration:
+    """Calibration of the plans of a shape on a cluster.
+
+    Args:
+        times: of rows.
+        memory: of rows.
+        source: name of their file.
+        described: the shape, before any correction.
+        described_cluster: likewise.
+    """
+
+    times: Calibration
+    memory: MemoryCalibration
+    source: str
+    described: DescribedWorkload
+    described_cluster: Cluster
+
+    @classmethod
+    def read(cls, path: Path, workload: DescribedWorkload, cluster: Cluster) -> "PlanCalibration":
+        """Calibrate with the rows of a file.
+
+        Raises:
+            InputError: it can't be read, or too few rows have a step time.
+        """
+        rows = read(path)
+        return cls(calibrated(rows), calibrated_memory(rows), path.name, workload, cluster)
+
+    @cached_property
+    def workload(self) -> DescribedWorkload:
+        """The shape with corrected kernels."""
+        efficiency = kernels(self.described.kernels, self.times.corrections)
+        return replace(self.described, kernels=efficiency, spread=0.0)
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        """The cluster with corrected links."""
+        result = corrected(self.described_cluster, self.times.corrections)
+        note = f"calibrated by {self.source}"
+        provenance = {**result.provenance, "links": note, "context": note, "overlap": note}
+        return replace(result, spread=0.0, provenance=provenance)
+
+    @cached_property
+    def overlap_model(self) -> OverlapModel:
+        """Overlap and overheads of a framework like Paceline, with the corrections of times and of memory."""
+        row = self.row(Arrangement(micro_batch=1))
+        case = Case.of(row)
+        assert case is not None, "it has a shape"
+        context, activations = corrections(row, self.memory.deviations)
+        return replace(habits_of(case, self.times.corrections), context_bytes=context, fragmentation=activations)
+
+    def row(self, a: Arrangement) -> PublishedRow:
+        """Return an arrangement as a row of a table; schedules that tables don't have count as 1F1B."""
+        shape, cluster, device = self.described.shape, self.described_cluster, self.described_cluster.device
+        assert isinstance(cluster.messages, Described), "a cluster in words is described"
+        links = cluster.messages.links
+        columns = {
+            "row_id": "plan",
+            "source_id": "paceline",
+            "framework": "Paceline",
+            "hw": device.name,
+            "gpu_mem_gb": device.memory_bytes / GIB,
+            "peak_tflops": device.flops_per_s / 1e12,
+            "n_devices": a.workers,
+            "dev_per_node": cluster.devices_per_host,
+            "intra_bw_GBps": links.inside_bytes_per_s / 1e9,
+            "inter_bw_GBps_per_dev": links.between_bytes_per_s / 1e9,
+            "model": self.described.name,
+            "n_params": shape.parameters,
+            "layers": shape.layers,
+            "hidden": shape.hidden,
+            "heads": shape.heads,
+            "ffn": shape.width,
+            "vocab": shape.vocab,
+            "seq": shape.sequence,
+            "dp": a.replicas,
+            "tp": a.shards,
+            "pp": a.stages,
+            "vpp": a.chunks,
+            "zero": a.divided,
+            "mbs": a.micro_batch,
+            "ga": a.micro_batches,
+            "gbs": a.samples,
+            "precision": self.described.precision,
+            "recompute": "none" if a.recompute == "none" else "full",
+            "schedule": a.schedule,
+        }
+        return PublishedRow({name: str(value) for name, value in columns.items()})
+
+    def plan(self, plan: Plan) -> Plan:
+        """Return a plan that was computed with the corrections, with the effects and the intervals of its row."""
+        row = self.row(plan.arrangement)
+        case, time, room = Case.of(row), self.times.forecast(row), self.memory.forecast(row)
+        # The row's effects alone: the corrections are in the plan already.
+        slower = time.step_s / computed(row, case, self.times.corrections, self.times.told)
+        larger = room.bytes / held_bytes(row, case, self.memory.deviations)
+        memory = tuple(
+            WorkerMemory(*(larger * getattr(each, part.name) for part in fields(WorkerMemory)))
+            for each in plan.cost.memory
+        )
+        cost = replace(plan.cost, terms={name: slower * s for name, s in plan.cost.terms.items()}, memory=memory)
+        low, high = room.low_bytes / room.bytes - 1, room.high_bytes / room.bytes - 1
+        notes = {
+            "spread": f"calibrated by {self.source}: {time.why}",
+            "memory": f"calibrated by {self.source}: nine of ten within {low:+.0%} to {high:+.0%}",
+        }
+        return replace(
+            plan,
+            cost=cost,
+            low_s=cost.step_s * time.low_s / time.step_s,
+            high_s=cost.step_s * time.high_s / time.step_s,
+            samples_per_s=plan.samples_per_s / slower,
+            utilisation=None if plan.utilisation is None else plan.utilisation / slower,
+            provenance={**plan.provenance, **notes},
+        )
