@@ -37,12 +37,9 @@ def shape(tmp_path: Path) -> Path:
 
 def test_runs_of_twice_the_time_make_plans_of_twice_the_time(shape: Path, tmp_path: Path) -> None:
     """Rows of Paceline itself, all with the same error: its effect is that of every plan."""
-    own = {"framework": "Paceline", "source_id": "paceline", "recompute": "none", "precision": "bf16"}
-    found = []
+    rows, found = grid("own", framework="Paceline", recompute="none", precision="bf16"), []
     for off in (0.0, log(2.0)):
-        path = write(
-            tmp_path, timed(grid("own", **{k: v for k, v in own.items() if k != "source_id"}), Corrections(), off=off)
-        )
+        path = write(tmp_path, timed(rows, Corrections(), off=off, noise=0.05))
         found.append(plan(shape, cluster=CLUSTER, calibrate=path))
     plain, slow = (plans.best for plans in found)
     # Priors pull towards no error, and a part of it is taken for slower devices: these rows say twice, and few others.

@@ -17,7 +17,7 @@ from paceline.core.mesh import StageReplicas
 from paceline.planner.base import Arrangement, Cost, OverlapModel
 from paceline.planner.cluster import Cluster
 from paceline.planner.cost import cost
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 from paceline.planner.search.candidates import arrangement, frames, options
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.event_simulation import part_times
@@ -73,7 +73,7 @@ def whole(shards: int, on: Cluster) -> bool:
 
 
 def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) -> Iterator[Arrangement]:
-    """Every one that is carried."""
+    """Every one that is supported."""
     schedules = [(each, 1) for each in ("1f1b", "gpipe", "zero-bubble", "sequential")]
     schedules += [("interleaved", v) for v in range(2, 9)]
     schedules += [("pipedream", 1), ("pipedream-2bw", 1)] if asked.counts else []
@@ -86,7 +86,11 @@ def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) ->
             made = replace(size, schedule=schedule, chunks=v, recompute=recompute, divided=divided, accumulated=a)
             if size.stages == 1 and (recompute == "stage" or a > 1):  # the whole model again, for nothing
                 continue
-            refusals = carried.never(made), carried.unbuilt(made, on.device.kind, asked.engine), workload.refusal(made)
+            refusals = (
+                supported.refusal(made),
+                supported.device_refusal(made, on.device.kind, asked.engine),
+                workload.refusal(made),
+            )
             if refusals == (None, None, None):
                 yield made
 
@@ -246,7 +250,7 @@ def test_all_that_is_proposed_is_carried() -> None:
     for plan in kinds.values():
         assert plan.strategy is not None
         assert plan.strategy.workers == plan.arrangement.workers
-        if carried.engine_of(plan.arrangement, 8) == "local":
+        if supported.engine_of(plan.arrangement, 8) == "local":
             check(program, plan.strategy, engine="local", steps=1)
 
 

@@ -133,7 +133,7 @@ def _beyond(answer: PlanReport) -> Iterable[str]:
     if answer.beyond is not None:
         plan, kind = answer.beyond, answer.cluster.device.kind
         took = f"{seconds_text(plan.cost.step_s)} a step, {plan.samples_per_s:,.4g} samples/s"
-        yield f"not carried on {kind} yet, and better: {plan.strategy}, {took} (--unbuilt proposes such)"
+        yield f"not supported on {kind} yet, and better: {plan.strategy}, {took} (--unbuilt proposes such)"
 
 
 def print_shared(found: SharingResult, jobs: Sequence[SharedJob]) -> None:

@@ -160,24 +160,19 @@ def _stale_synchronous(bound: int, group: DelayedReplicas) -> Pace:
     streams = (attempts(Times(compute=Constant(batch_s)), delay, r, replicas, 0, 1) for r in range(replicas))
     drawn = np.array([list(islice(stream, clocks)) for stream in streams], dtype=np.float64).T
     ends = stale_synchronous(drawn, bound).end_s
-    began_s, ended_s = float(ends[int(clocks * _WARM_UP)].max()), float(ends[-1].min())
-    kept = (ends > began_s) & (ends <= ended_s)
-    stale = _staleness(ends, bound)[kept]
-    updates = int(kept.sum())
-    update_s = (ended_s - began_s) / updates if updates else nan
-    return Pace(update_s, 1.0, float(stale.mean()), float((stale == 0).mean()), 0.0, batch_s, updates)
-
-
-def _staleness(ends: NDArray[np.float64], bound: int) -> NDArray[np.int64]:
-    """Count the updates between reading A and applying Δ: an attempt reads the version of its own last Δ or, where it
-    had to wait, that of the slowest's."""
-    clocks, replicas = ends.shape
-    version = np.empty(clocks * replicas, dtype=np.int64)
-    version[np.argsort(ends, axis=None, kind="stable")] = np.arange(1, clocks * replicas + 1)
-    written = version.reshape(clocks, replicas)
+    # Updates between reading A and applying Δ: an attempt reads the version of its own last Δ or, where it had to wait,
+    # that of the slowest's; ends in their order are the versions.
+    version = np.empty(ends.size, dtype=np.int64)
+    version[np.argsort(ends, axis=None, kind="stable")] = np.arange(1, ends.size + 1)
+    written = version.reshape(ends.shape)
     read = np.zeros_like(written)
     read[1:] = written[:-1]
     slowest = np.argmax(ends, axis=1)
     for clock in range(bound + 1, clocks):
         read[clock] = np.maximum(read[clock], written[clock - 1 - bound, slowest[clock - 1 - bound]])
-    return written - 1 - read
+    began_s, ended_s = float(ends[int(clocks * _WARM_UP)].max()), float(ends[-1].min())
+    kept = (ends > began_s) & (ends <= ended_s)
+    stale = (written - 1 - read)[kept]
+    updates = int(kept.sum())
+    update_s = (ended_s - began_s) / updates if updates else nan
+    return Pace(update_s, 1.0, float(stale.mean()), float((stale == 0).mean()), 0.0, batch_s, updates)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from paceline.core.formatting import bytes_text
 from paceline.planner.base import Arrangement, Cost, Recomputed
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 from paceline.planner.search.candidates import Frame, Option, divisors, is_supported
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
@@ -60,7 +60,7 @@ def smallest_change(cost_cache: CostCache, objectives: Objectives) -> Fit:
     for count in range(1, len(CHANGES) + 1):
         for changes in combinations(CHANGES, count):
             if best := _fastest(cost_cache, objectives, changes, max_bytes):
-                strategy = carried.strategy(best[0], cost_cache.cluster.device.kind)
+                strategy = supported.strategy(best[0], cost_cache.cluster.device.kind)
                 words = " and ".join(CHANGES[change] for change in changes)
                 peak = bytes_text(best[1].peak.total)
                 text = f"{lacks}; the smallest change that fits is {words}: {strategy}, {peak}"
@@ -84,7 +84,7 @@ def _fastest(
         best_s = inf if best is None else best[1].step_s
         if bounds.memory_bytes(frame, option) > max_bytes or bounds.step_s(frame, option) > best_s:
             continue
-        if carried.never(a) is not None or cost_cache.workload.refusal(a) is not None:
+        if supported.refusal(a) is not None or cost_cache.workload.refusal(a) is not None:
             continue
         if not is_supported(cluster, objectives, a) or not cost_cache.divisions.fits(a):
             continue

@@ -6,7 +6,7 @@ from typing import Any
 from paceline.planner.answer import PlanReport
 from paceline.planner.base import Plan, merged
 from paceline.planner.multi_job import SharedJob, SharingResult, WorkerDivision
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 
 EXPOSED = ("shards", "stages", "replicas")
 """Terms of a step that are communication."""
@@ -45,8 +45,8 @@ def command_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
     """Return the command that runs a plan; None where it is not supported."""
     if plan.strategy is None:
         return None
-    engine = carried.engine_of(plan.arrangement, devices_per_host)
-    return carried.command(program, plan.strategy, engine, devices_per_host)
+    engine = supported.engine_of(plan.arrangement, devices_per_host)
+    return supported.command(program, plan.strategy, engine, devices_per_host)
 
 
 def answer_json(answer: PlanReport, program: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from paceline.planner.base import Plan, Workload
 from paceline.planner.closed_forms import DelayedReplicas, predicted_pace
 from paceline.planner.cluster import Cluster
 from paceline.planner.policy_simulation import Pace, Simulation
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
 
 __all__ = [
@@ -173,9 +173,9 @@ def policies(plan: Plan, cluster: Cluster) -> Iterator[str]:
     a = plan.arrangement
     replicas = a.replicas
     yield "synchronous"
-    if replicas == 1 or a.workers > cluster.devices_per_host or a.divided or carried.engine_of(a, 2**62) != "local":
+    if replicas == 1 or a.workers > cluster.devices_per_host or a.divided or supported.engine_of(a, 2**62) != "local":
         return
-    if cluster.device.kind == "cuda" and carried.pipelined(a):
+    if cluster.device.kind == "cuda" and supported.pipelined(a):
         return
     yield from (f"synchronous:backups={b}" for b in sorted({1, replicas // 10, replicas // 4}) if 0 < b < replicas)
     few = sorted({replicas // 4, replicas // 2})

@@ -30,9 +30,9 @@ from paceline.planner.program.measured_workload import MeasuredWorkload, cluster
 from paceline.planner.program.profile import Pieces, Profile, ShortRun, kind
 from paceline.planner.program.profiling import Tell, profile, silent
 from paceline.planner.program.short_runs import in_a_line
-from paceline.planner.search.carried import plainness
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.ranking import key
+from paceline.planner.search.supported import plainness
 from paceline.program import Program
 from paceline.strategy import AUTO, Strategy
 

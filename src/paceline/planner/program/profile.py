@@ -26,7 +26,7 @@ from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
 from paceline.core.types import Seconds
 from paceline.planner.base import Arrangement, Collective, Numerics, Provenance
-from paceline.planner.search.carried import pipelined
+from paceline.planner.search.supported import pipelined
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from paceline.planner.base import Arrangement, Recomputed, Workload
 from paceline.planner.cluster import Cluster
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
 
 Whole = NDArray[np.int64]
@@ -109,7 +109,10 @@ def frames(workload: Workload, cluster: Cluster, objectives: Objectives, batch: 
     cuts = [(r, b) for r in replicas for b in divisors(batch // r) if objectives.replicas in (None, r)]
     pairs = np.array(cuts, dtype=np.int64).reshape(-1, 2)
     max_shards = limit if is_supported(cluster, objectives, Arrangement(shards=2)) else 1
-    shards = [t for t in range(1, max_shards + 1) if _shards_fit(t, workload, cluster)]
+    # Of several hosts, each has whole groups of shards or is part of one: no group straddles two of them.
+    each = cluster.devices_per_host
+    unbroken = (t for t in range(1, max_shards + 1) if cluster.hosts == 1 or each % t == 0 or t % each == 0)
+    shards = [t for t in unbroken if workload.refusal(Arrangement(shards=t)) is None]
     meshes = [np.zeros((0, 4), dtype=np.int64)]
     for t, p in product(shards, range(1, min(layers, limit) + 1)):
         kept = pairs[pairs[:, 0] * p * t <= limit]
@@ -117,16 +120,14 @@ def frames(workload: Workload, cluster: Cluster, objectives: Objectives, batch: 
             sizes = np.full(len(kept), p), np.full(len(kept), t)
             meshes.append(np.column_stack([kept[:, 0], *sizes, kept[:, 1]]))
     uneven = _uneven_stages(min(MAX_UNEVEN_WORKERS, limit), min(MAX_UNEVEN_STAGES, layers), tuple(shards))
-    uneven_meshes, index = _uneven_meshes(pairs, uneven, limit)
-    r, p, t, b = np.concatenate([*meshes, uneven_meshes]).T.copy()
+    index = np.zeros(0, dtype=np.int64)
+    if uneven:
+        workers = np.array([one.workers for one in uneven])
+        sizes_of = np.array([(len(one.copies), max(one.shards)) for one in uneven])
+        index, pair = np.nonzero(workers[:, None] * pairs[None, :, 0] <= limit)
+        meshes.append(np.column_stack([pairs[pair, 0], sizes_of[index], pairs[pair, 1]]))
+    r, p, t, b = np.concatenate(meshes).T.copy()
     return Frames(batch, r, p, t, b, uneven, index)
-
-
-def _shards_fit(shards: int, workload: Workload, cluster: Cluster) -> bool:
-    """Return True if the model can be cut so; of several hosts, each has whole groups of shards or is part of one."""
-    each = cluster.devices_per_host
-    straddles = cluster.hosts > 1 and each % shards and shards % each
-    return not straddles and workload.refusal(Arrangement(shards=shards)) is None
 
 
 @cache
@@ -153,16 +154,6 @@ def _uneven_stages(workers: int, stages: int, shards: tuple[int, ...]) -> Sequen
 
     result = (UnevenStages(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in rows(p, workers))
     return [one for one in result if is_searched(one)]
-
-
-def _uneven_meshes(pairs: Whole, uneven: Sequence[UnevenStages], limit: int) -> tuple[Whole, Whole]:
-    """Return rows R, p, t, b, and the index of each row's uneven stages."""
-    if not uneven:
-        return np.zeros((0, 4), dtype=np.int64), np.zeros(0, dtype=np.int64)
-    workers = np.array([one.workers for one in uneven])
-    sizes = np.array([(len(one.copies), max(one.shards)) for one in uneven])
-    index, pair = np.nonzero(workers[:, None] * pairs[None, :, 0] <= limit)
-    return np.column_stack([pairs[pair, 0], sizes[index], pairs[pair, 1]]), index
 
 
 @cache
@@ -240,14 +231,14 @@ def arrangement(frame: Frame, option: Option, cluster: Cluster, objectives: Obje
         *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
         option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
     )  # fmt: skip
-    if carried.never(result) is not None:
+    if supported.refusal(result) is not None:
         return None
     return result if is_supported(cluster, objectives, result) else None
 
 
 def is_supported(cluster: Cluster, objectives: Objectives, arrangement: Arrangement) -> bool:
     """Return True if such devices support it, or unsupported plans are requested."""
-    return objectives.unbuilt or carried.unbuilt(arrangement, cluster.device.kind, objectives.engine) is None
+    return objectives.unbuilt or supported.device_refusal(arrangement, cluster.device.kind, objectives.engine) is None
 
 
 def supports_zero(cluster: Cluster, objectives: Objectives) -> bool:

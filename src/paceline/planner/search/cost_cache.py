@@ -8,7 +8,7 @@ import numpy as np
 from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Workload, merged
 from paceline.planner.cluster import CachedMessages, Cluster
 from paceline.planner.cost import EXACT, cost
-from paceline.planner.search import carried, event_simulation
+from paceline.planner.search import event_simulation, supported
 from paceline.planner.search.candidates import frames, supports_async_pipelines, supports_zero
 from paceline.planner.search.lower_bounds import FrameBounds, OptionBounds
 from paceline.planner.search.objective import Objectives
@@ -89,7 +89,7 @@ def plan_of(
         step_s * (1 + spread),
         samples_per_s,
         None if flops is None else flops * samples_per_s / peak_flops_per_s,
-        None if carried.never(arrangement) else carried.strategy(arrangement, cluster.device.kind),
+        None if supported.refusal(arrangement) else supported.strategy(arrangement, cluster.device.kind),
         simulated,
         merged(workload.provenance, cluster.provenance, cluster.device.provenance),
     )

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from paceline.core.mesh import StageReplicas
 from paceline.core.types import Seconds
-from paceline.planner.base import Arrangement, LayerCost, OverlapModel
+from paceline.planner.base import Arrangement, OverlapModel
 from paceline.planner.cluster import Cluster
 from paceline.planner.stage_division import StageDivision, calls_s
 from paceline.schedule import parse
@@ -70,9 +70,16 @@ def part_times(
     layers, p = division.layers, arrangement.stages
     parts = [layers[start:end] for start, end in pairwise([0, *division.cuts, len(layers)])]
     sizes = [arrangement.with_shards(t) for t in arrangement.shards_by_stage]
-    passes = {  # layers that are equal are one object
-        id(layer): _passes_s(layer, sizes[place % p], cluster) for place, part in enumerate(parts) for layer in part
-    }
+    passes: dict[int, tuple[Seconds, Seconds]] = {}
+    for place, part in enumerate(parts):
+        for layer in {id(each): each for each in part}.values():  # layers that are equal are one object
+            # Each pass has its share of the exposed time of the collectives.
+            group = cluster.shards(sizes[place % p])
+            forward_s = sum(cluster.messages.of(call, group) for call in layer.forward_calls)
+            both_s = forward_s + sum(cluster.messages.of(call, group) for call in layer.backward_calls)
+            seen = calls_s(layer, cluster, sizes[place % p]) / both_s if both_s else 0.0
+            backward_s = layer.backward_s + seen * (both_s - forward_s)
+            passes[id(layer)] = layer.forward_s + seen * forward_s, backward_s
     message_s = 0.0
     if p > 1 and len(parts) > 1:
         group = cluster.neighbours(arrangement)
@@ -81,15 +88,6 @@ def part_times(
     hidden_s = message_s * overlap_model.send_overlap
     forward, backward = (tuple(sum(passes[id(layer)][n] for layer in part) for part in parts) for n in (0, 1))
     return PartTimes(forward, backward, hidden_s, message_s - hidden_s)
-
-
-def _passes_s(layer: LayerCost, arrangement: Arrangement, cluster: Cluster) -> tuple[Seconds, Seconds]:
-    """Return forward and backward, each with its share of the exposed collectives."""
-    group = cluster.shards(arrangement)
-    forward = sum(cluster.messages.of(call, group) for call in layer.forward_calls)
-    both = forward + sum(cluster.messages.of(call, group) for call in layer.backward_calls)
-    seen = calls_s(layer, cluster, arrangement) / both if both else 0.0
-    return layer.forward_s + seen * forward, layer.backward_s + seen * (both - forward)
 
 
 def steps_s(arrangement: Arrangement, variants: Sequence[PartTimes]) -> list[Seconds]:

@@ -9,7 +9,7 @@ from paceline.clock.times import Delay
 from paceline.core.errors import InputError, unknown
 from paceline.planner.base import Workload
 from paceline.planner.cluster import Cluster
-from paceline.planner.search.carried import EngineName
+from paceline.planner.search.supported import EngineName
 
 Objective: TypeAlias = Literal["throughput", "goodput", "memory", "time-to-loss"]
 """Samples a second; effective samples a second, by their statistical efficiency; peak bytes of a worker; time until a

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.planner.base import Arrangement, Cost, Plan, Recomputed, Workload
-from paceline.planner.search import carried
+from paceline.planner.search import supported
 from paceline.planner.search.candidates import Frame, Option, arrangement, options
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.lower_bounds import Real
@@ -163,7 +163,7 @@ def key_of(arrangement: Arrangement, cost: Cost, workload: Workload, objectives:
     samples, peak_bytes = arrangement.samples, cost.peak.total
     seconds = cost.step_s / (samples * objectives.efficiency(samples, workload.global_batch, cost.staleness))
     first, second = (peak_bytes, seconds) if objectives.objective == "memory" else (seconds, peak_bytes)
-    return float(f"{first:.9e}"), float(f"{second:.9e}"), carried.plainness(arrangement)
+    return float(f"{first:.9e}"), float(f"{second:.9e}"), supported.plainness(arrangement)
 
 
 def undominated(plans: Sequence[Plan]) -> list[Plan]:
