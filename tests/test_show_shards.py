@@ -15,7 +15,7 @@ from paceline.engine.base import Budget, Job
 from paceline.engine.run_context import first_batch
 from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding
-from paceline.replica.pipeline.prepare import Fed, cut_as_named, fed, first_rows
+from paceline.replica.pipeline.prepare import PartRun, cut_as_named, first_rows, run_parts
 from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import rewrite_for_shard
@@ -132,8 +132,8 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
     module, batch = made.build(), first_batch(Job(made, asked, Budget("steps", 1, 1)))
     cut = cut_as_named(made, asked, module, batch)
     leaves = cut.captured.flatten(first_rows(asked, batch))
-    plans = hybrid.planned(made, cut, module, leaves, [2, 2], asked.shard_rules)
-    runs = fed(cut, leaves)
+    plans = hybrid.plan_parts(hybrid.ShardingRequest(made, cut, module, leaves, [2, 2], asked.shard_rules))
+    runs = run_parts(cut, leaves)
     for stage, plan, run in zip(shown.stages, plans, runs, strict=True):
         assert stage.sharding is not None
         assert plan is not None
@@ -145,10 +145,10 @@ def test_what_it_says_of_each_stage_is_what_its_shards_hold_and_do(name: str, st
     assert sum(stage.parameters for stage in shown.stages) == sum(p.numel() for p in made.build().parameters())
 
 
-def forward_and_backward(plan: ShardingPlan, run: Fed, shards: TPCollectives) -> int:
+def forward_and_backward(plan: ShardingPlan, run: PartRun, shards: TPCollectives) -> int:
     """Of a part, once: how many elements of parameters a shard holds."""
     shard = own(rewrite_for_shard(plan, shards))
-    given = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in run.given]
+    given = [each.detach().clone().requires_grad_(each.is_floating_point()) for each in run.arguments]
     made = [each for each in shard.module(*given) if each.requires_grad]
     torch.autograd.backward(made, [torch.ones_like(each) for each in made])
     return sum(parameter.numel() for parameter in shard.module.parameters())

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from paceline import InputError, Program, Strategy
 from paceline.replica.base import Batch
-from paceline.replica.hybrid import divided
-from paceline.replica.pipeline.prepare import prepared
+from paceline.replica.hybrid import ShardingRequest, shard_parts
+from paceline.replica.pipeline.prepare import prepare_cut
 from paceline.replica.tensor.placements import OnRank, Placement, Shard
 from paceline.replica.tensor.prepare import gather_alone
 from paceline.shard_rules import ShardRules
@@ -40,8 +40,9 @@ def lies(rules: Mapping[str, str], counts: Sequence[int] = (2, 2)) -> list[Mappi
         train=(batch.input, batch.target),
     )
     module, strategy = program.build(), Strategy.parse("stages=2 cuts=2 shards=2 micro_batches=2")
-    cut = prepared(program, strategy, module, batch, lambda choose: choose()).cut
-    return list(divided(program, cut, module, [x[:4]], counts, {}, gather_alone, ShardRules(rules)).lies)
+    cut = prepare_cut(program, strategy, module, batch, lambda choose: choose()).cut
+    request = ShardingRequest(program, cut, module, [x[:4]], counts, ShardRules(rules))
+    return list(shard_parts(request, {}, gather_alone).placements)
 
 
 def test_each_part_is_divided_for_itself() -> None:

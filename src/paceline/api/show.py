@@ -24,8 +24,8 @@ from paceline.program import Program
 from paceline.replica import hybrid
 from paceline.replica.base import Batch
 from paceline.replica.hybrid import StagedSharding, StageTable
-from paceline.replica.pipeline.prepare import first_rows, prepared
-from paceline.replica.pipeline.report import table
+from paceline.replica.pipeline.prepare import first_rows, prepare_cut
+from paceline.replica.pipeline.report import cut_table
 from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.report import ShardingReport, sharding_report
 from paceline.strategy import Strategy
@@ -63,10 +63,10 @@ def show_stages(program: Program, strategy: Strategy | str) -> str:
     job = Job(program, strategy, Budget("steps", 1, 1))
     with own_settings():
         set_threads_and_seed(job, 0)
-        made = prepared(program, strategy, program.build(), first_batch(job), lambda choose: choose())
+        made = prepare_cut(program, strategy, program.build(), first_batch(job), lambda choose: choose())
     assert made.costs is not None, "they were measured here"
     turns = [strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in made.cut.parts]
-    return table(made.cut, made.units, made.costs, turns)
+    return cut_table(made.cut, made.units, made.costs, turns)
 
 
 def show_shards(program: Program, strategy: Strategy | str) -> str:
@@ -137,10 +137,11 @@ def divided(program: Program, strategy: Strategy | str) -> ShardingReport | Stag
 
 def _staged(program: Program, strategy: Strategy, module: nn.Module, batch: Batch) -> StagedSharding:
     """Of each part, for the micro-batches of a batch that a shard is given, each taken to be as large as the first."""
-    cut, rules = prepared(program, strategy, module, batch, lambda choose: choose()).cut, strategy.shard_rules
+    cut, rules = prepare_cut(program, strategy, module, batch, lambda choose: choose()).cut, strategy.shard_rules
     stages = [strategy.order.worker_of(part.number, strategy.stage_count) for part in cut.parts]
     leaves = cut.captured.flatten(first_rows(strategy, batch))
-    plans = hybrid.planned(program, cut, module, leaves, [strategy.mesh.shards(stage) for stage in stages], rules)
+    counts = [strategy.mesh.shards(stage) for stage in stages]
+    plans = hybrid.plan_parts(hybrid.ShardingRequest(program, cut, module, leaves, counts, rules))
     found: list[StageTable] = []
     for part, stage, plan in zip(cut.parts, stages, plans, strict=True):
         passes = -(-strategy.micro_batch_count // strategy.copies[stage])

@@ -67,6 +67,7 @@ def _from_order(fetch: Fetch, order: DataOrder, replica: ReplicaId) -> Stream:
 def _from_loader(program: Program, order: DataOrder, replica: ReplicaId) -> Stream:
     """Yield what torch's DataLoader fetches ahead in its own workers; its sampler is our order."""
     indices = (order.batch(replica, k).tolist() for k in itertools.count())
+    # The loader's sampler runs ahead of the batches that are yielded; empty ones it never sees.
     own, sampler = itertools.tee(indices)
     data: Any = _PairDataset(program.train) if isinstance(program.train, tuple) else program.train
     batches = iter(DataLoader(data, batch_sampler=filter(None, sampler), **program.loader))

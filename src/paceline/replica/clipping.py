@@ -28,7 +28,7 @@ def clip_scale(square: float, bound: float) -> float:
 def clip_by_square(vectors: list[Tensor], square: float, bound: float) -> None:
     """Scale the vectors in place, whose squared norm, over all ranks, is ``square``, to a norm of at most ``bound``."""
     scale = clip_scale(square, bound)
-    if scale < 1.0:
+    if scale < 1.0 and vectors:
         torch._foreach_mul_(vectors, scale)
 
 

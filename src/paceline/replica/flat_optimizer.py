@@ -62,6 +62,7 @@ class FlatOptimizer:
     @property
     def nbytes(self) -> int:
         """Bytes of the optimizer's state."""
+        # torch.optim's state is empty where a kernel makes the steps, and the other way round.
         by_torch = leaves(list(self._optimizer.state.values()))
         return sum(tensor.nbytes for tensor in [*by_torch, *(v for vectors in self.state_vectors for v in vectors)])
 
@@ -124,7 +125,7 @@ class FlatOptimizer:
         if self._kernel is None:
             self._step_by_torch(rate, after)
         else:
-            kernel = self.kernel(rate)
+            kernel = self.kernel(rate)  # reads the group at each step, since schedulers write it
             for i, gradient in enumerate(gradients):
                 kernel.step(self._state.parameters[i], after.parameters[i], gradient, self.state_vectors[i], weight)
         self.end_step(after)
@@ -151,6 +152,7 @@ class FlatOptimizer:
         if after is not self._state:
             torch._foreach_copy_(after.parameters, self._state.parameters)
             self._params.point_at(after)
+        # Undone after the step: schedulers compute the next learning rate from the present one.
         groups = self._optimizer.param_groups
         before = [group["lr"] for group in groups]
         for group, lr in zip(groups, before, strict=True):

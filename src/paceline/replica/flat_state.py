@@ -127,7 +127,7 @@ class FlatState:
     @property
     def views(self) -> "Views":
         """Each tensor as a view; created once."""
-        if self._views is None:
+        if self._views is None:  # a state is bound every step, and slicing costs more than the binding
             self._views = Views(
                 [v for b, flat in zip(self.layout.parameters, self.parameters, strict=True) for v in b.views(flat)],
                 [v for b, flat in zip(self.layout.buffers, self.buffers, strict=True) for v in b.views(flat)],
@@ -197,7 +197,7 @@ def digest_of(module: nn.Module, layout: FlatLayout) -> str:
 def digest(tensors: Iterable[Tensor]) -> str:
     """Return the SHA-256 of all bytes of tensors on the CPU, one after the other."""
     sha = hashlib.sha256()
-    for tensor in tensors:
+    for tensor in tensors:  # as bytes: NaNs and signed zeros count
         sha.update(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
     return sha.hexdigest()
 

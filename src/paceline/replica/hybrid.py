@@ -1,13 +1,7 @@
-"""Stages whose operators are sharded: the parts of a pipeline, each divided among the shards of its stage.
+"""Pipelines whose stages are sharded: each part of a cut model is planned and rewritten as a whole model is.
 
-Whether the shards of a part together are the part.
-
-How the parts of a pipeline are divided, one table a part.
-
-The parts of a pipeline, each divided among the shards of its stage.
-
-A part is planned and rewritten as a whole model is. What comes in from other parts, and what goes out to them, is whole
-on every shard, and so are its gradients; so a shard talks to one shard of each other stage and needs no more of them.
+Values received from other parts, and those sent to them, are replicated on every shard, and so are their gradients; so
+a shard communicates with one shard of each other stage and needs no more of them.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +11,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.fx import Node
 
 from paceline.core.errors import InputError, unknown
 from paceline.program import Program
@@ -25,13 +18,11 @@ from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.module_utils import preserve_tensors
 from paceline.replica.pipeline.base import Cut, Part
-from paceline.replica.pipeline.prepare import fed
+from paceline.replica.pipeline.prepare import run_parts
 from paceline.replica.tensor.branches import OpTimes, multiplication_counts
 from paceline.replica.tensor.functionalize import functionalize
 from paceline.replica.tensor.graph_ops import operator_graph
-from paceline.replica.tensor.placements import OnRank
-from paceline.replica.tensor.placements import Placement as Lies
-from paceline.replica.tensor.placements import Shard as Split
+from paceline.replica.tensor.placements import OnRank, Placement, Shard
 from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, check_shard, gather_alone
 from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
@@ -40,72 +31,69 @@ from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 
 
-def check_part(shard: ShardGraph, part: Part, given: Sequence[Any], shards: TPCollectives) -> None:
-    """Compare a part's shards with it: what it gives, gradients and buffers. All of them call it together.
-
-    Args:
-        shard: of the part.
-        part: as it was cut.
-        given: what it is given for a micro-batch.
-        shards: who run it together.
-
-    Raises:
-        InputError: names the first thing that differs.
-    """
-    received = range(len(part.inputs), len(given))
-    tensors = [index for index, value in enumerate(given) if isinstance(value, Tensor)]
-    places = frozenset(place for place, index in enumerate(tensors) if index in received)
-    form = _Form(given, tensors)
-    check_shard(
-        shard, form, _Fed(part.module, form), tuple(given[i] for i in tensors), shards, samples=(), of_inputs=places
-    )
-
-
 @final
-class _Form:
-    """Inputs are the tensors among what is given; the rest stays as it is."""
+class _TensorsOnly:
+    """The inputs are the tensors among a part's arguments; the other arguments are fixed."""
 
-    def __init__(self, given: Sequence[Any], tensors: Sequence[int]) -> None:
-        self._given, self._tensors = list(given), list(tensors)
+    def __init__(self, arguments: Sequence[Any], tensors: Sequence[int]) -> None:
+        self._arguments, self._tensors = list(arguments), list(tensors)
 
     def flatten(self, inputs: Any) -> list[Any]:
-        """All that is given."""
-        made = list(self._given)
+        """Return all arguments."""
+        arguments = list(self._arguments)
         for index, tensor in zip(self._tensors, inputs, strict=True):
-            made[index] = tensor
-        return made
+            arguments[index] = tensor
+        return arguments
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """What is given away, tensors alone."""
+        """Return the tensors among the results."""
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 @final
-class _Fed(nn.Module):
+class _TensorPart(nn.Module):
     """A part that takes tensors alone; it has the part's own tensors, under the same names."""
 
     _run: Callable[..., Any]
 
-    def __init__(self, part: torch.fx.GraphModule, form: _Form) -> None:
+    def __init__(self, part: torch.fx.GraphModule, form: _TensorsOnly) -> None:
         super().__init__()
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         vars(self)["_run"] = part.forward
         self._form = form
 
     def forward(self, *tensors: Tensor) -> Any:
-        """What the part gives for them."""
         return self._form.rebuild(self._run(*self._form.flatten(tensors)))
+
+
+def check_part(shard: ShardGraph, part: Part, arguments: Sequence[Any], shards: TPCollectives) -> None:
+    """Compare a part's shards with it: results, gradients and buffers. All shards call this together.
+
+    Args:
+        shard: of the part.
+        part: as it was cut.
+        arguments: of its forward for a micro-batch.
+        shards: the group that runs it.
+
+    Raises:
+        InputError: names the first thing that differs.
+    """
+    tensors = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
+    received = frozenset(place for place, index in enumerate(tensors) if index >= len(part.inputs))
+    form = _TensorsOnly(arguments, tensors)
+    inputs = tuple(arguments[i] for i in tensors)
+    check_shard(shard, form, _TensorPart(part.module, form), inputs, shards, samples=(), of_inputs=received)
 
 
 @dataclass(frozen=True)
 class StageTable:
-    """A part of the model, and how it is divided."""
+    """A part of the model with the report of its sharding."""
 
     stage: int
     part: int
     parameters: int
     sharding: ShardingReport | None
-    """None: it is whole."""
+    """None: it is not sharded."""
 
     def __str__(self) -> str:
         if self.sharding is None:
@@ -113,165 +101,124 @@ class StageTable:
         return str(self.sharding)
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types."""
+        """Return plain types."""
         divided = {} if self.sharding is None else self.sharding.to_json()
         return {"stage": self.stage, "part": self.part, "shards": 1, "parameters": self.parameters} | divided
 
 
 @dataclass(frozen=True)
 class StagedSharding:
-    """Of all parts of a model."""
+    """The tables of all parts of a model."""
 
     stages: Sequence[StageTable]
 
     def __str__(self) -> str:
-        """The tables, one below the other."""
+        """Return the tables, one below the other."""
         several = len({each.stage for each in self.stages}) < len(self.stages)
         names = (f"stage {each.stage}{f', part {each.part}' if several else ''}" for each in self.stages)
         return "\n\n".join(f"{name}: {each}" for name, each in zip(names, self.stages, strict=True))
 
     def to_json(self) -> dict[str, Any]:
-        """In plain types."""
+        """Return plain types."""
         return {"stages": [each.to_json() for each in self.stages]}
 
 
 @dataclass(frozen=True)
-class ShardedParts:
-    """Of all parts of a model."""
-
-    parts: tuple[Part, ...]
-    """Those that are this shard's are rewritten; the others are as they were cut."""
-    lies: tuple[Mapping[str, Lies], ...]
-    """Of each part: how its tensors lie among its shards."""
-
-
-def divided(
-    program: Program,
-    cut: Cut,
-    module: nn.Module,
-    leaves: Sequence[Tensor],
-    counts: Sequence[int],
-    own: Mapping[int, TPCollectives],
-    says: GatherText,
-    rules: ShardRules,
-    *,
-    checked: bool = True,
-) -> ShardedParts:
-    """Divide them; all workers of all replicas call it together, and come to the same plans.
+class ShardingRequest:
+    """A cut model, and the number of shards of each part.
 
     Args:
-        program: says precision.
+        program: gives the precision.
         cut: of the model.
         module: the model, with the values of A_0.
         leaves: of its input, for a micro-batch.
         counts: of shards, by part.
-        own: the parts that this worker has, and with whom it shares each.
-        says: asks all of them.
         rules: of the strategy.
+    """
+
+    program: Program
+    cut: Cut
+    module: nn.Module
+    leaves: Sequence[Tensor]
+    counts: Sequence[int]
+    rules: ShardRules
+
+
+@dataclass(frozen=True)
+class ShardedParts:
+    """All parts of a model, sharded."""
+
+    parts: tuple[Part, ...]
+    """This worker's are rewritten as its shards; the others are as they were cut."""
+    placements: tuple[Mapping[str, Placement], ...]
+    """For each part, the placements of its tensors."""
+
+
+def shard_parts(
+    request: ShardingRequest, own: Mapping[int, TPCollectives], gather: GatherText, *, checked: bool = True
+) -> ShardedParts:
+    """Shard the parts of a model; all workers of all replicas call this together, and come to the same plans.
+
+    Args:
+        request: the same on all of them.
+        own: this worker's parts, each with the group of its shards.
+        gather: from all of them.
         checked: whether the shards of each part are compared with it.
 
     Raises:
-        InputError: nothing of a part can be divided so, or a part's shards together are not the part.
+        InputError: nothing of a part can be sharded so, or a part's shards together differ from the part.
     """
-    with program.autocast(str(next(module.parameters()).device)):
-        given = _given(cut, module, leaves)
-        dividing = _Dividing(
-            cut, given, counts, says, rules, lambda whole, leaves: agreed_op_times(whole, leaves, says)
-        )
-        return dividing.all(own, checked=checked)
+    parts: list[Part] = []
+    placements: list[Mapping[str, Placement]] = []
+    with request.program.autocast(str(next(request.module.parameters()).device)):
+        planner = _PartPlanner(request, gather, lambda whole, leaves: agreed_op_times(whole, leaves, gather))
+        for part in request.cut.parts:
+            plan, shards = planner.plan(part), own.get(part.number)
+            if plan is not None and shards is not None:
+                shard = rewrite_for_shard(plan, shards)
+                add_unused_tensors(shard, part.module)
+                if checked:
+                    check_part(shard, part, planner.arguments[part.number], shards)
+                part = replace(part, module=shard.module)
+            parts.append(part)
+            placements.append({} if plan is None else plan.parameters)
+    return ShardedParts(tuple(parts), tuple(placements))
 
 
-def planned(
-    program: Program,
-    cut: Cut,
-    module: nn.Module,
-    leaves: Sequence[Tensor],
-    counts: Sequence[int],
-    rules: ShardRules,
-) -> list[ShardingPlan | None]:
-    """How each part would be divided; of a part that stays whole None.
+def plan_parts(request: ShardingRequest) -> list[ShardingPlan | None]:
+    """Return the plan of each part; None for a part that is not sharded.
 
-    Nobody measures: branches are balanced by multiplications, the same each time. Args and raises: as :func:`divided`.
+    Nothing is measured: branches are balanced by multiplications, the same each time.
+
+    Raises:
+        InputError: as :func:`shard_parts`.
     """
-    with program.autocast(str(next(module.parameters()).device)):
-        given = _given(cut, module, leaves)
-        return _Dividing(cut, given, counts, gather_alone, rules, lambda *_: multiplication_counts).plans()
+    with request.program.autocast(str(next(request.module.parameters()).device)):
+        planner = _PartPlanner(request, gather_alone, lambda *_: multiplication_counts)
+        return [planner.plan(part) for part in request.cut.parts]
 
 
-def _given(cut: Cut, module: nn.Module, leaves: Sequence[Tensor]) -> list[list[Any]]:
-    """What each part is given: leaves of the input, and what earlier parts have made of them."""
-    with preserve_tensors(module), torch.no_grad():
-        return [each.given for each in fed(cut, leaves)]
+class _PartPlanner:
+    """Plans part after part; a tied weight is placed as in the first part that holds it."""
 
-
-class _Dividing:
     def __init__(
-        self,
-        cut: Cut,
-        given: Sequence[Sequence[Any]],
-        counts: Sequence[int],
-        says: GatherText,
-        rules: ShardRules,
-        times: Callable[[Captured, Sequence[Any]], OpTimes],
+        self, request: ShardingRequest, gather: GatherText, times: Callable[[Captured, Sequence[Any]], OpTimes]
     ) -> None:
-        self._cut, self._given, self._counts = cut, given, counts
-        self._says, self._rules, self._times = says, rules, times
-        self._fixed: dict[str, Lies] = {}
-
-    def all(self, own: Mapping[int, TPCollectives], *, checked: bool) -> ShardedParts:
-        self._refuse_unmatched()
-        made = [self._divided(part, own.get(part.number), checked=checked) for part in self._cut.parts]
-        return ShardedParts(tuple(part for part, _ in made), tuple(lies for _, lies in made))
-
-    def plans(self) -> list[ShardingPlan | None]:
-        self._refuse_unmatched()
-        return [self._plan(part) for part in self._cut.parts]
-
-    def _divided(self, part: Part, shards: TPCollectives | None, *, checked: bool) -> tuple[Part, Mapping[str, Lies]]:
-        plan_of = self._plan(part)
-        if plan_of is None:
-            return part, {}
-        if shards is None:
-            return part, plan_of.parameters
-        shard = rewrite_for_shard(plan_of, shards)
-        add_unused_tensors(shard, part.module)
-        if checked:
-            check_part(shard, part, self._given[part.number], shards)
-        return replace(part, module=shard.module), plan_of.parameters
-
-    def _plan(self, part: Part) -> ShardingPlan | None:
-        count = self._counts[part.number]
-        tied = [name for name, numbers in self._cut.tied.items() if part.number in numbers]
-        self._refuse_ties(tied)
-        if count == 1:
-            return None
-        functionalize(part.module)
-        plan_of = self._planned(part, count)
-        check_same_plan(plan_of, self._says)
-        self._fixed |= {name: plan_of.parameters[name] for name in tied if name in plan_of.parameters}
-        if not any(isinstance(layout, (Split, OnRank)) for layout in plan_of.parameters.values()):
-            raise InputError(
-                f"shards={count}: nothing of stage {part.number} can be divided into {count}; write fewer stages or "
-                f"shards, cuts= elsewhere, or {WAYS_OUT}"
-            )
-        return plan_of
-
-    def _planned(self, part: Part, count: int) -> ShardingPlan:
-        captured: Captured = replace(self._cut.captured, module=part.module)
-        given = self._given[part.number]
-        found = operator_graph(captured, count, given, flowing=_flowing(part))
-        rules = ShardRules({pattern: way for pattern, way in self._rules.items() if _matches(pattern, _modules(part))})
-        return plan_sharding(found, count, rules, self._times(captured, given), self._fixed)
-
-    def _refuse_unmatched(self) -> None:
-        """Raise InputError for a pattern that fits no module of any part."""
-        known = {module for part in self._cut.parts for module in _modules(part)}
-        for pattern in self._rules:
+        self._cut, self._counts, self._rules = request.cut, request.counts, request.rules
+        self._gather, self._times = gather, times
+        self._tied: dict[str, Placement] = {}
+        with preserve_tensors(request.module), torch.no_grad():
+            self.arguments = [run.arguments for run in run_parts(request.cut, request.leaves)]
+            """Arguments of each part for a micro-batch."""
+        known = {module for part in request.cut.parts for module in _modules(part)}
+        for pattern in request.rules:
             if not _matches(pattern, known):
                 raise unknown("module in shard_rules", pattern, known)
 
-    def _refuse_ties(self, tied: Sequence[str]) -> None:
-        """A weight that stages share lies in the same way on all of them."""
+    def plan(self, part: Part) -> ShardingPlan | None:
+        """Return the plan of a part, the same on all workers; None: it is not sharded."""
+        count, arguments = self._counts[part.number], self.arguments[part.number]
+        tied = [name for name, numbers in self._cut.tied.items() if part.number in numbers]
         for name in tied:
             counts = sorted({self._counts[number] for number in self._cut.tied[name]})
             if len(counts) > 1:
@@ -279,18 +226,30 @@ class _Dividing:
                     f"{name} is shared by stages of {counts[0]} and of {counts[-1]} shards; write the same number of "
                     "shards for them"
                 )
+        if count == 1:
+            return None
+        functionalize(part.module)  # in place: shards and the part that they are compared with are the same graph
+        captured: Captured = replace(self._cut.captured, module=part.module)
+        # Gradients go back to other parts through the placeholders of received values.
+        received = set(part.module.graph.find_nodes(op="placeholder")[len(part.inputs) :])
+        operators = operator_graph(captured, count, arguments, flowing=received)
+        rules = ShardRules({name: rule for name, rule in self._rules.items() if _matches(name, _modules(part))})
+        plan = plan_sharding(operators, count, rules, self._times(captured, arguments), self._tied)
+        check_same_plan(plan, self._gather)
+        # Later parts that hold the weight have to place it in the same way: its gradients are summed shard by shard.
+        self._tied |= {name: plan.parameters[name] for name in tied if name in plan.parameters}
+        if not any(isinstance(placement, (Shard, OnRank)) for placement in plan.parameters.values()):
+            raise InputError(
+                f"shards={count}: nothing of stage {part.number} can be divided into {count}; write fewer stages or "
+                f"shards, cuts= elsewhere, or {WAYS_OUT}"
+            )
+        return plan
 
 
 def _modules(part: Part) -> set[str]:
-    """Those that hold parameters."""
+    """Return the names of modules that hold parameters."""
     return {name.rpartition(".")[0] for name, _ in part.module.named_parameters()}
 
 
 def _matches(pattern: str, modules: Collection[str]) -> bool:
     return any(fnmatchcase(module, pattern) for module in modules)
-
-
-def _flowing(part: Part) -> set[Node]:
-    """The places of a part's graph through which gradients go back to other parts."""
-    places = part.module.graph.find_nodes(op="placeholder")
-    return set(places[len(part.inputs) :])

@@ -92,7 +92,7 @@ class LocalSGD(Replica):
     def adopt(self, state: FlatState) -> None:
         if self._own is None:
             self._own = state.clone()
-            self._read = state.clone()
+            self._read = state.clone()  # Δ is counted from here
             self._steps.begin(self._own)
         else:
             mix(self._own, state, self._rule)
@@ -115,7 +115,7 @@ class LocalSGD(Replica):
             if self._own.buffers:
                 self._autograd.write_buffers(self._own)
         measured = self._steps.measured(out)
-        if not measured.finite:
+        if not measured.finite:  # its own optimizer has that step in its state, too
             self._own = None
         return measured
 
@@ -148,7 +148,7 @@ def mix(own: FlatState, sent: FlatState, rule: Adopt) -> None:
     alpha = rule.alpha if isinstance(rule, Mix) else 1.0
     with torch.no_grad():
         for vector, source in zip(own.parameters, sent.parameters, strict=True):
-            if alpha == 1.0:
+            if alpha == 1.0:  # exact, where x + (A - x) rounds
                 vector.copy_(source)
             else:
                 vector.add_(source - vector, alpha=alpha)

@@ -34,6 +34,7 @@ def materialize(program: Program, spill: SpillAllocator) -> nn.Module:
     def move(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         del module, name
         if tensor is not None and _movable(tensor):
+            # The parameter object stays, so that tied modules and optimizers still refer to it.
             tensor.data = spill.kept(tensor.data)
 
     hooks = register_module_parameter_registration_hook(move), register_module_buffer_registration_hook(move)
@@ -80,6 +81,7 @@ def preserve_state(module: nn.Module, *, training: bool = True) -> Iterator[None
             yield
         finally:
             for attributes, before in saved:
+                # In place: the module's ``__dict__`` itself cannot be replaced.
                 attributes.clear()
                 attributes.update({key: value for key, (value, _) in before.items()})
                 for value, content in before.values():

@@ -118,21 +118,21 @@ class MicroNorms:
 
 
 class Seen(NamedTuple):
-    """One Δ of an update, and what is known of it."""
+    """One Δ of an update, with its measurements."""
 
     delta: FlatState
     weight: float
     samples: int
     version: Version
-    """Of the A it was made at."""
+    """Version of the A that it was computed at."""
     micro: MicroStepNorms | None = None
 
 
 class NoiseEstimator:
-    """Of one run whose server sees all Δs.
+    """Estimates the noise scale of one run whose server receives all Δs.
 
-    An update of several Δs is looked at by itself. Of one alone its micro-steps tell, and where there are none, two
-    such updates in a row are taken together (:func:`~paceline.core.noise_scale.differenced`).
+    An update of several Δs is an observation. An update of one is an observation by its micro-steps; if it has
+    none, two such updates in a row are one (:func:`~paceline.core.noise_scale.differenced`).
 
     Args:
         accumulator: takes the observations.
@@ -148,38 +148,38 @@ class NoiseEstimator:
         self._before: tuple[list[Tensor], Part, Version] | None = None
 
     def measure_by(self, stepper: FlatOptimizer) -> None:
-        """The optimizer that steps on what is seen."""
+        """Use the second moments of the optimizer that steps on the Δs."""
         self._measure = Preconditioner(stepper)
 
     def through(self, seen: Iterable[Seen], count: int) -> Iterator[tuple[FlatState, float]]:
-        """The Δs of one update and their weights, each looked at before it is handed on.
+        """Yield the Δs of one update and their weights, each measured before it is yielded.
 
         Args:
-            seen: may compute each as it is asked for.
+            seen: may compute each one when it is requested.
             count: how many there are.
         """
         self._parts, self._square = [], None
-        looks = self._measure.ready(self._updates)
-        self._scales = self._measure.scales() if looks else None
+        measures = self._measure.ready(self._updates)
+        self._scales = self._measure.scales() if measures else None
         for each in seen:
-            if looks:
-                self._look(each, alone=count == 1)
+            if measures:
+                self._observe(each, alone=count == 1)
             yield each.delta, each.weight
 
     def combined(self, total: list[Tensor]) -> None:
-        """What the Δs of the update were combined to."""
+        """Take the combination of the Δs of the update."""
         if len(self._parts) > 1:
             self._square = square(total, self._scales)
 
     def updated(self) -> None:
-        """The update has been made."""
+        """Note that the update has been made."""
         self._updates += 1
         if self._square is not None:
             biased = len({version for _, version in self._parts}) > 1
             self._accumulator.add(observation([part for part, _ in self._parts], self._square, biased=biased))
             self._before = None
 
-    def _look(self, seen: Seen, *, alone: bool) -> None:
+    def _observe(self, seen: Seen, *, alone: bool) -> None:
         whole = square(seen.delta.parameters, self._scales)
         pieces = seen.micro if self._measure.plain else None
         part = Part(seen.samples, seen.weight, *(pieces or (whole, 1)))
@@ -190,7 +190,7 @@ class NoiseEstimator:
             self._pair(seen, part)
 
     def _pair(self, seen: Seen, part: Part) -> None:
-        """Every other one is kept until the next has come."""
+        """Keep every other Δ until the next one."""
         if self._before is None:
             self._before = [v.clone() for v in seen.delta.parameters], part, seen.version
             return

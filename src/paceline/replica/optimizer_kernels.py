@@ -91,13 +91,14 @@ class SgdKernel(StepKernel):
         return int(self.momentum != 0)
 
     def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
+        # Where the gradient is used once, the weight goes into the factor of that use: one pass less.
         if weight != 1.0 and (self.weight_decay or self.nesterov):
             gradient, weight = gradient * weight, 1.0
         if self.weight_decay:
             gradient = gradient.add(before, alpha=self.weight_decay)
         if self.momentum:
             buffer = state[0]
-            if self.number == 1:
+            if self.number == 1:  # torch.optim.SGD copies the first gradient, without dampening
                 torch.mul(gradient, weight, out=buffer)
             else:
                 buffer.mul_(self.momentum).add_(gradient, alpha=(1 - self.dampening) * weight)
@@ -168,6 +169,7 @@ def kernel_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> type[StepKerne
     It is None where the optimizer steps on anything but A's vectors, has hooks, or an option that no kernel knows.
     """
     groups = optimizer.param_groups
+    # The same memory: an optimizer may have made parameters of its own.
     own, whole = ([(t.data_ptr(), t.numel()) for t in tensors] for tensors in (groups[0]["params"], vectors))
     if type(optimizer) not in KERNEL_OF or len(groups) != 1 or own != whole or any(v.is_complex() for v in vectors):
         return None

@@ -111,6 +111,7 @@ class Autograd:
                 grad = torch.zeros_like(parameter)
             else:
                 parameter.grad = None
+            # The layout is dense, and so is what is sent.
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         return grads
 
@@ -191,6 +192,7 @@ class GradientHooks:
 
     def begin_pass(self, samples: int) -> None:
         """Begin a backward pass, with which Δ is of so many samples."""
+        # Only in the last pass of a Δ gradients become final; before it nothing is sent.
         self._added_to.clear()
         self._last, self._samples = self._sink.is_last_micro_step(), samples
 
@@ -279,7 +281,7 @@ class Single(Replica):
         with torch.no_grad():
             if self._hooks is not None:
                 self._hooks.end_delta(gradients, self._samples)
-                delta = gradients
+                delta = gradients  # ``out`` is not written
             else:
                 if self._micro_steps > 1 and self._samples:
                     torch._foreach_div_(gradients, float(self._samples))

@@ -15,7 +15,7 @@ from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
-from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from tests.replica.pipeline.runtime_cuts import BORDERS as RUNTIME_BORDERS

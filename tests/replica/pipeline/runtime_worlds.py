@@ -17,8 +17,8 @@ from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.pipeline.base import Cut, StageReplicaGroup
 from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from paceline.trace.recorder import NullRecorder

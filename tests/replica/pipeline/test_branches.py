@@ -16,8 +16,8 @@ from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
-from paceline.replica.pipeline.partition import named
-from paceline.replica.pipeline.prepare import cut_as_named, needed, units_of
+from paceline.replica.pipeline.partition import named_boundaries
+from paceline.replica.pipeline.prepare import capture_units, cut_as_named, part_dependencies
 from tests.replica.pipeline.cut_models import CUTS, NEEDS, Branches
 from tests.replica.pipeline.runtime_cuts import own
 from tests.replica.pipeline.runtime_wires import BOUND_S
@@ -47,14 +47,14 @@ def units() -> Units:
 
 def world(schedule: str, micro_batches: int) -> World:
     made = units()
-    parts = cut(made, named(CUTS, 7, made.modules(), made.nodes()))
+    parts = cut(made, named_boundaries(CUTS, 7, made.modules(), made.nodes()))
     return World(program(), nn.Module, schedule, 7, micro_batches, cutter=own(parts))
 
 
 def test_who_needs_whom_is_read_off_the_cut() -> None:
     made, strategy = model(), Strategy(stages=7, cuts=CUTS)
     found = cut_as_named(program(), strategy, made, batch())
-    assert str(needed(program(), found, made, batch())) == NEEDS
+    assert str(part_dependencies(program(), found, made, batch())) == NEEDS
 
 
 def test_no_gradient_comes_back_to_a_trunk_that_is_frozen() -> None:
@@ -62,7 +62,7 @@ def test_no_gradient_comes_back_to_a_trunk_that_is_frozen() -> None:
     for parameter in (*made.trunk.parameters(), *made.b1.parameters()):  # type: ignore[union-attr]
         parameter.requires_grad_(False)
     found = cut_as_named(program(), Strategy(stages=7, cuts=CUTS), made, batch())
-    assert str(needed(program(), found, made, batch())) == NEEDS.replace("0-", "0>")
+    assert str(part_dependencies(program(), found, made, batch())) == NEEDS.replace("0-", "0>")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
@@ -120,8 +120,8 @@ def test_a_cut_within_a_child_of_a_sequential_looks_into_it() -> None:
     def plain() -> nn.Module:
         return nn.Sequential(nn.Identity(), Branches()).double()
 
-    named = Strategy(stages=2, cuts=("1.b2",)), Strategy(stages=2, cuts=("1",))
-    inside, between = (units_of(strategy, plain(), batch().input).modules() for strategy in named)
+    strategies = Strategy(stages=2, cuts=("1.b2",)), Strategy(stages=2, cuts=("1",))
+    inside, between = (capture_units(strategy, plain(), batch().input).modules() for strategy in strategies)
     assert {"1.b1", "1.b2.0", "1.head"} <= inside.keys()
     assert between.keys() == {"0", "1"}
     with pytest.raises(InputError, match=r"unknown module or node in cuts '1\.b9'"):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.replica.pipeline import costs
 from paceline.replica.pipeline.costs import Costs, NodeInterpreter, measure
 from paceline.replica.pipeline.cut_groups import Units
-from paceline.replica.pipeline.partition import Item
+from paceline.replica.pipeline.partition import SharedItem
 from tests.replica.pipeline.cut_models import from_zoo, units_of
 
 
@@ -54,7 +54,7 @@ def test_seconds_are_the_median_of_forward_and_backward(monkeypatch: pytest.Monk
     clock = Clock()
     units = units_of(nn.Sequential(Busy(clock, 3, 5), nn.Tanh(), Busy(clock, 1, 1)), torch.randn(2, 1).double())
     monkeypatch.setattr(costs, "time", clock)
-    assert list(measure(units, [torch.randn(2, 1).double()]).row.seconds) == [8, 0, 2]
+    assert list(measure(units, [torch.randn(2, 1).double()]).units.seconds) == [8, 0, 2]
 
 
 def costs_of(model: nn.Module, inputs: Any) -> tuple[Units, Costs]:
@@ -66,10 +66,15 @@ def test_bytes_of_values_parameters_and_what_is_saved() -> None:
     """x (5×3) → Linear(3, 4) → Tanh → Linear(4, 2), in numbers of 8 bytes."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     units, costs = costs_of(model, torch.randn(5, 3).double())
-    assert list(costs.row.values) == [Item(160, (1,), made=0), Item(160, (2,), made=1)]
-    assert list(costs.row.held) == [Item(96, (0,)), Item(32, (0,)), Item(64, (2,)), Item(16, (2,))]
+    assert list(costs.units.values) == [SharedItem(160, (1,), made=0), SharedItem(160, (2,), made=1)]
+    assert list(costs.units.held) == [
+        SharedItem(96, (0,)),
+        SharedItem(32, (0,)),
+        SharedItem(64, (2,)),
+        SharedItem(16, (2,)),
+    ]
     # Linear saves its input; tanh its output, which is the next one's input and counts once. Weights don't count.
-    assert sorted(costs.row.saved, key=lambda i: i.uses) == [Item(120, (0,)), Item(160, (1, 2))]
+    assert sorted(costs.units.saved, key=lambda i: i.uses) == [SharedItem(120, (0,)), SharedItem(160, (1, 2))]
     leaf = next(iter(units.captured.module.graph.nodes)).name
     assert costs.sizes == {leaf: 120, "_0": 160, "_1": 160, "_2": 80}
 
@@ -90,9 +95,9 @@ def test_the_last_unit_uses_what_the_output_holds_and_tied_parameters_are_one() 
     units, costs = costs_of(Widening(), torch.arange(4))
     last = len(units.groups) - 1
     names = [nodes[0].name for nodes in units.groups]
-    value = next(item for item in costs.row.values if item.made == names.index("embedding"))
-    assert value == Item(4 * 3 * 8, (names.index("linear"), last), made=names.index("embedding"))
-    weight = next(item for item in costs.row.held if item.nbytes == 7 * 3 * 8)
+    value = next(item for item in costs.units.values if item.made == names.index("embedding"))
+    assert value == SharedItem(4 * 3 * 8, (names.index("linear"), last), made=names.index("embedding"))
+    weight = next(item for item in costs.units.held if item.nbytes == 7 * 3 * 8)
     assert weight.uses[0] == names.index("embedding")
     assert len(weight.uses) == 2
 
@@ -120,11 +125,11 @@ def test_units_run_on_what_came_before_even_if_it_was_written() -> None:
     units = units_of(model, x)
     trial, watch = NodeInterpreter(units.captured.module, [x]), costs.OperatorTimer(x.device)
     for node in units.captured.module.graph.nodes:
-        trial.timed(node, watch)
+        trial.run_timed(node, watch)
     fresh = Inplace().double()
     fresh.load_state_dict({**model.state_dict(), "count": torch.zeros(())})
     # It has counted once: what was tried before counted on a copy.
-    exp = next(value for node, value in trial.made.items() if node.name == "exp")
+    exp = next(value for node, value in trial.values.items() if node.name == "exp")
     assert torch.equal(exp, fresh(x))
     assert exp.requires_grad
 
@@ -133,8 +138,8 @@ def test_a_write_is_saved_where_it_was_written() -> None:
     units, costs = costs_of(Inplace(), torch.randn(4, 3).double())
     exp = next(u for u, nodes in enumerate(units.groups) if nodes[-1].name == "exp")
     # exp saves its output alone, the multiplication before it the written value: 4 × 3 numbers of 8 bytes each.
-    assert [item for item in costs.row.saved if item.uses == (exp,)] == [Item(96, (exp,))]
-    assert all(item.nbytes in (96, 8) for item in costs.row.saved)
+    assert [item for item in costs.units.saved if item.uses == (exp,)] == [SharedItem(96, (exp,))]
+    assert all(item.nbytes in (96, 8) for item in costs.units.saved)
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet", "gpt2", "inception"])
@@ -149,9 +154,9 @@ def test_measuring_leaves_no_trace(name: str) -> None:
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     assert [each.training for each in model.modules()] == modes
-    assert len(costs.row.seconds) == len(units.groups)
-    assert sum(costs.row.seconds) > 0
-    assert min(costs.row.seconds) >= 0
+    assert len(costs.units.seconds) == len(units.groups)
+    assert sum(costs.units.seconds) > 0
+    assert min(costs.units.seconds) >= 0
 
 
 def test_what_is_saved_is_what_a_step_saves() -> None:
@@ -168,6 +173,6 @@ def test_what_is_saved_is_what_a_step_saves() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output = model(job.inputs)
-    found = measure(units, units.captured.flatten(job.inputs), repeats=1).row.saved
+    found = measure(units, units.captured.flatten(job.inputs), repeats=1).units.saved
     assert sum(item.nbytes for item in found) == sum(size for size, _ in saved.values())
     assert output.requires_grad

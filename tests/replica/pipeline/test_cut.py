@@ -1,4 +1,4 @@
-"""Parts chained are the model: outputs, gradients and buffers by name; and nothing goes where it need not."""
+"""Parts in a chain are the model: outputs, gradients and buffers by name; and nothing goes where it need not."""
 
 import itertools
 import operator
@@ -18,14 +18,14 @@ from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.base import Crossing, Cut
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
-from paceline.replica.pipeline.partition import CutRow, partition
-from paceline.replica.pipeline.prepare import chained, check_cut
+from paceline.replica.pipeline.partition import UnitCosts, partition
+from paceline.replica.pipeline.prepare import check_cut, run_as_pipeline
 from tests.replica.pipeline.cut_models import aten, by_hand, calls, from_zoo, made
 from tests.zoo import ZOO
 
 
 def evenly(units: Units, parts: int) -> tuple[int, ...]:
-    return partition(CutRow([1.0] * len(units.groups)), parts, candidates=units.candidates)
+    return partition(UnitCosts([1.0] * len(units.groups)), parts, candidates=units.candidates)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
@@ -81,7 +81,7 @@ def test_training_steps_are_the_models() -> None:
 
     captured = units.captured
     expected = step(lambda: model(**job.inputs))
-    found = step(lambda: captured.rebuild(chained(parts, captured.flatten(job.inputs))))
+    found = step(lambda: captured.rebuild(run_as_pipeline(parts, captured.flatten(job.inputs))))
     model.load_state_dict(before)
     model.zero_grad()
     assert torch.equal(expected[0], found[0])

@@ -8,10 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.replica.pipeline.partition import NOISE, Boundaries, CutRow, Item, Limit, named, partition
+from paceline.replica.pipeline.partition import (
+    NOISE,
+    Boundaries,
+    MemoryLimit,
+    SharedItem,
+    UnitCosts,
+    named_boundaries,
+    partition,
+)
 
 
-def total(items: Sequence[Item], first: int, last: int, *, made_before: bool) -> int:
+def total(items: Sequence[SharedItem], first: int, last: int, *, made_before: bool) -> int:
     """Bytes of what units ``first`` .. ``last`` - 1 use; of values only what is made before them."""
     return sum(
         item.nbytes
@@ -23,7 +31,7 @@ def total(items: Sequence[Item], first: int, last: int, *, made_before: bool) ->
 class Priced:
     """What one cut costs, by definition."""
 
-    def __init__(self, row: CutRow, cuts: Boundaries, limit: Limit | None, turns: Sequence[int]) -> None:
+    def __init__(self, row: UnitCosts, cuts: Boundaries, limit: MemoryLimit | None, turns: Sequence[int]) -> None:
         self.cuts = cuts
         edges = [0, *cuts, len(row.seconds)]
         parts = list(itertools.pairwise(edges))
@@ -41,7 +49,7 @@ class Priced:
 
 
 def every(
-    row: CutRow, parts: int, candidates: Sequence[int], limit: Limit | None, turns: Sequence[int]
+    row: UnitCosts, parts: int, candidates: Sequence[int], limit: MemoryLimit | None, turns: Sequence[int]
 ) -> list[Priced]:
     return [Priced(row, cuts, limit, turns) for cuts in itertools.combinations(sorted(candidates), parts - 1)]
 
@@ -51,26 +59,26 @@ seconds = st.integers(0, 400)
 
 
 @st.composite
-def rows(draw: st.DrawFn) -> CutRow:
+def rows(draw: st.DrawFn) -> UnitCosts:
     count = draw(st.integers(1, 9))
     units = st.integers(0, count - 1)
     uses = st.lists(units, min_size=1, max_size=3).map(lambda u: tuple(sorted(set(u))))
     values = [
-        Item(draw(st.integers(0, 50)), later, made)
+        SharedItem(draw(st.integers(0, 50)), later, made)
         for made in range(count - 1)
         if (later := tuple(sorted(set(draw(st.lists(st.integers(made + 1, count - 1), max_size=3))))))
     ]
-    free = st.lists(st.builds(Item, st.integers(0, 50), uses), max_size=6)
-    return CutRow(draw(st.lists(seconds, min_size=count, max_size=count)), values, draw(free), draw(free))
+    free = st.lists(st.builds(SharedItem, st.integers(0, 50), uses), max_size=6)
+    return UnitCosts(draw(st.lists(seconds, min_size=count, max_size=count)), values, draw(free), draw(free))
 
 
 @given(rows(), st.data())
-def test_no_cut_is_better(row: CutRow, data: st.DataObject) -> None:
+def test_no_cut_is_better(row: UnitCosts, data: st.DataObject) -> None:
     count = len(row.seconds)
     candidates = data.draw(st.sets(st.integers(1, count - 1)) if count > 1 else st.just(set()), "candidates")
     parts = data.draw(st.integers(1, len(candidates) + 1), "parts")
     flights = st.lists(st.integers(1, 4), min_size=parts, max_size=parts)
-    limits = st.builds(Limit, st.integers(0, 300), flights, st.integers(1, 4))
+    limits = st.builds(MemoryLimit, st.integers(0, 300), flights, st.integers(1, 4))
     limit = data.draw(st.none() | limits, "limit")
     turns = data.draw(st.just([1] * parts) | st.lists(st.integers(1, 3), min_size=parts, max_size=parts), "turns")
     cuts = every(row, parts, candidates, limit, turns)
@@ -81,9 +89,9 @@ def test_no_cut_is_better(row: CutRow, data: st.DataObject) -> None:
         with pytest.raises(
             InputError, match=rf"stage_memory_bytes={limit.nbytes} can't .* write stage_memory_bytes={need}"
         ):
-            partition(row, parts, candidates=candidates, limit=limit, turns=turns)
+            partition(row, parts, candidates=candidates, limit=limit, replicas=turns)
         return
-    cut = partition(row, parts, candidates=candidates, limit=limit, turns=turns)
+    cut = partition(row, parts, candidates=candidates, limit=limit, replicas=turns)
     found = Priced(row, cut, limit, turns)
     bound = min(cut.slowest for cut in allowed) * (1 + NOISE)
     near = [cut for cut in allowed if cut.slowest <= bound]
@@ -94,24 +102,24 @@ def test_no_cut_is_better(row: CutRow, data: st.DataObject) -> None:
 
 
 def test_a_limit_moves_the_cut() -> None:
-    row = CutRow([1.0, 1.0, 1.0, 1.0], saved=[Item(10, (unit,)) for unit in range(4)])
+    row = UnitCosts([1.0, 1.0, 1.0, 1.0], saved=[SharedItem(10, (unit,)) for unit in range(4)])
     assert partition(row, 2) == (2,)
-    assert partition(row, 2, limit=Limit(39, in_flight=[2, 1])) == (1,)
+    assert partition(row, 2, limit=MemoryLimit(39, in_flight=[2, 1])) == (1,)
 
 
 def test_what_two_units_share_is_held_once() -> None:
-    row = CutRow([1.0] * 4, held=[Item(10, (0, 1)), Item(10, (2,)), Item(10, (3,))])
-    assert partition(row, 2, limit=Limit(20, in_flight=[2, 1])) == (2,)
+    row = UnitCosts([1.0] * 4, held=[SharedItem(10, (0, 1)), SharedItem(10, (2,)), SharedItem(10, (3,))])
+    assert partition(row, 2, limit=MemoryLimit(20, in_flight=[2, 1])) == (2,)
 
 
 def test_a_limit_that_cannot_be_met_says_what_is_needed_and_where() -> None:
-    row = CutRow([1.0, 1.0, 1.0], saved=[Item(10, (0,)), Item(30, (1,)), Item(10, (2,))])
+    row = UnitCosts([1.0, 1.0, 1.0], saved=[SharedItem(10, (0,)), SharedItem(30, (1,)), SharedItem(10, (2,))])
     wanted = (
         r"stage_memory_bytes=50 can't be met: .* needs 70 bytes in part 0, where 7 micro-batches are in flight; "
         r"write stage_memory_bytes=70, or more stages, or recompute=all"
     )
     with pytest.raises(InputError, match=wanted):
-        partition(row, 2, limit=Limit(50, in_flight=[7, 1]))
+        partition(row, 2, limit=MemoryLimit(50, in_flight=[7, 1]))
 
 
 @pytest.mark.parametrize(
@@ -124,17 +132,17 @@ def test_a_limit_that_cannot_be_met_says_what_is_needed_and_where() -> None:
 )
 def test_more_parts_than_pieces(parts: int, candidates: list[int] | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        partition(CutRow([1.0, 1.0, 1.0]), parts, candidates=candidates)
+        partition(UnitCosts([1.0, 1.0, 1.0]), parts, candidates=candidates)
 
 
 def test_as_many_marks_as_cuts_are_all_taken() -> None:
-    assert partition(CutRow([9.0, 1.0, 1.0, 1.0]), 3, candidates=[2, 3]) == (2, 3)
+    assert partition(UnitCosts([9.0, 1.0, 1.0, 1.0]), 3, candidates=[2, 3]) == (2, 3)
 
 
 def test_names_give_boundaries() -> None:
     modules, nodes = {"h": 0, "h.0": 0, "h.1": 2, "head": 5}, {"add_1": 3}
-    assert named(["h.1", "add_1", "head"], 4, modules, nodes) == (2, 3, 5)
-    assert named([], 1, modules, nodes) == ()
+    assert named_boundaries(["h.1", "add_1", "head"], 4, modules, nodes) == (2, 3, 5)
+    assert named_boundaries([], 1, modules, nodes) == ()
 
 
 @pytest.mark.parametrize(
@@ -149,4 +157,4 @@ def test_names_give_boundaries() -> None:
 )
 def test_names_that_give_none(cuts: list[str], parts: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        named(cuts, parts, {"h": 0, "h.0": 0, "h.1": 2, "head": 5}, {})
+        named_boundaries(cuts, parts, {"h": 0, "h.0": 0, "h.1": 2, "head": 5}, {})

@@ -7,22 +7,22 @@ from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.cut_groups import Units, group
-from paceline.replica.pipeline.partition import CutRow
-from paceline.replica.pipeline.report import table
+from paceline.replica.pipeline.partition import UnitCosts
+from paceline.replica.pipeline.report import cut_table
 from tests.replica.pipeline.cut_models import from_zoo
 
 
 def priced(units: Units) -> Costs:
     """Each unit takes a millisecond; each value is a thousand bytes."""
     nodes = units.captured.module.graph.nodes
-    return Costs(CutRow([0.001] * len(units.groups)), {node.name: 1000 for node in nodes})
+    return Costs(UnitCosts([0.001] * len(units.groups)), {node.name: 1000 for node in nodes})
 
 
 def test_three_stages_of_a_tied_model() -> None:
     _, _, units = from_zoo("tied")
     parts = cut(units, [units.modules()["layers.1"], units.nodes()["tanh_1"]])
     assert (
-        table(parts, units, priced(units))
+        cut_table(parts, units, priced(units))
         == """\
 3 stages; slowest: 6 ms, forward and backward of one micro-batch; bytes sent: of one micro-batch, forward
 
@@ -36,7 +36,7 @@ stage  from       to        time  parameters  sends                   tied
 def test_nothing_tied_and_nothing_sent_need_no_columns() -> None:
     units = group(capture(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 4)))
     assert (
-        table(cut(units, []), units, priced(units))
+        cut_table(cut(units, []), units, priced(units))
         == """\
 1 stage; slowest: 2 ms, forward and backward of one micro-batch; bytes sent: of one micro-batch, forward
 
@@ -47,7 +47,7 @@ stage  from  to   time  parameters
 
 def test_a_module_that_is_cut_is_shown_with_the_node() -> None:
     _, _, units = from_zoo("gpt2")
-    shown = table(cut(units, [units.nodes()["scaled_dot_product_attention_1"]]), units, priced(units)).splitlines()
+    shown = cut_table(cut(units, [units.nodes()["scaled_dot_product_attention_1"]]), units, priced(units)).splitlines()
     assert "transformer.h.1.attn (scaled_dot_product_attention_1)" in shown[-1]
     assert shown[-2].split()[1] == "transformer.wte"
     assert "lm_head" in shown[-1]

@@ -140,7 +140,7 @@ class AsyncStageShard(RankShard):
         self.coordinate, self.state = pipeline.place, pipeline.state
         self.parameter_bytes = pipeline.state.layout.parameter_bytes
         self.reduce_buffer = ReduceBuffer(FlatLayout((), ()), ranks=1)  # nothing of Δ is exchanged
-        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.stash.optimizer_bytes, communicator)
+        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.optimizer_bytes, communicator)
         # A status is complete once the last stage has made the step, p - 1 micro-batches later, and one step for
         # the exchange itself.
         lag = -(-(self._workers - 1) // self._m) + 1

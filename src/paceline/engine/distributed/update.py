@@ -14,7 +14,7 @@ from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.program import Program
-from paceline.replica.clipping import clip_scale, square_norm
+from paceline.replica.clipping import clip_by_square, clip_scale, square_norm
 from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.single import GradientHandoff
@@ -177,5 +177,4 @@ def clip_across_ranks(
     """Scale this rank's gradients so that the norm over all ranks' ``counted`` elements is at most ``bound``."""
     square = torch.tensor([square_norm(counted)], dtype=torch.float64)
     communicator.all_reduce([square], "the norm of Δ")
-    if gradients:
-        torch._foreach_mul_(gradients, clip_scale(float(square), bound))
+    clip_by_square(gradients, float(square), bound)

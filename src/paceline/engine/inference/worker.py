@@ -22,7 +22,7 @@ from paceline.program import Program, Tree
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.input_spec import Rebuild, batch_size
-from paceline.replica.hybrid import divided
+from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import materialize
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction, WorkerProgram
@@ -31,7 +31,7 @@ from paceline.replica.pipeline.cut import cut
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_sizes, micro_batches
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
-from paceline.replica.pipeline.prepare import boundaries, check_cut, rows, units_of
+from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_boundaries, select_rows
 from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, check_shard, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.safe_files import State
@@ -83,23 +83,23 @@ def together(answers: Sequence[Answer], samples: int, micro_batches: int) -> Tre
         InputError: an output that has not a row for each sample was made of several micro-batches.
     """
     pieces = {index: leaves for answer in answers for index, leaves in answer.pieces.items()}
-    rows = micro_batch_sizes(samples, micro_batches)
+    sizes = micro_batch_sizes(samples, micro_batches)
     return answers[0].rebuild(
-        [_joined(each, rows) for each in zip(*(pieces[i] for i in range(len(rows))), strict=True)]
+        [_joined(each, sizes) for each in zip(*(pieces[i] for i in range(len(sizes))), strict=True)]
     )
 
 
-def _joined(leaf: Sequence[Any], rows: Sequence[int]) -> Any:
+def _joined(leaf: Sequence[Any], sizes: Sequence[int]) -> Any:
     """One leaf of the output, of which each micro-batch has made its rows."""
     if len(leaf) == 1:
         return leaf[0]
     tensors = [each for each in leaf if isinstance(each, Tensor) and each.dim()]
-    if [len(each) for each in tensors] == list(rows):
+    if [len(each) for each in tensors] == list(sizes):
         return torch.cat(tensors)
     if all(_same(each, leaf[0]) for each in leaf):
         return leaf[0]
     raise InputError(
-        f"the output of micro-batches of {list(rows)} samples has shapes {[list(each.shape) for each in tensors]}, "
+        f"the output of micro-batches of {list(sizes)} samples has shapes {[list(each.shape) for each in tensors]}, "
         "which are no rows of samples; write micro_batches=1"
     )
 
@@ -187,7 +187,7 @@ class _Stages:
         self._shards = None if among is None else GroupShards(among, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
         with extended_timeout(context):
-            self._made = self._cut(module, rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
+            self._made = self._cut(module, select_rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
         assert context.communicator is not None, "one worker answers by itself"
         self._plan = CommPlan.of(self._made, strategy.order, strategy.stage_count, count, strategy.copies)
         self._mail = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
@@ -208,11 +208,11 @@ class _Stages:
     def _cut(self, module: nn.Module, first: Any) -> Cut:
         """The model's parts, those of this rank rewritten as its shards."""
         strategy = self._strategy
-        units = units_of(strategy, module, first, training=False)
+        units = capture_units(strategy, module, first, training=False)
         leaves = units.captured.flatten(first)
         mine: Boundaries = ()
         if self._context.world.rank == 0:
-            mine = boundaries(self._question.program, strategy, module, units, measure(units, leaves))
+            mine = choose_boundaries(self._question.program, strategy, module, units, measure(units, leaves))
         made = cut(units, self._context.gather(mine, "where the model is cut")[0])
         check_cut(made, module, first)
         if not strategy.tensor_parallel:
@@ -220,7 +220,8 @@ class _Stages:
         counts = [self._mesh.shards(part.number) for part in made.parts]
         own = {} if self._shards is None else {self._place.stage: self._shards}
         says = self._context.gather
-        division = divided(self._question.program, made, module, leaves, counts, own, says, strategy.shard_rules)
+        request = ShardingRequest(self._question.program, made, module, leaves, counts, strategy.shard_rules)
+        division = shard_parts(request, own, says)
         return replace(made, parts=division.parts)
 
     def _way(self, count: int) -> WorkerProgram:

@@ -20,14 +20,14 @@ from paceline.engine.spmd.shard_views import StageSharding
 from paceline.engine.spmd.tensor_parallel_rank import GroupShards
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout, read
-from paceline.replica.hybrid import ShardedParts, divided
+from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.pipeline.base import NoP2P, Part, StageReplicaGroup
 from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.partition import Boundaries
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.pipelined import Pipelined
-from paceline.replica.pipeline.prepare import Agree, first_rows, needed, prepared
-from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.prepare import Agree, first_rows, part_dependencies, prepare_cut
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import PARTIAL_GRAD, is_counted_on, shard_layout
@@ -80,8 +80,8 @@ class PipelineRank:
         """Who take turns at this rank's stage; None: nobody else does."""
         batch = first_batch(job)
         with extended_timeout(rank_setup.context):
-            self.cut = prepared(job.program, job.strategy, rank_setup.module, batch, self._agreement()).cut
-            self.needs = needed(job.program, self.cut, rank_setup.module, batch)
+            self.cut = prepare_cut(job.program, job.strategy, rank_setup.module, batch, self._agreement()).cut
+            self.needs = part_dependencies(job.program, self.cut, rank_setup.module, batch)
             """Which parts need which."""
             held = [list(tensors_of(part.module)) for part in self.cut.parts]
             self._division = self._divided(rank_setup.module, batch)
@@ -160,12 +160,13 @@ class PipelineRank:
             return ShardedParts(parts, tuple({} for _ in parts))
         own = {} if self.shards is None else dict.fromkeys(self._numbers(self.place.stage), self.shards)
         leaves, rules = self.cut.captured.flatten(first_rows(job.strategy, batch)), job.strategy.shard_rules
-        return divided(job.program, self.cut, module, leaves, workers, own, self.context.gather, rules)
+        request = ShardingRequest(job.program, self.cut, module, leaves, workers, rules)
+        return shard_parts(request, own, self.context.gather)
 
     def _stage(self, stage: int, held: Sequence[Sequence[str]]) -> StageSharding:
         """Of all parts of a stage together; what two of them have lies the same way in both."""
         workers, numbers = self.mesh.shards(stage), self._numbers(stage)
-        lies = {name: how for number in numbers for name, how in self._division.lies[number].items()}
+        lies = {name: how for number in numbers for name, how in self._division.placements[number].items()}
         whole = self.whole.part({name for number in numbers for name in held[number]})
         if workers > 1 and self._steps_on_parts:
             refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, lies, workers)

@@ -10,7 +10,7 @@ from paceline.core.delta import Adopt
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.clipping import clip_scale, square_norm
+from paceline.replica.clipping import clip_by_square, square_norm
 from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.local_sgd import mix
@@ -100,6 +100,4 @@ class ShardedLocalSGD(Replica):
         bound = self._program.clip_norm
         if bound is None:
             return
-        scale = clip_scale(self._summed(square_norm(self._counted)), bound)
-        if scale < 1.0 and self._gradient.parameters:
-            torch._foreach_mul_(self._gradient.parameters, scale)
+        clip_by_square(self._gradient.parameters, self._summed(square_norm(self._counted)), bound)

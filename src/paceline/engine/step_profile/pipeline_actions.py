@@ -16,14 +16,14 @@ from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import Call, FakeShards
 from paceline.engine.step_profile.compute import Found, Pass, in_step, share_of
 from paceline.replica.flat_state import FlatLayout, read
-from paceline.replica.hybrid import divided
+from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import preserve_tensors, tensors_of
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.p2p_queue import Message, Received
-from paceline.replica.pipeline.prepare import needed, prepared
-from paceline.replica.pipeline.stage import PipelineSetup, WorkerId
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
+from paceline.replica.pipeline.prepare import part_dependencies, prepare_cut
 from paceline.replica.pipeline.stage_runtime import StageRuntime, merged_module
 from paceline.replica.tensor.placements import Placement as Lies
 from paceline.replica.tensor.placements import shard_layout
@@ -60,10 +60,10 @@ class _Actor:
         self._silent = FakeShards(mesh.shard(mesh.place(worker)), mesh.shards(self._stage))
         self._batch, self._module = first_batch(self._job), self._job.program.build()
         says = context.gather
-        cut = prepared(
+        cut = prepare_cut(
             self._job.program, strategy, self._module, self._batch, lambda choose: says(choose(), "the cut")[0]
         ).cut
-        self._needs = needed(self._job.program, cut, self._module, self._batch)
+        self._needs = part_dependencies(self._job.program, cut, self._module, self._batch)
         self._given = _Given(cut, self._module, self._micro_batches(cut))
         whole = FlatLayout.of(self._module, self._job.running_buffers)
         parts, lies = self._parts(cut)
@@ -137,8 +137,9 @@ class _Actor:
         counts = [strategy.mesh.shards(stage) for stage in owners]
         own = {number: self._silent for number in mine if counts[number] > 1}
         leaves, program, rules = self._micro_batches(cut)[0].inputs, self._job.program, strategy.shard_rules
-        made = divided(program, cut, self._module, leaves, counts, own, self._context.gather, rules, checked=False)
-        return [made.parts[n] for n in mine], {name: how for n in mine for name, how in made.lies[n].items()}
+        request = ShardingRequest(program, cut, self._module, leaves, counts, rules)
+        made = shard_parts(request, own, self._context.gather, checked=False)
+        return [made.parts[n] for n in mine], {name: how for n in mine for name, how in made.placements[n].items()}
 
 
 class _Given:

@@ -18,7 +18,7 @@ from paceline.core.mesh import StageReplicas
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.run_context import first_batch
-from paceline.replica.pipeline.prepare import cut_as_named, needed, prepared
+from paceline.replica.pipeline.prepare import cut_as_named, part_dependencies, prepare_cut
 from paceline.replica.tensor.op_times import op_work
 from paceline.replica.tensor.prepare import plan_program
 from paceline.schedule import Dependencies
@@ -105,17 +105,19 @@ def _needed(job: Job) -> Dependencies | None:
     if not job.strategy.cuts:
         return None
     module, batch = job.program.build(), first_batch(job)
-    return needed(job.program, cut_as_named(job.program, job.strategy, module, batch), module, batch)
+    return part_dependencies(job.program, cut_as_named(job.program, job.strategy, module, batch), module, batch)
 
 
 def _stages(job: Job) -> tuple[StageTimes, Dependencies]:
     """Of one micro-batch, as shares of the time of one process for all of them; and which parts need which."""
     module, batch = job.program.build(), first_batch(job)
-    made = prepared(job.program, job.strategy, module, batch, lambda choose: choose())
+    made = prepare_cut(job.program, job.strategy, module, batch, lambda choose: choose())
     assert made.costs is not None, "they were measured here"
-    starts = [0, *made.boundaries, len(made.costs.row.seconds)]
-    parts = [sum(made.costs.row.seconds[a:b]) for a, b in pairwise(starts)]
-    return _times(job.strategy, [part / sum(parts) for part in parts]), needed(job.program, made.cut, module, batch)
+    starts = [0, *made.boundaries, len(made.costs.units.seconds)]
+    parts = [sum(made.costs.units.seconds[a:b]) for a, b in pairwise(starts)]
+    return _times(job.strategy, [part / sum(parts) for part in parts]), part_dependencies(
+        job.program, made.cut, module, batch
+    )
 
 
 def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:

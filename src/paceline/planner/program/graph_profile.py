@@ -16,10 +16,10 @@ from paceline.planner.program.profile import LineFit, PipelinePart, Sent, Unit, 
 from paceline.program import Program
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import Captured, capture
-from paceline.replica.pipeline.costs import Costs, Taken
+from paceline.replica.pipeline.costs import Costs, NodeTime
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.graph_nodes import attribute, child
-from paceline.replica.pipeline.partition import Item
+from paceline.replica.pipeline.partition import SharedItem
 from paceline.replica.tensor import sharding_plan
 from paceline.replica.tensor.base import GraphTensor
 from paceline.replica.tensor.branches import multiplication_counts
@@ -66,8 +66,8 @@ def units_of(units: Units, costs: Mapping[int, Costs]) -> tuple[Unit, ...]:
         costs: samples -> what was measured with so many.
     """
     count = len(units.groups)
-    saved = [_by_unit(each.row.saved, count) for each in costs.values()]
-    going = [_crossing(each.row.values, count) for each in costs.values()]
+    saved = [_by_unit(each.units.saved, count) for each in costs.values()]
+    going = [_crossing(each.units.values, count) for each in costs.values()]
     own, tied = _parameters(units)
 
     def line(found: Sequence[Sequence[int]], unit: int) -> LineFit:
@@ -80,7 +80,7 @@ def units_of(units: Units, costs: Mapping[int, Costs]) -> tuple[Unit, ...]:
 
 
 def seconds_of(
-    units: Units, costs: Mapping[int, Costs], passes: Mapping[int, float], way: Callable[[Taken], float]
+    units: Units, costs: Mapping[int, Costs], passes: Mapping[int, float], way: Callable[[NodeTime], float]
 ) -> tuple[LineFit, ...]:
     """Of each unit: its share of what whole passes take.
 
@@ -101,7 +101,7 @@ def seconds_of(
     return tuple(LineFit.through(each) for each in found)
 
 
-def _by_unit(items: Iterable[Item], count: int) -> list[int]:
+def _by_unit(items: Iterable[SharedItem], count: int) -> list[int]:
     """What the first that uses it keeps."""
     found = [0] * count
     for item in items:
@@ -109,7 +109,7 @@ def _by_unit(items: Iterable[Item], count: int) -> list[int]:
     return found
 
 
-def _crossing(items: Sequence[Item], count: int) -> list[int]:
+def _crossing(items: Sequence[SharedItem], count: int) -> list[int]:
     """What goes over a cut behind each unit: what it or an earlier one makes for a later one."""
     return [sum(item.nbytes for item in items if item.made <= unit < max(item.uses)) for unit in range(count)]
 

@@ -29,7 +29,7 @@ from paceline.planner.program.profile import LineFit, Point, Unit, UnitSharding
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatState
 from paceline.replica.pipeline.costs import Costs, measure
-from paceline.replica.pipeline.prepare import rows
+from paceline.replica.pipeline.prepare import select_rows
 
 SIZES = (2**10, 2**14, 2**18, 2**22)
 """Bytes of the collectives that are measured: 1 KiB to 4 MiB."""
@@ -143,7 +143,9 @@ def part(batch: Batch, samples: int) -> Batch:
     if samples == batch.samples:
         return batch
     first = slice(samples)
-    return Batch(rows(batch.input, batch.samples, first), rows(batch.target, batch.samples, first), samples)
+    return Batch(
+        select_rows(batch.input, batch.samples, first), select_rows(batch.target, batch.samples, first), samples
+    )
 
 
 def able(replica: Replica, state: FlatState, batch: Batch, samples: int) -> bool:

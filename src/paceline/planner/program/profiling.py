@@ -29,7 +29,7 @@ from paceline.planner.program.profiler_worker import Captured, Heard, Probe
 from paceline.planner.program.short_runs import Runs, short_runs
 from paceline.program import Program, call
 from paceline.replica.module_utils import preserve_state
-from paceline.replica.pipeline.prepare import copies
+from paceline.replica.pipeline.prepare import parameter_copies
 from paceline.strategy import Strategy
 
 Tell: TypeAlias = Callable[[str, float], None]
@@ -176,7 +176,7 @@ def numerics_of(program: Program) -> Numerics:
     """Bytes for each parameter."""
     module = program.build()
     size = next(module.parameters()).element_size()
-    return Numerics(size, size, size * (copies(program, module) - 2))
+    return Numerics(size, size, size * (parameter_copies(program, module) - 2))
 
 
 def elements(program: Program) -> int:

@@ -1,10 +1,8 @@
-"""A mark in a model: here a pipeline stage may end.
+"""Capture of a model as a graph of operators whose tensors keep their full names, and the mark that lets it be cut.
 
-A model as it is, as a graph of operators whose tensors keep their full names.
-
-nn.Sequential needs no more than its list of children; every other model goes through ``torch.export``. Both trace the
-model in one mode, training where nothing else is said, under the autocast that is entered at the time: capture it under
-the one it will run under.
+An nn.Sequential becomes the list of its children; every other model goes through ``torch.export``. Both trace the model
+in one mode, training by default, and under the autocast context of the call: capture a model under the one it will run
+under.
 """
 
 from collections.abc import Mapping
@@ -17,22 +15,15 @@ from torch.fx import GraphModule
 
 from paceline.core.errors import InputError
 from paceline.program import Tree
-from paceline.replica.capture.export import Exported, exported
+from paceline.replica.capture.export import export_graph
 from paceline.replica.capture.input_spec import InputSpec, Rebuild
-from paceline.replica.capture.sequential_graph import is_sequential, listed
+from paceline.replica.capture.sequential_graph import is_sequential, sequential_graph
 from paceline.replica.capture.verify import check
 from paceline.replica.module_utils import preserve_state, tensors_of
 
-__all__ = [
-    "Captured",
-    "capture",
-    "check",
-]
-
-
 _library: Any = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
 _library.define("cut(Tensor[] values) -> Tensor[]")
-# The implicit key is under autograd, so an identity is differentiable as it is, copies nothing and shares its input.
+# The implicit key is below autograd, so an identity is differentiable as it is, copies nothing and shares its input.
 _library.impl("cut", lambda values: values, "CompositeImplicitAutograd")
 
 
@@ -44,7 +35,7 @@ def cut(value: Tensor, /, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
     """Mark a place in ``forward`` where a pipeline stage may end; the values go on as they are.
 
     Args:
-        value: one of the tensors that go from what is before the mark to what is after it.
+        value: a tensor that is computed before the mark and read after it.
         values: more of them.
 
     Returns:
@@ -85,61 +76,49 @@ class Captured:
 def capture(
     module: nn.Module, inputs: Tree, *, operators: bool = False, of_inputs: bool = True, training: bool = True
 ) -> Captured:
-    """The graph of a model, checked against the model itself (:func:`paceline.replica.capture.verify.check`).
+    """Return the graph of a model, checked against the model (:func:`paceline.replica.capture.verify.check`).
 
     Args:
         module: any model; left as it is, its mode, buffers and attributes included.
-        inputs: a batch as the model is called with it, of any number of samples; few of them are looked at.
+        inputs: a batch as the model is called with it, of any number of samples; few of them are used.
         operators: whether every node has to be one operator; then an nn.Sequential goes through torch.export as well.
-        of_inputs: whether gradients of the input are looked at as well. A model with its loss has none to be asked for,
-            and many a loss has no derivative by its target.
-        training: in which mode; dropout and running statistics do something else where it is False.
+        of_inputs: whether gradients of the input are compared as well. A model with its loss needs none, and many a
+            loss has no derivative by its target.
+        training: the mode; dropout and running statistics do something else where it is False.
 
     Raises:
-        InputError: where it can't be captured, naming the line of the model, or where its graph does something else,
-            naming the parameter, output or buffer that differs.
+        InputError: it can't be captured, naming the line of the model, or its graph does something else, naming the
+            parameter, output or buffer that differs.
     """
-    _check_names(module)
-    with preserve_state(module, training=training):
-        if not operators and is_sequential(module):
-            return _captured(listed(module, inputs), training)
-        captured = _captured(exported(module, inputs), training)
-    _checked(module, captured, inputs, (2, 3), of_inputs=of_inputs)
-    if _agrees_on_one(module, captured, inputs, of_inputs=of_inputs):
-        return captured
-    return replace(captured, input_spec=replace(captured.input_spec, smallest=2))
-
-
-def _check_names(module: nn.Module) -> None:
-    taken = {"meta", *vars(GraphModule)}
-    for name, _ in (
-        *module.named_children(),
-        *module.named_parameters(recurse=False),
-        *module.named_buffers(recurse=False),
-    ):
-        if name in taken:
+    reserved = {"meta", *vars(GraphModule)}
+    own = (module.named_children(), module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+    for name in (name for named in own for name, _ in named):
+        if name in reserved:
             raise InputError(
                 f"{type(module).__name__}.{name} can't be captured: a torch.fx.GraphModule has a {name!r} of its own; "
                 f"write another name, self.{name}_ = ..."
             )
+    sequential = not operators and is_sequential(module)
+    with preserve_state(module, training=training):
+        graph = sequential_graph(module, inputs) if sequential else export_graph(module, inputs)
+    captured = Captured(graph.module, graph.owners, graph.input_spec, graph.rebuild, training)
+    if sequential:
+        return captured
 
+    def verify(*samples: int) -> None:
+        check(
+            module,
+            lambda given: captured.rebuild(captured.module(*captured.flatten(given))),
+            lambda: tensors_of(captured.module),
+            inputs,
+            samples=samples,
+            of_inputs=of_inputs,
+            training=training,
+        )
 
-def _captured(made: Exported, training: bool) -> Captured:
-    return Captured(made.module, made.owners, made.form, made.output, training)
-
-
-def _checked(module: nn.Module, captured: Captured, inputs: Tree, samples: tuple[int, ...], *, of_inputs: bool) -> None:
-    def run(given: Tree) -> Tree:
-        return captured.rebuild(captured.module(*captured.flatten(given)))
-
-    named, training = (lambda: tensors_of(captured.module)), captured.training
-    check(module, run, named, inputs, samples=samples, of_inputs=of_inputs, training=training)
-
-
-def _agrees_on_one(module: nn.Module, captured: Captured, inputs: Tree, *, of_inputs: bool) -> bool:
-    """Whether the graph is right for one sample too: tracing takes it for granted that there are more."""
+    verify(2, 3)
     try:
-        _checked(module, captured, inputs, (1,), of_inputs=of_inputs)
+        verify(1)  # tracing assumes that there are more
     except InputError:
-        return False
-    return True
+        return replace(captured, input_spec=replace(captured.input_spec, smallest=2))
+    return captured

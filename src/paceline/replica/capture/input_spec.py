@@ -1,7 +1,4 @@
-"""Trees of tensors, and what a captured graph takes: leaves, dtypes, dims fixed by tracing.
-
-What a captured graph takes: the leaves of an input, their dtypes, and the dims that tracing has fixed.
-"""
+"""Trees of tensors, and the inputs that a captured graph takes: leaves, dtypes, and the dims that tracing has fixed."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +15,17 @@ Rebuild = Callable[[Sequence[Tensor]], Tree]
 
 
 class TreeLeaf:
-    """Where a tensor was."""
+    """The place of a tensor in an outline."""
 
     def __repr__(self) -> str:
         return "a tensor"
 
 
-SLOT = TreeLeaf()
+LEAF = TreeLeaf()
 
 
 def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of an input in the order of :func:`paceline.program.leaves`, each with its place in the tree.
+    """Yield the tensors of an input in the order of :func:`paceline.program.leaves`, each after its place in the tree.
 
     >>> import torch
     >>> [name for name, _ in named_leaves({"x": torch.ones(1), "masks": (torch.ones(1), None)})]
@@ -44,11 +41,11 @@ def named_leaves(tree: Tree, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_leaves(value, f"{name}[{index}]")
 
 
-def matched(outline: Tree, tree: Tree, name: str = "") -> Iterator[Tensor]:
-    """The tensors of ``tree`` in the order in which ``outline`` has its slots, whatever the order of its keys.
+def leaves_like(outline: Tree, tree: Tree, name: str = "") -> Iterator[Tensor]:
+    """Yield the tensors of ``tree`` in the order of the leaves of ``outline``, whatever the order of its keys.
 
     Raises:
-        InputError: where the tree has another form, or another value where it has no tensor.
+        InputError: the tree has another form, or another value where it has no tensor.
     """
     if isinstance(outline, TreeLeaf):
         if not isinstance(tree, Tensor):
@@ -58,26 +55,26 @@ def matched(outline: Tree, tree: Tree, name: str = "") -> Iterator[Tensor]:
         if not isinstance(tree, Mapping) or tree.keys() != outline.keys():
             _refuse(name, sorted(map(str, outline)), sorted(map(str, tree)) if isinstance(tree, Mapping) else tree)
         for key, value in outline.items():
-            yield from matched(value, tree[key], f"{name}[{key!r}]")
+            yield from leaves_like(value, tree[key], f"{name}[{key!r}]")
     elif isinstance(outline, (tuple, list)):
         if not isinstance(tree, (tuple, list)) or len(tree) != len(outline):
             _refuse(name, outline, tree)
         for index, value in enumerate(outline):
-            yield from matched(value, tree[index], f"{name}[{index}]")
+            yield from leaves_like(value, tree[index], f"{name}[{index}]")
     elif isinstance(tree, Tensor) or type(tree) is not type(outline) or tree != outline:
         _refuse(name, outline, tree)
 
 
-def _refuse(name: str, expected: object, found: object) -> NoReturn:
-    found = map_tree(lambda _: SLOT, found)
+def _refuse(name: str, expected: object, given: object) -> NoReturn:
+    given = map_tree(lambda _: LEAF, given)
     raise InputError(
-        f"input{name} is {found!r}, where the model was captured with {expected!r}; give every batch the same form, "
+        f"input{name} is {given!r}, where the model was captured with {expected!r}; give every batch the same form, "
         "keys and values that are no tensors, or write the model as an nn.Sequential, whose children run as they are"
     )
 
 
-class Dropped:
-    """What stands in an output where the model returned an object that is no tree: a cache, say."""
+class DroppedOutput:
+    """Stands in an output for an object that is no tree (a cache, say), which a graph does not return."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -91,50 +88,37 @@ class Dropped:
         )
 
 
-def taken_apart(tree: Tree, found: list[Tensor]) -> Rebuild:
-    """Add the tensors of an output to ``found``; what is returned puts them, or others in their places, back.
+def flatten_tree(tree: Tree, tensors: list[Tensor]) -> Rebuild:
+    """Append the tensors of an output to ``tensors``; returns a function that puts them, or others, in their places.
 
     Mappings and dataclasses keep their type, as does ``transformers.utils.ModelOutput``, which is both.
 
     >>> import torch
-    >>> found = []
-    >>> rebuild = taken_apart({"a": (torch.ones(2), "text")}, found)
-    >>> rebuild([t + 1 for t in found])
+    >>> tensors = []
+    >>> rebuild = flatten_tree({"a": (torch.ones(2), "text")}, tensors)
+    >>> rebuild([t + 1 for t in tensors])
     {'a': (tensor([2., 2.]), 'text')}
     """
+    kind: Any = type(tree)
     if isinstance(tree, Tensor):
-        index = len(found)
-        found.append(tree)
+        index = len(tensors)
+        tensors.append(tree)
         return lambda leaves: leaves[index]
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return _fields(tree, found)
+        fields = {f.name: flatten_tree(getattr(tree, f.name), tensors) for f in dataclasses.fields(tree) if f.init}
+        return lambda leaves: kind(**{name: build(leaves) for name, build in fields.items()})
     if isinstance(tree, Mapping):
-        items = {key: taken_apart(value, found) for key, value in tree.items()}
-        kind: Any = type(tree)
-        return lambda leaves: kind({key: make(leaves) for key, make in items.items()})
+        values = {key: flatten_tree(value, tensors) for key, value in tree.items()}
+        return lambda leaves: kind({key: build(leaves) for key, build in values.items()})
     if isinstance(tree, (tuple, list)):
-        return _sequence(tree, found)
-    if isinstance(tree, _PLAIN):
+        items = [flatten_tree(value, tensors) for value in tree]
+        if hasattr(tree, "_fields"):  # a namedtuple
+            return lambda leaves: kind(*(build(leaves) for build in items))
+        return lambda leaves: kind([build(leaves) for build in items])
+    if isinstance(tree, (type(None), bool, int, float, complex, str, bytes)):
         return lambda _: tree
-    dropped = Dropped(type(tree).__name__)
+    dropped = DroppedOutput(kind.__name__)
     return lambda _: dropped
-
-
-_PLAIN = (type(None), bool, int, float, complex, str, bytes)
-
-
-def _fields(tree: Any, found: list[Tensor]) -> Rebuild:
-    kind = type(tree)
-    fields = {f.name: taken_apart(getattr(tree, f.name), found) for f in dataclasses.fields(tree) if f.init}
-    return lambda leaves: kind(**{name: make(leaves) for name, make in fields.items()})
-
-
-def _sequence(tree: Any, found: list[Tensor]) -> Rebuild:
-    items = [taken_apart(value, found) for value in tree]
-    kind: Any = type(tree)
-    if hasattr(tree, "_fields"):
-        return lambda leaves: kind(*(make(leaves) for make in items))
-    return lambda leaves: kind([make(leaves) for make in items])
 
 
 Dim = int | str
@@ -142,14 +126,14 @@ Dim = int | str
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LeafSpec:
     """One tensor of an input."""
 
     name: str
     """Its place, as it is written after ``input``: ``['mask']``, ``[0]``."""
     dtype: torch.dtype
     dims: tuple[Dim, ...] | None
-    """None: anything goes."""
+    """None: any shape is right."""
 
 
 @dataclass(frozen=True)
@@ -158,44 +142,39 @@ class Branch:
 
     rule: Any
     """A sympy expression over the names of dims that must hold."""
-    where: str
-
-    @property
-    def names(self) -> list[str]:
-        """Of the dims that decide."""
-        return sorted(map(str, self.rule.free_symbols))
-
-    def holds(self, sizes: Mapping[str, int]) -> bool:
-        """Whether these sizes decide alike."""
-        return bool(self.rule.subs({symbol: sizes[str(symbol)] for symbol in self.rule.free_symbols}))
+    line: str
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The form of the inputs of a captured model."""
+    """The inputs that a captured model takes."""
 
     outline: Tree
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[LeafSpec, ...]
     branches: tuple[Branch, ...] = ()
     fixed: Mapping[int, str] = field(default_factory=dict[int, str])
     """Size -> the line of the model that has fixed it, as far as that is known."""
     smallest: int = 1
-    """Samples that a batch has to have."""
-    _seen: set[tuple[Any, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
+    """The least number of samples in a batch."""
+    _checked: set[tuple[Any, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
 
     def flatten(self, inputs: Tree) -> list[Tensor]:
-        """The leaves of an input in the graph's order; raises InputError where the graph can't take them."""
-        found = list(matched(self.outline, _as_called(inputs)))
-        shapes = tuple((t.dtype, t.shape) for t in found)
-        if shapes not in self._seen:
-            self._check(found)
-            self._seen.add(shapes)
-        return found
+        """Return the leaves of an input in the graph's order.
 
-    def _check(self, found: Sequence[Tensor]) -> None:
+        Raises:
+            InputError: the graph can't take it; names the leaf and the dim.
+        """
+        tensors = list(leaves_like(self.outline, _as_arguments(inputs)))
+        shapes = tuple((t.dtype, t.shape) for t in tensors)
+        if shapes not in self._checked:
+            self._check(tensors)
+            self._checked.add(shapes)
+        return tensors
+
+    def _check(self, tensors: Sequence[Tensor]) -> None:
         sizes: dict[str, int] = {}
         first: dict[str, str] = {}
-        for leaf, tensor in zip(self.leaves, found, strict=True):
+        for leaf, tensor in zip(self.leaves, tensors, strict=True):
             if tensor.dtype != leaf.dtype:
                 raise InputError(
                     f"input{leaf.name} is of {tensor.dtype}, but the model was captured with {leaf.dtype}; write "
@@ -203,7 +182,7 @@ class InputSpec:
                 )
             if leaf.dims is not None:
                 self._check_dims(leaf, tensor, leaf.dims, sizes, first)
-        samples = next((len(t) for t in found if t.dim()), self.smallest)
+        samples = next((len(t) for t in tensors if t.dim()), self.smallest)
         if samples < self.smallest:
             raise InputError(
                 f"a batch of {samples} samples: the model does something else with it than with {self.smallest} or "
@@ -211,16 +190,18 @@ class InputSpec:
                 f"or {_AS_IS}"
             )
         for branch in self.branches:
-            if not branch.holds(sizes):
+            symbols = branch.rule.free_symbols
+            if not branch.rule.subs({symbol: sizes[str(symbol)] for symbol in symbols}):
+                names = sorted(map(str, symbols))
                 raise InputError(
-                    f"{branch.where} decides by sizes, and the model was captured where {branch.rule} holds, with "
-                    + ", ".join(f"{name} = {first[name]}" for name in branch.names)
-                    + f", which is {' and '.join(str(sizes[name]) for name in branch.names)} here; pad the inputs to "
-                    f"sizes for which it holds, or {_AS_IS}"
+                    f"{branch.line} decides by sizes, and the model was captured where {branch.rule} holds, with "
+                    + ", ".join(f"{name} = {first[name]}" for name in names)
+                    + f", which is {' and '.join(str(sizes[name]) for name in names)} here; pad the inputs to sizes "
+                    f"for which it holds, or {_AS_IS}"
                 )
 
     def _check_dims(
-        self, leaf: Leaf, tensor: Tensor, dims: tuple[Dim, ...], sizes: dict[str, int], first: dict[str, str]
+        self, leaf: LeafSpec, tensor: Tensor, dims: tuple[Dim, ...], sizes: dict[str, int], first: dict[str, str]
     ) -> None:
         if tensor.dim() != len(dims):
             raise InputError(
@@ -240,7 +221,7 @@ class InputSpec:
                 first.setdefault(dim, place)
 
     def why_fixed(self, size: int) -> str:
-        """What is said of a dim that tracing has fixed at this size."""
+        """Return the reason, for a message, why tracing has fixed a dim at this size."""
         line = f": {self.fixed[size]} takes it for a number" if size in self.fixed else ""
         return f"the model's graph holds for {size} alone{line}"
 
@@ -248,27 +229,27 @@ class InputSpec:
 _AS_IS = "write the model as an nn.Sequential, whose children run as they are"
 
 
-def free_form(inputs: Tree) -> InputSpec:
-    """The form of a model that takes tensors of any size."""
-    named = named_leaves(_as_called(inputs))
-    return InputSpec(outline_of(inputs), tuple(Leaf(name, tensor.dtype, None) for name, tensor in named))
+def unconstrained_spec(inputs: Tree) -> InputSpec:
+    """Return the spec of a model that takes tensors of any size."""
+    named = named_leaves(_as_arguments(inputs))
+    return InputSpec(outline_of(inputs), tuple(LeafSpec(name, tensor.dtype, None) for name, tensor in named))
 
 
 def outline_of(inputs: Tree) -> Tree:
-    """An input with its tensors left out."""
-    return map_tree(lambda _: SLOT, _as_called(inputs))
+    """Return an input with :data:`LEAF` in place of its tensors."""
+    return map_tree(lambda _: LEAF, _as_arguments(inputs))
 
 
-def _as_called(inputs: Tree) -> Tree:
-    """A list of arguments is called as a tuple is."""
+def _as_arguments(inputs: Tree) -> Tree:
+    """Return a list of arguments as a tuple, as which the model is called."""
     return tuple(inputs) if isinstance(inputs, list) else inputs
 
 
 def batch_size(inputs: Tree) -> int:
-    """The number of samples: the size of dim 0 of an input's first tensor that has dims.
+    """Return the number of samples: the size of dim 0 of an input's first tensor that has dims.
 
     Raises:
-        InputError: where there is none.
+        InputError: there is none.
     """
     for leaf in leaves(inputs):
         if leaf.dim() and len(leaf):
@@ -277,7 +258,7 @@ def batch_size(inputs: Tree) -> int:
 
 
 def resized(inputs: Tree, samples: int) -> Tree:
-    """An input with this many samples: as many of its own, repeated as far as needed; what has no samples stays.
+    """Return an input with this many samples, its own repeated as needed; tensors without samples stay.
 
     >>> resized((torch.arange(2), torch.tensor(7)), 3)
     (tensor([0, 1, 0]), tensor(7))

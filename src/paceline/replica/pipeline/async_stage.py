@@ -17,7 +17,7 @@ from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, opt
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.pipeline.comm_plan import ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch
-from paceline.replica.pipeline.stage import PipelineSetup
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
 
 
@@ -59,7 +59,7 @@ class WeightStash:
 
     def bind(self, version: Version) -> None:
         """Let the parameters be views of a version."""
-        if version != self._bound:
+        if version != self._bound:  # in a steady state actions alternate between versions
             self._bound = version
             for parameter, view in zip(self._parameters, self._states[version].views.parameters, strict=True):
                 parameter.data = view
@@ -67,6 +67,7 @@ class WeightStash:
     def release(self, in_flight: Collection[Version], since: Version) -> None:
         """Release all versions but the newest, those ``in_flight``, and those from ``since`` on."""
         unused = [v for v in self._states if v != self.newest and v < since and v not in in_flight]
+        # Their memory is used again by the next version.
         self._spare += [self._states.pop(version) for version in unused]
 
     def update(self, gradients: Sequence[Tensor], *, keep: bool) -> bool:
@@ -139,6 +140,11 @@ class AsyncStage(Replica):
         return self._runtime.memory.peak_bytes
 
     @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state; 0 before A_0 has been adopted."""
+        return 0 if self._stash is None else self._stash.optimizer_bytes
+
+    @property
     def begun(self) -> bool:
         """True if A_0 has been adopted."""
         return self._stash is not None
@@ -190,7 +196,7 @@ class AsyncStage(Replica):
 
     def drain(self) -> bool:
         """Run all actions that are left, once no further batch comes; returns whether the gradients were finite."""
-        self._finite = self._draining = True
+        self._finite = self._draining = True  # from now on actions of micro-batches that never came are skipped
         self._run()
         self._runtime.queue.wait_sends()
         return self._finite
@@ -241,6 +247,7 @@ class AsyncStage(Replica):
         assert self._gradient_version is not None, "an update follows a backward"
         stash, began = self.stash, time.monotonic_ns()
         self.staleness = max(self.staleness, stash.newest - self._gradient_version)
+        # The newest version may be overwritten only if no micro-batch in flight, nor the next to begin, reads it.
         keep = stash.newest in self._versions.values() or stash.newest >= self._version_of(self._begun)
         self._gradient_version = None
         self._finite &= stash.update(self._tensors.take_gradients(), keep=keep)

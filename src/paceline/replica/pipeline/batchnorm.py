@@ -59,6 +59,7 @@ def _all_reduce(layers: Sequence[_Moments], replicas: StageReplicaGroup) -> None
 
     def summed(vectors: Sequence[Tensor]) -> Tensor:
         own = torch.cat([*vectors]) if vectors else torch.zeros(0, dtype=torch.float64)
+        # All replicas have to bring vectors of one length.
         padded = torch.cat([own, own.new_zeros(int(length) - len(own))])
         replicas.all_reduce(padded, description)
         return padded
@@ -95,6 +96,7 @@ class DeferredBatchNorms:
     @contextmanager
     def forward(self, *, again: bool) -> Iterator[None]:
         """Context manager of a forward pass; ``again``: it is run for its activations alone."""
+        # Each forward pass counts itself; a mini-batch is to count once, at its commit.
         counted = [counter.clone() for counter in self._counters]
         self._uses.clear()
         self._noting = not again
@@ -140,6 +142,7 @@ class DeferredBatchNorms:
             zeros = torch.zeros_like(running_mean, dtype=torch.float64)
             fresh = _Moments(running_mean, running_var, momentum, 0.0, zeros, zeros.clone())
             moments = self._moments.setdefault((address, self._uses[address]), fresh)
+            # In float64: m rounded sums would differ from that of the whole mini-batch.
             moments.add(count, mean.double(), variance.double() * (count - 1))
         return output
 

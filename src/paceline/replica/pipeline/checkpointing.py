@@ -61,6 +61,7 @@ class CheckpointedPart:
         for piece in self._pieces:
             taken = [arguments[index] for index in piece.inputs] + [values[each.name] for each in piece.received]
             if counter is None:
+                # Non-reentrant, so that all pieces and the portals before them are one graph.
                 outputs = checkpoint(piece.module, *taken, use_reentrant=False, context_fn=self._contexts)
             else:
                 counter.add(taken)

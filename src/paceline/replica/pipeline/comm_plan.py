@@ -149,6 +149,7 @@ class CommPlan:
         if action.kind == "forward":
             crossings = [(c, consumer, consumer) for c in self.sent(part) for consumer in c.consumers]
         elif action.kind in ("backward", "backward_input"):
+            # Backward reaches the values that were received last first.
             crossings = [(c, part, c.source) for c in reversed(self.received(part))]
         else:
             crossings = []

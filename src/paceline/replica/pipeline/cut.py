@@ -1,10 +1,7 @@
-"""Which nodes each part runs, and which values it receives.
-
-A captured model in parts: the graph of each, and what goes from which to which.
-"""
+"""A captured model cut into parts: the graph of each, and the values that go from one to another."""
 
 import bisect
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,14 +15,14 @@ from paceline.replica.pipeline.graph_nodes import inputs, unmarked
 
 
 class Dataflow:
-    """Units cut at boundaries.
+    """The nodes that each part runs, and the values that it receives.
 
     ::
 
-        part     0                    1                       2
-        makes    a, b                 c                       d
-        needs    --                   a                       a, size of b, mask
-        so       sends a to 1 and 2   receives a              receives a and the size; makes the mask itself
+        part      0                    1                       2
+        computes  a, b                 c                       d
+        reads     --                   a                       a, size of b, mask
+        so        sends a to 1 and 2   receives a              receives a and the size; computes the mask itself
     """
 
     def __init__(self, units: Units, boundaries: Sequence[int]) -> None:
@@ -34,77 +31,78 @@ class Dataflow:
         self._part_of = {node: bisect.bisect(boundaries, unit) for node, unit in units.place.items()}
         self._output = next(iter(reversed(units.captured.module.graph.nodes)))
         self.runs: list[set[Node]] = [set() for _ in self._parts]
-        """Of each part: its units' nodes, and what it has of its own: leaves and what is done again."""
+        """The nodes of each part: those of its units, leaves that it reads, and nodes that it computes again."""
         self.receives: list[set[Node]] = [set() for _ in self._parts]
         for node, part in self._part_of.items():
             self.runs[part].add(node)
         for part in self._parts:
-            for node in self._wanted(part):
-                self._want(node, part)
+            for node in self._read_by(part):
+                self._require(node, part)
+        # Sizes afterwards, and the last part first: a number that is sent may need more numbers in its source.
         for part in reversed(self._parts):
-            for node in self._wanted(part):
+            for node in self._read_by(part):
                 if node in units.sizes:
-                    self._want_size(node, part)
+                    self._require_size(node, part)
 
     def source(self, node: Node) -> int:
-        """The part that makes what others receive."""
+        """Return the part that computes a value that others receive."""
         if node in self._units.sizes:
             return max(map(self.source, inputs(node)), default=0)
         return self._part_of.get(node, 0)
 
     def consumers(self, node: Node) -> tuple[int, ...]:
-        """The parts that receive it."""
+        """Return the parts that receive a value."""
         return tuple(part for part in self._parts if node in self.receives[part])
 
-    def _wanted(self, part: int) -> list[Node]:
-        """What the nodes of a part's units read; the last part gives the output."""
+    def _read_by(self, part: int) -> list[Node]:
+        """Return the values that the nodes of a part's units read; the last part also reads the output."""
         readers = [node for node, number in self._part_of.items() if number == part]
         if part == self._parts[-1]:
             readers.append(self._output)
         return [each for reader in readers for each in inputs(reader)]
 
-    def _want(self, node: Node, part: int) -> None:
+    def _require(self, node: Node, part: int) -> None:
         if node in self._part_of:
             if self._part_of[node] != part:
                 self.receives[part].add(node)
         elif node not in self._units.sizes and node not in self.runs[part]:
             self.runs[part].add(node)
             for each in inputs(node):
-                self._want(each, part)
+                self._require(each, part)
 
-    def _want_size(self, node: Node, part: int) -> None:
-        """A number is computed from tensors that are there; where one isn't, the part that has them all sends it."""
+    def _require_size(self, node: Node, part: int) -> None:
+        """Compute a number where its tensors are; where one is missing, the part that has them all sends it."""
         if node in self.receives[part] or node in self.runs[part]:
             return
         source = self.source(node)
-        if part != source and not self._there(node, part):
+        if part != source and not self._available(node, part):
             self.receives[part].add(node)
-            self._want_size(node, source)
+            self._require_size(node, source)
             return
         self.runs[part].add(node)
         for each in inputs(node):
             if each in self._units.sizes:
-                self._want_size(each, part)
+                self._require_size(each, part)
             else:
-                self._want(each, part)
+                self._require(each, part)
 
-    def _there(self, node: Node, part: int) -> bool:
-        """Whether a part has all that a node is computed from, or gets it anyway."""
+    def _available(self, node: Node, part: int) -> bool:
+        """Return True if a part has all that a node is computed from, or gets it anyway."""
         if node in self._part_of:
             return self._part_of[node] == part or node in self.receives[part]
-        return node not in self._units.sizes or all(self._there(each, part) for each in inputs(node))
+        return node not in self._units.sizes or all(self._available(each, part) for each in inputs(node))
 
 
 def cut(units: Units, boundaries: Sequence[int]) -> Cut:
-    """The parts of a model.
+    """Return the parts of a model.
 
-    A value that several parts need goes from the one that makes it to each of them. What the output holds goes to the
-    last part. Leaves of the input are never sent: each part takes those it needs.
+    A value that several parts read goes from the one that computes it to each of them. Values of the output go to the
+    last part. Leaves of the input are never sent: each part takes those it reads.
 
     Args:
         units: of the captured model.
-        boundaries: the units that parts 1, 2, ... begin with, ascending, as :func:`partition` and :func:`named` give
-            them.
+        boundaries: the units that parts 1, 2, ... begin with, ascending, as :func:`partition` and
+            :func:`named_boundaries` return them.
     """
     graph = units.captured.module
     flow = Dataflow(units, boundaries)
@@ -115,7 +113,10 @@ def cut(units: Units, boundaries: Sequence[int]) -> Cut:
         if node in received
     }
     parts = tuple(_part(number, units, flow, crossings) for number in range(len(boundaries) + 1))
-    return Cut(units.captured, parts, _tied(graph, parts))
+    # By object: a tied parameter may have another name in each module.
+    held = [(part.number, set(part.module.parameters())) for part in parts]
+    holders = {name: tuple(n for n, own in held if parameter in own) for name, parameter in graph.named_parameters()}
+    return Cut(units.captured, parts, {name: numbers for name, numbers in holders.items() if len(numbers) > 1})
 
 
 def _part(number: int, units: Units, flow: Dataflow, crossings: Mapping[Node, Crossing]) -> Part:
@@ -124,56 +125,49 @@ def _part(number: int, units: Units, flow: Dataflow, crossings: Mapping[Node, Cr
     sends = [node for node, crossing in crossings.items() if crossing.source == number]
     placeholders = whole.graph.find_nodes(op="placeholder")
     leaves = {node: index for index, node in enumerate(placeholders) if node in flow.runs[number]}
-    graph, made = _graph(units, [*leaves, *receives], flow.runs[number])
-    given = [_copied(made[node]) if node in units.lent else made[node] for node in sends]
-    graph.output((*given, *(_outputs(whole.graph, made) if number == len(flow.runs) - 1 else ())))
+    graph, copy_of = _graph(units, [*leaves, *receives], flow.runs[number])
+
+    outputs: list[Argument] = [_clone(copy_of[node]) if node in units.lent else copy_of[node] for node in sends]
+    if number == len(flow.runs) - 1:
+        (of_model,) = next(iter(reversed(whole.graph.nodes))).args
+        assert isinstance(of_model, tuple), "a captured graph returns a tuple"
+        outputs += [map_arg(leaf, lambda each: copy_of[unmarked(each)]) for leaf in of_model]
+    graph.output(tuple(outputs))
+
     module = GraphModule(whole, graph, f"Part{number}")
-    _name_as_in(whole, module)
+    _use_names_of(whole, module)
     received, sent = (tuple(crossings[node] for node in nodes) for nodes in (receives, sends))
     return Part(number, module, tuple(leaves.values()), received, sent)
 
 
-def _graph(units: Units, takes: Sequence[Node], runs: Container[Node]) -> tuple[Graph, dict[Node, Node]]:
-    """A graph without its output: arguments, then what is run; and what each node has become in it."""
-    graph, made = Graph(), dict[Node, Node]()
-    for node in takes:
-        made[node] = graph.create_node("placeholder", node.name, name=node.name)
-        made[node].meta = dict(node.meta)
-    for node in takes:
+def _graph(units: Units, arguments: Sequence[Node], runs: Container[Node]) -> tuple[Graph, dict[Node, Node]]:
+    """Return a graph without its output, and the copy of each node in it."""
+    graph, copy_of = Graph(), dict[Node, Node]()
+    for node in arguments:
+        copy_of[node] = graph.create_node("placeholder", node.name, name=node.name)
+        copy_of[node].meta = dict(node.meta)
+    for node in arguments:
         if node in units.copied and node not in runs:
-            made[node] = _copied(made[node])
+            copy_of[node] = _clone(copy_of[node])
     for node in units.captured.module.graph.nodes:
-        if node in runs and node not in made:
-            made[node] = graph.node_copy(node, lambda each: made[unmarked(each)])
-    return graph, made
+        if node in runs and node not in copy_of:
+            copy_of[node] = graph.node_copy(node, lambda each: copy_of[unmarked(each)])
+    return graph, copy_of
 
 
-def _copied(node: Node) -> Node:
+def _clone(node: Node) -> Node:
     return node.graph.call_function(torch.ops.aten.clone.default, (node,))
 
 
-def _outputs(graph: Graph, made: Mapping[Node, Node]) -> tuple[Argument, ...]:
-    """The leaves of the model's output, in the graph that they were made anew in."""
-    (leaves,) = next(iter(reversed(graph.nodes))).args
-    assert isinstance(leaves, tuple), "a captured graph returns a tuple"
-    return tuple(map_arg(leaf, lambda each: made[unmarked(each)]) for leaf in leaves)
-
-
-def _name_as_in(whole: nn.Module, part: nn.Module) -> None:
-    """Let a parameter that two modules share have its one name also in a part that has the second of them alone."""
+def _use_names_of(whole: nn.Module, part: nn.Module) -> None:
+    """Name a shared parameter as in the whole model, also in a part that has only the second of its modules."""
     names = {parameter: name for name, parameter in whole.named_parameters()}
     for name, parameter in list(part.named_parameters()):
         if name != names[parameter]:
             path, _, leaf = names[parameter].rpartition(".")
             get_or_create_submodule(part, path).register_parameter(leaf, parameter)
+    # Children in the model's order, so that parameters come in its order too.
     order = {module: index for index, (module, _) in enumerate(whole.named_modules(remove_duplicate=False))}
     for path, module in list(part.named_modules()):
         prefix = f"{path}." if path else ""
         module._modules = dict(sorted(module._modules.items(), key=lambda item: order[prefix + item[0]]))
-
-
-def _tied(whole: nn.Module, parts: Iterable[Part]) -> dict[str, tuple[int, ...]]:
-    """The parameters that several parts hold."""
-    held = [(part.number, set(part.module.parameters())) for part in parts]
-    where = {name: tuple(n for n, own in held if parameter in own) for name, parameter in whole.named_parameters()}
-    return {name: numbers for name, numbers in where.items() if len(numbers) > 1}

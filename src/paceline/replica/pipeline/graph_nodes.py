@@ -1,9 +1,4 @@
-"""Nodes of a captured graph: their kinds, what they mutate, and which of them share memory.
-
-What a node does besides making a value: what it writes in place, and whose memory it hands on.
-
-Which nodes of a graph share memory that one of them writes, as far as it can be told without running it.
-"""
+"""Nodes of a captured graph: their kinds, the values they write in place, and which of them share memory."""
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,7 +12,7 @@ from torch.fx import GraphModule, Node
 MARK = "paceline::cut"
 
 _BY_LAYOUT = ("aten::as_strided", "aten::sym_stride", "aten::sym_storage_offset")
-"""What these give depends on where a tensor's elements lie, which a tensor that has been sent does not keep."""
+"""Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep."""
 
 _CHEAP = {
     *("aten::__and__", "aten::__or__", "aten::__xor__", "aten::all", "aten::any", "aten::arange", "aten::cat"),
@@ -27,21 +22,21 @@ _CHEAP = {
     *("aten::roll", "aten::scalar_tensor", "aten::stack", "aten::tril", "aten::triu", "aten::zeros"),
     "aten::zeros_like",
 }
-"""Operators that cost about as much as sending what they make, beside views and pointwise ones."""
+"""Operators that cost about as much as sending their results, in addition to views and pointwise ones."""
 
 
 def schema_name(node: Node) -> str:
-    """``aten::add``, whichever overload; "" where the target has no schema."""
+    """Return e.g. ``aten::add``, whichever overload; "" where the target has no schema."""
     return node.target._schema.name if isinstance(node.target, OpOverload) else ""
 
 
 def is_mark(node: Node) -> bool:
-    """Whether the user has written :func:`paceline.cut` here: the mark itself, or one of the values at it."""
+    """Return True if a node is a :func:`paceline.cut` mark, or one of the values at it."""
     return schema_name(node) == MARK or (is_item(node) and schema_name(node.all_input_nodes[0]) == MARK)
 
 
 def unmarked(node: Node) -> Node:
-    """What stands at a mark; any other node itself."""
+    """Return the value at a mark; any other node itself."""
     while is_mark(node):
         assert is_item(node), "a mark takes and gives a list"
         mark, index = node.args
@@ -50,17 +45,17 @@ def unmarked(node: Node) -> Node:
 
 
 def inputs(node: Node) -> list[Node]:
-    """The nodes that it reads, as if there were no marks."""
+    """Return the nodes that a node reads, as if there were no marks."""
     return [unmarked(each) for each in node.all_input_nodes]
 
 
 def is_item(node: Node) -> bool:
-    """Whether it picks one of several results of another node."""
+    """Return True if a node selects one of several results of another one."""
     return node.target in (operator.getitem, getattr)
 
 
 def is_shape(node: Node) -> bool:
-    """Whether it is a size of a tensor, or arithmetic on sizes."""
+    """Return True if a node is a size of a tensor, or arithmetic on sizes."""
     if schema_name(node) in ("aten::sym_size", "aten::sym_numel"):
         return True
     module = getattr(node.target, "__module__", "")
@@ -69,27 +64,27 @@ def is_shape(node: Node) -> bool:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether doing it in several parts, without randomness, costs no more than sending its result."""
+    """Return True if computing a node in several parts costs no more than sending its result, and is not random."""
     if is_item(node) or is_shape(node):
         return True
     if not isinstance(node.target, OpOverload) or torch.Tag.nondeterministic_seeded in node.target.tags:
         return False
-    hands_on = any(argument.alias_info is not None for argument in node.target._schema.arguments)
-    return hands_on or torch.Tag.pointwise in node.target.tags or schema_name(node) in _CHEAP
+    is_view = any(argument.alias_info is not None for argument in node.target._schema.arguments)
+    return is_view or torch.Tag.pointwise in node.target.tags or schema_name(node) in _CHEAP
 
 
 def reads_layout(node: Node) -> bool:
-    """Whether it has to run where the tensors that it takes were made."""
+    """Return True if a node has to run where the tensors that it reads were computed."""
     return schema_name(node) in _BY_LAYOUT
 
 
 def child(node: Node, root: nn.Module) -> nn.Module | None:
-    """The module that a ``call_module`` node calls."""
+    """Return the module that a ``call_module`` node calls."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def attribute(node: Node, root: nn.Module) -> object:
-    """What a ``get_attr`` node gets."""
+    """Return the attribute that a ``get_attr`` node reads."""
     value: object = root
     for name in str(node.target).split("."):
         value = getattr(value, name)
@@ -101,22 +96,25 @@ _RUNNING = ("running_mean", "running_var")
 
 
 def roots(graph: GraphModule) -> dict[Node, frozenset[Node]]:
-    """Node -> those in whose memory its result may lie: itself and what it hands on; of one tensor one node."""
+    """Return node -> the nodes whose memory its result may share: itself and its :func:`aliased` arguments.
+
+    Of several nodes that read one parameter or buffer, the first stands for all.
+    """
     found: dict[Node, frozenset[Node]] = {}
     holders: dict[int, Node] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
             found[node] = frozenset({holders.setdefault(id(attribute(node, graph)), node)})
         else:
-            found[node] = frozenset({node}).union(*(found[each] for each in handed_on(node, graph)))
+            found[node] = frozenset({node}).union(*(found[each] for each in aliased(node, graph)))
     return found
 
 
 def written(node: Node, root: nn.Module) -> list[Node]:
-    """The arguments that a node writes in place, as far as can be seen without running it."""
+    """Return the arguments that a node writes in place, as far as can be seen without running it."""
     if isinstance(node.target, OpOverload):
         if schema_name(node) == "aten::detach_" and schema_name(node.all_input_nodes[0]) == "aten::lift_fresh_copy":
-            return []  # how torch.export (2.13) writes torch.tensor(2.0): it writes a history, and there is none
+            return []  # how torch.export (2.13) writes torch.tensor(2.0): it writes only a history, and there is none
         return [
             given
             for argument, given in _arguments(node)
@@ -125,11 +123,12 @@ def written(node: Node, root: nn.Module) -> list[Node]:
     if isinstance(node.target, HigherOrderOperator):
         return _of_block(node, root, writes=True)
     module = child(node, root)
-    return list(node.all_input_nodes) if module is not None and _in_place(module) else []
+    in_place = module is not None and any(getattr(each, "inplace", False) is True for each in module.modules())
+    return list(node.all_input_nodes) if in_place else []
 
 
-def handed_on(node: Node, root: nn.Module) -> list[Node]:
-    """The arguments whose memory the result may share."""
+def aliased(node: Node, root: nn.Module) -> list[Node]:
+    """Return the arguments whose memory the result may share."""
     if is_item(node):
         return [unmarked(node)] if is_mark(node) else list(node.all_input_nodes)
     if isinstance(node.target, OpOverload):
@@ -144,36 +143,28 @@ def handed_on(node: Node, root: nn.Module) -> list[Node]:
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether there is anything to train in it."""
+    """Return True if a module has anything to train."""
     return next(module.parameters(), None) is not None
 
 
-def _in_place(module: nn.Module) -> bool:
-    """Whether any module in it has been asked to work in place."""
-    return any(getattr(each, "inplace", False) is True for each in module.modules())
-
-
 def _of_block(node: Node, root: nn.Module, *, writes: bool) -> list[Node]:
-    """What a block under no_grad or autocast writes, or hands on, of the arguments that it is called with."""
-    blocks = [n for n in node.args if isinstance(n, Node) and isinstance(_got(n, root), GraphModule)]
+    """Return the arguments that a block under no_grad or autocast writes, or whose memory it returns."""
+    read = {n: attribute(n, root) for n in node.args if isinstance(n, Node) and n.op == "get_attr"}
+    blocks = [n for n in node.args if isinstance(n, Node) and isinstance(read.get(n), GraphModule)]
     given = list(node.args[node.args.index(blocks[0]) + 1 :]) if blocks else []
-    block = _got(blocks[0], root) if blocks else None
+    block = read[blocks[0]] if blocks else None
     leaves = block.graph.find_nodes(op="placeholder") if isinstance(block, GraphModule) else []
     if not isinstance(block, GraphModule) or len(blocks) > 1 or len(leaves) != len(given):
-        return list(node.all_input_nodes)  # another operator that calls graphs: of those nothing is known
-    lies_in = roots(block)
+        return list(node.all_input_nodes)  # another operator that calls graphs: it may do anything
+    roots_of = roots(block)
     ends = next(iter(reversed(block.graph.nodes))).all_input_nodes
     touched = [w for n in block.graph.nodes for w in written(n, block)] if writes else ends
-    inside = frozenset[Node]().union(*(lies_in[each] for each in touched))
+    inside = frozenset[Node]().union(*(roots_of[each] for each in touched))
     return [each for each, leaf in zip(given, leaves, strict=True) if leaf in inside and isinstance(each, Node)]
 
 
-def _got(node: Node, root: nn.Module) -> object:
-    return attribute(node, root) if node.op == "get_attr" else None
-
-
 def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Node]]:
-    """Each argument of an operator's schema with the nodes given for it."""
+    """Yield each argument of an operator's schema with the nodes given for it."""
     assert isinstance(node.target, OpOverload)
     for index, argument in enumerate(node.target._schema.arguments):
         given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
@@ -187,59 +178,56 @@ _GIVEN = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class Storage:
-    """What in-place operators do to a graph."""
+    """The memory of a graph's values, and the effects of in-place operators on it."""
 
     roots: Mapping[Node, frozenset[Node]]
-    """Node -> those in whose memory its result may lie: itself, and what it hands on."""
+    """Node -> the nodes whose memory its result may share, itself included."""
     written: frozenset[Node]
-    """In whose memory something is written."""
+    """Nodes whose memory is written."""
     together: Sequence[Sequence[Node]]
-    """Nodes that have to be in one part: a write, and who made or used that memory before it."""
+    """Nodes that have to be in one part: a write, and the nodes that computed or read that memory before it."""
     written_by_modules: frozenset[Node]
-    """What a module with parameters of its own may write: it is not kept with what made it."""
+    """Values that a module with parameters may write: it may be in another part than the node that computed them."""
 
     def lent(self) -> frozenset[Node]:
-        """What may lie in the memory of a parameter or a buffer, which the next micro-batch or update may write."""
-        return frozenset(n for n, lies_in in self.roots.items() if any(root.op == "get_attr" for root in lies_in))
+        """Return the values in memory of parameters or buffers, which the next micro-batch or update may write."""
+        return frozenset(n for n, roots in self.roots.items() if any(root.op == "get_attr" for root in roots))
 
-    def stays(self, node: Node) -> bool:
-        """Whether what it gives is never written."""
+    def is_never_written(self, node: Node) -> bool:
+        """Return True if a node's result is never written in place."""
         return self.written.isdisjoint(self.roots[node])
 
 
 def storage(graph: GraphModule) -> Storage:
     """Follow each tensor through views and in-place operators."""
-    lies_in = roots(graph)
-    touching = _touching(graph, lies_in)
-    order = {node: index for index, node in enumerate(graph.graph.nodes)}
-    everything: set[Node] = set()
-    copied: set[Node] = set()
-    together = []
-    for node in graph.graph.nodes:
-        targets = {root for each in written(node, graph) for root in lies_in[each]}
-        module = child(node, graph)
-        if module is not None and has_parameters(module):
-            copied |= targets
-            continue
-        everything |= targets
-        if targets:
-            together.append([node, *(n for r in targets for n in touching[r] if order[n] <= order[node])])
-            together.append([n for r in targets if r.op in _GIVEN for n in _users(r, touching, lies_in)])
-    return Storage(lies_in, frozenset(everything), together, frozenset(copied))
-
-
-def _users(
-    given: Node, touching: Mapping[Node, Sequence[Node]], lies_in: Mapping[Node, frozenset[Node]]
-) -> Sequence[Node]:
-    """Who reads an input or a buffer itself, before or after it is written: each part has its own, so one part only."""
-    return [n for n in touching[given] if any(i.op in _GIVEN and given in lies_in[i] for i in n.all_input_nodes)]
-
-
-def _touching(graph: GraphModule, lies_in: Mapping[Node, frozenset[Node]]) -> dict[Node, list[Node]]:
-    """Node -> the nodes that read, write or hand on its memory."""
+    roots_of = roots(graph)
+    # Node -> the nodes that read, write or return its memory.
     touching: dict[Node, list[Node]] = {node: [] for node in graph.graph.nodes}
     for node in graph.graph.nodes:
         if node.op.startswith("call"):
-            for root in lies_in[node].union(*(lies_in[each] for each in node.all_input_nodes)):
+            for root in roots_of[node].union(*(roots_of[each] for each in node.all_input_nodes)):
                 touching[root].append(node)
-    return touching
+
+    order = {node: index for index, node in enumerate(graph.graph.nodes)}
+    all_written: set[Node] = set()
+    by_modules: set[Node] = set()
+    together: list[Sequence[Node]] = []
+    for node in graph.graph.nodes:
+        targets = {root for each in written(node, graph) for root in roots_of[each]}
+        module = child(node, graph)
+        if module is not None and has_parameters(module):
+            by_modules |= targets
+            continue
+        all_written |= targets
+        if targets:
+            together.append([node, *(n for r in targets for n in touching[r] if order[n] <= order[node])])
+            # Each part has an input or a buffer of its own: all that read it, before or after the write, are in one.
+            given = [r for r in targets if r.op in _GIVEN]
+            users = [
+                n
+                for r in given
+                for n in touching[r]
+                if any(i.op in _GIVEN and r in roots_of[i] for i in n.all_input_nodes)
+            ]
+            together.append(users)
+    return Storage(roots_of, frozenset(all_written), together, frozenset(by_modules))

@@ -180,7 +180,7 @@ class P2PQueue:
         """
         self._incoming: list[tuple[int, Message]] = []  # a heap, by rank
         self._unknown: dict[int, list[Message]] = defaultdict(list)
-        self._shapes = dict(enumerate(shapes))
+        self._shapes = dict(enumerate(shapes))  # the headers that were received for these shapes stay valid
         self._receives: dict[int, PendingRecv] = {}
         self._local: dict[int, Received] = {}
         self._sent: dict[tuple[int, bool], int] = {}
@@ -221,7 +221,8 @@ class P2PQueue:
                 description = f"the shape of {message.description}"
                 packed = self._p2p.irecv([HEADER_LENGTH], torch.int64, message.sender, description).wait()
                 self._headers[key] = TensorHeader.unpack(packed)
-            heapq.heappop(self._incoming)
+            heapq.heappop(self._incoming)  # only now: the message stays first if its header is missing
+            # A scalar came with its header, and values without a gradient get none back: no message follows.
             header = self._headers[key]
             if header.dtype is not None and (header.differentiable or not message.gradient):
                 receive = self._p2p.irecv(header.shape, header.dtype, message.sender, message.description)
@@ -233,9 +234,10 @@ class P2PQueue:
         Raises:
             InputError: the value can't be sent, or for input of the same shapes it was another one.
         """
-        if message.sender == message.receiver:
+        if message.sender == message.receiver:  # for another part of this worker
             self._local[message.rank] = Received(value, differentiable)
             return 0
+        # The send may block until it is received: the receives of lower rank have to be posted first.
         self.post_receives(message.rank)
         header, key = TensorHeader.of(message.name, value, differentiable=differentiable), self._key(message)
         first = self._headers.setdefault(key, header)
@@ -249,6 +251,7 @@ class P2PQueue:
             )
         if not isinstance(value, Tensor):
             return 0
+        # A header has no strides: the receiver allocates a contiguous tensor.
         self._isend(message, value.contiguous(), message.description)
         return value.nbytes
 

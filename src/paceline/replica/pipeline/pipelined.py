@@ -13,7 +13,7 @@ from paceline.replica.base import Batch, Measured, Replica, finite
 from paceline.replica.flat_state import FlatState
 from paceline.replica.pipeline.base import P2P, all_reduce, broadcast_first
 from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
-from paceline.replica.pipeline.stage import PipelineSetup
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
 from paceline.replica.tensor.tp_group import PartialGrads
 
@@ -55,6 +55,7 @@ class TiedGradients:
             )
             for name, stage in others
         }
+        # Copies, since they are being sent while the sums are written.
         own = {name: gradients[name].clone() for name in self.holders}
         for name, stage in others:
             for destination in self._destinations[stage]:
@@ -98,7 +99,7 @@ class Pipelined(Replica):
 
     def adopt(self, state: FlatState) -> None:
         self._tensors.bind(state)
-        for stage in self._runtime.stages.values():
+        for stage in self._runtime.stages.values():  # a cancelled attempt may have left passes
             stage.clear()
         self._losses, self._samples = 0.0, 0
 
@@ -121,12 +122,13 @@ class Pipelined(Replica):
             if loss is not None:
                 losses.append((micro_batch.samples, loss))
 
+        # Sent tensors are views of activations, which the next mini-batch may not reuse before they have gone.
         began = time.monotonic_ns()
         runtime.queue.wait_sends()
         mean = math.nan
         if runtime.takes_target:
             total_loss = sum(samples * float(loss) for samples, loss in losses)
-            if self._replicas is not None:
+            if self._replicas is not None:  # each has the losses of its own micro-batches
                 term = torch.tensor([total_loss], dtype=torch.float64)
                 self._replicas.all_reduce(term, "the loss of other micro-batches")
                 total_loss = float(term)

@@ -184,6 +184,7 @@ class Splitter:
             if isinstance(padding, str):
                 return plain(input, weight, bias, stride, padding, dilation, groups)
             options = (_for_each_dim(stride, dims), _for_each_dim(padding, dims), _for_each_dim(dilation, dims), groups)
+            # Without a batch dim, convolution_backward would need another form.
             if input.dim() != dims + 2 or not self._splits(weight, bias):
                 return plain(input, weight, bias, *options)
             return _Convolution.apply(self._cast(input), weight, bias, self._target, options)  # type: ignore[no-any-return, no-untyped-call]
@@ -199,6 +200,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: DeferredWeightGrads, upright: bool
     ) -> Tensor:
         ctx.save_for_backward(x)
+        # The parameter itself, since the deferred call adds to its ``grad``.
         ctx.weight, ctx.bias, ctx.target, ctx.upright = weight, bias, target, upright
         return functional.linear(x, weight.t() if upright else weight, bias)
 
@@ -215,7 +217,7 @@ def _add_product(weight: Tensor, bias: Tensor | None, x: Tensor, gradient: Tenso
     x, gradient = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
     left, right = (x.t(), gradient) if upright else (gradient.t(), x)
     if weight.grad is not None and weight.grad.dtype == x.dtype:
-        weight.grad.addmm_(left, right)
+        weight.grad.addmm_(left, right)  # product and sum in one call, without a temporary of the weight's size
     else:
         _accumulate(weight, left @ right)
     if bias is not None and bias.requires_grad:

@@ -15,80 +15,30 @@ portal, whose backward is called as soon as the gradient is final.
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.core.errors import InputError
-from paceline.core.types import ReplicaId
-from paceline.program import Program, leaves
-from paceline.replica.activation_memory import ActivationMemory, StorageCounter
-from paceline.replica.capture.capture import Captured
-from paceline.replica.flat_state import FlatLayout
-from paceline.replica.pipeline.base import P2P, NoP2P, Part, StageReplicaGroup
+from paceline.program import leaves
+from paceline.replica.activation_memory import StorageCounter
+from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
 from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
-from paceline.replica.pipeline.comm_plan import CommPlan
 from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
 from paceline.replica.pipeline.p2p_queue import Message, Received, Value
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
-from paceline.replica.single import NO_RECORDER, seed_generators, step_seed
-from paceline.trace.recorder import AnyRecorder
+from paceline.replica.single import seed_generators, step_seed
 
-Recompute: TypeAlias = Literal["none", "boundaries", "all"]
-BatchNormMode: TypeAlias = Literal["micro-batch", "mini-batch"]
 SendGradient: TypeAlias = Callable[[Message, Tensor], None]
 
 FIRST = 2**62
 """A sequence number that autograd prefers to all that it gives itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerId:
-    """A worker of a replica, and its device."""
-
-    replica: ReplicaId
-    worker: int
-    device: str = "cpu"
-
-
-@dataclass(frozen=True)
-class PipelineSetup:
-    """Everything that one worker of a pipeline is made of.
-
-    Args:
-        program: gives seed, precision, loss and, where the weights move in the pipeline, the optimizer.
-        plan: the same on all workers of the replica.
-        captured: the model that the parts were cut from; only its output's form is used.
-        parts: those of this worker, ascending. Their modules are changed in place.
-        worker: this worker.
-        layout: of the tensors of this worker's parts.
-        p2p: sends to and receives from the other workers of the replica.
-        recorder: of this worker's spans.
-        recompute: "none" keeps all that backward needs. "boundaries" keeps the inputs of a part, and runs its forward
-            again before its backward: least is kept between the two. "all" cuts a part into √n pieces, keeps the inputs
-            of each, and runs their forward passes again one by one during backward: more is kept between, but never all
-            of a part at once. The same random numbers are drawn again; running buffers move once. Where a backward
-            follows at once upon its forward, "boundaries" recomputes nothing.
-        batchnorm: whether running statistics move with each micro-batch, or once, by those of the whole mini-batch.
-        replicas: the replicas of this worker's stage; None: it is the only one.
-    """
-
-    program: Program
-    plan: CommPlan
-    captured: Captured
-    parts: Sequence[Part]
-    worker: WorkerId
-    layout: FlatLayout
-    p2p: P2P = field(default_factory=NoP2P)
-    recorder: AnyRecorder = NO_RECORDER
-    recompute: Recompute = "none"
-    batchnorm: BatchNormMode = "micro-batch"
-    replicas: StageReplicaGroup | None = None
 
 
 class _Portal(torch.autograd.Function):
@@ -178,6 +128,18 @@ class KeptInputs:
     nbytes: int
 
 
+class ActivationMemory:
+    """Counts the bytes that a worker keeps for backward passes, and the most that it has kept at one time."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count ``size`` bytes more (less where it is below 0)."""
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+
 class Stage:
     """One part of a model, run on one worker.
 
@@ -237,6 +199,7 @@ class Stage:
         if not self._recomputes or backward_follows:
             run = self._run(micro_batch, received)
             self._keep(micro_batch.index, run)
+            # From here on only the sender keeps the outputs, so that they are released once they have been sent.
             outputs, run.outputs = run.outputs, []
             return outputs, None if run.loss is None else run.loss.detach()
 
@@ -250,6 +213,7 @@ class Stage:
             run = self._run(micro_batch, received)
             outputs, loss = run.outputs, None if run.loss is None else run.loss.detach()
             self._differentiable[shapes] = [differentiable for _, differentiable in outputs]
+        # Not by shapes: what is kept may be, or may not be, in memory that is ignored.
         counter = self._counter(micro_batch)
         counter.add(value for value, _ in received)
         self._keep(micro_batch.index, KeptInputs(received, versions, counter.nbytes))
@@ -272,7 +236,7 @@ class Stage:
                 f"stage {self.part.number} writes its input in place, so its forward pass can't be made again; write "
                 "inplace=False there, or recompute='none'"
             )
-        with preserve_buffers(self._running):
+        with preserve_buffers(self._running):  # they have moved in the first pass
             run = self._run(micro_batch, kept.received, again=True)
         run.outputs.clear()
         self._keep(micro_batch.index, run)
@@ -306,8 +270,9 @@ class Stage:
         if run.loss is not None:
             roots.append(run.loss)
             upstream.append(torch.full_like(run.loss, micro_batch.weight))
+        # Recomputed pieces exist one at a time, so the largest of them counts on top of what is kept.
         self._memory.add(run.transient_bytes)
-        if roots:
+        if roots:  # else nothing before this part needs a gradient, and nothing in it
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
         run.portals.close()
         self._memory.add(-run.transient_bytes)
@@ -355,6 +320,7 @@ class Stage:
             outputs, loss = self._call(micro_batch, values, counter)
         if counter is not None:
             self._saved_bytes[shapes] = counter.nbytes, counter.transient_bytes
+        # An edge keeps the graph, but not the output itself, which may go once it has been sent.
         edges = {
             crossing.name: get_gradient_edge(value)
             for crossing, value in zip(self.part.sent, outputs, strict=True)
@@ -370,6 +336,7 @@ class Stage:
         self, stack: ExitStack, micro_batch: MicroBatch, weight_grads: DeferredWeightGrads | None, *, again: bool
     ) -> None:
         """Seed torch's generators and enter the contexts of a forward pass."""
+        # From batch, part and micro-batch alone: a recomputed pass draws the same numbers, in any schedule.
         seed_generators(step_seed(micro_batch.seed, self.part.number, micro_batch.index), self._device)
         if self._autocasts:
             stack.enter_context(self._program.autocast(self._device))

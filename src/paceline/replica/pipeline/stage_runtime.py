@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock
-from paceline.replica.activation_memory import ActivationMemory
 from paceline.replica.base import Batch
 from paceline.replica.module_utils import get_or_create_submodule
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.comm_plan import ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
 from paceline.replica.pipeline.p2p_queue import Message, P2PQueue, Received
-from paceline.replica.pipeline.stage import PipelineSetup, Stage
+from paceline.replica.pipeline.pipeline_setup import PipelineSetup
+from paceline.replica.pipeline.stage import ActivationMemory, Stage
 from paceline.replica.single import Autograd, step_seed
 from paceline.trace import spans
 from paceline.trace.recorder import NullRecorder
@@ -78,6 +78,7 @@ class StageRuntime:
         """
         action = task.action
         stage = self.stages[action.stage]
+        # Data for the next action then arrive while this one computes.
         if following is not None and following.receives:
             self.queue.post_receives(max(message.rank for message in following.receives), wait=False)
         try:
@@ -117,6 +118,7 @@ class StageRuntime:
             began = time.monotonic_ns()
             by_name = {message.name: self.queue.receive(message) for message in task.receives}
             self.record("wait", step, began, micro_batch.index)
+            # Messages come by rank, the part takes its values in the order of its crossings.
             received = [by_name[crossing.name] for crossing in stage.part.received]
 
         began, action = time.monotonic_ns(), task.action
@@ -150,6 +152,7 @@ class StageRuntime:
             for message in expected:  # of one value by ascending consumer, so every run adds in one order
                 gradient, _ = self.queue.receive(message)
                 assert isinstance(gradient, Tensor)
+                # Not in place: a gradient of a part of this worker is still the other part's own tensor.
                 sums[message.name] = sums[message.name] + gradient if message.name in sums else gradient
             self.record("wait", step, began, micro_batch.index)
 
