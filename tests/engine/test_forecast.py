@@ -11,16 +11,16 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Job
 from paceline.engine.run_context import RunContext
 from paceline.engine.step_profile import predict
-from paceline.engine.step_profile.comm import Call, FakeShards, Message
-from paceline.engine.step_profile.compute import Found, Pass
-from paceline.engine.step_profile.predict import Forecast, Heard
+from paceline.engine.step_profile.comm import CollectiveCall, FakeShards, MessageTime
+from paceline.engine.step_profile.compute import Pass, RankProfile
+from paceline.engine.step_profile.predict import Forecast, MeasuredRank
 from paceline.engine.virtual.durations import MeasuredDurations
 from paceline.engine.virtual.engine import VirtualEngine
 from paceline.schedule import Dependencies
 from tests import zoo
 from tests.engine.tensor_cases import Case
 
-REDUCE = Call("all_reduce", 8, torch.float32)
+REDUCE = CollectiveCall("all_reduce", 8, torch.float32)
 
 STAGE = {(part, kind): [seconds] for part in (0, 1) for kind, seconds in (("forward", 1.0), ("backward", 2.0))}
 
@@ -29,16 +29,20 @@ def job(strategy: str) -> Job:
     return Job(Case(zoo.tied).program, Strategy.parse(strategy), Budget("steps", 2, 2, None))
 
 
-def of(monkeypatch: pytest.MonkeyPatch, strategy: str, heard: Sequence[Heard], word_s: Seconds = 0.0) -> Forecast:
-    """The forecast where the processes have said this."""
-    monkeypatch.setattr(predict, "_heard", lambda job, fork_server: (heard, word_s))
+def of(
+    monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: Sequence[MeasuredRank], request_s: Seconds = 0.0
+) -> Forecast:
+    """The forecast from these measurements."""
+    monkeypatch.setattr(predict, "_measure_ranks", lambda job, fork_server: (ranks, request_s))
     return predict.forecast(job(strategy))
 
 
 def heard(
-    found: Found, collectives: Mapping[Call, Seconds] | None = None, messages: Mapping[int, Message] | None = None
-) -> Heard:
-    return Heard(found, collectives or {}, messages or {})
+    profile: RankProfile,
+    collectives: Mapping[CollectiveCall, Seconds] | None = None,
+    messages: Mapping[int, MessageTime] | None = None,
+) -> MeasuredRank:
+    return MeasuredRank(profile, collectives or {}, messages or {})
 
 
 def test_a_silent_shard_gives_what_has_the_right_shape_and_says_what_it_was_asked() -> None:
@@ -50,16 +54,16 @@ def test_a_silent_shard_gives_what_has_the_right_shape_and_says_what_it_was_aske
     assert shard.broadcast(torch.ones(5), 0, "").shape == shard.reduce(torch.ones(5), 0, "").shape == (5,)
     kinds = [("all_reduce", 6), ("all_gather", 3), ("reduce_scatter", 4), ("broadcast", 5), ("reduce", 5)]
     assert [(call.kind, call.elements) for call in shard.calls] == kinds
-    assert len(shard.between()) == len(kinds) + 1
+    assert len(shard.segments()) == len(kinds) + 1
     for call in shard.calls:  # the same again, of the size that matters
-        call.make(again := FakeShards(0, 3))
+        call.execute(again := FakeShards(0, 3))
         assert again.calls == [call]
 
 
 def test_stages_take_what_their_schedule_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """(m + p - 1) forward and backward passes, and a word to main and back."""
     passes = [Pass(0.25, (), 0.5)]
-    seen = of(monkeypatch, "stages=2 micro_batches=4", [heard(Found(passes, stages=STAGE))], word_s=0.5)
+    seen = of(monkeypatch, "stages=2 micro_batches=4", [heard(RankProfile(passes, stages=STAGE))], request_s=0.5)
     assert seen.compute_s == pytest.approx([5 * 3.0])
     assert (seen.pull_s, seen.push_s) == pytest.approx((0.5, 0.75))
     assert max(action.end_ns for action in seen.replica_timing.actions) == 10**9
@@ -67,8 +71,8 @@ def test_stages_take_what_their_schedule_takes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_messages_keep_both_ends_busy_and_take_time_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one micro-batch: a value there and its gradient back, one after the other."""
-    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, sent_bytes={(0, 1): [64]})
-    said = [heard(found, messages={64: Message(send=0.1, take=0.2, way=0.4)})]
+    found = RankProfile([Pass(0.0, (), 0.0)], stages=STAGE, sent_bytes={(0, 1): [64]})
+    said = [heard(found, messages={64: MessageTime(send=0.1, receive=0.2, transit=0.4)})]
     seen = of(monkeypatch, "stages=2 micro_batches=1", said)
     assert seen.compute_s == pytest.approx([2 * 3.0 + 2 * 0.7])
 
@@ -77,18 +81,20 @@ def test_branches_wait_for_what_they_need(monkeypatch: pytest.MonkeyPatch) -> No
     """As the example of the simulator has it: 30 with a fork, where a chain takes 33; parts that send take longer."""
     stages = {(part, kind): STAGE[0, kind] for part in range(4) for kind in ("forward", "backward")}
     fork = Dependencies.parse(4, "0-1 0-2 1-3 2-3")
-    of_fork = Found([Pass(0.0, (), 0.0)], stages=stages, needs=fork)
+    of_fork = RankProfile([Pass(0.0, (), 0.0)], stages=stages, needs=fork)
     seen = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(of_fork)])
     assert seen.compute_s == pytest.approx([30.0])
     assert seen.replica_timing.needs == fork
     sending = replace(of_fork, sent_bytes={(0, 2): [64]})
-    slower = of(monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(sending, messages={64: Message(1.0)})])
+    slower = of(
+        monkeypatch, "stages=4 micro_batches=8 schedule=gpipe", [heard(sending, messages={64: MessageTime(1.0)})]
+    )
     assert slower.compute_s[0] > 30.0
 
 
 def test_collectives_of_a_stage_count_as_often_as_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = {(part, kind): [REDUCE, REDUCE] for part, kind in STAGE}
-    found = Found([Pass(0.0, (), 0.0)], stages=STAGE, stage_calls=calls)
+    found = RankProfile([Pass(0.0, (), 0.0)], stages=STAGE, stage_calls=calls)
     said = [heard(found, {REDUCE: 0.1}), heard(found, {REDUCE: 0.25})]
     seen = of(monkeypatch, "stages=2 micro_batches=1 shards=2", said)
     assert seen.compute_s == pytest.approx([2 * (3.0 + 4 * 0.25)])
@@ -96,8 +102,8 @@ def test_collectives_of_a_stage_count_as_often_as_they_are_made(monkeypatch: pyt
 
 def test_shards_wait_for_the_slowest_before_each_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [
-        Found([Pass(0.0, (1.0, 5.0), 0.0)], [REDUCE], [REDUCE]),
-        Found([Pass(0.0, (3.0, 2.0), 0.0)], [REDUCE], [REDUCE]),
+        RankProfile([Pass(0.0, (1.0, 5.0), 0.0)], [REDUCE], [REDUCE]),
+        RankProfile([Pass(0.0, (3.0, 2.0), 0.0)], [REDUCE], [REDUCE]),
     ]
     seen = of(monkeypatch, "shards=2", [heard(each, {REDUCE: 0.5}) for each in found])
     assert seen.compute_s == pytest.approx([3.0 + 5.0 + 0.5])
@@ -106,7 +112,7 @@ def test_shards_wait_for_the_slowest_before_each_collective(monkeypatch: pytest.
 
 def test_replicas_draw_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each its own, the same from the same seed; an update takes what it takes for so many."""
-    seen = of(monkeypatch, "replicas=2", [heard(Found([Pass(0.0, (float(n),), 0.0) for n in (1, 2, 3)]))])
+    seen = of(monkeypatch, "replicas=2", [heard(RankProfile([Pass(0.0, (float(n),), 0.0) for n in (1, 2, 3)]))])
     draws = [
         [MeasuredDurations(RunContext.of(job("replicas=2")), seen).attempt(r, 2).compute for _ in range(2)]
         for r in (0, 1)
@@ -129,7 +135,7 @@ def test_it_is_measured_and_computes_what_one_process_does(strategy: str) -> Non
 
 
 def test_a_worker_updates_its_own_part_of_a(monkeypatch: pytest.MonkeyPatch) -> None:
-    shares = [Found([Pass(0.0, (1.0,), 0.0)], steps_on=share) for share in (0.25, 0.75)]
+    shares = [RankProfile([Pass(0.0, (1.0,), 0.0)], steps_on=share) for share in (0.25, 0.75)]
     seen = of(monkeypatch, "shards=2", [heard(found) for found in shares])
     assert seen.steps_on == 0.75, "the step ends when the largest part is updated"
     asked = list[float]()

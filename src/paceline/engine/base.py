@@ -1,4 +1,4 @@
-"""What an engine is given, and what it gives back."""
+"""The contract of an engine: the job it is given, the progress it reports, the outcome it returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -32,14 +32,14 @@ class Condition:
     bound: float
 
     def met(self, record: Record) -> bool:
-        """Whether the record meets it; a field that was not scored does not."""
+        """Return whether the record meets it; a field that was not scored does not."""
         value = record.row().get(self.field)
         return value is not None and (value >= self.bound if self.above else value <= self.bound)
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long a run may take, and when it is scored, both in one unit."""
+    """Bound of a run and interval of its evaluation points, both in one unit."""
 
     unit: BudgetUnit
     amount: float | None
@@ -56,39 +56,39 @@ class Job:
     strategy: Strategy
     budget: Budget
     running_buffers: tuple[str, ...] = ()
-    """Names of the buffers that a training step writes; they travel with Δ and A."""
+    """Names of the buffers that a training step writes; they are part of Δ and A."""
     delay: Delay | None = None
     times: Times | None = None
-    """Of the virtual engine."""
+    """Simulated durations, of the virtual engine."""
     trace: bool = False
     on_nonfinite: OnNonFinite = "stop"
     timeout_s: Seconds = 60.0
     noise_scale: bool = False
-    """Whether gradients are looked at for what is noise in them."""
+    """True to estimate the gradient noise scale."""
     loop: Callable[[Any], None] | None = None
     """The user's own loop; absent: one step per batch."""
     out: Path | None = None
-    """Where ``workers.json`` lies while the run lasts."""
+    """Folder of ``workers.json`` while the run lasts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The run as it stands, for a live display."""
+    """State of a run, for a live display."""
 
     phase: Literal["starting", "training", "scoring"]
     fraction: float | None
-    """Of the budget, 0 to 1; None where there is no bound."""
+    """Share of the budget that is spent, 0 to 1; None where there is no bound."""
     time_s: Seconds = 0.0
     updates: int = 0
     gradients: int = 0
     threshold: int = 1
     staleness_mean: float | None = None
     loss: float | None = None
-    """Mean loss of the Δs that arrived lately."""
+    """Mean loss of the newest Δs."""
     record: Record | None = None
     """The newest scored record."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """Of gradients, where that was asked for."""
+    """Statistics of gradients, if requested."""
 
 
 Watcher: TypeAlias = Callable[[Progress], None]
@@ -96,7 +96,7 @@ Watcher: TypeAlias = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gives back."""
+    """Result of a run."""
 
     state: Mapping[str, Tensor]
     """The trained parameters and buffers by full name, on the CPU."""
@@ -135,10 +135,10 @@ class Engine(ABC):
 
     @abstractmethod
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        """Carry a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set."""
+        """Run a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set."""
 
     def close(self) -> None:  # noqa: B027 (an engine may have nothing to close)
-        """Let go of all that outlives a run."""
+        """Release all that outlives a run."""
 
     def __enter__(self) -> "Engine":
         return self

@@ -1,13 +1,12 @@
-"""Runs a policy on small messages, counts all that happens, and never touches a tensor.
+"""Runs a policy on metadata of Δs, counts what happens, and never touches a tensor.
 
 One coordinator decides for the whole model; its decisions go, in order, to its engine's :class:`DecisionExecutor`::
 
-    engine --- arrived / left / joined --> coordinator --- policy ---> Decision
-       ^                                                                  |
-       +------ apply / send / discard / cancel / dismiss (Hands) <--------+
+    engine --- arrived / left / joined ------------------> coordinator --- policy ---> Decision
+       ^                                                                                  |
+       +------ apply / send / discard / cancel / dismiss (DecisionExecutor) <-------------+
 
-It also knows when a replica has had its share of the budget: released then, it is dismissed instead of sent, and the
-policy sees P shrink.
+A replica whose share of the budget is spent is dismissed when the policy releases it, and the policy sees P shrink.
 """
 
 from collections import Counter, deque
@@ -23,22 +22,22 @@ from paceline.engine.budget import StepQuota
 
 
 class DecisionExecutor(Protocol):
-    """What an engine does for a decision."""
+    """Executes a policy's decisions in an engine."""
 
     def apply(self, action: Apply) -> None:
         """Update A; the coordinator counts the version."""
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
-        """Send it the current A; its next Δ takes this many micro-steps."""
+        """Send a replica the current A; its next Δ takes this many micro-steps."""
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         """Drop these Δs."""
 
     def cancel(self, replica: ReplicaId) -> None:
-        """Stop its attempt; answer with :meth:`Coordinator.cancelled` once it has stopped."""
+        """Stop a replica's attempt; answer with :meth:`Coordinator.cancelled` once it has stopped."""
 
     def dismiss(self, replica: ReplicaId) -> None:
-        """It has had its share of the budget and ends."""
+        """End a replica whose share of the budget is spent."""
 
 
 @dataclass
@@ -51,11 +50,11 @@ class Tally:
     cancelled: int = 0
     nonfinite: int = 0
     samples: int = 0
-    """In applied Δs."""
+    """Samples in applied Δs."""
     seen_samples: int = 0
-    """In all Δs that arrived."""
+    """Samples in all Δs that arrived."""
     micro_steps: int = 0
-    """Of all attempts that ended, cancelled ones included."""
+    """Micro-steps of all attempts that ended, cancelled ones included."""
     staleness: Counter[int] = field(default_factory=Counter[int])
     recent_staleness: int = 0
     recent_applied: int = 0
@@ -67,64 +66,61 @@ class Coordinator:
     Args:
         policy: resolved.
         replicas: P at the start.
-        allowance: each replica's share of the budget.
-        hands: the engine's.
+        quota: each replica's share of the budget.
+        executor: the engine's.
     """
 
-    def __init__(self, policy: Aggregation[Any], replicas: int, allowance: StepQuota, hands: DecisionExecutor) -> None:
-        self._policy, self._allowance, self._hands = policy, allowance, hands
+    def __init__(self, policy: Aggregation[Any], replicas: int, quota: StepQuota, executor: DecisionExecutor) -> None:
+        self._policy, self._quota, self._executor = policy, quota, executor
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
-        self._computing: set[ReplicaId] = set()
         self._cancelling: set[ReplicaId] = set()
-        self._finishing: deque[ReplicaId] = deque()
+        self._leaving: deque[ReplicaId] = deque()
+        """Replicas that are done, of which the policy does not know yet."""
         self._granted = [0] * replicas
         self._executing = False
+        self.computing: set[ReplicaId] = set()
+        """Replicas at work on a Δ; only the coordinator changes it."""
         self.present = set(range(replicas))
         self.version: Version = 0
         self.tally = Tally()
 
     @property
     def threshold(self) -> int:
-        """K as it stands."""
+        """Return K as it stands."""
         return self._policy.waits_for(self._state)
 
     @property
-    def computing(self) -> frozenset[ReplicaId]:
-        """The replicas that are at work on a Δ."""
-        return frozenset(self._computing)
-
-    @property
     def waiting(self) -> list[ReplicaId]:
-        """Who takes part and does not compute."""
-        return sorted(self.present - self._computing)
+        """Return the replicas that take part and do not compute."""
+        return sorted(self.present - self.computing)
 
     @property
     def idle(self) -> bool:
-        """Whether every replica has gone."""
+        """Return whether every replica has left."""
         return not self.present
 
     def deadlock(self) -> PacelineError:
-        """What to raise where nobody computes, and so nothing can arrive any more."""
+        """Build the error for a run in which no replica computes, so that no Δ can arrive any more."""
         return PacelineError(
-            f"{text_of(self._policy)} lets nobody go on: replicas {sorted(self.present)} all wait; its arrived() must "
-            "Release those who wait"
+            f"{text_of(self._policy)} lets no replica go on: replicas {sorted(self.present)} all wait; its arrived() "
+            "must Release those that wait"
         )
 
     def begin(self) -> None:
-        """Send A_0 to all."""
+        """Send A_0 to all replicas."""
         for replica in sorted(self.present):
             self._go_on(replica)
-        self._see_off()
+        self._report_left()
 
     def voids(self, replica: ReplicaId) -> bool:
-        """Whether this replica's attempt was called off: if its Δ arrives all the same, that counts as its stopping."""
+        """Return whether this replica's attempt was cancelled: if its Δ still arrives, that counts as its stopping."""
         return replica in self._cancelling
 
     def arrived(self, arrival: Arrival) -> None:
-        """A Δ is there."""
+        """Have the policy decide on a Δ that has arrived; one that is not finite is discarded and counted."""
         tally, replica = self.tally, arrival.replica
-        self._computing.discard(replica)
+        self.computing.discard(replica)
         tally.gradients += 1
         tally.seen_samples += arrival.samples
         tally.micro_steps += self._granted[replica]
@@ -135,53 +131,55 @@ class Coordinator:
             tally.nonfinite += 1
             self._execute(Discard((arrival,)))
             self._execute(Release((replica,)))
-        if self._finishing:
-            self._see_off()
+        if self._leaving:
+            self._report_left()
 
     def cancelled(self, replica: ReplicaId) -> None:
-        """A replica has stopped its attempt and can read A."""
+        """Let a replica go on that has stopped its cancelled attempt."""
         self._cancelling.discard(replica)
-        self._computing.discard(replica)
+        self.computing.discard(replica)
         self.tally.cancelled += 1
         self.tally.micro_steps += self._granted[replica]
         self._go_on(replica)
-        self._see_off()
+        self._report_left()
 
     def left(self, replica: ReplicaId, reason: LeaveReason) -> None:
-        """A replica is gone."""
+        """Tell the policy that a replica has left, unless it was not present."""
         if replica not in self.present:
             return
         self.present.remove(replica)
         self._cancelling.discard(replica)
-        self._computing.discard(replica)
+        self.computing.discard(replica)
         self._decide(*self._policy.left(self._state, replica, reason))
-        self._see_off()
+        self._report_left()
 
     def joined(self, replica: ReplicaId) -> None:
-        """A replica that had left is back, and waits for A."""
+        """Tell the policy that a replica is back, and send it A."""
         self.present.add(replica)
         self._decide(*self._policy.joined(self._state, replica))
         self._go_on(replica)
-        self._see_off()
+        self._report_left()
 
     def retire(self, replica: ReplicaId) -> None:
-        """A replica that would have gone on is done instead: its budget is spent, or its loop has ended."""
+        """Let a replica leave instead of going on: its share of the budget is spent, or its loop has ended."""
         self.present.remove(replica)
-        self._computing.discard(replica)
-        self._finishing.append(replica)
+        self.computing.discard(replica)
+        self._leaving.append(replica)
 
     def finish(self) -> None:
-        """The time is up: what is still held is discarded and counted, and nobody takes part any more."""
+        """End training: discard and count the Δs that are still held; no replica takes part any more."""
         if self._held:
             self._execute(Discard(tuple(self._held.values())))
         self.present.clear()
 
     def recent_staleness(self) -> float | None:
-        """Mean staleness of the Δs applied since this was last asked."""
+        """Return the mean staleness of the Δs applied since the last call."""
         tally = self.tally
         mean = tally.recent_staleness / tally.recent_applied if tally.recent_applied else None
         tally.recent_staleness = tally.recent_applied = 0
         return mean
+
+    # ------------------------------------------------------------------------------------------------------ decisions
 
     def _decide(self, state: Any, decision: Decision) -> None:
         self._state = state
@@ -194,25 +192,38 @@ class Coordinator:
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Apply):
-            arrivals = [a for a, _ in action.deltas]
-            self._check(arrivals)
-            self._hands.apply(action)
-            self._settle(arrivals)
-            self._count(action)
+            arrivals = [arrival for arrival, _ in action.deltas]
+            self._check_held(arrivals)
+            self._executor.apply(action)
+            tally = self.tally
+            for arrival in arrivals:
+                del self._held[arrival.replica, arrival.clock]
+                staleness = self.version - arrival.version
+                tally.staleness[staleness] += 1
+                tally.recent_staleness += staleness
+                tally.samples += arrival.samples
+            tally.applied += len(arrivals)
+            tally.recent_applied += len(arrivals)
             self.version += 1
         elif isinstance(action, Release):
             for replica in action.replicas:
                 self._go_on(replica)
         elif isinstance(action, Discard):
-            self._check(action.arrivals)
-            self._settle(action.arrivals)
+            self._check_held(action.arrivals)
+            for arrival in action.arrivals:
+                del self._held[arrival.replica, arrival.clock]
             self.tally.discarded += len(action.arrivals)
-            self._hands.discard(action.arrivals)
+            self._executor.discard(action.arrivals)
         else:
             for replica in action.replicas:
-                self._cancel(replica)
+                if replica in self.computing:
+                    self._cancelling.add(replica)
+                    self._executor.cancel(replica)
+                else:
+                    self._go_on(replica)
 
-    def _check(self, arrivals: Sequence[Arrival]) -> None:
+    def _check_held(self, arrivals: Sequence[Arrival]) -> None:
+        """Raise unless each of these Δs is held, and named once."""
         if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:
             return
         names = {(a.replica, a.clock) for a in arrivals}
@@ -222,44 +233,24 @@ class Coordinator:
                 f"but holds {sorted(self._held)}: each Δ must be applied or discarded exactly once"
             )
 
-    def _settle(self, arrivals: Sequence[Arrival]) -> None:
-        for arrival in arrivals:
-            del self._held[arrival.replica, arrival.clock]
-
-    def _count(self, action: Apply) -> None:
-        tally = self.tally
-        for arrival, _ in action.deltas:
-            staleness = self.version - arrival.version
-            tally.staleness[staleness] += 1
-            tally.recent_staleness += staleness
-            tally.samples += arrival.samples
-        tally.applied += len(action.deltas)
-        tally.recent_applied += len(action.deltas)
-
-    def _cancel(self, replica: ReplicaId) -> None:
-        if replica in self._computing:
-            self._cancelling.add(replica)
-            self._hands.cancel(replica)
-        else:
-            self._go_on(replica)
-
     def _go_on(self, replica: ReplicaId) -> None:
+        """Send a replica A for its next Δ, or dismiss it if its share of the budget is spent."""
         if replica not in self.present:
             return
-        if replica in self._computing:
+        if replica in self.computing:
             raise PacelineError(
                 f"{text_of(self._policy)} released replica {replica}, which is computing; release those that wait, "
                 "cancel others"
             )
-        micro_steps = self._granted[replica] = self._allowance.grant(replica)
+        micro_steps = self._granted[replica] = self._quota.grant(replica)
         if micro_steps:
-            self._computing.add(replica)
-            self._hands.send(replica, micro_steps)
+            self.computing.add(replica)
+            self._executor.send(replica, micro_steps)
         else:
-            self._hands.dismiss(replica)
+            self._executor.dismiss(replica)
             self.retire(replica)
 
-    def _see_off(self) -> None:
-        """Tell the policy who is done, once the log that released them has been executed whole."""
-        while self._finishing and not self._executing:
-            self._decide(*self._policy.left(self._state, self._finishing.popleft(), "done"))
+    def _report_left(self) -> None:
+        """Tell the policy which replicas are done, once the decision that released them is executed whole."""
+        while self._leaving and not self._executing:
+            self._decide(*self._policy.left(self._state, self._leaving.popleft(), "done"))

@@ -1,4 +1,4 @@
-"""One training step on A_0 before anything starts: what it shows is refused or taken note of."""
+"""One training step on A_0 before anything starts: finds what has to be refused, and what the step writes."""
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -19,16 +19,16 @@ from paceline.replica.module_utils import materialize
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one step told."""
+    """Results of the step."""
 
     metrics: Mapping[str, Callable[[Tree, Tree], Any]]
-    """The program's, or accuracy where the output is scores and the target classes."""
+    """The program's metrics, or accuracy where the output is scores and the target classes."""
     running_buffers: tuple[str, ...]
-    """The buffers that the step wrote."""
+    """Names of the buffers that the step wrote."""
     written: tuple[str, ...]
-    """The trainable parameters that forward or backward wrote."""
+    """Names of the trainable parameters that forward or backward wrote."""
     learning_rate: float | None
-    """Of the optimizer's first group."""
+    """Learning rate of the optimizer's first group."""
 
 
 def dry_run(program: Program, batch: Batch) -> DryRun:
@@ -39,9 +39,16 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
             no parameter, or optimizer, scheduler or a metric can't be made.
     """
     with torch.random.fork_rng(devices=[]):
-        module = _made(program)
-        buffers = _seen(module.named_buffers())
-        parameters = _seen((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        module: nn.Module = _attempt("model() failed", lambda: materialize(program, SpillAllocator())).train()
+        lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
+        if lazy:
+            raise InputError(
+                f"{lazy[0]} has no shape before a first forward pass; give the layer its sizes, nn.Linear(in, out) for "
+                "instance, or let model() call the module once"
+            )
+        # Digests instead of copies: a model may fill most of the memory.
+        buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
+        parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
         output, loss = _forward(program, module, batch)
         _check_loss(loss)
         _backward(module, loss)
@@ -52,16 +59,16 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
 
 
 def _backward(module: nn.Module, loss: Tensor) -> None:
-    """Go through it; no gradient is kept."""
+    """Run the backward pass without keeping gradients."""
     reached = False
 
-    def let_go(parameter: Tensor) -> None:
+    def drop(parameter: Tensor) -> None:
         nonlocal reached
-        reached |= parameter.grad is not None  # a Function may give none
+        reached |= parameter.grad is not None  # an autograd.Function may return none
         parameter.grad = None
 
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    hooks = [each.register_post_accumulate_grad_hook(let_go) for each in trained]  # type: ignore[no-untyped-call]
+    hooks = [each.register_post_accumulate_grad_hook(drop) for each in trained]  # type: ignore[no-untyped-call]
     try:
         _attempt("loss.backward() failed", loss.backward)
     finally:  # the module may be the user's own
@@ -71,24 +78,8 @@ def _backward(module: nn.Module, loss: Tensor) -> None:
         raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
 
 
-def _seen(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """What tells later whether they have been written."""
-    return {name: digest([tensor]) for name, tensor in tensors}
-
-
 def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name, tensor in tensors if name in before and digest([tensor]) != before[name])
-
-
-def _made(program: Program) -> nn.Module:
-    module: nn.Module = _attempt("model() failed", lambda: materialize(program, SpillAllocator())).train()
-    lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
-    if lazy:
-        raise InputError(
-            f"{lazy[0]} has no shape before a first forward pass; give the layer its sizes, nn.Linear(in, out) for "
-            "instance, or let model() call the module once"
-        )
-    return module
 
 
 def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
@@ -117,27 +108,21 @@ def _check_loss(loss: Any) -> None:
 
 
 def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:
+    """Return the program's metrics, checked; by default accuracy if the output is one row of scores per class index."""
     if program.metrics is None:
-        return {"accuracy": accuracy} if _classifies(output, target) else {}
+        if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+            return {}
+        classes = not target.is_floating_point() and target.dtype != torch.bool
+        scores = output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape
+        return {"accuracy": accuracy} if classes and scores else {}
     if "loss" in program.metrics:
         raise InputError("metrics={'loss': …}: test_loss is the program's loss in every record; write another name")
     for name, metric in program.metrics.items():
         with torch.no_grad():
-            number = functools.partial(_number, metric, output, target)
-            _attempt(f"metric {name!r} must give one number for output and target", number)
+            failure = f"metric {name!r} must give one number for output and target"
+            value = _attempt(failure, functools.partial(metric, output, target))
+            _attempt(failure, functools.partial(float, value))
     return program.metrics
-
-
-def _number(metric: Callable[[Tree, Tree], Any], output: Tree, target: Tree) -> float:
-    return float(metric(output, target))
-
-
-def _classifies(output: Tree, target: Tree) -> bool:
-    """Whether the output is one row of scores per integer target."""
-    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
-        return False
-    whole = not target.is_floating_point() and target.dtype != torch.bool
-    return whole and output.dim() == target.dim() + 1 and output.shape[:-1] == target.shape
 
 
 def _optimizer(program: Program, module: nn.Module) -> float | None:
@@ -149,7 +134,7 @@ def _optimizer(program: Program, module: nn.Module) -> float | None:
             "write optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError("LBFGS calls the loss several times a step, which no engine carries; write torch.optim.SGD")
+        raise InputError("LBFGS calls the loss several times a step, which no engine supports; write torch.optim.SGD")
     if program.scheduler is not None:
         make = program.scheduler
         scheduler: Any = _attempt("scheduler(optimizer) failed", lambda: make(optimizer))
@@ -162,14 +147,14 @@ def _optimizer(program: Program, module: nn.Module) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _attempt(what: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code; what it raises becomes an InputError that says what it was."""
+def _attempt(failure: str, function: Callable[[], Any]) -> Any:
+    """Call the user's code; an error becomes an InputError that names the call."""
     try:
         return function()
     except PacelineError:
         raise
     except Exception as error:
-        raise InputError(f"{what}: {type(error).__name__}: {error}") from error
+        raise InputError(f"{failure}: {type(error).__name__}: {error}") from error
 
 
 def _shapes(tree: Tree) -> str:

@@ -1,9 +1,8 @@
-"""Hold A and the optimizer's state, execute the log of decisions, compute the statistics of Δs for policies.
-
-What a policy asked to be told of each Δ; nothing is computed unasked.
-"""
+"""A and its update rule at a parameter server, and the statistics of Δs that policies ask for."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +14,7 @@ from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds
 from paceline.program import Program
 from paceline.replica.clipping import clip
-from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory
+from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_kernels import StepKernel
@@ -25,48 +24,51 @@ Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
 
 
 class ServerOptimizer:
-    """A, its update rule, and nothing else.
+    """A and the optimizer that updates it.
 
-    An update writes the new A over the old one, or into other vectors where ``out`` is given: then nobody who still
-    reads the old one is disturbed.
+    An update writes the new A over the old one, or into the vectors of ``out``: then a reader of the old one is not
+    disturbed.
 
     Args:
         program: gives optimizer, scheduler and clipping.
         policy: says what a Δ is: a gradient (an optimizer step on it), or a change (A moves by it, or an outer
             optimizer steps on its negative).
         state: A.
-        meter: looks at what is applied; None: nobody has asked.
+        noise: observes what is applied; None: the noise scale is not measured.
     """
 
     def __init__(
-        self, program: Program, policy: Aggregation[Any], state: FlatState, meter: NoiseEstimator | None = None
+        self, program: Program, policy: Aggregation[Any], state: FlatState, noise: NoiseEstimator | None = None
     ) -> None:
         self.state = state
         self._distance = isinstance(policy.delta, Distance)
         self._moves = isinstance(policy.delta, (Change, Distance))
         self._combined = state.layout.new()
         self.clip_norm = None if self._moves else program.clip_norm
-        outer = policy.outer if isinstance(policy, LocalSteps) else None
-        make, schedule = (_outer(outer), None) if self._moves else (program.optimizer, program.scheduler)
+        make, schedule = program.optimizer, program.scheduler
+        if self._moves:
+            outer = policy.outer if isinstance(policy, LocalSteps) else None
+            rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
+            make, schedule = partial(torch.optim.SGD, **asdict(rule)), None
         self.stepper = FlatOptimizer(make, schedule, state, self._combined)
-        looked_at = self._moves or self.clip_norm is not None or "agreement" in policy.needs
-        self._direct = self.stepper.has_kernel and not looked_at and not state.buffers
-        self._meter = meter
-        if meter is not None:
-            meter.measure_by(self.stepper)
-        whole = "agreement" in policy.needs or meter is not None
-        self.divisible = self.stepper.has_kernel and not self._distance and not whole
-        """Whether others can make an update, each a part of it: :meth:`divide`."""
+        needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
+        self._direct = self.stepper.has_kernel and not needs_sum and not state.buffers
+        self._noise = noise
+        if noise is not None:
+            noise.measure_by(self.stepper)
+        needs_all = "agreement" in policy.needs or noise is not None
+        self.divisible = self.stepper.has_kernel and not self._distance and not needs_all
+        """True if an update can be split among workers: :meth:`divide`."""
 
     @property
     def combined(self) -> list[Tensor]:
-        """Σ weight·Δ of the last update, clipped, one vector for each dtype; kept for policies that need agreement."""
+        """Return Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         return self._combined.parameters
 
-    def move_to(self, there: FlatState) -> None:
-        """Let A lie in other vectors from now on."""
-        self.state = there.copy_(self.state)
-        self.stepper.point_at(there)
+    def move_to(self, destination: FlatState) -> None:
+        """Move A to other vectors."""
+        self.state = destination.copy_(self.state)
+        self.stepper.point_at(destination)
 
     def apply(
         self,
@@ -76,47 +78,47 @@ class ServerOptimizer:
         alone: bool = False,
         out: FlatState | None = None,
     ) -> None:
-        """One update of A by Σ weight·Δ, summed in the order given; each Δ is looked at once, then let go.
+        """Update A by Σ weight·Δ, summed in the order given; each Δ is read once, then released.
 
         Args:
-            deltas: may compute each Δ as it is asked for.
-            rate: times the learning rate.
-            alone: whether there is but one.
+            deltas: may compute each Δ when it is taken.
+            rate: factor of the learning rate.
+            alone: True if there is exactly one.
             out: becomes A; None: A's own vectors.
         """
-        there = out or self.state
+        destination = out or self.state
         if alone and self._direct:
             delta, weight = next(iter(deltas))
-            self.stepper.step(delta.parameters, rate, there, weight)
+            self.stepper.step(delta.parameters, rate, destination, weight)
         else:
-            self._combine(deltas, there)
-            if self._meter is not None:
-                self._meter.combined(self.combined)
+            self._combine(deltas, destination)
+            if self._noise is not None:
+                self._noise.combined(self.combined)
             if self.clip_norm is not None:
                 clip(self.combined, self.clip_norm)
             if self._moves:
                 torch._foreach_neg_(self.combined)
-            self.stepper.step(self.combined, rate, there)
-        self.state = there
+            self.stepper.step(self.combined, rate, destination)
+        self.state = destination
 
     def divide(
-        self, deltas: Weighted, rate: float, out: FlatState, carry: Callable[[StepKernel, Sequence[float]], None]
+        self, deltas: Weighted, rate: float, out: FlatState, execute: Callable[[StepKernel, Sequence[float]], None]
     ) -> None:
-        """As :meth:`apply`, but ``carry`` makes the new parameters and the new memory.
+        """Update A like :meth:`apply`, but ``execute`` computes the new parameters and the new optimizer state.
 
-        It is given the kernel, and the weight of each Δ in the gradient.
+        It is called with the kernel, and the weight of each Δ in the gradient.
         """
-        buffers = _Buffers(self.state)
+        buffers = _BufferMean(self.state)
         for delta, weight in deltas:
             buffers.add(delta, weight)
-        buffers.settle(out)
+        buffers.write(out)
         sign = -1.0 if self._moves else 1.0
-        carry(self.stepper.kernel(rate), [sign * weight for _, weight in deltas])
+        execute(self.stepper.kernel(rate), [sign * weight for _, weight in deltas])
         self.stepper.end_step(out)
         self.state = out
 
-    def _combine(self, deltas: Iterable[tuple[FlatState, float]], there: FlatState) -> None:
-        buffers = _Buffers(self.state)
+    def _combine(self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState) -> None:
+        buffers = _BufferMean(self.state)
         for j, (delta, weight) in enumerate(deltas):
             for i, total in enumerate(self.combined):
                 vector = delta.parameters[i] - self.state.parameters[i] if self._distance else delta.parameters[i]
@@ -125,83 +127,77 @@ class ServerOptimizer:
                 else:
                     torch.mul(vector, weight, out=total)
             buffers.add(delta, weight)
-        buffers.settle(there)
+        buffers.write(destination)
 
 
-def _outer(outer: Outer | None) -> OptimizerFactory:
-    rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
-    return lambda parameters: torch.optim.SGD(parameters, lr=rule.lr, momentum=rule.momentum, nesterov=rule.nesterov)
-
-
-class _Buffers:
-    """Running buffers of A: the weighted mean of the replicas'; whole numbers (counters): the largest, A's included."""
+class _BufferMean:
+    """Running buffers of A: the weighted mean of the replicas'; of integers (counters) the largest, A's included."""
 
     def __init__(self, state: FlatState) -> None:
         self._sums = [torch.zeros_like(b) if b.is_floating_point() else b.clone() for b in state.buffers]
         self._weight = 0.0
 
     def add(self, delta: FlatState, weight: float) -> None:
-        """Take one replica's into account."""
-        for total, theirs in zip(self._sums, delta.buffers, strict=True):
+        """Add one replica's buffers."""
+        for total, buffer in zip(self._sums, delta.buffers, strict=True):
             if total.is_floating_point():
-                total.add_(theirs, alpha=weight)
+                total.add_(buffer, alpha=weight)
             else:
-                torch.maximum(total, theirs, out=total)
+                torch.maximum(total, buffer, out=total)
         self._weight += weight
 
-    def settle(self, there: FlatState) -> None:
-        """Make them those of the new A."""
-        for new, total in zip(there.buffers, self._sums, strict=True):
+    def write(self, destination: FlatState) -> None:
+        """Write the result to the buffers of the new A."""
+        for new, total in zip(destination.buffers, self._sums, strict=True):
             new.copy_(total / self._weight if new.is_floating_point() else total)
 
 
 class DeltaStatistics:
-    """Makes ``Arrival.observed`` for one run.
+    """Computes ``Arrival.observed`` for one run: only what the policy ``needs``.
 
     Args:
-        policy: its ``needs`` say what is observed.
-        owner: whose last update Δs are compared with.
+        policy: its ``needs`` say what is computed.
+        optimizer: Δs are compared with its last update; None where replicas write A in place.
     """
 
-    def __init__(self, policy: Aggregation[Any], owner: ServerOptimizer | None) -> None:
-        self._needs, self._owner = policy.needs - {"loss"}, owner
+    def __init__(self, policy: Aggregation[Any], optimizer: ServerOptimizer | None) -> None:
+        self._needs, self._optimizer = policy.needs - {"loss"}, optimizer
         self._last: list[Tensor] | None = None
         self._busy: Seconds = 0.0
-        self._asked_s: Seconds = 0.0
+        self._since_s: Seconds = 0.0
 
     @property
     def looks_inside(self) -> bool:
-        """Whether Δ itself must be there to be looked at."""
+        """Return whether Δ itself must be there to be examined."""
         return bool(self._needs - {"server"})
 
     def observe(self, delta: FlatState | None, now_s: Seconds) -> Mapping[str, float]:
-        """The facts of one Δ that has just arrived."""
+        """Return the statistics of a Δ that has just arrived."""
         if not self._needs:
             return NOTHING
-        seen: dict[str, float] = {}
+        statistics: dict[str, float] = {}
         if "norm" in self._needs and delta is not None:
-            seen["norm"] = _norm(delta.parameters)
+            statistics["norm"] = _norm(delta.parameters)
         if "agreement" in self._needs and delta is not None:
-            seen["agreement"] = _cosine(delta.parameters, self._last) if self._last is not None else 0.0
+            agreement = 0.0
+            if self._last is not None:  # the cosine of Δ and the last update
+                product = sum(float(torch.dot(x, y)) for x, y in zip(delta.parameters, self._last, strict=True))
+                norms = _norm(delta.parameters) * _norm(self._last)
+                agreement = product / norms if norms else 0.0
+            statistics["agreement"] = agreement
         if "server" in self._needs:
-            since = now_s - self._asked_s
-            seen["server"] = min(1.0, self._busy / since) if since > 0 else 0.0
-            self._busy, self._asked_s = 0.0, now_s
-        return seen
+            elapsed = now_s - self._since_s
+            statistics["server"] = min(1.0, self._busy / elapsed) if elapsed > 0 else 0.0
+            self._busy, self._since_s = 0.0, now_s
+        return statistics
 
     def applied(self, busy_s: Seconds) -> None:
-        """An update took this long."""
+        """Note that an update took this long."""
         self._busy += busy_s
         if "agreement" in self._needs:
-            assert self._owner is not None, "a policy without an owner has no Δ to agree"
-            self._last = [v.clone() for v in self._owner.combined]
+            assert self._optimizer is not None, "without an optimizer there is no update to agree with"
+            self._last = [v.clone() for v in self._optimizer.combined]
 
 
 def _norm(vectors: list[Tensor]) -> float:
     return float(torch.stack([torch.linalg.vector_norm(v) for v in vectors]).norm())
-
-
-def _cosine(a: list[Tensor], b: list[Tensor]) -> float:
-    product = sum(float(torch.dot(x, y)) for x, y in zip(a, b, strict=True))
-    norms = _norm(a) * _norm(b)
-    return product / norms if norms else 0.0

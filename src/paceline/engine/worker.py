@@ -1,8 +1,9 @@
-"""A worker: a user's loop around one replica, its client of the parameter server, and what it measures of itself.
+"""A worker: a user's loop around one replica, its client of the parameter server, and its own measurements.
 
-What a worker measures of itself: busy time, step times, payload, memory, and spans where they are asked for.
+One step of a worker::
 
-What a user's own loop is given, and how it goes in a process of its own.
+    worker.step --> step.step:   client.pull -> replica.adopt -> replica.advance -> replica.finish -> client.push
+                                                WorkerMetrics: busy time, step times, payload, memory, spans
 """
 
 import math
@@ -25,125 +26,120 @@ from paceline.replica.flat_state import FlatState
 from paceline.step import Server, step
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
-LOOKS = 4
-"""How often a forward pass looks whether it has been called off, at least; a hook costs some microseconds."""
+CANCEL_CHECKS = 4
+"""How many layers of a forward pass check for cancellation, at least; a hook costs some microseconds."""
+
+_SETTLED = 4
+"""Micro-steps after which a worker has allocated all it will: gradients, an optimizer's state, Δs on their way."""
 
 
 class Cancelled(Exception):  # noqa: N818 (not an error)
-    """The attempt under way was called off."""
+    """The attempt under way was cancelled."""
 
 
 class ParameterClient(Server[FlatState, Measured], Protocol):
-    """A and F, as one replica sees them, whatever carries the bytes."""
+    """A and F as one replica sees them, whatever transports the bytes."""
 
     attempt: Clock
-    """Which Δ this replica is at."""
+    """Number of the Δ that this replica is at."""
 
     def wait_for_grant(self) -> bool:
-        """Wait for what follows the last report; whether it is to go on."""
+        """Wait for the decision on the last Δ; return whether the replica is to go on."""
 
     def cancelled(self) -> bool:
-        """Whether the attempt under way was cancelled, or the run has ended."""
+        """Return whether the attempt under way was cancelled, or the run has ended."""
 
     def ack_cancel(self) -> int:
-        """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
+        """Report that the cancelled attempt has stopped; return how many micro-steps after this one are left out."""
 
     def pause(self, seconds: Seconds) -> None:
-        """Be slow for so long, or until called off."""
+        """Wait for an injected delay, or until cancelled."""
 
 
-def watch(module: nn.Module, station: ParameterClient) -> None:
-    """Let a forward pass end between two layers when its attempt is called off."""
+def check_in_forward(module: nn.Module, client: ParameterClient) -> None:
+    """Let a forward pass end between two layers when its attempt is cancelled."""
 
-    def look(*_: object) -> None:
-        if station.cancelled():
+    def check(*_: object) -> None:
+        if client.cancelled():
             raise Cancelled
 
     # Scripted layers take no hooks.
     layers = [m for m in module.modules() if next(m.children(), None) is None and not isinstance(m, ScriptModule)]
-    for layer in layers[:: max(1, len(layers) // LOOKS)]:
-        layer.register_forward_pre_hook(look)
-
-
-_SETTLED = 4
-"""Micro-steps after which a worker holds all that it will: gradients, an optimizer's state, Δs on their way."""
+    for layer in layers[:: max(1, len(layers) // CANCEL_CHECKS)]:
+        layer.register_forward_pre_hook(check)
 
 
 class WorkerMetrics:
-    """One worker's figures, kept where they outlive it.
+    """Measurements of one worker, kept in a sink that outlives it.
 
     Args:
-        ledger: keeps them.
+        sink: keeps them.
         replica: of the worker.
         recorder: of its spans.
-        step_bytes: what one Δ moves, there and back.
+        step_bytes: bytes that one Δ moves, both ways.
         per_step: micro-steps of one step.
     """
 
     def __init__(
-        self, ledger: MetricsSink, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int
+        self, sink: MetricsSink, replica: ReplicaId, recorder: AnyRecorder, step_bytes: int, per_step: int
     ) -> None:
-        self._ledger, self._replica, self._recorder = ledger, replica, recorder
+        self._sink, self._replica, self._recorder = sink, replica, recorder
         self._step_bytes, self._per_step = step_bytes, per_step
         self._micro_steps = self._waited_ns = self._payload = self._peak = 0
-        self._due = 1
+        self._next_peak_check = 1
         self._traced = not isinstance(recorder, NullRecorder)
         self._began = self._last = time.monotonic_ns()
 
     def start(self) -> None:
-        """The first order has come: from now on time counts."""
+        """Start the clock: the first grant has come."""
         self._began = self._last = time.monotonic_ns()
         self._waited_ns = 0
 
     def waited(self, since_ns: int, step: Clock, until_ns: int | None = None) -> None:
-        """The worker has waited from ``since_ns`` until then; None: now."""
+        """Count time from ``since_ns`` to ``until_ns`` (None: now) as waiting."""
         now = time.monotonic_ns() if until_ns is None else until_ns
         self._waited_ns += now - since_ns
         if self._traced:
             self._recorder.record("wait", step, since_ns, now)
 
     def spent(self, action: str, since_ns: int, step: Clock, moved: int = 0) -> None:
-        """The worker has done something from ``since_ns`` until now."""
+        """Record what the worker did from ``since_ns`` until now."""
         if self._traced:
             self._recorder.record(action, step, since_ns, time.monotonic_ns(), bytes=moved)  # type: ignore[arg-type]
 
     def stepped(self, *, pushed: bool, skipped: int = 0) -> None:
-        """One more micro-step is made; ``skipped`` others were left out."""
+        """Count one more micro-step, and ``skipped`` others that were left out."""
         now = time.monotonic_ns()
         self._micro_steps += 1 + skipped
         self._payload += self._step_bytes if pushed else 0
         busy = now - self._began - self._waited_ns
-        self._look()
+        if self._micro_steps >= self._next_peak_check:  # reading it takes milliseconds, so ever more rarely
+            self._peak, self._next_peak_check = max(self._peak, peak_bytes()), 2 * self._micro_steps
         steps, rest = divmod(self._micro_steps, self._per_step)
         figures = Figures(steps, busy, self._payload, self._peak)
-        self._ledger.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
+        self._sink.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
         self._last = self._last if rest else now
 
-    def _look(self) -> None:
-        """How much is held: after the first micro-step, and whenever twice as many are made."""
-        if self._micro_steps >= self._due:
-            self._peak, self._due = max(self._peak, peak_bytes()), 2 * self._micro_steps
-
     def close(self) -> None:
-        """The worker ends. Pages that others held too would count as its own by now, if they have ended."""
+        """Store the peak memory and the spans at the end of the worker."""
+        # Later on, pages shared with others would count as this worker's own once those have ended.
         if self._micro_steps < _SETTLED:
             self._peak = max(self._peak, peak_bytes())
-        figures = self._ledger.figures(self._replica)
-        kept = Figures(figures.steps, figures.busy_ns, figures.payload_bytes, self._peak)
-        self._ledger.measure(self._replica, kept)
+        figures = self._sink.figures(self._replica)
+        self._sink.measure(self._replica, figures._replace(peak_memory_bytes=self._peak))
         self._recorder.close()
 
 
 class InstrumentedReplica(Replica):
-    """A replica, measured."""
+    """A replica whose pulls and pushes are recorded."""
 
-    def __init__(self, inner: Replica, gauge: WorkerMetrics, station: ParameterClient, delta_bytes: int) -> None:
-        self._inner, self._gauge, self._station, self._bytes = inner, gauge, station, delta_bytes
+    def __init__(self, inner: Replica, metrics: WorkerMetrics, client: ParameterClient, delta_bytes: int) -> None:
+        self._inner, self._metrics, self._client, self._bytes = inner, metrics, client, delta_bytes
 
     def adopt(self, state: FlatState) -> None:
         began = time.monotonic_ns()
         self._inner.adopt(state)
-        self._gauge.spent("pull", began, self._station.attempt, self._bytes)
+        self._metrics.spent("pull", began, self._client.attempt, self._bytes)
 
     def advance(self, batch: Batch, clock: int) -> float:
         return self._inner.advance(batch, clock)
@@ -151,24 +147,25 @@ class InstrumentedReplica(Replica):
     def finish(self, out: FlatState) -> Measured:
         began = time.monotonic_ns()
         measured = self._inner.finish(out)
-        self._gauge.spent("push", began, self._station.attempt, self._bytes)
+        self._metrics.spent("push", began, self._client.attempt, self._bytes)
         return measured
 
 
 def peak_bytes() -> int:
-    """The most that this process has held, as :func:`proportional_bytes` counts: what it has given back since then is
-    added to what it holds now; 0 where that is not told."""
-    now, most = (_told("/proc/self/status", name) for name in ("VmRSS", "VmHWM"))
-    return proportional_bytes() + max(0, most - now)
+    """Return the most memory that this process has used, as :func:`proportional_bytes` counts it.
+
+    That is its memory now, plus what it has released since its peak; 0 where the kernel does not report it.
+    """
+    now, peak = (_kernel_bytes("/proc/self/status", name) for name in ("VmRSS", "VmHWM"))
+    return proportional_bytes() + max(0, peak - now)
 
 
 def proportional_bytes() -> int:
-    """This process's memory now, shared pages divided by how many share them (Pss); 0 where that is not told."""
-    return _told("/proc/self/smaps_rollup", "Pss")
+    """Return this process's memory now, shared pages divided by the number of their users (Pss); 0 if unknown."""
+    return _kernel_bytes("/proc/self/smaps_rollup", "Pss")
 
 
-def _told(path: str, name: str) -> int:
-    """A line of the kernel's, in bytes."""
+def _kernel_bytes(path: str, name: str) -> int:
     try:
         for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith(f"{name}:"):
@@ -196,18 +193,21 @@ class Worker(ABC):
     @property
     @abstractmethod
     def going(self) -> bool:
-        """Whether there is a further step to make; waits until that is known."""
+        """Return whether there is a further step to make; waits until that is decided."""
 
     @abstractmethod
     def batches(self) -> Iterator[Batch]:
-        """This replica's batches, for as long as the budget lasts."""
+        """Yield this replica's batches, for as long as the budget lasts."""
 
     @abstractmethod
     def step(self, batch: Any) -> float:
-        """The equation: pull A, compute Δ, push; returns the loss.
+        """Make one step of the equation: pull A, compute Δ, push it.
 
         Args:
             batch: from :meth:`batches`, or (input, target) with samples along dim 0.
+
+        Returns:
+            The mean loss over the batch; NaN where the step was cancelled.
 
         Raises:
             TrainingEnded: the budget is spent.
@@ -215,46 +215,46 @@ class Worker(ABC):
 
 
 class ClientWorker(Worker):
-    """The worker of a process whose replica reaches A and F by a station.
+    """The worker of a process whose replica reaches A and F through a client.
 
     Args:
-        setup: of the run.
-        number: the replica's.
+        context: of the run.
+        number: of the replica.
         replica: computes its Δ.
-        station: the server, as it sees it.
-        gauge: measures it.
-        made: micro-steps that another worker has made under its name; it begins where that one has stopped.
+        client: of the parameter server.
+        metrics: of this worker.
+        first: micro-steps that another worker has made in this replica's place; this one begins where it stopped.
     """
 
     def __init__(
         self,
-        setup: RunContext,
+        context: RunContext,
         number: ReplicaId,
         replica: Replica,
-        station: ParameterClient,
-        gauge: WorkerMetrics,
-        made: int = 0,
+        client: ParameterClient,
+        metrics: WorkerMetrics,
+        first: int = 0,
     ) -> None:
-        super().__init__(number, setup.replicas)
-        self._replica, self._station, self._gauge = replica, station, gauge
-        self._source = setup.batches(number)
-        delay = setup.job.delay
-        self._delays = delay.stream(number, setup.replicas, setup.job.program.seed) if delay else None
+        super().__init__(number, context.replicas)
+        self._replica, self._client, self._metrics = replica, client, metrics
+        self._source = context.batches(number)
+        delay = context.job.delay
+        self._delays = delay.stream(number, context.replicas, context.job.program.seed) if delay else None
         self._clock = self._skip = 0
-        self._pass_over(made)
-        self._first = made
+        self._skip_micro_steps(first)
+        self._first = first
 
     @property
     def going(self) -> bool:
-        if not self._station.begins_delta():
+        if not self._client.begins_delta():
             return True
         began = time.monotonic_ns()
-        on = self._station.wait_for_grant()
+        granted = self._client.wait_for_grant()
         if self._clock == self._first:
-            self._gauge.start()
+            self._metrics.start()
         else:
-            self._gauge.waited(began, self._station.attempt)
-        return on
+            self._metrics.waited(began, self._client.attempt)
+        return granted
 
     def batches(self) -> Iterator[Batch]:
         while self.going:
@@ -264,49 +264,43 @@ class ClientWorker(Worker):
     def step(self, batch: Any) -> float:
         if not self.going:
             raise TrainingEnded
-        clock, self._clock = self._clock, self._clock + 1
+        client, clock = self._client, self._clock
+        self._clock += 1
         try:
-            self._slow()
-            loss = step(self._replica, self._station, as_batch(batch), clock)
+            if self._delays is not None and (seconds := next(self._delays)) > 0:
+                began = time.monotonic_ns()
+                client.pause(seconds)
+                self._metrics.spent("delay", began, client.attempt)
+            if client.cancelled():
+                raise Cancelled
+            loss = step(self._replica, client, as_batch(batch), clock)
         except Cancelled:
-            self._called_off()
+            # Clock, seeds, delays and batches move on as if the attempt had been completed.
+            undone = client.ack_cancel()
+            self._skip_micro_steps(undone)
+            self._metrics.stepped(pushed=False, skipped=undone)
             return math.nan
-        self._gauge.stepped(pushed=self._station.begins_delta())
+        self._metrics.stepped(pushed=client.begins_delta())
         return loss
 
     def run(self, loop: Callable[[Any], None] | None) -> None:
-        """Live by the user's loop, or by one step a batch; then end the loader's own workers, and the figures."""
+        """Run the user's loop, or one step a batch; then end the loader's own workers and store the measurements."""
         try:
             (loop or plain_loop)(self)
         except TrainingEnded:
             pass
         finally:
             self._source.close()
-            self._gauge.close()
+            self._metrics.close()
 
-    def _called_off(self) -> None:
-        """The attempt ticks as if it had been made whole."""
-        undone = self._station.ack_cancel()
-        self._pass_over(undone)
-        self._gauge.stepped(pushed=False, skipped=undone)
-
-    def _pass_over(self, micro_steps: int) -> None:
-        """Leave out their seeds, their delays and their batches."""
-        self._clock += micro_steps
-        self._skip += micro_steps
+    def _skip_micro_steps(self, count: int) -> None:
+        self._clock += count
+        self._skip += count
         if self._delays is not None:
-            deque(islice(self._delays, micro_steps), maxlen=0)
-
-    def _slow(self) -> None:
-        if self._delays is not None and (seconds := next(self._delays)) > 0:
-            began = time.monotonic_ns()
-            self._station.pause(seconds)
-            self._gauge.spent("delay", began, self._station.attempt)
-        if self._station.cancelled():
-            raise Cancelled
+            deque(islice(self._delays, count), maxlen=0)
 
 
 def plain_loop(worker: Worker) -> None:
-    """What ``train`` runs on every replica."""
+    """Make one step a batch: the loop that ``train`` runs on every replica."""
     for batch in worker.batches():
         worker.step(batch)

@@ -78,7 +78,7 @@ def in_a_delay(worker: Any) -> None:
     """The delay must be the first that this replica meets."""
 
     def watch() -> None:
-        while not worker._station._board.paused_until(worker.replica):
+        while not worker._client._board.paused_until(worker.replica):
             os.sched_yield()
         die()
 
@@ -87,15 +87,15 @@ def in_a_delay(worker: Any) -> None:
 
 def having_written_delta(worker: Any) -> None:
     """What it has written is not told, so nobody may use it."""
-    worker._station._report = lambda *_: die()
+    worker._client._report = lambda *_: die()
 
 
 def having_told_but_not_rung(worker: Any) -> None:
-    worker._station._main.notify = die
+    worker._client._main.notify = die
 
 
 def having_pushed(worker: Any) -> None:
-    worker._gauge.stepped = lambda **_: die()
+    worker._metrics.stepped = lambda **_: die()
 
 
 def hang(worker: Any) -> None:

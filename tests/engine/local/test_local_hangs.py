@@ -104,5 +104,5 @@ class Forgetful(Asynchronous):
 
 
 def test_a_policy_that_lets_nobody_go_on_is_told_at_once(local: Local) -> None:
-    with pytest.raises(PacelineError, match=r"lets nobody go on: replicas \[0, 1\] all wait"):
+    with pytest.raises(PacelineError, match=r"lets no replica go on: replicas \[0, 1\] all wait"):
         local(programs.program(), Strategy(replicas=2, aggregation=Forgetful()), steps=3, timeout_s=1000)

@@ -221,7 +221,7 @@ def test_memory_is_read_while_others_are_there(
 
 def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = {"VmRSS": 60, "VmHWM": 100, "Pss": 25}
-    monkeypatch.setattr(gauges, "_told", lambda path, name: kernel[name])
+    monkeypatch.setattr(gauges, "_kernel_bytes", lambda path, name: kernel[name])
     assert gauges.peak_bytes() == 25 + 40
 
 

@@ -131,7 +131,7 @@ def test_under_other_policies(local: Local, made: list[int], policy: str) -> Non
 
 def half_a_part(worker: Any) -> None:
     """Die with half of it written, as wrongly as can be."""
-    bench = worker._station._helper._bench
+    bench = worker._client._helper._bench
 
     def make(task: Any, part: UpdateSlice) -> float:
         states = [[v] for v in bench._store.version(task.there).parameters], bench._store.memory[1 - task.memory]
@@ -145,11 +145,11 @@ def half_a_part(worker: Any) -> None:
 
 
 def a_part_made_but_not_told(worker: Any) -> None:
-    worker._station._helper._board.finish_slice = lambda *_: moments.die()
+    worker._client._helper._board.finish_slice = lambda *_: moments.die()
 
 
 def a_part_told_but_not_rung(worker: Any) -> None:
-    worker._station._helper._ring = moments.die
+    worker._client._helper._ring = moments.die
 
 
 DEATHS = [half_a_part, a_part_made_but_not_told, a_part_told_but_not_rung]

@@ -88,7 +88,7 @@ def test_another_goes_on_after_a_delay_in_which_one_was_killed(
     died = tmp_path / "died"
 
     def loop(worker: Any) -> None:
-        pause = worker._station.pause
+        pause = worker._client.pause
 
         def last(seconds: float) -> None:
             (tmp_path / "partial").write_text(str(os.getpid()))
@@ -97,7 +97,7 @@ def test_another_goes_on_after_a_delay_in_which_one_was_killed(
 
         for k, batch in enumerate(worker.batches()):
             here = (worker.replica, k) == (1, 2) and not died.exists()
-            worker._station.pause = last if here else lambda seconds: None
+            worker._client.pause = last if here else lambda seconds: None
             worker.step(batch)
 
     watched.append(once(lambda _: died.exists(), lambda: os.kill(int(died.read_text()), signal.SIGKILL)))

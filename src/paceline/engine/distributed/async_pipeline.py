@@ -268,4 +268,3 @@ class AsyncPipelineClient:
         statuses = self._sync.complete()
         self._context.metrics.waited(began, self.attempt)
         self._coordinator.take(statuses)
-        self._context.after_exchange()

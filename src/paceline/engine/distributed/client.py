@@ -49,8 +49,6 @@ class ClientContext:
     """Returns whether this process was asked to end, by Ctrl-C say."""
     stop_event: threading.Event
     """Set when it is asked."""
-    after_exchange: Callable[[], None]
-    """Called after each exchange."""
 
     def pause(self, seconds: Seconds, timeout_s: Seconds) -> None:
         """Sleep, or until asked to end; a pause not much shorter than a hang is announced to the other ranks."""
@@ -165,4 +163,3 @@ class AllReduceClient(GradientSink):
         updating = time.monotonic_ns()
         self._coordinator.take(statuses)
         context.metrics.spent("apply", updating, step)
-        context.after_exchange()

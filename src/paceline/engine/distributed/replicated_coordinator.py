@@ -199,7 +199,7 @@ class ReplicatedCoordinator:
         self.now = min(max(status.entered_ns for status in statuses) * 1e-9, loop.end_s)
         if loop.timed:
             loop.evaluate_if_due(self.now)
-        computing = coordinator.computing  # a replica that waits contributes a Δ that has arrived before
+        computing = frozenset(coordinator.computing)  # a replica that waits contributes a Δ that has arrived before
         for replica, status in enumerate(statuses):
             if status.kind is StatusKind.leaving:
                 coordinator.left(replica, "done")
@@ -217,6 +217,7 @@ class ReplicatedCoordinator:
             loop.handled(self.now)
         self.interrupted |= any(status.stop for status in statuses)
         self.over |= self.interrupted or coordinator.idle
+        loop.display(self.now)
 
     def finish(self) -> None:
         """Count what is left as discarded, and have the last A evaluated unless its record is there."""

@@ -131,7 +131,6 @@ class DistributedRun:
             store_signals=self._context.store_signals,
             stop_requested=lambda: interrupts.count > 0,
             stop_event=stop_event,
-            after_exchange=lambda: self._coordinator.loop.display(self._coordinator.now),
         )
         if isinstance(shard, AsyncStageShard):
             return AsyncPipelineClient(context, shard, self._run_context.step_quota(), self._job.timeout_s)

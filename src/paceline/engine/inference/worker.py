@@ -1,7 +1,4 @@
-"""What is asked of a model, and its answer in pieces.
-
-One worker's part of a forward pass: a shard's, or that of a stage, or of a shard of a stage.
-"""
+"""One rank's part of a forward pass: of a shard, of a stage, or of a shard of a stage; and the request it answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +21,7 @@ from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.input_spec import Rebuild, batch_size
 from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import materialize
-from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.pipeline.base import Cut
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction, WorkerProgram
 from paceline.replica.pipeline.costs import measure
 from paceline.replica.pipeline.cut import cut
@@ -38,12 +35,12 @@ from paceline.safe_files import State
 from paceline.strategy import Strategy
 
 Pieces: TypeAlias = Mapping[int, Sequence[Any]]
-"""Micro-batch -> the leaves of the output for it."""
+"""Micro-batch -> the leaves of its output."""
 
 
 @dataclass(frozen=True)
 class InferenceRequest:
-    """What is asked of all workers, but for the inputs."""
+    """The model and strategy of a predictor, the same for all workers."""
 
     program: Program
     strategy: Strategy
@@ -52,10 +49,10 @@ class InferenceRequest:
     timeout_s: Seconds
 
     def model(self, spill: SpillAllocator | None = None) -> nn.Module:
-        """With the state that is asked for, in evaluation mode.
+        """Build the model with the requested state, in evaluation mode.
 
         Args:
-            spill: where it may lie; None: in ordinary memory.
+            spill: allocates its memory; None: ordinary memory.
         """
         module = self.program.build() if spill is None else materialize(self.program, spill)
         if self.state is not None:
@@ -68,76 +65,76 @@ class InferenceRequest:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one worker has of the output."""
+    """One rank's part of the output."""
 
     pieces: Pieces
-    """Of a worker that has none of it: empty."""
+    """Its pieces; empty on a rank that has none."""
     rebuild: Rebuild
-    """The leaves of an output -> the output."""
+    """Function from the leaves of an output to the output."""
 
 
-def together(answers: Sequence[Answer], samples: int, micro_batches: int) -> Tree:
-    """The whole output.
+def join_answers(answers: Sequence[Answer], samples: int, micro_batches: int) -> Tree:
+    """Return the whole output.
 
     Raises:
         InputError: an output that has not a row for each sample was made of several micro-batches.
     """
     pieces = {index: leaves for answer in answers for index, leaves in answer.pieces.items()}
-    sizes = micro_batch_sizes(samples, micro_batches)
+    rows = micro_batch_sizes(samples, micro_batches)
     return answers[0].rebuild(
-        [_joined(each, sizes) for each in zip(*(pieces[i] for i in range(len(sizes))), strict=True)]
+        [_join_leaf(each, rows) for each in zip(*(pieces[i] for i in range(len(rows))), strict=True)]
     )
 
 
-def _joined(leaf: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """One leaf of the output, of which each micro-batch has made its rows."""
-    if len(leaf) == 1:
-        return leaf[0]
-    tensors = [each for each in leaf if isinstance(each, Tensor) and each.dim()]
-    if [len(each) for each in tensors] == list(sizes):
+def _join_leaf(pieces: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Join one leaf of the output, of which each micro-batch has made its rows."""
+    first, rest = pieces[0], pieces[1:]
+    if not rest:
+        return first
+    tensors = [piece for piece in pieces if isinstance(piece, Tensor) and piece.dim()]
+    if [len(tensor) for tensor in tensors] == list(rows):
         return torch.cat(tensors)
-    if all(_same(each, leaf[0]) for each in leaf):
-        return leaf[0]
+    if isinstance(first, Tensor):
+        same = all(isinstance(piece, Tensor) and torch.equal(piece, first) for piece in rest)
+    else:
+        same = all(bool(piece == first) for piece in rest)
+    if same:
+        return first
     raise InputError(
-        f"the output of micro-batches of {list(sizes)} samples has shapes {[list(each.shape) for each in tensors]}, "
+        f"the output of micro-batches of {list(rows)} samples has shapes {[list(each.shape) for each in tensors]}, "
         "which are no rows of samples; write micro_batches=1"
     )
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return bool(one == other)
-
-
 class InferenceWorker:
-    """One rank's model, asked again and again; all ranks of the team are asked the same together.
+    """One rank's model; all ranks of a predictor are called with the same inputs together.
 
-    The model is captured, cut and divided for the first inputs, and anew for inputs of another form.
+    The model is captured, cut and divided for the first inputs, and again for inputs of another form.
     """
 
-    def __init__(self, question: InferenceRequest, context: RankContext) -> None:
-        self._question, self._context = question, context
-        self._make = _Stages if question.strategy.pipelined else _Shards
-        self._made: list[_Stages | _Shards] = []
+    def __init__(self, request: InferenceRequest, context: RankContext) -> None:
+        self._request, self._context = request, context
+        self._models: list[_StageModel | _ShardModel] = []
 
     def __call__(self, inputs: Tree) -> Answer:
-        """What this rank has of the output.
+        """Return this rank's part of the output.
 
         Raises:
             InputError: the model can't be captured, cut or divided as the strategy says.
         """
-        with torch.random.fork_rng(devices=[]), self._question.program.autocast("cpu"):
-            made = next((each for each in self._made if each.takes(inputs)), None)
-            if made is None:
-                with build_once_per_host(self._question.model, self._context) as module:
-                    made = self._make(self._question, self._context, module, inputs)
-                self._made.append(made)
+        with torch.random.fork_rng(devices=[]), self._request.program.autocast("cpu"):
+            model = next((each for each in self._models if _takes(each.captured, inputs)), None)
+            if model is None:
+                kind = _StageModel if self._request.strategy.pipelined else _ShardModel
+                with build_once_per_host(self._request.model, self._context) as module:
+                    model = kind(self._request, self._context, module, inputs)
+                self._models.append(model)
             with torch.no_grad():
-                return made.answer(inputs)
+                return model.answer(inputs)
 
 
-def _fits(captured: Captured, inputs: Tree) -> bool:
+def _takes(captured: Captured, inputs: Tree) -> bool:
+    """Return whether a model was captured for inputs of this form."""
     try:
         captured.flatten(inputs)
     except InputError:
@@ -145,112 +142,97 @@ def _fits(captured: Captured, inputs: Tree) -> bool:
     return True
 
 
-class _Shards:
+class _ShardModel:
     """One worker's shard of the whole model."""
 
-    def __init__(self, question: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
-        strategy = question.strategy
+    def __init__(self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
+        strategy = request.strategy
         communicator = SubGroups.of(strategy.mesh, context.communicator).shards
         assert communicator is not None, "one worker answers by itself"
         shards = GroupShards(communicator, context.world.rank)
         self._first = context.world.rank == 0
         with extended_timeout(context):
-            self._captured = capture(module, inputs, operators=True, training=False)
-            leaves = self._captured.flatten(inputs)
-            times = agreed_op_times(self._captured, leaves, context.gather)
+            self.captured = capture(module, inputs, operators=True, training=False)
+            leaves = self.captured.flatten(inputs)
+            times = agreed_op_times(self.captured, leaves, context.gather)
             name = type(module).__name__
-            made = plan_captured(self._captured, leaves, shards.count, strategy.shard_rules, times, name)
+            made = plan_captured(self.captured, leaves, shards.count, strategy.shard_rules, times, name)
             check_same_plan(made, context.gather)
             self._shard = rewrite_for_shard(made, shards)
-            check_shard(self._shard, self._captured, module, inputs, shards, training=False)
-
-    def takes(self, inputs: Tree) -> bool:
-        """Whether it was captured for inputs of this form."""
-        return _fits(self._captured, inputs)
+            check_shard(self._shard, self.captured, module, inputs, shards, training=False)
 
     def answer(self, inputs: Tree) -> Answer:
-        """The whole output, on the first rank."""
-        output = self._shard.module(*self._captured.flatten(inputs))
-        return Answer({0: output} if self._first else {}, self._captured.rebuild)
+        """Return the whole output, on the first rank."""
+        output = self._shard.module(*self.captured.flatten(inputs))
+        return Answer({0: output} if self._first else {}, self.captured.rebuild)
 
 
-class _Stages:
-    """One worker of a pipeline, which goes through forward passes alone."""
+class _StageModel:
+    """One worker of a pipeline that makes forward passes only."""
 
-    def __init__(self, question: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
-        self._question, self._context = question, context
-        # Without backward every schedule is the same, and what is kept for it takes no memory.
+    def __init__(self, request: InferenceRequest, context: RankContext, module: nn.Module, inputs: Tree) -> None:
+        self._request, self._context = request, context
+        # Without backward every schedule is the same, and no activation is kept.
         plain: dict[str, Any] = {"schedule": "gpipe", "aggregation": Synchronous(), "stage_memory_bytes": None}
-        strategy = self._strategy = replace(question.strategy, **plain)
+        strategy = self._strategy = replace(request.strategy, **plain)
         self._mesh, self._place = strategy.mesh, strategy.mesh.place(context.world.rank)
-        among = SubGroups.of(self._mesh, context.communicator).shards
-        self._shards = None if among is None else GroupShards(among, self._mesh.shard(self._place))
+        communicator = SubGroups.of(self._mesh, context.communicator).shards
+        self._shards = None if communicator is None else GroupShards(communicator, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
         with extended_timeout(context):
-            self._made = self._cut(module, select_rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
+            made = self._cut(module, select_rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
         assert context.communicator is not None, "one worker answers by itself"
-        self._plan = CommPlan.of(self._made, strategy.order, strategy.stage_count, count, strategy.copies)
-        self._mail = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
-        self._part = self._made.parts[self._place.stage]
+        self.captured = made.captured
+        self._plan = CommPlan.of(made, strategy.order, strategy.stage_count, count, strategy.copies)
+        self._queue = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
+        self._part, self._is_last = made.parts[self._place.stage], self._place.stage == len(made.parts) - 1
         self._part.module.eval()
-        self._ways: dict[int, WorkerProgram] = {}
-
-    def takes(self, inputs: Tree) -> bool:
-        """Whether it was captured for inputs of this form."""
-        return _fits(self._made.captured, inputs)
+        self._programs: dict[int, WorkerProgram] = {}
+        """Number of micro-batches -> what this worker does with them."""
 
     def answer(self, inputs: Tree) -> Answer:
-        """The last stage's outputs, on its first shards."""
+        """Run all micro-batches through this worker's part; return the last stage's outputs, on its first shard."""
         batch, count = Batch(inputs, (), batch_size(inputs)), self._strategy.micro_batch_count
-        outputs = self._through(micro_batches(batch, count, self._made.captured.flatten))
-        return Answer(outputs if self._mesh.shard(self._place) == 0 else {}, self._made.captured.rebuild)
+        chunks = micro_batches(batch, count, self.captured.flatten)
+        if len(chunks) not in self._programs:
+            worker = self._mesh.columns.number(self._mesh.column(self._place))
+            self._programs[len(chunks)] = self._plan.worker_program(worker, len(chunks))
+        program, queue = self._programs[len(chunks)], self._queue
+        queue.begin([m for m in program.incoming if not m.gradient], [chunk.shapes for chunk in chunks])
+        outputs: dict[int, Sequence[Any]] = {}
+        for action in program.actions:
+            if action.action.kind == "forward":
+                index = action.action.micro_batch
+                outputs[index] = self._forward(action, chunks[index])
+        queue.wait_sends()
+        sends_output = self._is_last and self._mesh.shard(self._place) == 0
+        return Answer(outputs if sends_output else {}, self.captured.rebuild)
+
+    def _forward(self, action: ScheduledAction, chunk: MicroBatch) -> Sequence[Any]:
+        """Run one micro-batch through the part; return the leaves of the output if it is the last part."""
+        part, queue = self._part, self._queue
+        received = [queue.receive(message).value for message in action.receives]
+        results = part.module(*(chunk.inputs[leaf] for leaf in part.inputs), *received)
+        named = dict(zip((crossing.name for crossing in part.sent), results, strict=False))
+        for message in action.sends:
+            value = named[message.name]
+            queue.send(message, value.contiguous() if isinstance(value, Tensor) else value, differentiable=False)
+        output: Sequence[Any] = results[len(part.sent) :]
+        return output
 
     def _cut(self, module: nn.Module, first: Any) -> Cut:
-        """The model's parts, those of this rank rewritten as its shards."""
-        strategy = self._strategy
+        """Cut the model; the parts of this rank are rewritten as its shards."""
+        strategy, program, gather = self._strategy, self._request.program, self._context.gather
         units = capture_units(strategy, module, first, training=False)
         leaves = units.captured.flatten(first)
-        mine: Boundaries = ()
-        if self._context.world.rank == 0:
-            mine = choose_boundaries(self._question.program, strategy, module, units, measure(units, leaves))
-        made = cut(units, self._context.gather(mine, "where the model is cut")[0])
+        local: Boundaries = ()
+        if self._context.world.rank == 0:  # costs are measured, so the ranks' own would differ
+            local = choose_boundaries(program, strategy, module, units, measure(units, leaves))
+        made = cut(units, gather(local, "where the model is cut")[0])
         check_cut(made, module, first)
         if not strategy.tensor_parallel:
             return made
         counts = [self._mesh.shards(part.number) for part in made.parts]
         own = {} if self._shards is None else {self._place.stage: self._shards}
-        says = self._context.gather
-        request = ShardingRequest(self._question.program, made, module, leaves, counts, strategy.shard_rules)
-        division = shard_parts(request, own, says)
-        return replace(made, parts=division.parts)
-
-    def _way(self, count: int) -> WorkerProgram:
-        """Through so many micro-batches."""
-        if count not in self._ways:
-            worker = self._mesh.columns.number(self._mesh.column(self._place))
-            self._ways[count] = self._plan.worker_program(worker, count)
-        return self._ways[count]
-
-    def _through(self, given: Sequence[MicroBatch]) -> Mapping[int, Sequence[Any]]:
-        """All micro-batches through this worker's part; of the last part, the output."""
-        way, mail = self._way(len(given)), self._mail
-        mail.begin([m for m in way.incoming if not m.gradient], [each.shapes for each in given])
-        found: dict[int, Sequence[Any]] = {}
-        for task in way.actions:
-            if task.action.kind == "forward":
-                index = task.action.micro_batch
-                found[index] = _forward(self._part, task, given[index], mail)
-        mail.wait_sends()
-        return found if self._part.number == len(self._made.parts) - 1 else {}
-
-
-def _forward(part: Part, task: ScheduledAction, given: MicroBatch, mail: P2PQueue) -> Sequence[Any]:
-    """One micro-batch through a part; the leaves of the output, where it is the last."""
-    values = [mail.receive(message).value for message in task.receives]
-    made = part.module(*(given.inputs[leaf] for leaf in part.inputs), *values)
-    named = dict(zip((crossing.name for crossing in part.sent), made, strict=False))
-    for message in task.sends:
-        value = named[message.name]
-        mail.send(message, value.contiguous() if isinstance(value, Tensor) else value, differentiable=False)
-    rest: Sequence[Any] = made[len(part.sent) :]
-    return rest
+        request = ShardingRequest(program, made, module, leaves, counts, strategy.shard_rules)
+        return replace(made, parts=shard_parts(request, own, gather).parts)

@@ -19,7 +19,7 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.client import SharedMemoryClient
 from paceline.engine.local.control_block import ControlBlock, MetricsBlock
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
+from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, check_in_forward
 from paceline.engine.worker_metrics import remove_workers_file
 from paceline.replica.flat_state import FlatLayout
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
@@ -63,7 +63,7 @@ def _carry(
     gauge = WorkerMetrics(
         board, replica, recorder, 2 * layout.parameter_bytes if setup.delta_slots else 0, setup.per_step
     )
-    watch(module, station)
+    check_in_forward(module, station)
     inner = setup.replica(replica, module, layout, recorder)
     worker = ClientWorker(
         setup, replica, InstrumentedReplica(inner, gauge, station, layout.parameter_bytes), station, gauge

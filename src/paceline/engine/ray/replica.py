@@ -31,7 +31,7 @@ from paceline.engine.ray.messages import (
     unpack,
 )
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, watch
+from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, check_in_forward
 from paceline.engine.worker_metrics import InMemorySink, SpanLog
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -227,7 +227,7 @@ def _run_replica(job: Job, post: ReplicaAssignment, server: Any, switch: CancelF
         layout = FlatLayout.of(module, job.running_buffers)
         client = RayClient(server.ask.remote, ray.get, post, layout, switch, sink, job.timeout_s)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
-        watch(module, client)
+        check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
         worker = ClientWorker(context, replica, measured, client, metrics, post.micro_steps)

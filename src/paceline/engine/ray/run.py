@@ -1,6 +1,6 @@
-"""One run on Ray, as main sees it: it starts the actors, watches, notices deaths and Ctrl-C, and gathers the results.
+"""One run on Ray in the main process: it starts the actors, watches for deaths and Ctrl-C, and gathers the results.
 
-The server decides and counts; main never waits for a Δ.
+The server's actor decides and counts; main never waits for a Δ.
 """
 
 import json
@@ -27,7 +27,7 @@ from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
 GRACE_S: Seconds = 5.0
-"""How long actors may take to end what they are at when a run is over, so that the next one need not start others."""
+"""Time in which actors may finish when a run is over, so that the next run can use them again."""
 
 
 class RayRun:
@@ -35,37 +35,37 @@ class RayRun:
 
     Args:
         job: what is run.
-        cluster: where.
-        crew: the engine's actors.
-        watch: told how it stands.
-        closing: what has to be let go of, however it ends; for the caller to close.
-        number: which run of its engine.
-        replace: whether another takes the place of a replica that dies.
+        cluster: where it runs.
+        actors: the engine's actors.
+        watch: receives progress.
+        closing: what has to be released, however the run ends; for the caller to close.
+        number: number of the run in its engine.
+        replace: True if another actor takes the place of a replica that dies.
     """
 
     def __init__(
         self,
         job: Job,
         cluster: Cluster,
-        crew: ActorPool,
+        actors: ActorPool,
         watch: Watcher,
         closing: ExitStack,
         *,
         number: int,
         replace: bool,
     ) -> None:
-        self._job, self._cluster, self._crew, self._watch, self._closing = job, cluster, crew, watch, closing
+        self._job, self._cluster, self._actors, self._watch, self._closing = job, cluster, actors, watch, closing
         self._number, self._replace, self._replicas = number, replace, job.strategy.replicas
         self._module, state = first_state(job.program, job.running_buffers)
         self._layout = state.layout
-        self._parts: Any = ray.put(pack(job))
-        self._carried: dict[Any, ReplicaId] = {}
-        """What a replica's run comes to, once it has -> which it is."""
+        self._job_parts: Any = ray.put(pack(job))
+        self._running: dict[Any, ReplicaId] = {}
+        """Future result of a replica's actor -> the replica."""
         self._dead: list[Any] = []
         self._spans: list[Span] = []
-        self._standing = RunStatus("starting", Progress("starting", 0.0), None, ())
-        self._standing_asked: Any = None
-        self._asked_s = 0.0
+        self._status = RunStatus("starting", Progress("starting", 0.0), None, ())
+        self._status_request: Any = None
+        self._requested_s = 0.0
         self._begun = self._interrupted = False
 
     def outcome(self) -> Outcome:
@@ -74,120 +74,127 @@ class RayRun:
             self._watch(Progress("starting", 0.0))
             try:
                 self._start(interrupts)
-                self._attend(lambda: self._standing.phase in ("scoring", "done"), interrupts)
-                late = self._leave(interrupts)
+                self._poll(lambda: self._status.phase in ("scoring", "done"), interrupts)
+                late = self._stop_replicas(interrupts)
                 enough = min(interrupts.count, 1) + 1
-                self._attend(lambda: self._standing.phase == "done", interrupts, enough=enough)
-                result: Result = self._answer(self._ask("result", late, interrupts.count > 0))
+                self._poll(lambda: self._status.phase == "done", interrupts, enough=enough)
+                result: Result = self._get(self._ask("result", late, interrupts.count > 0))
             finally:
-                self._clear_up(0.0 if interrupts.insisted else GRACE_S)
-        return self._outcome(result)
+                self._release_actors(0.0 if interrupts.insisted else GRACE_S)
+        model = write(self._module, state_of(self._layout, result.state))
+        spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
+        return Outcome(model.state_dict(), model, result.history, result.account, spans)
 
-    # ------------------------------------------------------------------------------------------------------- the phases
+    # ------------------------------------------------------------------------------------------------------ the phases
 
     def _start(self, interrupts: InterruptGuard) -> None:
-        job, crew = self._job, self._crew
+        job, actors = self._job, self._actors
         gpu = share_of_gpus(self._cluster.gpus, self._replicas) if job.strategy.device.startswith("cuda") else 0.0
         needs = Needs(self._replicas, patient=job.budget.until is None, gpus=gpu)
-        crew.muster(
-            needs, job.timeout_s, lambda: interrupts.count > 0, lambda part: self._watch(Progress("starting", part / 2))
+        actors.muster(
+            needs,
+            job.timeout_s,
+            lambda: interrupts.count > 0,
+            lambda part: self._watch(Progress("starting", part / 2)),
         )
-        handles = crew.replicas[: self._replicas]
-        self._answer(crew.server.open.remote(self._number, self._parts, handles, crew.scorer))
-        crew.scorer.open.remote(self._parts)
+        handles = actors.replicas[: self._replicas]
+        self._get(actors.server.open.remote(self._number, self._job_parts, handles, actors.scorer))
+        actors.scorer.open.remote(self._job_parts)
         if not interrupts.count:
             for replica in range(self._replicas):
-                self._carry(replica, 0, 0)
-            self._await_models(interrupts)
-        self._write_roster()
+                self._run_replica(replica, 0, 0)
+            deadline = time.monotonic() + job.timeout_s
+            built = lambda: self._status.phase == "starting" and not self._status.waiting  # noqa: E731
+            self._poll(built, interrupts, until=deadline)
+            if self._status.waiting and not interrupts.count:
+                raise WaitTimeoutError(
+                    f"main waited {job.timeout_s:g} s for replicas {list(self._status.waiting)} to build their model; "
+                    "write a larger timeout_s="
+                )
+        others = {"coordinator": actors.server, "scorer": actors.scorer}
+        processes = {"main": {"pid": os.getpid()}} | {r: actors.place(a)._asdict() for r, a in others.items()}
+        replicas = {Coordinate(r): actors.place(a)._asdict() for r, a in enumerate(actors.replicas[: self._replicas])}
+        workers_file = WorkersFile(job.out, processes, replicas)
+        self._closing.callback(workers_file.close)
+        for path in workers_file.files:
+            self._cluster.mind(path)
         if not interrupts.count:
-            self._answer(self._ask("begin"))
+            self._get(self._ask("begin"))
             self._begun = True
 
-    def _await_models(self, interrupts: InterruptGuard) -> None:
+    def _stop_replicas(self, interrupts: InterruptGuard) -> list[ReplicaId]:
+        """Let the replicas end by themselves; return those that did not in time."""
         deadline = time.monotonic() + self._job.timeout_s
-        self._attend(
-            lambda: self._standing.phase == "starting" and not self._standing.waiting, interrupts, until=deadline
-        )
-        if self._standing.waiting and not interrupts.count:
-            raise WaitTimeoutError(
-                f"main waited {self._job.timeout_s:g} s for replicas {list(self._standing.waiting)} to build their "
-                "model; write a larger timeout_s="
-            )
-
-    def _leave(self, interrupts: InterruptGuard) -> list[ReplicaId]:
-        """Let the replicas end by themselves; returns those that did not in time."""
-        deadline = time.monotonic() + self._job.timeout_s
-        self._attend(lambda: not self._carried, interrupts, until=deadline)
-        late = sorted(self._carried.values())
-        self._dead += [self._crew.replicas[replica] for replica in late]
-        self._carried.clear()
+        self._poll(lambda: not self._running, interrupts, until=deadline)
+        late = sorted(self._running.values())
+        self._dead += [self._actors.replicas[replica] for replica in late]
+        self._running.clear()
         return [] if interrupts.insisted else late
 
-    def _attend(
+    def _poll(
         self, done: Callable[[], bool], interrupts: InterruptGuard, *, until: float = math.inf, enough: int = 2
     ) -> None:
-        """Watch until something is so, the time has come, or there were ``enough`` Ctrl-C; the first ends training."""
+        """Handle events until ``done``, the time ``until``, or ``enough`` Ctrl-C; the first one ends training."""
         while not done() and interrupts.count < enough and time.monotonic() < until:
             if interrupts.count and not self._interrupted:
                 self._interrupted = True
-                self._answer(self._ask("interrupt"))
-            if self._standing_asked is None:
-                self._standing_asked, self._asked_s = self._ask("stand"), time.monotonic()
-            ready, _ = ray.wait([self._standing_asked, *self._carried], timeout=GLANCE_S)
+                self._get(self._ask("interrupt"))
+            if self._status_request is None:
+                self._status_request, self._requested_s = self._ask("stand"), time.monotonic()
+            ready, _ = ray.wait([self._status_request, *self._running], timeout=GLANCE_S)
             for ref in ready:
-                self._hear(ref)
-            if time.monotonic() - self._asked_s > self._job.timeout_s + TICK_S:
+                if ref == self._status_request:
+                    self._take_status(ref)
+                else:
+                    self._replica_ended(self._running.pop(ref), ref)
+            if time.monotonic() - self._requested_s > self._job.timeout_s + TICK_S:
                 raise WaitTimeoutError(
-                    f"main waited {self._job.timeout_s:g} s for the server to say how the run stands, and heard "
-                    "nothing; write a larger timeout_s= if an update of A takes so long"
+                    f"main waited {self._job.timeout_s:g} s for the server to report the state of the run, and "
+                    "received nothing; write a larger timeout_s= if an update of A takes so long"
                 )
 
-    # ------------------------------------------------------------------------------------------------ what main is told
+    # ---------------------------------------------------------------------------------------------------------- events
 
-    def _hear(self, ref: Any) -> None:
-        if ref != self._standing_asked:
-            self._ended(self._carried.pop(ref), ref)
-            return
-        self._standing_asked, self._asked_s = None, time.monotonic()
-        self._standing = self._answer(ref)
-        if self._standing.failure is not None:
-            raise self._standing.failure
-        self._watch(self._standing.progress)
+    def _take_status(self, ref: Any) -> None:
+        self._status_request, self._requested_s = None, time.monotonic()
+        self._status = self._get(ref)
+        if self._status.failure is not None:
+            raise self._status.failure
+        self._watch(self._status.progress)
 
-    def _ended(self, replica: ReplicaId, ref: Any) -> None:
+    def _replica_ended(self, replica: ReplicaId, ref: Any) -> None:
+        """Take the spans of a replica that ended; one that died leaves, or is replaced."""
         try:
             ended: Ended = ray.get(ref)
         except ray.exceptions.RayTaskError as error:
-            self._answer(self._crew.server.place.remote())  # raises where it is the server that was lost
+            self._get(self._actors.server.place.remote())  # raises if it is the server that was lost
             raise WorkerError(f"replica {replica} failed: {error}") from error
         except ray.exceptions.RayError as error:
-            self._lost(replica, how_it_died(error))
+            status = how_it_died(error)
+            self._dead.append(self._actors.replicas[replica])
+            if not self._begun and not self._interrupted:
+                raise WorkerError(f"replica {replica} ended while it started: {status}") from error
+            again = self._get(self._ask("lost", replica, status, self._replace))
+            if again is not None:
+                self._get(self._actors.server.replaced.remote(replica, self._actors.another(replica)))
+                self._run_replica(replica, *again)
             return
         if ended.failure is not None:
             raise WorkerError(failure_text(json.loads(ended.failure)))
         self._spans += ended.spans
 
-    def _lost(self, replica: ReplicaId, how: str) -> None:
-        self._dead.append(self._crew.replicas[replica])
-        if not self._begun and not self._interrupted:
-            raise WorkerError(f"replica {replica} ended while it started: {how}")
-        again = self._answer(self._ask("lost", replica, how, self._replace))
-        if again is not None:
-            self._answer(self._crew.server.replaced.remote(replica, self._crew.another(replica)))
-            self._carry(replica, *again)
+    def _run_replica(self, replica: ReplicaId, attempt: Clock, micro_steps: int) -> None:
+        """Start a replica in its actor, after ``attempt`` attempts and ``micro_steps`` of a dead one."""
+        actors = self._actors
+        assignment = ReplicaAssignment(self._number, replica, attempt, micro_steps, actors.place(actors.server))
+        self._running[actors.replicas[replica].run.remote(self._job_parts, assignment, actors.server)] = replica
 
-    def _carry(self, replica: ReplicaId, attempt: Clock, micro_steps: int) -> None:
-        """Have a replica's actor live its life."""
-        crew = self._crew
-        post = ReplicaAssignment(self._number, replica, attempt, micro_steps, crew.place(crew.server))
-        self._carried[crew.replicas[replica].run.remote(self._parts, post, crew.server)] = replica
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call a method of the server's session; return the future result."""
+        return self._actors.server.ask.remote(method, *args)
 
-    def _ask(self, what: str, *args: Any) -> Any:
-        return self._crew.server.ask.remote(what, *args)
-
-    def _answer(self, ref: Any) -> Any:
-        """What the server answers."""
+    def _get(self, ref: Any) -> Any:
+        """Wait for a result of the server."""
         try:
             return ray.get(ref, timeout=self._job.timeout_s)
         except ray.exceptions.RayTaskError as error:
@@ -199,29 +206,12 @@ class RayRun:
                 f"main waited {self._job.timeout_s:g} s for the server's answer; write a larger timeout_s="
             ) from error
 
-    # ----------------------------------------------------------------------------------------------- the end of the run
-
-    def _write_roster(self) -> None:
-        crew, out = self._crew, self._job.out
-        actors = {"coordinator": crew.server, "scorer": crew.scorer}
-        others = {"main": {"pid": os.getpid()}} | {role: crew.place(a)._asdict() for role, a in actors.items()}
-        replicas = {Coordinate(r): crew.place(a)._asdict() for r, a in enumerate(crew.replicas[: self._replicas])}
-        roster = WorkersFile(out, others, replicas)
-        self._closing.callback(roster.close)
-        for path in roster.files:
-            self._cluster.mind(path)
-
-    def _outcome(self, result: Result) -> Outcome:
-        model = write(self._module, state_of(self._layout, result.state))
-        spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
-        return Outcome(model.state_dict(), model, result.history, result.account, spans)
-
-    def _clear_up(self, grace_s: Seconds) -> None:
-        """Keep the actors that have nothing to do any more, end the others."""
-        crew = self._crew
-        running = {ref: crew.replicas[replica] for ref, replica in self._carried.items()}
+    def _release_actors(self, grace_s: Seconds) -> None:
+        """Keep the actors that have finished for the next run, and end the others."""
+        actors = self._actors
+        running = {ref: actors.replicas[replica] for ref, replica in self._running.items()}
         if running:
             self._ask("interrupt")
-        crew.dismiss(running, grace_s)
-        crew.drop(self._dead)
-        crew.dismiss({actor.close.remote(): actor for actor in (crew.server, crew.scorer) if actor}, grace_s)
+        actors.dismiss(running, grace_s)
+        actors.drop(self._dead)
+        actors.dismiss({actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s)

@@ -1,1 +1,1 @@
-"""What the pieces of a step take on this host: computing, sending, copying, updating, each measured by itself."""
+"""Measure the components of a step on this host, each by itself: passes, messages, collectives, copies, updates."""

@@ -1,4 +1,4 @@
-"""How long a replica of several workers takes for its Δ, beside one process that computes the same.
+"""Time of a replica of several workers for its Δ, relative to one process that computes the same.
 
 ::
 
@@ -6,8 +6,8 @@
     stage 0       |F0 F1 ....  B0 .. B1|                  its schedule, simulated: factor = end of the last action
     stage 1          |F0 B0 F1 B1|
 
-What a replica of several workers computes is what one process does; so in virtual time one process computes it, and
-only the clock knows of the others. Nothing is counted for what they send each other.
+A replica of several workers computes the same as one process; so in virtual time one process computes it, and only
+the clock accounts for the others. Messages between them take no time.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,19 +43,19 @@ def virtual_span(
 
 @dataclass(frozen=True)
 class ReplicaTiming:
-    """Of the workers of one replica."""
+    """Timing of the workers of one replica."""
 
     factor: float = 1.0
-    """Of the time of one process."""
+    """Time of the replica, relative to that of one process."""
     actions: tuple[Timed, ...] = ()
-    """Of a pipeline's workers, in billionths of the time of one process."""
+    """Actions of a pipeline's workers, in billionths of the time of one process."""
     copies: tuple[int, ...] = ()
-    """How many of them take turns at each stage."""
+    """Replicas of each stage."""
     needs: Dependencies | None = None
-    """Which parts of the model need which; None: where it will be cut is not known, so each the one before it."""
+    """Dependencies of the model's parts; None: its cuts are not known, so each part depends on the one before it."""
 
     def spans(self, replica: ReplicaId, step: int, at: Seconds, alone: Seconds) -> Iterator[Span]:
-        """The spans of a pipeline's workers.
+        """Yield the spans of a pipeline's workers.
 
         Args:
             replica: whose.
@@ -72,12 +72,12 @@ class ReplicaTiming:
 
 
 def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
-    """That of a job's replicas.
+    """Compute the timing of a job's replicas.
 
     Args:
         job: whose strategy says how a replica is divided.
-        measured: whether stages take what their parts of the model take here; else all take the same, and the run is
-            reproducible.
+        measured: True to give each stage the time measured for its part of the model; else all take the same, and the
+            run is reproducible.
 
     Raises:
         InputError: the model can't be cut or divided so.
@@ -94,14 +94,14 @@ def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
 
 
 def _equal(strategy: Strategy) -> StageTimes:
-    """A part at which n take turns is n times as large as one of one: so all are as busy."""
+    """Return equal times for all workers: a part with n stage replicas is n times as large as one with one."""
     parts = range(strategy.order.parts(strategy.stage_count))
     sizes = [strategy.copies[strategy.order.worker_of(part, strategy.stage_count)] for part in parts]
     return _times(strategy, [size / sum(sizes) for size in sizes])
 
 
 def _needed(job: Job) -> Dependencies | None:
-    """Which parts need which, where the strategy says where they begin; else only a clock tells where it is best."""
+    """Return the dependencies of the parts if the strategy names its cuts; else the best cuts need measured times."""
     if not job.strategy.cuts:
         return None
     module, batch = job.program.build(), first_batch(job)
@@ -109,7 +109,7 @@ def _needed(job: Job) -> Dependencies | None:
 
 
 def _stages(job: Job) -> tuple[StageTimes, Dependencies]:
-    """Of one micro-batch, as shares of the time of one process for all of them; and which parts need which."""
+    """Measure the parts of the model, as shares of the time of one process; return their dependencies, too."""
     module, batch = job.program.build(), first_batch(job)
     made = prepare_cut(job.program, job.strategy, module, batch, lambda choose: choose())
     assert made.costs is not None, "they were measured here"
@@ -121,7 +121,7 @@ def _stages(job: Job) -> tuple[StageTimes, Dependencies]:
 
 
 def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:
-    """Of parts that take these shares of the whole; a third of each is forward. k shards take a k-th of it."""
+    """Return the times of parts by their shares of the whole: a third is forward, and k shards take 1/k."""
     shards = [strategy.mesh.shards(stage) for stage in range(strategy.stage_count)]
     owners = [strategy.order.worker_of(part, strategy.stage_count) for part in range(len(shares))]
     count = strategy.micro_batch_count
@@ -131,7 +131,7 @@ def _times(strategy: Strategy, shares: Sequence[float]) -> StageTimes:
 
 
 def _busiest(job: Job, *, counts: bool) -> float:
-    """The share of all operations that the busiest shard does."""
+    """Return the share of all operations that the busiest shard executes."""
     strategy = job.strategy
     count = max(strategy.stage_workers)
     batch, rules = first_batch(job), strategy.shard_rules

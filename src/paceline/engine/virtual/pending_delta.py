@@ -1,7 +1,4 @@
-"""Pending Δs of replicas, computed when they are needed and not before, and each replica's timeline.
-
-One replica's place in virtual time.
-"""
+"""Δs under way in virtual time: computed when they are needed and not before; their data; each replica's timeline."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,23 +19,23 @@ from paceline.step import step
 
 @dataclass(eq=False, slots=True)
 class PendingDelta:
-    """One Δ under way; towards the replica that computes it, it is the server."""
+    """One Δ under way, which is also the server that its replica sees in ``step``."""
 
     replica: ReplicaId
     clock: Clock
     version: Version
     read: FlatState | None
-    """The A that it reads: shared with all that read this version, never written; let go once Δ is computed."""
+    """The A that it reads: shared by all that read this version, never written; released once Δ is computed."""
     first_micro_step: Clock
     micro_steps: int
     began_s: Seconds = 0.0
     arrives_s: Seconds = 0.0
     void: bool = False
-    """Cancelled: it will not arrive."""
+    """True once cancelled: it will not arrive."""
     out: FlatState | None = field(default=None, repr=False)
     measured: Measured | None = None
     done: int = 0
-    """Micro-steps made."""
+    """Micro-steps that are computed."""
 
     def begins_delta(self) -> bool:
         return self.done == 0
@@ -67,38 +64,38 @@ class DeltaComputer:
     """Computes Δs one at a time.
 
     Args:
-        make: the replica of an id.
+        build: builds the replica of an id.
         batch_at: the data.
-        stop: whether a Δ that is not finite ends the run.
+        stop: True if a Δ that is not finite ends the run.
     """
 
     rule = "one at a time"
 
-    def __init__(self, make: Callable[[ReplicaId], Replica], batch_at: BatchAt, *, stop: bool) -> None:
-        self._make, self._batch_at, self._stop = make, batch_at, stop
+    def __init__(self, build: Callable[[ReplicaId], Replica], batch_at: BatchAt, *, stop: bool) -> None:
+        self._build, self._batch_at, self._stop = build, batch_at, stop
         self._replicas: dict[ReplicaId, Replica] = {}
 
     def begin(self, attempt: PendingDelta) -> None:
-        """An attempt has begun."""
+        """Note that an attempt has begun."""
 
     def forget(self, attempt: PendingDelta) -> None:
-        """Its Δ will not be needed."""
+        """Drop an attempt whose Δ will not be needed."""
 
     def compute(self, attempt: PendingDelta) -> FlatState:
-        """Its Δ."""
+        """Compute the Δ of an attempt, unless it is there."""
         while attempt.measured is None:
-            with blaming(attempt):
+            with named_failure(attempt):
                 batch = self._batch_at(attempt.replica, attempt.first_micro_step + attempt.done)
             self.step(attempt, batch)
         assert attempt.out is not None
         return attempt.out
 
     def step(self, attempt: PendingDelta, batch: Batch) -> float:
-        """Make one of its micro-steps; returns the loss."""
+        """Make one micro-step of an attempt and return its loss."""
         replica = self._replicas.get(attempt.replica)
         if replica is None:
-            replica = self._replicas[attempt.replica] = self._make(attempt.replica)
-        with blaming(attempt):
+            replica = self._replicas[attempt.replica] = self._build(attempt.replica)
+        with named_failure(attempt):
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
         if self._stop and attempt.measured is not None and not attempt.measured.finite:
             raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
@@ -106,8 +103,8 @@ class DeltaComputer:
 
 
 @contextmanager
-def blaming(attempt: PendingDelta) -> Iterator[None]:
-    """Turn what the user's code raises into a WorkerError that says whose attempt it was."""
+def named_failure(attempt: PendingDelta) -> Iterator[None]:
+    """Context manager: turn an error of the user's code into a WorkerError that names the replica and its step."""
     try:
         yield
     except PacelineError:
@@ -119,7 +116,7 @@ def blaming(attempt: PendingDelta) -> Iterator[None]:
 
 
 def ordered_batches(program: Program, order: DataOrder) -> BatchAt:
-    """The batches of a data set with an order, any at any time."""
+    """Return the batches of a data set with an order, which can be read at any time."""
     fetch = fetcher(cast(Data, program.train), program.loader)
 
     def batch_at(replica: ReplicaId, k: int) -> Batch:
@@ -130,9 +127,9 @@ def ordered_batches(program: Program, order: DataOrder) -> BatchAt:
 
 
 class Streams:
-    """The batches of streams, which are opened when they are asked for and closed with the run.
+    """Streams of batches, opened at first use and closed with the run.
 
-    A DataLoader that is merely forgotten, to be found by the garbage collector, makes that wait for its workers.
+    A DataLoader that is not closed makes the garbage collector wait for its workers.
     """
 
     def __init__(self, source: Callable[[ReplicaId], Stream]) -> None:
@@ -141,13 +138,13 @@ class Streams:
         self._next: dict[ReplicaId, int] = {}
 
     def of(self, replica: ReplicaId) -> Stream:
-        """The stream of a replica, always the same."""
+        """Return the stream of a replica, always the same."""
         if replica not in self._open:
             self._open[replica] = self._source(replica)
         return self._open[replica]
 
     def at(self, replica: ReplicaId, k: int) -> Batch:
-        """The k-th batch of a replica. A stream only runs forwards: what is not asked for is passed over."""
+        """Return the k-th batch of a replica. A stream only runs forwards: batches in between are skipped."""
         begin = self._next.get(replica, 0)
         self._next[replica] = k + 1
         return next(islice(self.of(replica), k - begin, None))
@@ -161,31 +158,31 @@ class Streams:
 
 
 class ReplicaTimeline:
-    """What one replica is at, and what it has done."""
+    """Attempts of one replica in virtual time, and how long it was busy."""
 
     def __init__(self) -> None:
         self.clock = self.micro_clock = 0
         self.micro_steps = 0
-        """Of attempts that have ended."""
+        """Micro-steps of attempts that have ended."""
         self.busy_s: Seconds = 0.0
         self.attempt: PendingDelta | None = None
         self.arrived_s: Seconds | None = None
         self._work = (0.0, 0.0)
 
     def begin(self, attempt: PendingDelta, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
-        """An attempt has begun, which is at work for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
+        """Begin an attempt that is busy for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
         self.clock, self.micro_clock = attempt.clock, self.micro_clock + attempt.micro_steps
         self.attempt = attempt
         self._work = from_s, from_s + busy_s
         self.busy_s += max(0.0, min(self._work[1], end_s) - from_s)
 
     def arrive(self, attempt: PendingDelta) -> None:
-        """Its Δ has reached the server's door."""
+        """End an attempt whose Δ has arrived."""
         self.attempt, self.arrived_s = None, attempt.arrives_s
         self.micro_steps += attempt.micro_steps
 
     def stop(self, attempt: PendingDelta, at_s: Seconds, end_s: Seconds) -> None:
-        """It was cancelled: what it would still have worked is taken back."""
+        """End a cancelled attempt: the time that it would still have been busy does not count."""
         from_s, to_s = self._work
         self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
         self.attempt, self.arrived_s = None, at_s

@@ -1,6 +1,6 @@
 """Users' own loops in virtual time: each runs in a thread, and only one thread runs at a time.
 
-A baton goes to and fro between the engine and the thread of one replica::
+The engine and the thread of one replica take turns::
 
     engine   --- go(loss of the step before) --->   thread: user's code, up to its next worker.step(batch)
     engine   <-------------- batch --------------   thread: waits inside worker.step
@@ -25,11 +25,11 @@ class _Go:
 
 
 class _Finished:
-    """The loop has returned."""
+    """Message: the loop has returned."""
 
 
 class LoopWorker(Worker):
-    """The worker that a user's loop sees."""
+    """The worker of a user's loop, whose engine runs in another thread."""
 
     def __init__(self, replica: ReplicaId, replicas: int, source: Iterator[Batch]) -> None:
         super().__init__(replica, replicas)
@@ -63,7 +63,7 @@ class UserLoops:
     Args:
         loop: the user's.
         replicas: P.
-        source: the data of a replica.
+        source: returns the data of a replica.
     """
 
     def __init__(
@@ -71,39 +71,37 @@ class UserLoops:
     ) -> None:
         self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
         self._losses = [float("nan")] * replicas
-        self._threads = [threading.Thread(target=_carry, args=(loop, w), daemon=True) for w in self._workers]
+        self._threads = [threading.Thread(target=_run, args=(loop, w), daemon=True) for w in self._workers]
         self._new, self._live = set(range(replicas)), set[ReplicaId]()
 
     def next(self, replica: ReplicaId) -> Batch | None:
-        """Let a loop run up to its next step; None: it has returned."""
-        return self._turn(replica, on=True)
+        """Let a loop run up to its next step and return its batch; None: the loop has returned."""
+        return self._take_turn(replica, on=True)
 
     def took(self, replica: ReplicaId, loss: float) -> None:
-        """What that step's loss was; the loop learns it at its next turn."""
+        """Note that step's loss; the loop receives it at its next turn."""
         self._losses[replica] = loss
 
     def dismiss(self, replica: ReplicaId) -> None:
-        """Tell a loop that training has ended for it, and let it run to its end."""
+        """Tell a loop that its training has ended, and let it run to its end."""
         if replica in self._new or replica in self._live:
-            self._turn(replica, on=False)
+            self._take_turn(replica, on=False)
 
     def __enter__(self) -> "UserLoops":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Dismiss all that still run; the first failure counts."""
-        failures = [failure for replica in sorted(self._live) if (failure := self._dismissed(replica))]
+        """Dismiss all that still run; raise the first failure, unless another error is under way."""
+        failures: list[WorkerError] = []
+        for replica in sorted(self._live):
+            try:
+                self.dismiss(replica)
+            except WorkerError as failure:
+                failures.append(failure)
         if kind is None and failures:
             raise failures[0]
 
-    def _dismissed(self, replica: ReplicaId) -> WorkerError | None:
-        try:
-            self.dismiss(replica)
-        except WorkerError as failure:
-            return failure
-        return None
-
-    def _turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
+    def _take_turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
         worker, thread = self._workers[replica], self._threads[replica]
         if replica in self._new:
             self._new.remove(replica)
@@ -120,12 +118,12 @@ class UserLoops:
         return None
 
 
-def _carry(loop: Callable[[Any], None], worker: LoopWorker) -> None:
+def _run(loop: Callable[[Any], None], worker: LoopWorker) -> None:
+    ending: _Finished | BaseException = _Finished()
     try:
         loop(worker)
     except TrainingEnded:
-        worker.to_engine.put(_Finished())
+        pass
     except BaseException as error:
-        worker.to_engine.put(error)
-    else:
-        worker.to_engine.put(_Finished())
+        ending = error
+    worker.to_engine.put(ending)

@@ -1,13 +1,14 @@
-"""Many small gradients in one call: those of attempts that are under way, each at its own A and on its own batch.
+"""Small gradients of several attempts in one batched call, each at its own A and on its own batch.
 
 The rule is fixed and never timed, so that a run is reproducible: when a Δ is needed that has not been computed, it is
 computed together with the up to 31 others that have waited longest among those whose batch is as large. It is used
 for an nn.Sequential of Linear layers and elementwise activations with at most 100,000 parameters, all of them trained,
-on data held as tensors; and only after it has given the gradients that autograd gives one at a time.
+on data held as tensors; and only after it has returned the gradients that autograd returns one at a time.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import TypeGuard, cast
 
 import numpy as np
@@ -25,13 +26,13 @@ from paceline.replica.base import Measured, Replica, finite
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 
 MOST = 32
-"""Gradients in one call."""
+"""Bound on the gradients of one call."""
 
 LARGEST = 100_000
-"""Parameters, above which one call at a time is as fast."""
+"""Bound on the parameters; with more, one call at a time is as fast."""
 
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity)
-"""Layers that don't care how many dims a tensor has."""
+"""Layers that take a tensor of any number of dims."""
 
 
 class VmapComputer(DeltaComputer):
@@ -45,17 +46,18 @@ class VmapComputer(DeltaComputer):
         module: nn.Sequential,
         layout: FlatLayout,
         order: DataOrder,
-        make: Callable[[ReplicaId], Replica],
+        build: Callable[[ReplicaId], Replica],
         batch_at: BatchAt,
         *,
         stop: bool,
     ) -> None:
-        super().__init__(make, batch_at, stop=stop)
+        super().__init__(build, batch_at, stop=stop)
         pair = as_tensors(program.train)
         assert pair is not None
         self._inputs, self._targets = pair
         self._order, self._stacked = order, StackedGradient(program, module, layout)
         self._waiting: dict[PendingDelta, int] = {}
+        """Attempts that are not computed -> samples of their batch."""
 
     def begin(self, attempt: PendingDelta) -> None:
         self._waiting[attempt] = self._order.size(attempt.replica, attempt.first_micro_step)
@@ -68,10 +70,13 @@ class VmapComputer(DeltaComputer):
             samples = self._waiting.pop(attempt)
             if not samples:
                 return super().compute(attempt)
-            companions = self._companions(samples)
+            # Oldest first: a dict keeps the order in which attempts began.
+            companions = list(islice((other for other, n in self._waiting.items() if n == samples), MOST - 1))
+            for other in companions:
+                del self._waiting[other]
             try:
-                self._together([attempt, *companions], samples)
-            except Exception:  # somebody's batch is bad; one at a time it shows whose
+                self._compute_together([attempt, *companions], samples)
+            except Exception:  # a batch is bad; computed one at a time, its replica is named
                 self._waiting |= dict.fromkeys(companions, samples)
                 return super().compute(attempt)
         assert attempt.out is not None
@@ -80,18 +85,7 @@ class VmapComputer(DeltaComputer):
             raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
         return attempt.out
 
-    def _companions(self, samples: int) -> list[PendingDelta]:
-        chosen: list[PendingDelta] = []
-        for other, size in self._waiting.items():
-            if size == samples:
-                chosen.append(other)
-                if len(chosen) == MOST - 1:
-                    break
-        for other in chosen:
-            del self._waiting[other]
-        return chosen
-
-    def _together(self, attempts: list[PendingDelta], samples: int) -> None:
+    def _compute_together(self, attempts: list[PendingDelta], samples: int) -> None:
         rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
         index = torch.from_numpy(np.concatenate(rows))
         shape = (len(attempts), samples)
@@ -100,9 +94,10 @@ class VmapComputer(DeltaComputer):
         gradients, losses = self._stacked([a.pull() for a in attempts], inputs, targets)
         sums = gradients.sum(1).tolist()
         for attempt, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
+            # A copy: a view would keep the gradients of all companions in memory.
             attempt.out = FlatState(attempt.pull().layout, [gradient.clone()], [])
-            good = total - total == 0.0 and loss - loss == 0.0
-            attempt.push(Measured(loss, samples, good or finite([gradient], loss)))
+            finite_sum = total - total == 0.0 and loss - loss == 0.0  # x - x is NaN where x is not finite
+            attempt.push(Measured(loss, samples, finite_sum or finite([gradient], loss)))
 
 
 class StackedGradient:
@@ -137,12 +132,15 @@ class StackedGradient:
 
 
 def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor], Tensor]:
-    """[B, b, ...] outputs and targets -> B mean losses.
+    """Return a function from [B, b, ...] outputs and targets to B mean losses.
 
-    Where a loss is the plain mean of its samples' whatever the batch, it can leave the mean to us, at half the price of
-    a call through vmap. Others may divide by something else: class weights, targets that are not ignored.
+    If a loss is the plain mean over its samples for any batch, the mean is taken here, at half the cost of a call
+    through vmap. Other losses may divide by something else: class weights, targets that are not ignored.
     """
-    if not _plain_mean(loss, targets):
+    plain_mean = loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits)
+    if loss in (F.cross_entropy, F.nll_loss) and isinstance(targets, Tensor) and not targets.is_floating_point():
+        plain_mean = bool((targets >= 0).all())  # no target is ignored
+    if not plain_mean:
         return vmap(loss)
     by_sample = functools.partial(cast(Callable[..., Tensor], loss), reduction="none")
 
@@ -152,32 +150,24 @@ def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor
     return means
 
 
-def _plain_mean(loss: LossFunction, targets: Tree) -> bool:
-    if loss in (F.mse_loss, F.l1_loss, F.binary_cross_entropy_with_logits):
-        return True
-    classes = isinstance(targets, Tensor) and not targets.is_floating_point()
-    return loss in (F.cross_entropy, F.nll_loss) and classes and bool((targets >= 0).all())  # none is ignored
-
-
 def stackable(
     module: nn.Module, program: Program, layout: FlatLayout, order: DataOrder | None
 ) -> TypeGuard[nn.Sequential]:
-    """Whether the rule of this file applies to a program."""
+    """Return whether the rule of this file applies to a program."""
     pair = as_tensors(program.train) if not program.loader else None
-    if pair is None or order is None or not _in_rows(*pair) or program.precision != "fp32":
+    if pair is None or order is None or program.precision != "fp32":
         return False
-    return _plain(module, layout) and _agrees(program, module, layout, pair, order)
+    if not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 2:
+        return False
+    return _is_plain(module, layout) and _agrees(program, module, layout, pair, order)
 
 
-def _in_rows(inputs: Tree, targets: Tree) -> bool:
-    return isinstance(inputs, Tensor) and isinstance(targets, Tensor) and inputs.dim() == 2
-
-
-def _plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
-    """Whether A is the weights and biases of Linear layers, in order, with elementwise functions in between."""
+def _is_plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
+    """Return whether A is the weights and biases of Linear layers, in order, with elementwise functions in between."""
     if type(module) is not nn.Sequential or len(layout.parameters) != 1 or layout.buffers:
         return False
-    if any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module) or _hooked(module):
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
+    if hooked or any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module):
         return False
     linear = [(name, layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
     names = [
@@ -187,15 +177,10 @@ def _plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
     return block.elements <= LARGEST and names == [entry.name for entry in block.entries]
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether something that is called with a layer would be passed over."""
-    return any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
-
-
 def _agrees(
     program: Program, module: nn.Sequential, layout: FlatLayout, pair: tuple[Tensor, Tensor], order: DataOrder
 ) -> bool:
-    """Whether one call for two gives the losses and gradients that autograd gives one at a time.
+    """Return whether one call for two batches has the losses and gradients that autograd has one at a time.
 
     The bound is 100 rounding errors of the dtype, relative to the largest element: both sum the same products.
     """
@@ -206,19 +191,19 @@ def _agrees(
     inputs, targets = (torch.stack([part[h] for h in halves]) for part in pair)
     try:
         gradients, losses = StackedGradient(program, module, layout)([state, state], inputs, targets)
-    except Exception:  # the loss is random or can't be called so; one at a time it may work
+    except Exception:  # the loss is random or does not take such a call; one at a time it may work
         return False
+
+    def close(result: Tensor, expected: Tensor) -> bool:
+        if result.shape != expected.shape:
+            return False
+        largest = max(1.0, float(expected.abs().max()))
+        return bool((result - expected).abs().max() <= 100 * torch.finfo(result.dtype).eps * largest)
+
     parameters = list(module.parameters())
     for gradient, loss, x, y in zip(gradients, losses, inputs, targets, strict=True):
         alone = program.loss(module(x), y)
         expected = torch.cat([g.flatten() for g in torch.autograd.grad(alone, parameters)])
-        if not (_near(gradient, expected) and _near(loss, alone.detach())):
+        if not (close(gradient, expected) and close(loss, alone.detach())):
             return False
     return True
-
-
-def _near(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
-        return False
-    largest = max(1.0, float(expected.abs().max()))
-    return bool((found - expected).abs().max() <= 100 * torch.finfo(found.dtype).eps * largest)

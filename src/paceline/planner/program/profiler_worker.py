@@ -20,7 +20,7 @@ from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_batch, first_state
 from paceline.engine.spmd.rank_context import RankContext, extended_timeout
 from paceline.engine.spmd.worker_pool import Answering
-from paceline.engine.step_profile.comm import Call, collectives, meet, message
+from paceline.engine.step_profile.comm import CollectiveCall, barrier, time_collectives, time_message
 from paceline.engine.step_profile.compute import WARM, repeats_within
 from paceline.engine.worker import proportional_bytes
 from paceline.planner.base import Collective
@@ -87,7 +87,7 @@ class Probe:
     def _heard(self, context: RankContext) -> Heard:
         base = proportional_bytes()
         with extended_timeout(context):
-            meet(context)
+            barrier(context)
             passes, flops = self._passes(context), products_per_s()
             points = list(measured_points(context)) if context.communicator is not None else []
             try:
@@ -109,7 +109,7 @@ class Probe:
         found: dict[int, list[Seconds]] = {size: [] for size in given}
         for _ in range(repeats):
             for size, each in given.items():
-                meet(context)
+                barrier(context)
                 found[size].append(timed(replica, state, each))
         return found
 
@@ -180,16 +180,16 @@ def measured_points(context: RankContext) -> Iterator[Point]:
     ranks = context.world.size
     for kind in KINDS:
         calls = {size: _call(kind, size, ranks) for size in SIZES}
-        found = collectives(context, calls.values())
+        found = time_collectives(context, calls.values())
         yield from (Point(kind, ranks, size, found[call]) for size, call in calls.items())
     for size in SIZES:
-        yield Point("send", 2, size, sum(message(context, size)))
+        yield Point("send", 2, size, sum(time_message(context, size)))
 
 
-def _call(kind: Collective, size: int, ranks: int) -> Call:
+def _call(kind: Collective, size: int, ranks: int) -> CollectiveCall:
     """Of elements that one rank gives; of a gathered or scattered tensor that is its part."""
     given = size if kind in ("all_reduce", "broadcast") else size // ranks
-    return Call(kind, max(1, given // 4), torch.float32)
+    return CollectiveCall(kind, max(1, given // 4), torch.float32)
 
 
 def _forward(taken: tuple[Seconds, Seconds]) -> Seconds:
