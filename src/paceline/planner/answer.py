@@ -47,6 +47,7 @@ def alternatives(plans: Sequence[Plan], workload: Workload, objectives: Objectiv
         kinds = [kind_of(each.arrangement, each.arrangement) for each in (plan, better)]
         if len(set(policies)) != 1 or kinds[0] != kinds[1] or plan.why_not or better.why_not:
             return False
+        # Intervals overlap if the faster one's end is beyond the slower one's begin, in relative terms.
         spread = (better.high_s / better.cost.step_s) * (plan.cost.step_s / plan.low_s)
         return key(plan, workload, objectives)[0] <= key(better, workload, objectives)[0] * spread
 

@@ -89,6 +89,7 @@ class Described(Messages):
         if collective in ("send", "broadcast"):
             latency_s, bandwidth = inside if group.hosts == 1 else between
             return latency_s + size_bytes / bandwidth
+        # Hierarchical: each host reduces by itself, then one shard of each host meets the others.
         on_host = min(group.on_host, group.size)
         result = 0.0
         for workers, size, (latency_s, bandwidth) in (
@@ -161,6 +162,7 @@ class Cluster:
 
     def replicas(self, arrangement: Arrangement, copies: int = 1) -> DeviceGroup:
         """Return the group that has the same part of the model: of each replica so many copies of the stage."""
+        # Ranks with the same part are a replica apart, or next to the shards.
         adjacent = arrangement.next_to_shards == "replicas"
         stride = arrangement.shards if adjacent else arrangement.replica_workers
         many = arrangement.replicas * arrangement.context

@@ -223,6 +223,7 @@ class Measured(Messages):
             return 0.0
         requested = GroupCollective(collective, group)
         if requested not in self._nearest:
+            # Links inside a host say nothing of those between hosts, and the reverse.
             similar = [each for each in self.curves if (each.group.hosts == 1) == (group.hosts == 1)]
             self._nearest[requested] = min(similar, key=requested.distance, default=None)
         measured = self._nearest[requested]
@@ -235,6 +236,7 @@ class Measured(Messages):
         )
         if rounds == moved == 1.0:
             return curve.seconds(size_bytes)
+        # Latency scales with rounds, the rest with the bytes that each worker moves.
         latency_s = min(curve.latency_s, curve.seconds(size_bytes))
         return latency_s * rounds + (curve.seconds(size_bytes) - latency_s) * moved
 

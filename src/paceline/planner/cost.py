@@ -62,6 +62,7 @@ def cost(
     overlap_model = overlap_model or OverlapModel()
     division = division or Divisions(workload, cluster).of(arrangement)
     stages = division.stages
+    # Hundreds of stages are of a few kinds: terms are computed once for each kind.
     slowest, distinct = busiest(stages, arrangement), distinct_stages(stages, arrangement)
     many = arrangement.own_micro_batches(slowest)
     each = arrangement, cluster, overlap_model
@@ -98,7 +99,9 @@ def stage_memory(
         key = id(stage), versions, arrangement.stage_replicas[j], j == last, flying
         if key not in built:  # of hundreds of stages most are equal
             among, size = arrangement.parameter_replicas(j), stage.parameters
+            # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
             zero_1, zero_2, zero_3 = (among if arrangement.divided >= level else 1 for level in (1, 2, 3))
+            # A message is received while another is sent; the last stage sends nothing on.
             buffers = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
             built[key] = WorkerMemory(
                 versions * numerics.parameter * size / zero_3,
@@ -135,6 +138,7 @@ def in_flight(arrangement: Arrangement) -> Sequence[float]:
     if schedule == "gpipe":
         return own
     if schedule == "1f1b":
+        # From the last stage to the first: each keeps one more than its successors can have started.
         ahead = [1]  # h, from the last stage to the first
         for copies, following in reversed(list(pairwise(arrangement.copies))):
             ahead.append(1 + ceil(ahead[-1] * following / copies))
@@ -160,6 +164,7 @@ def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrange
     shards = 0.0
     if a.shards > 1:
         for part, (start, end) in enumerate(pairwise([0, *division.cuts, len(division.layers)])):
+            # With v chunks stage j has every p-th part.
             t = a.shards_by_stage[part % a.stages]
             calls = (
                 call for layer in division.layers[start:end] for call in (*layer.forward_calls, *layer.backward_calls)
@@ -204,6 +209,7 @@ def bubble_s(stages: Sequence[Stage], arrangement: Arrangement) -> Seconds:
     if arrangement.schedule in ASYNC_SCHEDULES:
         return 0.0
     if arrangement.schedule == "zero-bubble":
+        # F, I and W of a stage: backward is half I, the gradient of its input, and half W.
         longer = [max(stage.forward_s, stage.backward_s / 2) for stage in stages]
         shorter = [min(stage.forward_s, stage.backward_s / 2) for stage in stages]
         missing = max(0, len(stages) - arrangement.mini_batch)
@@ -226,6 +232,7 @@ def messages_s(
     if arrangement.stages == 1:
         return 0.0
     group, chunks, seen = cluster.neighbours(arrangement), arrangement.chunks, 1 - overlap_model.send_overlap
+    # The slowest message paces all: stages send in lockstep.
     one = max(cluster.messages.seconds("send", each.sent_bytes / chunks, group) for each in stages[:-1])
     if arrangement.schedule in ASYNC_SCHEDULES:
         last = len(stages) - 1  # the first stage sends nothing back, the last nothing on
@@ -261,6 +268,7 @@ def replicas_s(
         sums, gathers = zero_collectives(arrangement)
         spent = sums * seconds("reduce_scatter", stage.parameters * numerics.gradient, group)
         spent += gathers * seconds("all_gather", stage.parameters * numerics.parameter, group)
+    # Divided parameters are gathered in each micro-batch, so each of its passes can overlap.
     passes = arrangement.micro_batches if arrangement.divided == 3 else 1
     hides = stage.backward_s + (stage.forward_s if arrangement.divided == 3 else 0.0)
     return max(0.0, spent - overlap_model.overlap * hides * passes)
@@ -274,6 +282,7 @@ def tied_s(division: StageDivision, workload: Workload, arrangement: Arrangement
             size, stages = owners.get(layer.tied, (0, set()))
             stages.add(bisect_right(division.cuts, place) % arrangement.stages)
             owners[layer.tied] = max(size, layer.parameters), stages
+    # The first and the last stage share an embedding, as a rule: as far apart as neighbours at the least.
     on_host = cluster.neighbours(arrangement).on_host
     shared = [(size * workload.numerics.gradient, len(stages)) for size, stages in owners.values() if len(stages) > 1]
     return sum(
@@ -295,6 +304,7 @@ def optimizer_s(
     """
     numerics, among = workload.numerics, arrangement.parameter_replicas(j)
     update = 2 * numerics.total * stage.parameters / (among if arrangement.divided else 1)
+    # Under ZeRO-3 alone Δ is accumulated in shards.
     own = stage.parameters / (among if arrangement.divided == 3 else 1)
     added = overlap_model.added_moves * numerics.gradient * own * (arrangement.own_micro_batches(j) - 1)
     return (update + added) / cluster.device.memory_bytes_per_s

@@ -173,6 +173,7 @@ class FasterMessages(Messages):
     resource: Resource
 
     def seconds(self, collective: Collective, size_bytes: float, group: DeviceGroup) -> Seconds:
+        # The time of a message of one byte stands for the latency.
         measured_s = self.messages.seconds(collective, size_bytes, group)
         if self.resource == "latency":
             return measured_s - self.messages.seconds(collective, 1, group) * (1 - 1 / MORE)

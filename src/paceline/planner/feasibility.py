@@ -142,6 +142,7 @@ def _needed_cluster(cost_cache: CostCache, objectives: Objectives) -> str:
     times = next((2**k for k in range(1, MOST_TIMES.bit_length()) if fits(2**k)), None)
     if times is None:
         return f"nor with {MOST_TIMES} times as many; {least}"
+    # Doubled until it fits, then halved: feasibility grows with the number of hosts.
     low, high = times // 2, times
     while high - low > 1:
         middle = (low + high) // 2

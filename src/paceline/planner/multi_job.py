@@ -150,6 +150,7 @@ def divide(
         ]
         for group in groups
     ]
+    # The least T is one of the groups' times.
     for bound in sorted({each for row in times for each in row if each < inf}):
         needed = [next((n for n, each in enumerate(row) if each <= bound), many) for row in times]
         if sum(n + 1 for n in needed) <= many:

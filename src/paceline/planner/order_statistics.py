@@ -133,6 +133,7 @@ def erlang(replicas: int, shift_s: Seconds, mean_s: Seconds, steps: int) -> Iden
     def survival(x: Floats) -> Floats:
         y = np.maximum(0.0, (x - steps * shift_s) / mean_s)
         orders = np.arange(steps)
+        # In logarithms: powers and factorials of hundreds of steps overflow.
         logs = orders * np.log(np.maximum(y, _TINY))[:, None] - y[:, None] - _log_factorials(steps - 1)
         return np.asarray(np.exp(logs).sum(axis=1))
 
@@ -162,6 +163,7 @@ def expected_s(k: int, groups: Sequence[IdenticalReplicas]) -> Seconds:
         raise InputError(f"the {k}th of {replicas} replicas of {len(groups)} kinds; write k from 1 to P, of two kinds.")
     slow = replicas - k + 1
     powers = sorted(power for group in groups for power in [group.power] * group.replicas)
+    # The k-th is late only if so many are: tails multiply, so their powers add up; a mean needs more than 1.
     if sum(powers[:slow]) <= 1:
         return inf
     marks = sorted({mark for group in groups for mark in group.marks if mark > 0})

@@ -233,6 +233,7 @@ def rank(plan: Plan, pace: Pace, workload: Workload, objectives: Objectives) -> 
 
     For objective="memory" the first two are swapped.
     """
+    # An update has so many of the replicas' batches.
     of_update = plan.arrangement.samples * pace.batches / plan.arrangement.replicas
     worth = objectives.efficiency(of_update, workload.global_batch, pace.staleness + plan.cost.staleness)
     peak_bytes, seconds = plan.cost.peak.total, 1 / (plan.samples_per_s * worth)

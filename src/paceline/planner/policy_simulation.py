@@ -131,6 +131,7 @@ class Simulation:
         """Process the next event."""
         if not self._events:
             raise self._coordinator.deadlock()
+        # The server may still have been busy with an update when the Δ arrived.
         start = max(self._events.next_s, self._now)
         attempt = self._events.pop()
         if attempt.cancelled:

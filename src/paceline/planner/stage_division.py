@@ -98,6 +98,7 @@ def own_parameters(counted: Iterable[tuple[LayerCost, int]]) -> int:
     alone = 0
     for layer, times in counted:
         if layer.tied:
+            # One of them may have more, as an embedding with positions: the larger is what all share.
             shared[layer.tied] = max(layer.parameters, shared.get(layer.tied, 0))
         else:
             alone += times * layer.parameters
@@ -130,6 +131,7 @@ def divide_unlike(
 ) -> StageDivision:
     """Cut layers where stages have different numbers of shards: layers and seconds have a row for each stage."""
     p, parts = arrangement.stages, range(arrangement.stages * arrangement.chunks)
+    # A layer's time depends on the shards of the stage that it falls to.
     cuts = balanced_unlike([seconds[part % p] for part in parts], arrangement.copies)
     ends = pairwise([0, *cuts, len(layers[0])])
     chosen = [layer for part, (start, end) in zip(parts, ends, strict=True) for layer in layers[part % p][start:end]]
@@ -200,6 +202,7 @@ def stages_of(
     Layers that are equal are one object, and so are then stages that have equal layers.
     """
     parts = [layers[start:end] for start, end in pairwise([0, *cuts, len(layers)])]
+    # The first part receives samples, which are not counted.
     received = [0, *(layers[cut - 1].output_bytes for cut in cuts)]
     p, built, result = arrangement.stages, dict[Hashable, Stage](), list[Stage]()
     for j, shards in enumerate(arrangement.shards_by_stage):
@@ -265,6 +268,7 @@ def steady_micro_batch_s(busy_s: Sequence[Seconds], hop_s: Seconds) -> Seconds:
     """
     if not hop_s:
         return max(busy_s)
+    # All round trips of n stages at once, from prefix sums.
     sums = np.cumsum([0.0, *busy_s])
     length = np.arange(1, len(busy_s) + 1)
     trips = [(sums[n:] - sums[:-n]).max() + 2 * (n - 1) * hop_s for n in length]

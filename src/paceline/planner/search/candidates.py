@@ -113,6 +113,7 @@ def frames(workload: Workload, cluster: Cluster, objectives: Objectives, batch: 
     each = cluster.devices_per_host
     unbroken = (t for t in range(1, max_shards + 1) if cluster.hosts == 1 or each % t == 0 or t % each == 0)
     shards = [t for t in unbroken if workload.refusal(Arrangement(shards=t)) is None]
+    # Rows R, p, t, b: numbers in columns, as there are up to a million.
     meshes = [np.zeros((0, 4), dtype=np.int64)]
     for t, p in product(shards, range(1, min(layers, limit) + 1)):
         kept = pairs[pairs[:, 0] * p * t <= limit]
@@ -147,6 +148,7 @@ def _uneven_stages(workers: int, stages: int, shards: tuple[int, ...]) -> Sequen
                 yield from (((n, t), *rest) for rest in rows(stages - 1, workers - n * t))
 
     def is_searched(one: UnevenStages) -> bool:
+        # Stages that differ in both ways are searched up to a smaller size, as there are far more of them.
         uneven_copies, uneven_shards = len(set(one.copies)) > 1, len(set(one.shards)) > 1
         if uneven_copies and uneven_shards:
             return one.workers <= MAX_UNEVEN_BOTH

@@ -43,6 +43,7 @@ class CostCache:
         """Return bounds of all frames of a batch for as many workers as there may be, or for more of them."""
         o, async_pipelines = objectives, supports_async_pipelines(self.cluster, objectives)
         key = batch, o.fixed, o.replicas, o.unbuilt, o.engine, o.most_chunks, async_pipelines
+        # A curve goes from most workers to one: frames of fewer workers are among those of more.
         limit = objectives.max_workers(self.cluster)
         if key not in self._frame_bounds or self._frame_bounds[key][0] < limit:
             bounds = FrameBounds(
@@ -79,6 +80,7 @@ def plan_of(
     arrangement: Arrangement, cost: Cost, workload: Workload, cluster: Cluster, *, simulated: bool = False
 ) -> Plan:
     """Return the plan of an arrangement with a cost; errors of workload and cluster count as independent."""
+    # Relative errors of independent sources add in squares.
     spread, step_s = float(np.hypot(workload.spread, cluster.spread)), cost.step_s
     samples_per_s = arrangement.samples / step_s
     flops, peak_flops_per_s = workload.flops(), arrangement.workers * cluster.device.flops_per_s

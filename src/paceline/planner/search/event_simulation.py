@@ -152,10 +152,12 @@ def _alternating_s(forward: Real, backward: Real, hop: Real, micro_batches: int,
     while k < m + p - 1:
         if k < m:
             free = np.maximum.accumulate(free + lead, axis=1) + chain
+        # Workers that have a backward in this slot; others are still filling, or done.
         first, last = max(0, p - 1 - k), min(p, p - 1 - k + m)
         free[:, first:last] = np.maximum(free[:, first:last], sent[:, first + 1 : last + 1] + hop)
         free[:, first:last] += backward[:, first:last]
         sent[:, first:last] = free[:, first:last]
+        # W fills the gap after each B once the pipeline is full.
         if splits and k >= p - 1:
             free += backward
         k += 1
@@ -173,6 +175,7 @@ def _interleaved_s(forward: Real, backward: Real, hop: Real, workers: int, micro
     parts, variants = forward.shape[1], len(forward)
     count, later = parts // workers * micro_batches, parts - 1
     w = np.arange(workers)
+    # In slot k worker w works on chunk ((k - w) mod p v) div p.
     part_of = [w + (k - w) % parts // workers * workers for k in range(parts)]
     takes_s = [[each[:, part] for part in part_of] for each in (forward, backward[:, ::-1])]
     sent = [np.full((variants, workers + 1), NEVER) for _ in range(2)]  # by the worker before each; 0: by the last one
@@ -189,6 +192,7 @@ def _interleaved_s(forward: Real, backward: Real, hop: Real, workers: int, micro
                 arrived[:, 0] = NEVER  # the model's first part needs no other
             view[:, first:last] = np.maximum(view[:, first:last], arrived) + takes_s[direction][place][:, first:last]
             times[:, first + 1 : last + 1] = view[:, first:last]
+            # The last worker sends to the first, which has the next chunk.
             times[:, 0] = times[:, -1]
         k += 1
         k += steady.skip(k, free, *sent)

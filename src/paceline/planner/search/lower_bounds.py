@@ -64,6 +64,7 @@ def layer_totals(workload: Workload, cluster: Cluster, plain: Arrangement) -> La
     layers = layers_of(workload, plain)
     seconds, many = layer_seconds(layers, cluster, plain), Counter(map(id, layers))
     forward, backward = sum(x.forward_s for x in layers), sum(x.backward_s for x in layers)
+    # Equal layers are one object: their number bounds the busiest stage from below.
     repeated = max(layers, key=lambda layer: many[id(layer)] * seconds[id(layer)])
     return LayerTotals(
         sum(seconds[id(layer)] for layer in layers),
@@ -126,35 +127,35 @@ class OptionBounds:
             busiest = totals.seconds / sum(frame.copies)
             rest = totals.seconds - max(frame.copies) * busiest
         else:
+            # A stage has the mean, the longest layer, or ⌈n / p⌉ of the equal ones, whichever takes most.
             busiest = max(totals.seconds / p, totals.longest, ceil(totals.repeats / p) * totals.repeated_s)
             filled = option.schedule == "zero-bubble"
             rest = max(0.0, (totals.gaps if filled else totals.seconds) - busiest) / option.chunks
+        # Terms that every schedule has.
         always = overlap.step_s + overlap.micro_batch_s * m + self._update_s(frame, option)
         if option.schedule in ASYNC_SCHEDULES:
             return m * busiest + always
+        # Fillings of the pipeline: sequential fills it anew for each micro-batch.
         fills = m if option.schedule == "sequential" else option.accumulated
         hops = 2.0 * (p - 1) * fills
         if p > 1 and option.schedule != "sequential":
             hops += 2 * m * option.chunks * (1 - overlap.send_overlap)
         messages = hops * self.message_s(b, t, p) if hops else 0.0
-        return m * busiest + fills * rest + messages + self._replicas_s(frame, option) + always
+        exposed = 0.0
+        if frame.replicas > 1 and option.divided < 3:  # divided parameters may overlap with both passes
+            spent = self._cached_sum_s(frame.replicas, p, t, frame.copies, option.divided > 0)
+            exposed = max(0.0, spent - overlap.overlap * totals.backward)
+        return m * busiest + fills * rest + messages + exposed + always
 
     def _update_s(self, frame: Frame, option: Option) -> Seconds:
         """Bound the update of the stage that has most parameters, with each Δ that is accumulated."""
         numerics, copies = self.workload.numerics, max(frame.copies, default=1)
+        # The first replica of a stage has ⌈m / n⌉ micro-batches; ⌊m / n⌋ bounds it.
         among, further = frame.replicas * copies, max(0, frame.micro_batches // copies - 1)
         added = self.overlap_model.added_moves * numerics.gradient * further
         moved = 2 * numerics.total / (among if option.divided else 1) + added / (among if option.divided == 3 else 1)
         size = self.totals(frame.micro_batch, frame.shards, "none").parameters / frame.stages
         return moved * size / self.cluster.device.memory_bytes_per_s
-
-    def _replicas_s(self, frame: Frame, option: Option) -> Seconds:
-        """Bound the exposed sum over replicas; 0 for divided parameters, which may overlap with both passes."""
-        if frame.replicas == 1 or option.divided == 3:
-            return 0.0
-        spent = self._cached_sum_s(frame.replicas, frame.stages, frame.shards, frame.copies, option.divided > 0)
-        backward = self.totals(frame.micro_batch, frame.shards, option.recompute).backward
-        return max(0.0, spent - self.overlap_model.overlap * backward)
 
     def _sum_s(self, replicas: int, stages: int, shards: int, copies: tuple[int, ...], divided: bool) -> Seconds:
         """Bound the sum over replicas of the stage that has most parameters, whichever of them that is.
@@ -164,6 +165,7 @@ class OptionBounds:
         sizes = Arrangement(replicas, stages, shards, copies=copies)
         numerics, seconds = self.workload.numerics, self.cluster.messages.seconds
         parameters, least = self.totals(1, shards, "none").parameters / stages, float("inf")
+        # Which stage has most parameters is not known yet, so the fastest group counts.
         for group in {self.cluster.replicas(sizes, each) for each in sizes.stage_replicas}:
             if divided:
                 spent = seconds("reduce_scatter", parameters * numerics.gradient, group)
@@ -181,6 +183,7 @@ class OptionBounds:
         """
         numerics, among, p = self.workload.numerics, frame.replicas * max(frame.copies, default=1), frame.stages
         zero_1, zero_2, zero_3 = (among if option.divided >= level else 1 for level in (1, 2, 3))
+        # Bytes of each parameter of the stage.
         states = numerics.optimizer / zero_1 + numerics.gradient / zero_2 + numerics.parameter / zero_3
         totals = self.totals(frame.micro_batch, 1 if frame.stage_shards else frame.shards, option.recompute)
         mini_batch = frame.micro_batches // option.accumulated
@@ -245,7 +248,8 @@ class FrameBounds:
     def __init__(
         self, bounds: OptionBounds, frames: Frames, most_chunks: int, *, zero: bool, async_pipelines: bool
     ) -> None:
-        self.frames, self._bounds, self._zero = frames, bounds, zero
+        self.frames, self._bounds, self._most_chunks = frames, bounds, most_chunks
+        self._zero, self._async_pipelines = zero, async_pipelines
         workers = frames.shards * frames.stages
         workers[frames.even_count :] = frames.uneven_column(lambda one: one.workers)
         self.workers: Whole = frames.replicas * workers
@@ -253,8 +257,6 @@ class FrameBounds:
         base = int(frames.shards.max(initial=0)) + 1
         pairs, self._pair = np.unique(frames.micro_batch * base + frames.shards, return_inverse=True)
         self._pairs = [divmod(int(each), base) for each in pairs]
-        self.step_s: Real = self._step_s(most_chunks, async_pipelines=async_pipelines)
-        self.memory_bytes: Real = self._memory_bytes()
 
     @cached_property
     def by_step(self) -> Whole:
@@ -272,19 +274,22 @@ class FrameBounds:
         result: Real = np.array(numbers, dtype=np.float64)[self._pair]
         return result
 
-    def _step_s(self, most_chunks: int, *, async_pipelines: bool) -> Real:
+    @cached_property
+    def step_s(self) -> Real:
+        """Lower bounds of a step's time."""
         frames, overlap = self.frames, self._bounds.overlap_model
         r, p, t, m = frames.replicas, frames.stages, frames.shards, frames.micro_batches
         all_s = self._column(lambda totals: totals.seconds)
         busiest = np.maximum(all_s / p, self._column(lambda totals: totals.longest))
         repeats = np.ceil(self._column(lambda totals: totals.repeats) / p)
         busiest = np.maximum(busiest, repeats * self._column(lambda totals: totals.repeated_s))
-        rest: Real = np.maximum(0.0, all_s - busiest) / most_chunks
+        # The bubble is smallest with most chunks, or with zero-bubble.
+        rest: Real = np.maximum(0.0, all_s - busiest) / self._most_chunks
         gaps: Real = np.maximum(0.0, self._column(lambda totals: totals.gaps) - busiest)
         bubble: Real = np.minimum(rest, np.where(t == 1, gaps, rest))  # shards have no zero-bubble
         messages = self._messages_s()
         result: Real = m * busiest + bubble + messages
-        if async_pipelines:
+        if self._async_pipelines:
             result = np.where((r == 1) & (t == 1), m * busiest, result)
         result += self._update_s() + overlap.micro_batch_s * m
         if len(frames.uneven_index):
@@ -298,6 +303,7 @@ class FrameBounds:
         inside = np.array([message_s(b, t, max(1, each // t)) for b, t in self._pairs])[self._pair]
         between = np.array([message_s(b, t, each // t + 1) for b, t in self._pairs])[self._pair]
         one = np.where(p * self.frames.shards <= each, np.minimum(inside, between), between)
+        # The option with fewest exposed messages counts.
         seen = 2 * m * (1 - self._bounds.overlap_model.send_overlap)
         result: Real = np.where(p > 1, np.minimum(2 * (p - 1) + seen, 2 * (p - 1) * m) * one, 0.0)
         return result
@@ -321,6 +327,7 @@ class FrameBounds:
         frames, first, column = self.frames, self.frames.even_count, self.frames.uneven_column
         m, size = frames.micro_batches[first:], frames.micro_batch[first:]
         copies, most = column(lambda one: sum(one.copies)), column(lambda one: max(one.copies))
+        # m x + C - x max n_j with x = C / Σ n_j, the mean of all stage replicas.
         replicated = all_s[first:] * (1 + (m - most) / copies) + messages_s[first:]
         sets = list(dict.fromkeys(frozenset(one.shards) for one in frames.uneven))
         of_set = column(lambda one: sets.index(frozenset(one.shards)))
@@ -330,8 +337,9 @@ class FrameBounds:
         result: Real = np.where(column(lambda one: len(set(one.shards))) == 1, replicated, sharded)
         return result
 
-    def _memory_bytes(self) -> Real:
-        """Bound the memory of the worker that needs most: states, divided as far as can be."""
+    @cached_property
+    def memory_bytes(self) -> Real:
+        """Lower bounds of the memory of the worker that needs most: states, divided as far as can be."""
         frames, numerics, p = self.frames, self._bounds.workload.numerics, self.frames.stages
         first, column = frames.even_count, frames.uneven_column
         among: Whole = np.ones_like(p)
@@ -339,6 +347,7 @@ class FrameBounds:
             among = frames.replicas.copy()
             among[first:] *= column(lambda one: max(one.copies))
         states = numerics.parameter + numerics.gradient + numerics.optimizer / among
+        # A whole model on each worker may divide all of its states (ZeRO-3).
         states = np.where((p == 1) & (frames.shards == 1), numerics.total / among, states)
         repeats = np.ceil(self._column(lambda totals: totals.repeats) / p)
         repeated = repeats * self._column(lambda totals: totals.repeated_parameters)

@@ -70,6 +70,7 @@ class Ranking:
 
     def take(self, batches: Iterable[int]) -> None:
         """Rank all frames of all batches, in order of their bounds, until the rest can't be among the best."""
+        # Lazily merged: most frames are never even made into an object.
         for least, batch, _, frame in merge(*(self._ordered(batch) for batch in batches)):
             if least > _worst(self._heap, self._objectives.simulated) * (1 + TIE):
                 return
@@ -104,6 +105,7 @@ class Ranking:
         """Return True if it fits; then it is ranked, if its bounds say that it may be among the best."""
         cache, objectives = self._cache, self._objectives
         least_bytes, least_s = cache.bounds.memory_bytes(frame, option), cache.bounds.step_s(frame, option)
+        # Bounds first: they take microseconds, a cost takes a hundred times as long.
         if least_bytes > self._max_bytes:
             return False
         worst = _worst(self._heap, objectives.simulated)
@@ -118,6 +120,7 @@ class Ranking:
         self.costed += 1
         if cost.peak.total > self._max_bytes:
             return False
+        # heapq keeps the smallest first, which is to be the worst.
         negated = tuple(-each for each in key_of(candidate, cost, cache.workload, objectives))
         entry = negated, -next(self._numbers), candidate
         _keep(self._heap, entry, objectives.simulated)
