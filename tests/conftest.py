@@ -14,7 +14,7 @@ import torch
 from hypothesis import settings
 
 from paceline.comm.fork_server import ForkServer
-from paceline.engine.local.engine import HOSTING, TEAMS, WITH_OPTIMIZERS, LocalEngine
+from paceline.engine.local.engine import GROUPS, SPMD, WITH_OPTIMIZERS, LocalEngine
 from paceline.engine.spmd.worker_pool import PRELOAD
 from tests import ranks, thorough
 
@@ -23,7 +23,7 @@ collect_ignore_glob = ["*_script.py"]
 settings.register_profile("paceline", deadline=None, derandomize=True)  # no test depends on speed, or on chance
 settings.load_profile("paceline")
 
-PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *HOSTING, *TEAMS, *PRELOAD)), "tests.preloaded")
+PRELOADED = (*dict.fromkeys((*WITH_OPTIMIZERS, *SPMD, *GROUPS, *PRELOAD)), "tests.preloaded")
 """For runs of all kinds."""
 
 

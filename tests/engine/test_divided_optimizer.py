@@ -11,7 +11,7 @@ import torch
 from paceline import InputError, Run
 from paceline.api.train import check
 from paceline.core.mesh import Mesh
-from paceline.engine.distributed.zero1 import EvenPartition
+from paceline.engine.distributed.zero1 import ZeroPartition
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import holders
@@ -93,7 +93,7 @@ def test_who_has_the_same_part() -> None:
 def test_a_piece_knows_what_is_whose() -> None:
     block = FlatLayout.of(torch.nn.Linear(3, 2)).parameters[0]
     delta = torch.arange(8.0)
-    pieces = [EvenPartition(block, torch.zeros(8), delta, rank, 3) for rank in range(3)]
+    pieces = [ZeroPartition.even(block, torch.zeros(8), delta, rank, 3) for rank in range(3)]
     for rank, piece in enumerate(pieces):
         piece.own.delta.copy_(delta[2 * rank : 2 * rank + 2])
     assert pieces[0].shared is not None

@@ -78,7 +78,7 @@ def in_a_delay(worker: Any) -> None:
     """The delay must be the first that this replica meets."""
 
     def watch() -> None:
-        while not worker._client._board.paused_until(worker.replica):
+        while not worker._client._control.paused_until_ns[worker.replica]:
             os.sched_yield()
         die()
 
@@ -87,7 +87,7 @@ def in_a_delay(worker: Any) -> None:
 
 def having_written_delta(worker: Any) -> None:
     """What it has written is not told, so nobody may use it."""
-    worker._client._report = lambda *_: die()
+    worker._client._complete = lambda *_: die()
 
 
 def having_told_but_not_rung(worker: Any) -> None:

@@ -18,8 +18,8 @@ from paceline.engine import worker as gauges
 from paceline.engine.base import Budget, Job
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
-from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, ControlBlock
-from paceline.engine.local.engine import LocalEngine
+from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, MetricsBlock
+from paceline.engine.local.engine import PRELOAD, LocalEngine
 from paceline.engine.local.evaluation import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.worker import WorkerMetrics
@@ -85,8 +85,8 @@ def test_faults_meet_their_moment_alone() -> None:
     director = FaultInjector(script, lambda replica, number: sent.append((replica, number)))
     for replica in (0, 1):
         for step in (1, 2, 3, 4):
-            director.before_grant(replica, step)
-            director.after_decision(replica, step)
+            director.inject(replica, step)
+            director.inject(replica, step, "taken")
     assert sent == [(0, 19), (1, 9)]
 
 
@@ -96,8 +96,7 @@ def test_faults_meet_their_moment_alone() -> None:
 @pytest.fixture
 def fork_server(engine: LocalEngine) -> ForkServer:
     """That of the engine, with all imports made."""
-    job = Job(programs.program(), Strategy(replicas=1), Budget("steps", 1, 1))
-    return engine._fork_server_for(job)
+    return engine._fork_server_with(PRELOAD)
 
 
 MOMENT = SnapshotInfo(0.0, 0, 0, 1, None, None)
@@ -168,39 +167,38 @@ def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
     assert len(it.queue.snapshots) == 0
 
 
-# -------------------------------------------------------------------------------------------------- board and figures
+# -------------------------------------------------------------------------------------------------- metrics
 
 
 @pytest.fixture
-def board() -> Iterator[ControlBlock]:
-    return ControlBlock(memoryview(bytearray(8 * ControlBlock.size(2, 1))), replicas=2)
+def metrics() -> MetricsBlock:
+    return MetricsBlock(memoryview(bytearray(8 * MetricsBlock.size(2))), workers=2)
 
 
 def test_memory_that_cannot_be_had_is_let_go_of() -> None:
     before = files()
+    layout = FlatLayout.of(torch.nn.Linear(500_000, 500_000, device="meta"))
     with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
-        ParameterArena(
-            ArenaLayout(FlatLayout.of(torch.nn.Linear(500_000, 500_000, device="meta")), 2, 1, remembers=2, words=8)
-        )
+        ParameterArena(ArenaLayout(layout, 2, 1, optimizer_vectors=2, words=8))
     assert files() == before
 
 
 @pytest.mark.parametrize(("per_step", "steps"), [(1, 6), (3, 2)])
-def test_a_step_may_be_several_micro_steps(board: ControlBlock, per_step: int, steps: int) -> None:
-    gauge = WorkerMetrics(board, 1, NullRecorder(), step_bytes=100, per_step=per_step)
+def test_a_step_may_be_several_micro_steps(metrics: MetricsBlock, per_step: int, steps: int) -> None:
+    gauge = WorkerMetrics(metrics, 1, NullRecorder(), step_bytes=100, per_step=per_step)
     gauge.start()
     for k in range(6):
         gauge.stepped(pushed=k % 3 == 2)
     gauge.close()
-    seen = worker_figures(Coordinate(1), board.figures(1), board.step_times(1), parameter_bytes=7, seconds=1000.0)
+    seen = worker_figures(Coordinate(1), metrics.figures(1), metrics.step_times(1), parameter_bytes=7, seconds=1000.0)
     assert (seen.steps, seen.payload_bytes, seen.parameter_bytes) == (steps, 200, 7)
-    assert len(board.step_times(1)) == steps
-    assert worker_figures(Coordinate(0), board.figures(0), board.step_times(0), 7, 1.0).step_time_s is None
+    assert len(metrics.step_times(1)) == steps
+    assert worker_figures(Coordinate(0), metrics.figures(0), metrics.step_times(0), 7, 1.0).step_time_s is None
 
 
 @pytest.mark.parametrize(("steps", "looked"), [(2, 3), (3, 3), (4, 3), (20, 5)])
 def test_memory_is_read_while_others_are_there(
-    board: ControlBlock, steps: int, looked: int, monkeypatch: pytest.MonkeyPatch
+    metrics: MetricsBlock, steps: int, looked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After 1, 2, 4, 8 and 16 micro-steps; at the end only where it may have grown since."""
     read: list[int] = []
@@ -210,13 +208,13 @@ def test_memory_is_read_while_others_are_there(
         return read[-1]
 
     monkeypatch.setattr(gauges, "peak_bytes", peak_bytes)
-    gauge = WorkerMetrics(board, 1, NullRecorder(), step_bytes=100, per_step=1)
+    gauge = WorkerMetrics(metrics, 1, NullRecorder(), step_bytes=100, per_step=1)
     gauge.start()
     for _ in range(steps):
         gauge.stepped(pushed=True)
     gauge.close()
     assert len(read) == looked
-    assert board.figures(1).peak_memory_bytes == read[-1]
+    assert metrics.figures(1).peak_memory_bytes == read[-1]
 
 
 def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +223,17 @@ def test_what_was_given_back_counts_for_the_most_that_was_held(monkeypatch: pyte
     assert gauges.peak_bytes() == 25 + 40
 
 
-def test_a_cancelled_step_counts_whole(board: ControlBlock) -> None:
-    gauge = WorkerMetrics(board, 0, NullRecorder(), step_bytes=100, per_step=3)
+def test_a_cancelled_step_counts_whole(metrics: MetricsBlock) -> None:
+    gauge = WorkerMetrics(metrics, 0, NullRecorder(), step_bytes=100, per_step=3)
     gauge.start()
     gauge.stepped(pushed=False)
     gauge.stepped(pushed=False, skipped=1)
-    assert board.figures(0).steps == 1
+    assert metrics.figures(0).steps == 1
 
 
-def test_nobody_is_busier_than_the_run_was_long(board: ControlBlock) -> None:
-    board.measure(0, Figures(1, int(5e9), 0, 0))
-    assert worker_figures(Coordinate(0), board.figures(0), [], 0, seconds=2.0).busy_s == 2.0
+def test_nobody_is_busier_than_the_run_was_long(metrics: MetricsBlock) -> None:
+    metrics.measure(0, Figures(1, int(5e9), 0, 0))
+    assert worker_figures(Coordinate(0), metrics.figures(0), [], 0, seconds=2.0).busy_s == 2.0
 
 
 def test_a_child_that_is_forgotten_has_gone(fork_server: ForkServer) -> None:

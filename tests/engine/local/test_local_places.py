@@ -12,8 +12,8 @@ from paceline.replica.flat_state import FlatLayout
 from tests.engine import programs
 
 
-def store(replicas: int = 3, slots: int = 1, remembers: int = 1) -> ParameterArena:
-    return ParameterArena(ArenaLayout(FlatLayout.of(programs.batchnorm()), replicas, slots, remembers, words=16))
+def store(replicas: int = 3, slots: int = 1, vectors: int = 1) -> ParameterArena:
+    return ParameterArena(ArenaLayout(FlatLayout.of(programs.batchnorm()), replicas, slots, vectors, words=16))
 
 
 @given(replicas=st.integers(1, 5), moves=st.lists(st.integers(0, 11), max_size=60))
@@ -77,8 +77,8 @@ def test_versions_are_read_where_they_are_written_and_cannot_be_written_there() 
 
 
 def test_every_process_lays_out_alike() -> None:
-    here = store(replicas=2, slots=3, remembers=2)
-    there = ParameterArena(here.plan, os.dup(here.segment.fd))
+    here = store(replicas=2, slots=3, vectors=2)
+    there = ParameterArena(here.layout, os.dup(here.segment.fd))
     marks: list[tuple[Any, Any]] = [
         (here.delta(1, 2).parameters, there.delta(1, 2).parameters),
         (here.sums, there.sums),
@@ -97,8 +97,8 @@ def test_every_process_lays_out_alike() -> None:
 
 
 def test_replicas_that_write_in_place_have_one_version_and_nothing_else() -> None:
-    lying = store(replicas=4, slots=0, remembers=0)
-    size = lying.plan.layout.nbytes
-    assert lying.plan.versions == 1
+    lying = store(replicas=4, slots=0, vectors=0)
+    size = lying.layout.state.nbytes
+    assert lying.layout.versions == 1
     assert size <= lying.segment.size_bytes <= size + 1024
     lying.close()

@@ -11,7 +11,7 @@ import pytest
 
 from paceline import InputError, PacelineError, Run, WorkerError, compare, train
 from paceline.comm.fork_server import ForkServer
-from paceline.engine.local.engine import HOSTING, PRELOAD, LocalEngine
+from paceline.engine.local.engine import PRELOAD, SPMD, LocalEngine
 from paceline.engine.local.fault_injection import EventScript
 from tests.engine import programs
 from tests.engine.local import moments
@@ -107,9 +107,9 @@ def test_nor_do_runs_of_two_kinds_end_each_others(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(ForkServer, "start", Recorded)
     engine = LocalEngine()
-    for wanted in (PRELOAD, HOSTING, PRELOAD, HOSTING):
+    for wanted in (PRELOAD, SPMD, PRELOAD, SPMD):
         engine._fork_server_with(wanted)
-    assert started == [set(PRELOAD), {*PRELOAD, *HOSTING}]
+    assert started == [set(PRELOAD), {*PRELOAD, *SPMD}]
 
 
 def test_an_engine_by_name_is_closed_after_the_run() -> None:

@@ -131,25 +131,32 @@ def test_under_other_policies(local: Local, made: list[int], policy: str) -> Non
 
 def half_a_part(worker: Any) -> None:
     """Die with half of it written, as wrongly as can be."""
-    bench = worker._client._helper._bench
+    bench = worker._client._slices
 
     def make(task: Any, part: UpdateSlice) -> float:
-        states = [[v] for v in bench._store.version(task.there).parameters], bench._store.memory[1 - task.memory]
+        states = [[v] for v in bench._arena.version(task.destination).parameters], bench._arena.memory[1 - task.memory]
         for vector in (v for state in states for vectors in state for v in vectors):
             for span in chunks(len(vector), part):
                 vector[span][: (span.stop - span.start) // 2].fill_(7.0)
         moments.die()
         return 0.0
 
-    bench.make = make
+    bench.step = make
 
 
 def a_part_made_but_not_told(worker: Any) -> None:
-    worker._client._helper._board.finish_slice = lambda *_: moments.die()
+    worker._client._control.finish_slice = lambda *_: moments.die()
 
 
 def a_part_told_but_not_rung(worker: Any) -> None:
-    worker._client._helper._ring = moments.die
+    control = worker._client._control
+    finish = control.finish_slice
+
+    def finish_and_die(*slice_and_square: Any) -> None:
+        finish(*slice_and_square)
+        moments.die()
+
+    control.finish_slice = finish_and_die
 
 
 DEATHS = [half_a_part, a_part_made_but_not_told, a_part_told_but_not_rung]
@@ -193,7 +200,7 @@ def test_a_task_is_read_as_it_was_written() -> None:
     from paceline.engine.local.control_block import ControlBlock, UpdateTask
     from paceline.replica.optimizer_kernels import AdamKernel, decode, encode
 
-    board = ControlBlock(memoryview(bytearray(8 * ControlBlock.size(3, 2))), replicas=3)
+    board = ControlBlock(memoryview(bytearray(8 * ControlBlock.size(3, 2, 3))), replicas=3, workers=3)
     kernel = AdamKernel(7, 0.1, 0.01, 0.9, 0.999, 1e-8, 1.0)
     deltas = tuple((r, slot, 1 / (r + slot + 1)) for r in range(3) for slot in range(2))
     task = UpdateTask(5, True, False, 1, 2, 0, tuple(encode(kernel)), deltas)
@@ -205,7 +212,7 @@ def test_a_task_is_read_as_it_was_written() -> None:
     board.assign_slice(1, UpdateSlice(5, 0, 2))
     part = board.pending_slice(1)
     assert part == UpdateSlice(5, 0, 2)
-    assert not board.slice_finished(1, 5)
+    assert board.finished_slices[1] != 5
     board.finish_slice(1, part, 2.5)
-    assert (board.pending_slice(1), board.slice_finished(1, 5), board.slice_square(1)) == (None, True, 2.5)
+    assert (board.pending_slice(1), board.finished_slices[1], board.slice_squares[1]) == (None, 5, 2.5)
     assert torch.tensor(board.completed()).tolist() == [0, 0, 0]

@@ -17,7 +17,7 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import BEING_WRITTEN, ControlBlock
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
-from paceline.engine.local.replica_group import PartDone, ShardIO, _measured
+from paceline.engine.local.replica_group import PartDone, ShardIO
 from paceline.engine.spmd.shard_views import StageSharding
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -197,16 +197,16 @@ class Half:
 
 def half() -> tuple[ParameterArena, ControlBlock, ShardIO, Nothing]:
     layout = FlatLayout.of(programs.mlp())
-    store = ParameterArena(ArenaLayout(layout, 1, 1, 0, ControlBlock.size(1, 1)))
-    board, inner = ControlBlock(store.words, 1), Nothing()
+    store = ParameterArena(ArenaLayout(layout, 1, 1, 0, ControlBlock.size(1, 1, 1)))
+    board, inner = ControlBlock(store.words, 1, 1), Nothing()
     part = ShardIO(store, board, Coordinate(0, 0, 0), Half(layout), inner, lambda: None)
     return store, board, part, inner
 
 
 def test_a_part_is_read_and_written_by_name() -> None:
     store, _, part, inner = half()
-    store.version(0).parameters[0].copy_(torch.arange(store.plan.layout.parameters[0].elements))
-    part.adopt(0, 0, anew=False)
+    store.version(0).parameters[0].copy_(torch.arange(store.layout.state.parameters[0].elements))
+    part.adopt(0, 0, reset=False)
     whole = dict(store.version(0).named())
     assert torch.equal(inner.seen[0], torch.cat([whole["0.weight"].reshape(-1), whole["0.bias"]]))
     assert part.finish(0) == PartDone(0, True, 4, 0.5)
@@ -218,25 +218,25 @@ def test_a_part_is_read_and_written_by_name() -> None:
 @pytest.mark.parametrize("stamp", [1, BEING_WRITTEN])
 def test_a_part_that_would_read_another_version_says_so(stamp: int) -> None:
     store, board, part, _ = half()
-    board.set_version(0, stamp)
+    board.versions[0] = stamp
     with pytest.raises(
         PacelineError, match=rf"replica 0 \(stage 0, shard 0\) was sent version 0 of A, but read {stamp}"
     ):
-        part.adopt(0, 0, anew=False)
+        part.adopt(0, 0, reset=False)
     store.close()
 
 
 def test_parts_of_one_delta_that_read_two_versions_are_refused() -> None:
     with pytest.raises(PacelineError, match=r"read versions \[4, 5\] of A"):
-        _measured([PartDone(5, True, 4, 0.1), PartDone(4, True, 4, 0.1)])
+        PartDone.merge([PartDone(5, True, 4, 0.1), PartDone(4, True, 4, 0.1)])
 
 
 def test_a_delta_is_finite_if_all_its_parts_are() -> None:
     nan = float("nan")
-    assert _measured([PartDone(1, True, 4, nan), PartDone(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
-    assert not _measured([PartDone(1, False, 4, nan), PartDone(1, True, 4, 0.1)]).finite
-    assert not _measured([PartDone(1, True, 4, nan), PartDone(1, True, 4, nan)]).finite
-    assert _measured([PartDone(1, True, 0, nan), PartDone(1, True, 0, nan)]).finite
+    assert PartDone.merge([PartDone(1, True, 4, nan), PartDone(1, True, 4, 0.1)]) == Measured(0.1, 4, True)
+    assert not PartDone.merge([PartDone(1, False, 4, nan), PartDone(1, True, 4, 0.1)]).finite
+    assert not PartDone.merge([PartDone(1, True, 4, nan), PartDone(1, True, 4, nan)]).finite
+    assert PartDone.merge([PartDone(1, True, 0, nan), PartDone(1, True, 0, nan)]).finite
 
 
 # -------------------------------------------------------------------------------------------------- what is refused

@@ -16,7 +16,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ray.cluster_utils import Cluster
 from paceline import InputError, Program, train
-from paceline.train import check, open_engine
+from paceline.api.train import check, open_engine
 
 inputs, targets = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3
 program = Program(model=lambda: torch.nn.Linear(4, 3), loss=torch.nn.functional.cross_entropy, batch_size=4,
@@ -35,8 +35,8 @@ while True:  # the first node hears of the second a little later than others do
 said = {}
 with open_engine("ray:auto") as engine:
     run = train(program, "replicas=2", engine=engine, steps=5, trace=True, progress=False)
-    places = [engine._crew.place(actor) for actor in engine._crew.replicas]
-    here = engine._crew.place(engine._crew.server).node
+    places = [engine._pool.place(actor) for actor in engine._pool.replicas]
+    here = engine._pool.place(engine._pool.server).node
     said["nodes"] = len({place.node for place in places})
     said["updates"] = run.summary["updates"]
     said["lanes"] = sorted({span.replica for span in run.spans})
@@ -48,7 +48,7 @@ with open_engine("ray:auto") as engine:
     @contextlib.contextmanager
     def watcher(*_):
         yield lose
-    importlib.import_module("paceline.train").watcher = watcher
+    importlib.import_module("paceline.api.train").watcher = watcher
     run = train(program, "replicas=2", engine=engine, seconds=5)
     said["left"] = [d.reason for d in run.left]
     said["the far one left"] = [d.replica for d in run.left] == [far]

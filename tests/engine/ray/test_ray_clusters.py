@@ -145,10 +145,10 @@ def test_a_cluster_that_is_not_there(no_ray: None, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_node_without_paceline() -> None:
-    error = cluster.missing_here(RuntimeError("ModuleNotFoundError: No module named 'paceline'"))
+    error = cluster.missing_package(RuntimeError("ModuleNotFoundError: No module named 'paceline'"))
     assert error is not None
     assert "write pip install 'paceline[ray]' on every node" in str(error)
-    assert cluster.missing_here(RuntimeError("No module named 'torch'")) is None
+    assert cluster.missing_package(RuntimeError("No module named 'torch'")) is None
 
 
 def test_signals_mean_what_they_meant(no_ray: None) -> None:

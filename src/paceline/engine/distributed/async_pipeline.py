@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.budget import StepQuota
-from paceline.engine.distributed.client import ClientContext
+from paceline.engine.distributed.client import ClientContext, RankClient
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.reduce_buffer import (
     FIELDS,
@@ -30,7 +29,7 @@ from paceline.engine.distributed.reduce_buffer import (
 )
 from paceline.engine.distributed.update import Update
 from paceline.engine.loop import nonfinite_error
-from paceline.engine.spmd.communicator import Communicator, ring_bytes
+from paceline.engine.spmd.communicator import ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup
 from paceline.engine.spmd.shard_views import FullStateGather
@@ -41,153 +40,73 @@ from paceline.trace.recorder import AnyRecorder
 
 
 @final
-class AsyncStatusSync:
-    """The exchange of statuses without waiting.
-
-    Args:
-        mesh: of all ranks.
-        rank: of this process.
-        communicator: of all ranks; None: there is one.
-        lag: L, steps after its own at which a status is due.
-    """
-
-    def __init__(self, mesh: Mesh, rank: int, communicator: Communicator | None, lag: int) -> None:
-        self._mesh, self._rank, self._communicator, self._lag = mesh, rank, communicator, lag
-        self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
-
-    @property
-    def due(self) -> bool:
-        """Whether the oldest exchange is to be completed."""
-        return len(self._pending) > self._lag
-
-    @property
-    def pending(self) -> bool:
-        """Whether any exchange has begun and is not complete."""
-        return bool(self._pending)
-
-    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
-        """Exchange statuses and wait for them, with no other exchange pending."""
-        self.begin(status, step)
-        return self.complete()
-
-    def begin(self, status: RankStatus, step: Clock) -> None:
-        """Begin the exchange of a step."""
-        table = torch.zeros(self._mesh.workers, FIELDS, dtype=torch.float64)
-        table[self._rank] = torch.tensor(status.encode(), dtype=torch.float64)
-        # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
-        work = None if self._communicator is None else self._communicator.begin(table)
-        self._pending.append((table, work, step))
-
-    def complete(self) -> list[RankStatus]:
-        """Wait for the oldest exchange and return one status of each replica."""
-        table, work, step = self._pending.popleft()
-        if self._communicator is not None:
-            self._communicator.wait(work, of_step(step))
-            self._communicator.sent_bytes += ring_bytes(table.nbytes, self._communicator.ranks)
-        return by_replica(self._mesh, [RankStatus.decode(row) for row in table.tolist()])
-
-
-@final
-class AsyncUpdate(Update):
-    """No update: the stages have stepped within the stream.
-
-    Args:
-        pipeline: of this rank.
-        current: returns this rank's part of A as it is.
-        optimizer_bytes: returns the bytes of its optimizer state.
-        communicator: gathers the parts; None: this one is all.
-    """
-
-    def __init__(
-        self,
-        pipeline: PipelineRank,
-        current: Callable[[], FlatState],
-        optimizer_bytes: Callable[[], int],
-        communicator: Communicator | None,
-    ) -> None:
-        self._pipeline, self._current, self._communicator = pipeline, current, communicator
-        self._optimizer_bytes = optimizer_bytes
-        self.reduced_vectors = []
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self._optimizer_bytes()
-
-    def apply(self, factor: float, rate: float) -> None:
-        """Do nothing: the step was made when the gradient was there."""
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        """Gather A as it is; while the stream runs, later stages have had up to p - 1 updates more.
-
-        So it is the A of PipeDream's formula: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the stream all stages
-        have had the same updates.
-        """
-        pipeline = self._pipeline
-        gather = FullStateGather(self._current(), pipeline.whole, pipeline.stages, pipeline.rank, self._communicator)
-        return gather(wanted=wanted)
-
-
-@final
-class AsyncStageShard(RankShard):
-    """A stage of an asynchronous pipeline, which steps by itself."""
+class AsyncStageShard(RankShard, Update):
+    """A stage of an asynchronous pipeline, which steps by itself within the stream."""
 
     def __init__(self, setup: RankSetup) -> None:
-        self._pipeline, self._replica = PipelineRank(setup), None
+        self.pipeline, self._replica = PipelineRank(setup), None
         self._refuse_ties()
-        pipeline, strategy = self._pipeline, setup.run_context.job.strategy
-        communicator = setup.context.communicator
+        self.communicator, strategy = setup.context.communicator, setup.run_context.job.strategy
         self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
-        self.coordinate, self.state = pipeline.place, pipeline.state
-        self.parameter_bytes = pipeline.state.layout.parameter_bytes
+        self.coordinate, self.state = self.pipeline.place, self.pipeline.state
+        self.parameter_bytes = self.state.layout.parameter_bytes
         self.reduce_buffer = ReduceBuffer(FlatLayout((), ()), ranks=1)  # nothing of Δ is exchanged
-        self.update = AsyncUpdate(pipeline, self._current, lambda: self._stage.optimizer_bytes, communicator)
-        # A status is complete once the last stage has made the step, p - 1 micro-batches later, and one step for
-        # the exchange itself.
-        lag = -(-(self._workers - 1) // self._m) + 1
-        self.status_sync: AsyncStatusSync = AsyncStatusSync(pipeline.mesh, pipeline.rank, communicator, lag)
+        self.update, self.reduced_vectors = self, []
+        self.lag = -(-(self._workers - 1) // self._m) + 1
+        """L: the last stage makes a step p - 1 micro-batches after the first, and one step is for the exchange."""
 
     _replica: AsyncStage | None
 
     @property
-    def _stage(self) -> AsyncStage:
+    def stage(self) -> AsyncStage:
+        """The replica that computes and steps."""
         assert self._replica is not None, "the replica has not been built"
         return self._replica
 
     @property
     def peak_saved_bytes(self) -> int | None:
-        return self._stage.peak_saved_bytes
+        return self.stage.peak_saved_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        return self.stage.optimizer_bytes
+
+    def apply(self, factor: float, rate: float) -> None:
+        """Do nothing: the step was made when the gradient was there."""
+
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        """Gather A as it is, A_0 until training begins; in the stream later stages have had up to p - 1 updates more.
+
+        So it is the A of PipeDream's formula: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the stream all stages
+        have had the same updates.
+        """
+        pipeline = self.pipeline
+        if self._replica is not None and self._replica.begun:
+            self.state.take(self._replica.stash.state)
+        gather = FullStateGather(self.state, pipeline.whole, pipeline.stages, pipeline.rank, self.communicator)
+        return gather(wanted=wanted)
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # each rank steps by itself
-        self._replica = AsyncStage(self._pipeline.setup(recorder), self._pipeline.whole)
+        self._replica = AsyncStage(self.pipeline.setup(recorder), self.pipeline.whole)
         return self._replica
-
-    def drain(self) -> bool:
-        """Finish the stream, as no further batch comes; return whether the remaining gradients were finite."""
-        return self._stage.drain()
 
     def read_version(self, update: Version) -> Version:
         """Return the version of A that an update's gradient was computed on: that of the first stage, the oldest."""
-        return self._pipeline.order.version(update * self._m, 0, self._workers)
+        return self.pipeline.order.version(update * self._m, 0, self._workers)
 
     def notes(self) -> Mapping[str, str | int | float]:
-        stale = self._pipeline.context.gather(self._stage.staleness, "the others' staleness")
+        stale = self.pipeline.context.gather(self.stage.staleness, "the others' staleness")
         return {
             "micro_batches": self._m,
-            "parts": len(self._pipeline.cut.parts),
+            "parts": len(self.pipeline.cut.parts),
             "staleness_by_stage": ",".join(map(str, stale)),
         }
 
-    def _current(self) -> FlatState:
-        """Return this rank's part of A as it is: A_0's until training begins."""
-        if self._replica is not None and self._replica.begun:
-            self.state.take(self._replica.stash.state)
-        return self.state
-
     def _refuse_ties(self) -> None:
-        for name in self._pipeline.cut.tied:
-            if len(holders := self._pipeline.holders(name)) > 1:
-                schedule = self._pipeline.run_context.job.strategy.schedule
+        for name in self.pipeline.cut.tied:
+            if len(holders := self.pipeline.holders(name)) > 1:
+                schedule = self.pipeline.run_context.job.strategy.schedule
                 raise InputError(
                     f"schedule={schedule} moves the weights of each stage when its own "
                     f"gradient is there, but {name} is on stages {', '.join(map(str, holders))}, whose gradients "
@@ -195,8 +114,8 @@ class AsyncStageShard(RankShard):
                 )
 
 
-class AsyncPipelineClient:
-    """The client of a rank that steps within the stream: it asks for permission alone, and learns results later.
+class AsyncPipelineClient(RankClient):
+    """The client of a rank that steps within the stream; statuses of a step are complete L steps later.
 
     Args:
         context: of its run.
@@ -206,11 +125,10 @@ class AsyncPipelineClient:
     """
 
     def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota, timeout_s: Seconds) -> None:
-        self._context, self._shard, self._quota, self._timeout_s = context, shard, quota, timeout_s
-        self._coordinator, self._sync = context.coordinator, shard.status_sync
-        self._replica, self._granted = shard.coordinate.replica, 0
-        self.attempt: Clock = 0
-        """The step that this replica is at, counted from 1."""
+        super().__init__(shard.coordinate.replica, context, timeout_s)
+        self._shard, self._quota, self._granted = shard, quota, 0
+        self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
+        """Status tables whose all-reduce is not complete, and their steps."""
 
     def wait_for_grant(self) -> bool:
         """Return whether to go on, by the exchanges that are complete: the same on all ranks."""
@@ -222,9 +140,6 @@ class AsyncPipelineClient:
     def begins_delta(self) -> bool:
         return True
 
-    def pull(self) -> FlatState:
-        return self._context.state
-
     def ends_delta(self) -> bool:
         self._granted = 0
         return True
@@ -235,36 +150,36 @@ class AsyncPipelineClient:
 
     def push(self, measured: Measured) -> None:
         self._begin(StatusKind.delta, measured)
-        while self._sync.due:
+        while len(self._pending) > self._shard.lag:
             self._complete()
 
     def leave(self) -> None:
         """Finish the stream and complete all exchanges, after the loop has ended."""
-        if not self._shard.drain():
+        if not self._shard.stage.drain():
             raise nonfinite_error(float("nan"), self._replica, self.attempt)
-        while self._sync.pending:
+        while self._pending:
             self._complete()
         while not self._coordinator.over:
             self._begin(StatusKind.leaving, Measured(0.0, 0, True))
             self._complete()
 
-    def cancelled(self) -> bool:
-        """Return False: a step that has begun is made."""
-        return False
-
-    def ack_cancel(self) -> int:
-        raise AssertionError("no attempt is cancelled")
-
-    def pause(self, seconds: Seconds) -> None:
-        self._context.pause(seconds, self._timeout_s)
-
     def _begin(self, kind: StatusKind, measured: Measured) -> None:
+        """Begin the exchange of the statuses of a step."""
         now, stop = self._context.clock.now_ns(), self._context.stop_requested()
         status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now)
-        self._sync.begin(status, self.attempt)
+        table = torch.zeros(self._shard.pipeline.mesh.workers, FIELDS, dtype=torch.float64)
+        table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
+        # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
+        communicator = self._shard.communicator
+        self._pending.append((table, None if communicator is None else communicator.begin(table), self.attempt))
 
     def _complete(self) -> None:
-        began = time.monotonic_ns()
-        statuses = self._sync.complete()
+        """Wait for the oldest exchange and let the coordinator count its step."""
+        began, communicator = time.monotonic_ns(), self._shard.communicator
+        table, work, step = self._pending.popleft()
+        if communicator is not None:
+            communicator.wait(work, of_step(step))
+            communicator.sent_bytes += ring_bytes(table.nbytes, communicator.ranks)
+        rows = [RankStatus.decode(row) for row in table.tolist()]
         self._context.metrics.waited(began, self.attempt)
-        self._coordinator.take(statuses)
+        self._coordinator.take(by_replica(self._shard.pipeline.mesh, rows))

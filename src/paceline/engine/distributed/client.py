@@ -31,7 +31,8 @@ class ClientContext:
     """The parts of a run that the client of one rank works with."""
 
     coordinator: ReplicatedCoordinator
-    status_sync: StatusSync
+    status_sync: StatusSync | None
+    """None: for a client that exchanges statuses asynchronously."""
     reduce_buffer: ReduceBuffer
     overlap: Overlap | None
     """None: Δ is summed in the exchange."""
@@ -50,15 +51,43 @@ class ClientContext:
     stop_event: threading.Event
     """Set when it is asked."""
 
-    def pause(self, seconds: Seconds, timeout_s: Seconds) -> None:
+
+class RankClient:
+    """The common half of the clients of a rank, which has A itself and computes in lockstep.
+
+    Args:
+        replica: of this rank.
+        context: of its run.
+        timeout_s: of the run.
+    """
+
+    def __init__(self, replica: ReplicaId, context: ClientContext, timeout_s: Seconds) -> None:
+        self._replica, self._context, self._timeout_s = replica, context, timeout_s
+        self._coordinator = context.coordinator
+        self.attempt: Clock = 0
+        """The Δ that this replica computes, counted from 1."""
+
+    def pull(self) -> FlatState:
+        return self._context.state
+
+    def cancelled(self) -> bool:
+        """Return False: in lockstep every Δ that has begun is finished."""
+        return False
+
+    def ack_cancel(self) -> int:
+        raise AssertionError("no attempt is cancelled")
+
+    def pause(self, seconds: Seconds) -> None:
         """Sleep, or until asked to end; a pause not much shorter than a hang is announced to the other ranks."""
-        if self.store_signals is not None and seconds > timeout_s / 4:
-            self.store_signals.extend_timeout(time.monotonic_ns() + self.clock.ahead_ns + int(seconds * 1e9))
-        self.stop_event.wait(seconds)
+        context = self._context
+        if context.store_signals is not None and seconds > self._timeout_s / 4:
+            until_ns = time.monotonic_ns() + context.clock.ahead_ns + int(seconds * 1e9)
+            context.store_signals.extend_timeout(until_ns)
+        context.stop_event.wait(seconds)
 
 
-class AllReduceClient(GradientSink):
-    """The client of a rank that has A, or its part of it, and updates it after each exchange.
+class AllReduceClient(RankClient, GradientSink):
+    """The client of a rank that updates A, or its part of it, after each exchange.
 
     With an overlap, gradients are handed over one by one as to a sink; else Δ is in the reduce buffer.
 
@@ -69,12 +98,10 @@ class AllReduceClient(GradientSink):
     """
 
     def __init__(self, replica: ReplicaId, context: ClientContext, timeout_s: Seconds) -> None:
-        self._replica, self._context, self._timeout_s = replica, context, timeout_s
-        self._coordinator, self._buffer = context.coordinator, context.reduce_buffer
-        self._micro_steps = 0
+        super().__init__(replica, context, timeout_s)
+        assert context.status_sync is not None, "an asynchronous pipeline has another client"
+        self._sync, self._buffer, self._micro_steps = context.status_sync, context.reduce_buffer, 0
         self._norm = None if context.norms is None else DeltaNorm()
-        self.attempt: Clock = 0
-        """The Δ that this replica computes, counted from 1."""
 
     def wait_for_grant(self) -> bool:
         """Return whether to go on; an exchange has waited for all that could change that."""
@@ -83,9 +110,6 @@ class AllReduceClient(GradientSink):
 
     def begins_delta(self) -> bool:
         return self._micro_steps == 0
-
-    def pull(self) -> FlatState:
-        return self._context.state
 
     def is_last_micro_step(self) -> bool:
         return self._micro_steps + 1 == self._coordinator.micro_steps(self._replica)
@@ -130,16 +154,6 @@ class AllReduceClient(GradientSink):
             present = self._coordinator.takes_part(self._replica)
             self._exchange(StatusKind.leaving if present else StatusKind.left, Measured(0.0, 0, True))
 
-    def cancelled(self) -> bool:
-        """Return False: in lockstep every Δ is applied."""
-        return False
-
-    def ack_cancel(self) -> int:
-        raise AssertionError("no attempt is cancelled")
-
-    def pause(self, seconds: Seconds) -> None:
-        self._context.pause(seconds, self._timeout_s)
-
     def _exchange(self, kind: StatusKind, measured: Measured) -> None:
         """Sum Δs and exchange statuses, then let the coordinator decide and update A."""
         context, step = self._context, self.attempt
@@ -151,7 +165,7 @@ class AllReduceClient(GradientSink):
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if context.overlap is not None:
             context.overlap.flush()
-        statuses = context.status_sync.exchange(status, step)
+        statuses = self._sync.exchange(status, step)
         if context.overlap is not None:
             context.overlap.wait(of_step(step))
 

@@ -72,7 +72,8 @@ def cut(
         first_bytes: of the first ones.
 
     >>> import torch
-    >>> from paceline.replica.flat_state import TensorEntry
+    >>> from itertools import accumulate
+    >>> from paceline.replica.flat_state import DtypeBuffer, TensorEntry
     >>> sizes = [100, 10, 200, 20, 5]
     >>> entries = [TensorEntry(str(n), torch.Size([n]), stop - n, stop) for n, stop in zip(sizes, accumulate(sizes))]
     >>> layout = FlatLayout((DtypeBuffer(torch.float32, tuple(entries)),), ())

@@ -37,8 +37,8 @@ class RankShard(ABC):
     state: FlatState
     """The part of A that this rank's replica reads."""
     reduce_buffer: ReduceBuffer
-    status_sync: StatusSync
-    """The exchange of a step."""
+    status_sync: StatusSync | None = None
+    """The exchange of a step; None: the rank's client exchanges statuses asynchronously."""
     update: Update
     parameter_bytes: int
     """Bytes of parameters on this rank."""

@@ -11,7 +11,6 @@ ones. With replicas of one worker the part is A; with replicas of stages and sha
 its peers in the other replicas the same.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, final
@@ -59,103 +58,88 @@ class ZeroSlice(NamedTuple):
                 yield self.delta[start:stop]
 
 
-class ZeroPartition(ABC):
-    """The partition of one vector among ranks, as one rank sees it.
+class ZeroPartition:
+    """The partition of one vector among ranks, as one rank sees it: its slice, and the rows that collectives move.
+
+    Build it by :meth:`even` or :meth:`by_parameters`.
 
     Args:
-        own: the slice that this rank alone steps on.
+        own: the slice that this rank alone steps on; its Δ is the front of ``row``.
+        rows: a row of Δ for each rank, and the row of A.
+        row: this rank's, apart from the others: a collective's input and output must not overlap.
         shared: the slice that every rank steps on; its Δ is summed in the exchange. None: there is none.
+        unequal: slices of A and of Δ of each rank, to be copied from and to the rows; None: rows are in place.
     """
 
-    def __init__(self, own: ZeroSlice, shared: ZeroSlice | None = None) -> None:
-        self.own, self.shared = own, shared
+    def __init__(
+        self,
+        own: ZeroSlice,
+        rows: tuple[Tensor, Tensor],
+        row: Tensor,
+        shared: ZeroSlice | None = None,
+        unequal: tuple[list[Tensor], list[Tensor]] | None = None,
+    ) -> None:
+        self.own, self.shared, self._row, self._unequal = own, shared, row, unequal
+        self._delta_rows, self._state_rows = rows
 
-    @abstractmethod
-    def begin_reduce_scatter(self, communicator: Communicator) -> Any:
-        """Begin to sum Δ, each rank's slice on that rank; returns the work to wait for."""
+    @classmethod
+    def even(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
+        """Cut a vector into equal slices in place; all ranks step on the rest, fewer elements than there are ranks.
 
-    @abstractmethod
-    def begin_all_gather(self, communicator: Communicator) -> Any:
-        """Begin to gather all slices of the new A; returns the work to wait for before :meth:`unpack`."""
+        ::
 
-    @abstractmethod
-    def unpack(self) -> None:
-        """Write the gathered slices into A."""
+            rank 0: . . . | rank 1: . . . | rank 2: . . . | all: . .
 
-
-@final
-class EvenPartition(ZeroPartition):
-    """Equal slices in place; all ranks step on the remainder, which has fewer elements than there are ranks.
-
-    ::
-
-        rank 0: . . . | rank 1: . . . | rank 2: . . . | all: . .
-
-    Args:
-        block: layout of the vector.
-        a: the vector of A.
-        delta: the vector of Δ.
-        rank: of this process in its group.
-        ranks: of the group.
-    """
-
-    def __init__(self, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
+        Args:
+            block: layout of the vector.
+            a: the vector of A.
+            delta: the vector of Δ.
+            rank: of this process in its group.
+            ranks: of the group.
+        """
         each = block.elements // ranks
         body = each * ranks
-        self._a, self._delta = a[:body].view(ranks, each), delta[:body].view(ranks, each)
-        self._sum = torch.zeros_like(self._a[rank])
-        own, rest = _elements(block.dtype, rank * each, each), _elements(block.dtype, body, block.elements - body)
-        super().__init__(
-            ZeroSlice(own, rank * each, self._a[rank], self._sum),
-            ZeroSlice(rest, body, a[body:], delta[body:]) if rest.elements else None,
-        )
+        states, deltas = a[:body].view(ranks, each), delta[:body].view(ranks, each)
+        row = torch.zeros_like(states[rank])
+        own = ZeroSlice(_elements(block.dtype, rank * each, each), rank * each, states[rank], row)
+        rest = ZeroSlice(_elements(block.dtype, body, block.elements - body), body, a[body:], delta[body:])
+        return cls(own, (deltas, states), row, rest if rest.block.elements else None)
 
-    def begin_reduce_scatter(self, communicator: Communicator) -> Any:
-        return communicator.reduce_scatter(self._delta, self._sum)
+    @classmethod
+    def by_parameters(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
+        """Cut a vector into slices of whole parameters: unequal, so they are sent in rows as long as the longest.
 
-    def begin_all_gather(self, communicator: Communicator) -> Any:
-        self._sum.copy_(self.own.state)  # a collective's input and output must not overlap
-        return communicator.all_gather(self._a, self._sum)
-
-    def unpack(self) -> None:
-        """Do nothing: slices are gathered in place."""
-
-
-@final
-class ParameterPartition(ZeroPartition):
-    """Slices of whole parameters: unequal, so they are sent in rows as long as the longest.
-
-    Args:
-        block: layout of the vector.
-        a: the vector of A.
-        delta: the vector of Δ.
-        rank: of this process in its group.
-        ranks: of the group.
-    """
-
-    def __init__(self, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> None:
+        Args:
+            block: layout of the vector.
+            a: the vector of A.
+            delta: the vector of Δ.
+            rank: of this process in its group.
+            ranks: of the group.
+        """
         cut = cut_at_borders([entry.stop - entry.start for entry in block.entries], ranks)
-        self._a, self._delta = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
-        longest = max(map(len, self._a))
-        self._rows = torch.zeros(ranks, longest, dtype=block.dtype)
-        self._row = torch.zeros(longest, dtype=block.dtype)
+        states, deltas = ([whole[start:stop] for start, stop in pairwise(cut)] for whole in (a, delta))  # by rank
+        longest = max(map(len, states))
+        rows, row = torch.zeros(ranks, longest, dtype=block.dtype), torch.zeros(longest, dtype=block.dtype)
         start, stop = cut[rank], cut[rank + 1]
         inside = [entry for entry in block.entries if start <= entry.start and entry.stop <= stop]
         entries = (TensorEntry(e.name, e.shape, e.start - start, e.stop - start) for e in inside)
-        own = self._a[rank]
-        super().__init__(ZeroSlice(DtypeBuffer(block.dtype, tuple(entries)), start, own, self._row[: len(own)]))
+        own = ZeroSlice(DtypeBuffer(block.dtype, tuple(entries)), start, states[rank], row[: stop - start])
+        return cls(own, (rows, rows), row, unequal=(states, deltas))
 
     def begin_reduce_scatter(self, communicator: Communicator) -> Any:
-        for row, part in zip(self._rows, self._delta, strict=True):
+        """Begin to sum Δ, each rank's slice on that rank; returns the work to wait for."""
+        for row, part in zip(self._delta_rows, self._unequal[1], strict=True) if self._unequal else ():
             row[: len(part)] = part
-        return communicator.reduce_scatter(self._rows, self._row)
+        return communicator.reduce_scatter(self._delta_rows, self._row)
 
     def begin_all_gather(self, communicator: Communicator) -> Any:
-        self.own.delta.copy_(self.own.state)  # the row of this rank
-        return communicator.all_gather(self._rows, self._row)
+        """Begin to gather all slices of the new A; returns the work to wait for before :meth:`unpack`."""
+        self.own.delta.copy_(self.own.state)
+        return communicator.all_gather(self._state_rows, self._row)
 
     def unpack(self) -> None:
-        for row, part in zip(self._rows, self._a, strict=True):
+        """Write the gathered slices into A, unless they were gathered in place."""
+        for row, part in zip(self._state_rows, self._unequal[0], strict=True) if self._unequal else ():
             part.copy_(row[: len(part)])
 
 
@@ -208,8 +192,8 @@ class ZeroOptimizer(Update):
         if self._group is None:  # no other rank has this part
             own, shared = [ZeroSlice(block, 0, a, delta) for block, a, delta in vectors], []
         else:
-            kind, ranks = EvenPartition if anywhere else ParameterPartition, self._group.ranks
-            self._partitions = [kind(block, a, delta, group.rank, ranks) for block, a, delta in vectors]
+            build, ranks = ZeroPartition.even if anywhere else ZeroPartition.by_parameters, self._group.ranks
+            self._partitions = [build(block, a, delta, group.rank, ranks) for block, a, delta in vectors]
             own = [partition.own for partition in self._partitions if partition.own.block.elements]
             shared = [partition.shared for partition in self._partitions if partition.shared is not None]
         slices = [*own, *shared]

@@ -1,12 +1,7 @@
-"""The parameter arena in shared memory, laid out alike in every process, and the pool of its versions.
+"""The parameter arena in shared memory, laid out alike in every process, and the pool of its version buffers."""
 
-Which version of A lies where, and who reads it.
-"""
-
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,193 +13,181 @@ from paceline.replica.flat_state import FlatLayout, FlatState
 
 @dataclass(frozen=True, slots=True)
 class ArenaLayout:
-    """What is laid out."""
+    """The contents of an arena; the same in every process of a run."""
 
-    layout: FlatLayout
+    state: FlatLayout
+    """Of A and of each Δ."""
     replicas: int
     slots: int
-    """Δ slots of each replica; 0: replicas write A in place."""
-    remembers: int
-    """Vectors of optimizer memory for each vector of A."""
+    """Δ buffers of each replica; 0: replicas write A in place."""
+    optimizer_vectors: int
+    """Vectors of optimizer state for each vector of A."""
     words: int
-    """8-byte words of control."""
+    """8-byte words of the control block."""
 
     @property
     def versions(self) -> int:
-        """How many As there may be at once."""
+        """Number of version buffers: one for each reading replica, the present version and the next one."""
         return self.replicas + 2 if self.slots else 1
 
 
 class ParameterArena:
-    """The vectors of one run.
+    """The versions of A, the Δs, the optimizer's state and the control words of one run in shared memory.
+
+    Buffers that not every run touches get memory only when they are committed: see :meth:`commit`.
 
     Args:
-        plan: the same in every process.
-        fd: of the shared memory; None: make it.
+        layout: of the arena.
+        fd: of the shared memory; None: create it.
     """
 
-    def __init__(self, plan: ArenaLayout, fd: int | None = None) -> None:
-        self.plan, self._arena = plan, Arena()
-        self._claims: dict[str, tuple[int, int]] = {}
-        self._words = self._arena.add("words", (plan.words,), torch.int64)
-        for v in range(min(2, plan.versions)):
-            self._place_state(f"version {v}")
-        for slot in range(plan.slots):
-            for r in range(plan.replicas):
-                self._place_state(f"delta {r} {slot}", claimed=slot == 0)
-            if slot == 0:
-                touched = self._arena.size_bytes  # by every run
-        for v in range(2, plan.versions):
-            self._place_state(f"version {v}", claimed=False)
-        memory = [f"memory {copy} {m}" for copy in (0, 1) for m in range(plan.remembers)]
-        for name in ["sum", *memory] if plan.slots else []:
-            self._place_parameters(name)
+    def __init__(self, layout: ArenaLayout, fd: int | None = None) -> None:
+        self.layout, self._arena = layout, Arena()
+        self._uncommitted: dict[str, tuple[int, int]] = {}
+        self._words = self._arena.add("words", (layout.words,), torch.int64)
+        # First what every run touches, in one piece to be reserved at once: two versions, and a Δ of each replica.
+        for v in range(min(2, layout.versions)):
+            self._add(f"version {v}")
+        for r in range(layout.replicas if layout.slots else 0):
+            self._add(f"delta {r} 0")
+        touched = self._arena.size_bytes
+        for slot in range(1, layout.slots):
+            for r in range(layout.replicas):
+                self._add(f"delta {r} {slot}", committed=False)
+        for v in range(2, layout.versions):
+            self._add(f"version {v}", committed=False)
+        if layout.slots:
+            memory = [f"memory {copy} {m}" for copy in (0, 1) for m in range(layout.optimizer_vectors)]
+            for name in ("sum", *memory):
+                self._add(name, committed=False, buffers=False)
         size = self._arena.size_bytes
         if fd is None:
-            self.segment = SharedMemory.create("run", size, reserved_bytes=touched if plan.slots else size)
+            self.segment = SharedMemory.create("run", size, reserved_bytes=touched if layout.slots else size)
         else:
             self.segment = SharedMemory.attach(fd, size)
         self._readable: SharedMemory | None = None
-        self._made: dict[Any, FlatState] = {}
+        self.mapped: dict[str, FlatState] = {}
+        """The states that have been mapped, by name; "readonly v" where they can't be written."""
+
+    def _add(self, name: str, *, committed: bool = True, buffers: bool = True) -> None:
+        start, state = self._arena.size_bytes, self.layout.state
+        for i, block in enumerate((*state.parameters, *state.buffers) if buffers else state.parameters):
+            self._arena.add(f"{name}: {i}", (block.elements,), block.dtype)
+        if not committed and self._arena.size_bytes > start:
+            self._uncommitted[name] = start, self._arena.size_bytes - start
 
     @property
     def words(self) -> memoryview:
         """The control words, as bytes."""
-        return self.segment.buffer[self._words : self._words + 8 * self.plan.words]
+        return self.segment.buffer[self._words : self._words + 8 * self.layout.words]
 
     def version(self, v: int) -> FlatState:
-        """One A; give it memory first."""
-        found = self._made.get(v)
-        return found if found is not None else self._keep(v, self._state(f"version {v}", self.segment))
+        """Return version buffer ``v``; call :meth:`commit` before the first write."""
+        return self._map(f"version {v}", f"version {v}", self.segment)
 
     def readonly_version(self, v: int) -> FlatState:
-        """One A, where it can't be written."""
-        found = self._made.get(("reading", v))
-        if found is not None:
-            return found
+        """Return version buffer ``v`` where a write is a segmentation fault."""
         self._readable = self._readable or self.segment.readable()
-        return self._keep(("reading", v), self._state(f"version {v}", self._readable))
+        return self._map(f"readonly {v}", f"version {v}", self._readable)
 
     def delta(self, replica: ReplicaId, slot: int) -> FlatState:
-        """Where a replica writes Δ; give it memory first."""
-        found = self._made.get((replica, slot))
-        if found is not None:
-            return found
-        return self._keep((replica, slot), self._state(f"delta {replica} {slot}", self.segment))
+        """Return a Δ buffer of a replica; call :meth:`commit` before the first write."""
+        return self._map(f"delta {replica} {slot}", f"delta {replica} {slot}", self.segment)
 
     @cached_property
     def sums(self) -> list[Tensor]:
-        """Where Σ weight·Δ lies when it is made in parts; give it memory first."""
+        """Vectors for Σ weight·Δ of an update in slices; call :meth:`commit` before the first write."""
         return self._parameters("sum", self.segment)
 
     @cached_property
     def memory(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-        """Two copies of what the optimizer remembers, for each vector of A; give them memory first."""
-        return self._memory(0), self._memory(1)
+        """Two copies of the optimizer's state for each vector of A; call :meth:`commit` before the first write."""
+        first, second = (
+            [self._parameters(f"memory {copy} {m}", self.segment) for m in range(self.layout.optimizer_vectors)]
+            for copy in (0, 1)
+        )
+        vectors = range(len(self.layout.state.parameters))
+        return [[kind[i] for kind in first] for i in vectors], [[kind[i] for kind in second] for i in vectors]
 
     def commit(self, *names: str) -> None:
-        """Give these memory now, so that a write can't meet a full memory later; once is enough.
+        """Reserve the memory of these buffers, so that a later write can't fail for lack of it; once is enough.
 
         Raises:
-            PacelineError: where there is not that much.
+            PacelineError: there is not that much.
         """
-        for name in names if self._claims else ():
-            place = self._claims.pop(name, None)
+        for name in names if self._uncommitted else ():
+            place = self._uncommitted.pop(name, None)
             if place is not None:
                 self.segment.reserve(*place)
 
     def close(self) -> None:
-        """Let go of the memory; vectors taken before keep it as long as they live."""
-        self._made.clear()
+        """Release the memory; vectors returned before keep it mapped as long as they live."""
+        self.mapped.clear()
         for vectors in ("sums", "memory"):
             self.__dict__.pop(vectors, None)
         self.segment.close()
         if self._readable is not None:
             self._readable.close()
 
-    def _place_state(self, name: str, *, claimed: bool = True) -> None:
-        self._place(name, lambda: self._place_blocks(name, buffers=True), claimed=claimed)
-
-    def _place_parameters(self, name: str) -> None:
-        self._place(name, lambda: self._place_blocks(name, buffers=False), claimed=False)
-
-    def _place(self, name: str, place: Callable[[], None], *, claimed: bool) -> None:
-        start = self._arena.size_bytes
-        place()
-        if not claimed and self._arena.size_bytes > start:
-            self._claims[name] = (start, self._arena.size_bytes - start)
-
-    def _place_blocks(self, name: str, *, buffers: bool) -> None:
-        layout = self.plan.layout
-        for i, block in enumerate((*layout.parameters, *layout.buffers) if buffers else layout.parameters):
-            self._arena.add(f"{name}: {i}", (block.elements,), block.dtype)
-
-    def _keep(self, name: Any, state: FlatState) -> FlatState:
-        self._made[name] = state
+    def _map(self, key: str, name: str, segment: SharedMemory) -> FlatState:
+        state = self.mapped.get(key)
+        if state is None:
+            layout = self.layout.state
+            first = len(layout.parameters)
+            buffers = [self._arena.tensor(segment, f"{name}: {first + i}") for i in range(len(layout.buffers))]
+            state = self.mapped[key] = FlatState(layout, self._parameters(name, segment), buffers)
         return state
 
-    def _memory(self, copy: int) -> list[list[Tensor]]:
-        kinds = [self._parameters(f"memory {copy} {m}", self.segment) for m in range(self.plan.remembers)]
-        return [[kind[i] for kind in kinds] for i in range(len(self.plan.layout.parameters))]
-
     def _parameters(self, name: str, segment: SharedMemory) -> list[Tensor]:
-        return [self._arena.tensor(segment, f"{name}: {i}") for i in range(len(self.plan.layout.parameters))]
-
-    def _state(self, name: str, segment: SharedMemory) -> FlatState:
-        layout = self.plan.layout
-        first = len(layout.parameters)
-        buffers = [self._arena.tensor(segment, f"{name}: {first + i}") for i in range(len(layout.buffers))]
-        return FlatState(layout, self._parameters(name, segment), buffers)
+        return [self._arena.tensor(segment, f"{name}: {i}") for i in range(len(self.layout.state.parameters))]
 
 
 class VersionPool:
-    """The places of a store's versions. At first the present A lies in place 0, and nobody reads.
+    """The version buffers of an arena with their reader counts. At first buffer 0 is the present A, without readers.
 
     Args:
-        store: among its P + 2 places there is always one that P readers and the present A leave free.
+        arena: of its P + 2 buffers P readers and the present A always leave one free.
     """
 
-    def __init__(self, store: ParameterArena) -> None:
-        self._store = store
-        self._free = list(reversed(range(1, store.plan.versions)))
+    def __init__(self, arena: ParameterArena) -> None:
+        self._arena = arena
+        self._free = list(reversed(range(1, arena.layout.versions)))
         self._reads: dict[ReplicaId, int] = {}
-        self._readers = [0] * store.plan.versions
-        self._new = set(self._free)
+        self._readers = [0] * arena.layout.versions
+        self._untouched = set(self._free)
         self.current = 0
-        """Where the present A lies."""
+        """Index of the buffer of the present A."""
 
     def acquire(self, replica: ReplicaId) -> int:
-        """A replica computes from the present A from now on; where that lies."""
-        self._reads[replica] = place = self.current
-        self._readers[place] += 1
-        return place
+        """Let a replica read the present A from now on; returns the index of its buffer."""
+        self._reads[replica] = buffer = self.current
+        self._readers[buffer] += 1
+        return buffer
 
     def release(self, replica: ReplicaId) -> None:
-        """A replica has computed, or is gone."""
-        place = self._reads.pop(replica, None)
-        if place is not None:
-            self._readers[place] -= 1
-            self._let_go(place)
+        """End a replica's read, if it has one: it has computed, or its worker has exited."""
+        buffer = self._reads.pop(replica, None)
+        if buffer is not None:
+            self._readers[buffer] -= 1
+            if not self._readers[buffer] and buffer != self.current:
+                self._free.append(buffer)
 
     def free(self) -> int:
-        """A place that nobody reads and that is not the present A; it has memory.
+        """Return the index of a buffer without readers that is not the present A; it has memory.
 
         Raises:
             PacelineError: there is not that much memory.
         """
-        place = self._free[-1]
-        if place in self._new:
-            self._store.commit(f"version {place}")
-            self._new.remove(place)
-        return place
+        buffer = self._free[-1]
+        if buffer in self._untouched:
+            self._arena.commit(f"version {buffer}")
+            self._untouched.remove(buffer)
+        return buffer
 
-    def commit_write(self, place: int) -> None:
-        """The place that :meth:`free` gave holds the present A now."""
+    def commit_write(self, buffer: int) -> None:
+        """Make the buffer that :meth:`free` returned the present A."""
         taken = self._free.pop()
-        assert taken == place, "not the place that was free"
-        before, self.current = self.current, place
-        self._let_go(before)
-
-    def _let_go(self, place: int) -> None:
-        if not self._readers[place] and place != self.current:
-            self._free.append(place)
+        assert taken == buffer, "not the buffer that was free"
+        before, self.current = self.current, buffer
+        if not self._readers[before]:
+            self._free.append(before)

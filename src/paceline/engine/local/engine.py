@@ -1,8 +1,15 @@
-"""The local engine: real processes on this host."""
+"""The local engine: processes on this host, in three ways.
+
+::
+
+    replicas of one worker            LocalRun: server in main, a worker process each (worker.py)
+    replicas of several, own pace     LocalRun: the same, with a leader and followers each (replica_group_worker.py)
+    replicas of several, synchronous  SpmdLauncher: ranks of the distributed engine, main only waits
+"""
 
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 
@@ -20,24 +27,24 @@ from paceline.engine.spmd.launcher import SpmdLauncher, preload
 from paceline.support import ENGINES
 
 PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evaluation")
-"""What the fork server imports, so that no worker has to."""
+"""Modules that the fork server imports, so that no worker has to."""
 
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
-"""Where replicas have optimizers of their own: at the first, torch 2.13 imports this, which takes over a second."""
+"""For replicas with optimizers of their own: torch 2.13 imports this for the first one, which takes over a second."""
 
-HOSTING = preload("distributed")
-"""Where a replica is several processes, each with an optimizer of its own, and with a model to export."""
+SPMD = preload("distributed")
+"""For replicas of several workers, which export a model and have optimizers of their own."""
 
-TEAMS = (*HOSTING, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
-"""The same, and each replica goes on by itself."""
+GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
+"""For replicas of several workers, each at its own pace."""
 
 
 @register("local")
 class LocalEngine(Engine):
-    """Keeps its fork server from one run to the next.
+    """Runs jobs in processes on this host; keeps its fork server from one run to the next.
 
     Args:
-        script: the order of arrivals and the faults of each run; for tests, and to tell a run again.
+        script: order of arrivals and faults of each run; for tests, and to repeat a run.
         entry: of the worker processes, "package.module:function"; for measurements of the engine without a model.
     """
 
@@ -54,26 +61,27 @@ class LocalEngine(Engine):
         refuse_absent_gpu(job)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        if job.strategy.spread and _in_step(job):
-            return SpmdLauncher(job, "distributed", self._fork_server_with(HOSTING), watch).outcome()
-        fork_server = self._fork_server_for(job)
-        with _one_thread(), _manners(job), ExitStack() as closing:
+        strategy = job.strategy
+        policy = strategy.aggregation
+        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups:
+            # All replicas make one update, each worker of its part of A: main has nothing to decide.
+            return SpmdLauncher(job, "distributed", self._fork_server_with(SPMD), watch).outcome()
+        own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))
+        preloaded = GROUPS if strategy.spread else WITH_OPTIMIZERS if own_optimizers else PRELOAD
+        fork_server = self._fork_server_with(preloaded)
+        # Where each worker has a core, main runs as soon as it is woken; else when one of them stops.
+        scheduling = considerate() if strategy.workers > len(os.sched_getaffinity(0)) else prompt()
+        with _one_thread(), scheduling, ExitStack() as closing:
             return LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()
 
-    def _fork_server_for(self, job: Job) -> ForkServer:
-        if job.strategy.spread:
-            return self._fork_server_with(TEAMS)
-        own = isinstance(job.strategy.aggregation.delta, (Change, Distance, InPlace))
-        return self._fork_server_with(WITH_OPTIMIZERS if own else PRELOAD)
+    def _fork_server_with(self, modules: tuple[str, ...]) -> ForkServer:
+        """Return the fork server; starts another where it lacks modules that this run needs, or was killed.
 
-    def _fork_server_with(self, wanted: tuple[str, ...]) -> ForkServer:
-        """The fork server, which stays from one run to the next unless it lacks what this one needs, or was killed.
-
-        A new one also imports what the one before had: runs of two kinds may take turns.
+        A new one also imports the modules of the one before: runs of two kinds may alternate.
         """
-        if self._fork_server is None or not self._fork_server.alive or not set(wanted) <= set(self._preloaded):
+        if self._fork_server is None or not self._fork_server.alive or not set(modules) <= set(self._preloaded):
             self.close()
-            self._preloaded = tuple(dict.fromkeys((*self._preloaded, *wanted)))
+            self._preloaded = tuple(dict.fromkeys((*self._preloaded, *modules)))
             self._fork_server = ForkServer.start(self._preloaded)
         return self._fork_server
 
@@ -85,21 +93,10 @@ class LocalEngine(Engine):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """The owner's part of the work is small vectors."""
+    """Context manager: torch computes in one thread, as main's updates are of small vectors."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def _manners(job: Job) -> AbstractContextManager[None]:
-    """How main comes in between its workers: at once where there is a core for each, else when one of them stops."""
-    return considerate() if job.strategy.workers > len(os.sched_getaffinity(0)) else prompt()
-
-
-def _in_step(job: Job) -> bool:
-    """Whether all replicas make one update together, each worker of its part of A: then main has nothing to decide."""
-    policy = job.strategy.aggregation
-    return isinstance(policy, Synchronous) and not policy.backups

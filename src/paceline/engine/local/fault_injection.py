@@ -1,7 +1,7 @@
-"""What is to happen in a run, told beforehand: the order in which Δs arrive, and faults.
+"""Scripts of the events of a run: the order in which Δs arrive, and faults.
 
 Real processes arrive in any order. A script makes a run of them repeatable, so that it can be compared, Δ by Δ, with
-one in virtual time; and it makes a process die at a chosen moment, not at some moment.
+one in virtual time; and it makes a process die at a chosen moment.
 """
 
 import signal
@@ -17,8 +17,8 @@ from paceline.engine.local.control_block import CANCELLED, Completion
 When: TypeAlias = Literal["sent", "taken"]
 """``sent``: instead of beginning the step, whose Δ will never be; ``taken``: once its Δ has been decided on."""
 
-Untaken: TypeAlias = Callable[[], list[tuple[ReplicaId, Completion]]]
-"""The reports that lie on the board and have not been taken."""
+Pending: TypeAlias = Callable[[], list[tuple[ReplicaId, Completion]]]
+"""Returns the completions that were not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class EventScript:
-    """A value; each method returns a longer one.
+    """A value; each method returns a longer script.
 
     >>> EventScript().order((1, 1), (0, 1)).kill(replica=0, step=5).faults[0].number
     <Signals.SIGKILL: 9>
@@ -43,33 +43,26 @@ class EventScript:
     faults: tuple[Fault, ...] = ()
 
     def order(self, *arrivals: tuple[ReplicaId, Clock]) -> "EventScript":
-        """Take Δs in this order of (replica, step), and those after it as they come; replicas that left are skipped.
+        """Read Δs in this order of (replica, step), and later ones as they come; replicas that left are skipped.
 
-        Attempts that were cancelled are not arrivals; a replica has stopped before the next Δ is taken.
+        Cancelled attempts are not arrivals; a replica has stopped before the next Δ is read.
         """
         return replace(self, arrivals=self.arrivals + arrivals)
 
     def kill(self, *, replica: ReplicaId, step: Clock, when: When = "sent") -> "EventScript":
         """Kill a worker at a step."""
-        return self._with(Fault(replica, step, when, signal.SIGKILL))
+        return replace(self, faults=(*self.faults, Fault(replica, step, when, signal.SIGKILL)))
 
     def stop(self, *, replica: ReplicaId, step: Clock, when: When = "sent") -> "EventScript":
-        """Suspend a worker at a step: it lives, but does nothing any more."""
-        return self._with(Fault(replica, step, when, signal.SIGSTOP))
-
-    def _with(self, fault: Fault) -> "EventScript":
-        return replace(self, faults=(*self.faults, fault))
-
-
-def _when(told: tuple[ReplicaId, Completion]) -> int:
-    return told[1].at_ns
+        """Suspend a worker at a step: the process stays, but does nothing any more."""
+        return replace(self, faults=(*self.faults, Fault(replica, step, when, signal.SIGSTOP)))
 
 
 class FaultInjector:
-    """Carries a script out in one run.
+    """Executes a script in one run.
 
     Args:
-        script: an empty one lets everything take its course.
+        script: of the run; an empty one has no effect.
         send_signal: to the worker of a replica.
     """
 
@@ -78,41 +71,32 @@ class FaultInjector:
         self._faults = {(f.replica, f.step, f.when): f.number for f in script.faults}
         self._send_signal = send_signal
 
-    def before_grant(self, replica: ReplicaId, step: Clock) -> None:
-        """A replica is to be sent A for a step: its worker may have to meet its fault instead."""
-        if self._faults:
-            self._reached(replica, step, "sent")
-
-    def after_decision(self, replica: ReplicaId, step: Clock) -> None:
-        """A Δ has been decided on: its worker may have to meet its fault now."""
-        if self._faults:
-            self._reached(replica, step, "taken")
-
-    def due(self, untaken: Untaken, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
-        """The reports to take now, one after the other; the next is looked for when the one before has been taken."""
-        while self._order:
-            found = self._next(untaken(), coordinator)
-            if found is None:
-                return
-            yield found
-        yield from sorted(untaken(), key=_when)
-
-    def _reached(self, replica: ReplicaId, step: Clock, when: When) -> None:
-        number = self._faults.get((replica, step, when))
-        if number is not None:
+    def inject(self, replica: ReplicaId, step: Clock, when: When = "sent") -> None:
+        """Send the fault of a step that is about to be granted, or whose Δ was decided on."""
+        if self._faults and (number := self._faults.get((replica, step, when))) is not None:
             self._send_signal(replica, number)
 
+    def due(self, pending: Pending, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
+        """Yield the completions to read now; the next one is chosen when the one before has been decided on."""
+        while self._order:
+            chosen = self._next(pending(), coordinator)
+            if chosen is None:
+                return
+            yield chosen
+        yield from sorted(pending(), key=lambda each: each[1].at_ns)
+
     def _next(
-        self, told: list[tuple[ReplicaId, Completion]], coordinator: Coordinator
+        self, pending: list[tuple[ReplicaId, Completion]], coordinator: Coordinator
     ) -> tuple[ReplicaId, Completion] | None:
+        # First what is no arrival: completions of replicas that stop, were cancelled or have left.
         stopping = {replica for replica in coordinator.present if coordinator.voids(replica)}
-        for replica, report in told:
-            if replica in stopping or report.ending == CANCELLED or replica not in coordinator.present:
-                return replica, report
+        for replica, completion in pending:
+            if replica in stopping or completion.ending == CANCELLED or replica not in coordinator.present:
+                return replica, completion
         while self._order and self._order[0][0] not in coordinator.present:
             self._order.popleft()
-        for replica, report in told if self._order and not stopping else ():
-            if (replica, report.attempt) == self._order[0]:
+        for replica, completion in pending if self._order and not stopping else ():
+            if (replica, completion.attempt) == self._order[0]:
                 self._order.popleft()
-                return replica, report
+                return replica, completion
         return None

@@ -1,8 +1,10 @@
 """A replica of several workers: its leader, which is the client of the server, and the followers that it commands.
 
-One worker's part of a replica that has several: of A, of Δ, and what computes it.
+::
 
-The two sides of a replica of several workers: the leader, which talks to main, and those that follow it.
+    leader     grant --> Adopt --> advance own part --> Finish --> write own part of Δ --> completion
+                           |           |                   |
+    follower 1             +-- read    +-- advance         +-- write its part of Δ --> PartDone
 """
 
 import math
@@ -30,332 +32,316 @@ from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
 
 
-class PeerExited(Exception):  # noqa: N818 (who has ended is for main to say)
-    """Another worker of this replica has ended."""
+class PeerExited(Exception):  # noqa: N818 (main reports which worker failed)
+    """Another worker of this replica has exited."""
 
 
-class Adopt(NamedTuple):
-    """Take your part of the A that lies there."""
+class AdoptCommand(NamedTuple):
+    """Read this worker's part of a version of A."""
 
-    place: int
+    buffer: int
     version: Version
     step: Clock
-    anew: bool
-    """Whether nothing of what you have of your own is of use any more."""
+    reset: bool
+    """Whether state that the replica keeps from Δ to Δ is invalid."""
 
 
-class Advance(NamedTuple):
-    """Make a micro-step; the samples follow over the replica's group."""
+class AdvanceCommand(NamedTuple):
+    """Make a micro-step; the samples follow over the replica's process group."""
 
     clock: Clock
     samples: int
     forms: Any
-    """(input, target), with tensors that have no values; None where there are no samples."""
+    """(input, target) as meta tensors; None where there are no samples."""
 
 
-class Finish(NamedTuple):
-    """Write your part of Δ."""
+class FinishCommand(NamedTuple):
+    """Write this worker's part of Δ."""
 
     slot: int
 
 
-class End(NamedTuple):
-    """There is nothing more to do."""
+class EndCommand(NamedTuple):
+    """End the follower."""
 
 
-Word: TypeAlias = Adopt | Advance | Finish | End
+Command: TypeAlias = AdoptCommand | AdvanceCommand | FinishCommand | EndCommand
 
 
 class PartDone(NamedTuple):
-    """What a worker says of its part of a Δ, once that is written."""
+    """Facts of a worker's part of a Δ that it has written."""
 
     version: Version
-    """Of the A that it has read."""
+    """The version of A that it has read."""
     finite: bool
     samples: int
     loss: float
-    """NaN where it is not known."""
+    """NaN where this worker does not know it."""
+
+    @staticmethod
+    def merge(parts: Sequence["PartDone"]) -> Measured:
+        """Combine the parts of a Δ; the worker with the last stage, the last one, knows the loss."""
+        versions = {part.version for part in parts}
+        if len(versions) > 1:
+            raise PacelineError(
+                f"the parts of one replica read versions {sorted(versions)} of A for one Δ; this is a defect of "
+                "paceline"
+            )
+        loss, samples = parts[-1].loss, parts[0].samples
+        return Measured(loss, samples, all(p.finite for p in parts) and (not samples or math.isfinite(loss)))
 
 
 class CommandPipe:
-    """Between the leader and one follower, at either end.
+    """One end of the pipe between the leader and a follower.
 
     Args:
-        fd: of a socket of its own.
-        whom: who is at the other end.
-        timeout_s: how long an answer may take.
+        fd: of its socket.
+        peer: name of the process at the other end, for errors.
+        timeout_s: longest wait for an answer.
     """
 
-    def __init__(self, fd: int, whom: str, timeout_s: Seconds) -> None:
-        self._connection, self._whom, self._timeout_s = Connection(fd), whom, timeout_s
+    def __init__(self, fd: int, peer: str, timeout_s: Seconds) -> None:
+        self._connection, self._peer, self._timeout_s = Connection(fd), peer, timeout_s
 
-    def say(self, what: Any) -> None:
-        """Tell the other end something.
+    def send(self, message: Any) -> None:
+        """Send a message.
 
         Raises:
-            Parted: nobody is there.
+            PeerExited: the other end is closed.
         """
         try:
-            self._connection.send_bytes(pickle.dumps(what))
+            self._connection.send_bytes(pickle.dumps(message))
         except OSError as error:
-            raise PeerExited(self._whom) from error
+            raise PeerExited(self._peer) from error
 
-    def hear(self) -> Any:
-        """Wait, as long as it takes, for what the other end says.
+    def receive(self) -> Any:
+        """Wait for a message, without a bound.
 
         Raises:
-            Parted: nobody is there.
+            PeerExited: the other end is closed.
         """
         try:
             return pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError) as error:
-            raise PeerExited(self._whom) from error
+            raise PeerExited(self._peer) from error
 
     def answer(self, what: str) -> Any:
         """Wait for an answer.
 
         Args:
-            what: it is, in words.
+            what: names it, for errors.
 
         Raises:
-            Parted: nobody is there.
-            WaitTimeoutError: none has come in time.
+            PeerExited: the other end is closed.
+            WaitTimeoutError: there was none in time.
         """
         if not self._connection.poll(self._timeout_s):
             raise WaitTimeoutError(
-                f"waited {self._timeout_s:g} s for {what} of {self._whom}; write a larger timeout_s= if a step takes "
+                f"waited {self._timeout_s:g} s for {what} of {self._peer}; write a larger timeout_s= if a step takes "
                 "so long"
             )
-        return self.hear()
+        return self.receive()
 
 
-def say_all(lines: Sequence[CommandPipe], word: Word) -> None:
-    """Tell all followers."""
-    for line in lines:
-        line.say(word)
+def send_all(pipes: Sequence[CommandPipe], command: Command) -> None:
+    """Command all followers."""
+    for pipe in pipes:
+        pipe.send(command)
 
 
 class ShardMemory(Protocol):
-    """What a worker has of a replica."""
+    """One worker's part of the replica's state."""
 
     mesh: Mesh
     place: Coordinate
     """Of the worker in its replica."""
     stages: list[StageSharding]
     state: FlatState
-    """The worker's part of A."""
+    """Its part of A."""
 
 
 class ShardIO:
-    """One worker's.
+    """Reads a worker's part of A from the arena, and writes its part of Δ there.
 
     Args:
-        store: the run's vectors.
-        board: its words, which say where which version lies.
+        arena: of the run.
+        control: its control block, which says which version is in which buffer.
         place: of this worker among all workers of the run.
-        held: what it has of the replica.
+        memory: this worker's part.
         inner: computes its part of Δ.
-        forget: called where nothing that ``inner`` has of its own is of use any more.
+        reset: called where state that ``inner`` keeps from Δ to Δ is invalid.
     """
 
     def __init__(
         self,
-        store: ParameterArena,
-        board: ControlBlock,
+        arena: ParameterArena,
+        control: ControlBlock,
         place: Coordinate,
-        held: ShardMemory,
+        memory: ShardMemory,
         inner: Replica,
-        forget: Callable[[], None],
+        reset: Callable[[], None],
     ) -> None:
-        self._store, self._board, self._place, self._inner, self._forget = store, board, place, inner, forget
-        self._shard, self._stage = held.mesh.shard(held.place), held.stages[held.place.stage]
-        self._names = owned_names(held.stages, held.mesh, held.place)
-        self._mine, self._delta = held.state, held.state.layout.new()
+        self._arena, self._control, self._place, self._inner, self._reset = arena, control, place, inner, reset
+        self._shard, self._stage = memory.mesh.shard(memory.place), memory.stages[memory.place.stage]
+        self._names = owned_names(memory.stages, memory.mesh, memory.place)
+        self._state, self._delta = memory.state, memory.state.layout.new()
         self._reads: dict[int, ShardViews] = {}
         self._writes: dict[int, ShardViews] = {}
         self._version: Version = 0
 
-    def adopt(self, place: int, version: Version, *, anew: bool) -> None:
-        """Take this part of a version of A.
+    def adopt(self, buffer: int, version: Version, *, reset: bool) -> None:
+        """Read this part of a version of A.
 
         Raises:
-            PacelineError: another version lies there, or it was written meanwhile.
+            PacelineError: the buffer has another version, or was written meanwhile.
         """
-        before = self._board.version_in(place)
-        self._reading(place).take()
-        after = self._board.version_in(place)
+        if buffer not in self._reads:
+            full = self._arena.readonly_version(buffer)
+            self._reads[buffer] = ShardViews(self._state, full, self._stage.lies, self._shard)
+        before = self._control.versions[buffer]
+        self._reads[buffer].take()
+        after = self._control.versions[buffer]  # as a seqlock: the same version on both sides of the copy
         if not before == after == version:
             raise PacelineError(
                 f"replica {label(self._place)} was sent version {version} of A, but read {before} and then {after} in "
-                f"place {place}: all parts of a replica must read one version; this is a defect of paceline"
+                f"buffer {buffer}: all parts of a replica must read one version; this is a defect of paceline"
             )
         self._version = after
-        if anew:
-            self._forget()
-        self._inner.adopt(self._mine)
+        if reset:
+            self._reset()
+        self._inner.adopt(self._state)
 
     def advance(self, batch: Batch, clock: Clock) -> float:
-        """One micro-step; its mean loss, where that is known."""
+        """Make one micro-step; returns its mean loss, NaN where this worker does not know it."""
         return self._inner.advance(batch, clock)
 
     def finish(self, slot: int) -> PartDone:
         """Write this part of Δ into the replica's slot."""
         measured = self._inner.finish(self._delta)
-        self._writing(slot).put()
-        return PartDone(self._version, measured.finite, measured.samples, measured.loss)
-
-    def _reading(self, place: int) -> ShardViews:
-        if place not in self._reads:
-            whole = self._store.readonly_version(place)
-            self._reads[place] = ShardViews(self._mine, whole, self._stage.lies, self._shard)
-        return self._reads[place]
-
-    def _writing(self, slot: int) -> ShardViews:
         if slot not in self._writes:
-            whole = self._store.delta(self._place.replica, slot)
-            self._writes[slot] = ShardViews(self._delta, whole, self._stage.lies, self._shard, self._names)
-        return self._writes[slot]
+            full = self._arena.delta(self._place.replica, slot)
+            self._writes[slot] = ShardViews(self._delta, full, self._stage.lies, self._shard, self._names)
+        self._writes[slot].put()
+        return PartDone(self._version, measured.finite, measured.samples, measured.loss)
 
 
 @final
 class ReplicaLeader(Replica):
-    """All workers of a replica, as the station of its leader sees them.
+    """All workers of a replica, as the worker with the client sees them.
 
     Args:
         part: the leader's own.
-        lines: to the followers.
-        communicator: by which batches are sent; None: there are no followers.
-        station: knows which A was sent, and which slot Δ goes to.
-        told: whether a follower tells the loss of each micro-step, since the leader does not know it.
+        pipes: to the followers.
+        communicator: broadcasts batches; None: there are no followers.
+        client: knows the granted version and the slot of Δ.
+        receives_loss: whether the last follower sends the loss of each micro-step, which the leader does not know.
     """
 
     def __init__(
         self,
         part: ShardIO,
-        lines: Sequence[CommandPipe],
+        pipes: Sequence[CommandPipe],
         communicator: Communicator | None,
-        station: SharedMemoryClient,
+        client: SharedMemoryClient,
         *,
-        told: bool,
+        receives_loss: bool,
     ) -> None:
-        self._part, self._lines, self._communicator, self._station, self._told = (
-            part,
-            lines,
-            communicator,
-            station,
-            told,
-        )
-        self._anew = False
+        self._part, self._pipes, self._communicator, self._client = part, pipes, communicator, client
+        self._receives_loss, self._reset = receives_loss, False
 
     def adopt(self, state: FlatState) -> None:
-        del state  # each maps it by its place
-        order = self._station.order
-        say_all(self._lines, Adopt(order.place, order.version, self._station.attempt, self._anew))
-        self._part.adopt(order.place, order.version, anew=self._anew)
-        self._anew = False
+        del state  # each worker maps it by the index of its buffer
+        grant = self._client.grant
+        send_all(self._pipes, AdoptCommand(grant.buffer, grant.version, self._client.attempt, self._reset))
+        self._part.adopt(grant.buffer, grant.version, reset=self._reset)
+        self._reset = False
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         tensors = (batch.input, batch.target) if batch.samples else None
-        if self._lines:
-            say_all(self._lines, Advance(clock, batch.samples, map_tree(_form, tensors)))
-            map_tree(self._send, tensors)
+        if self._pipes:
+            # The forms first, so that each follower has buffers for the broadcasts.
+            send_all(self._pipes, AdvanceCommand(clock, batch.samples, map_tree(_form, tensors)))
+            map_tree(self._broadcast, tensors)
         loss = self._part.advance(batch, clock)
-        if self._told and batch.samples:
-            loss = float(self._lines[-1].answer("the loss of a micro-step"))
+        if self._receives_loss and batch.samples:
+            loss = float(self._pipes[-1].answer("the loss of a micro-step"))
         return loss
 
     def finish(self, out: FlatState) -> Measured:
-        del out  # each writes into it what it has of Δ
-        slot = self._station.order.slot
-        say_all(self._lines, Finish(slot))
-        said = [self._part.finish(slot), *(line.answer("its part of Δ") for line in self._lines)]
-        measured = _measured(said)
-        self._anew = not measured.finite
+        del out  # each worker writes its part of Δ into it
+        slot = self._client.grant.slot
+        send_all(self._pipes, FinishCommand(slot))
+        measured = PartDone.merge([self._part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self._pipes)])
+        self._reset = not measured.finite
         return measured
 
-    def _send(self, tensor: Tensor) -> Tensor:
-        assert self._communicator is not None, "nobody is there"
+    def _broadcast(self, tensor: Tensor) -> Tensor:
+        assert self._communicator is not None, "there are no followers"
         if tensor.numel():
             self._communicator.broadcast(_bytes(tensor.contiguous()), 0, "a batch")
         return tensor
 
 
-def _measured(said: Sequence[PartDone]) -> Measured:
-    """Of all parts of a Δ."""
-    versions = {each.version for each in said}
-    if len(versions) > 1:
-        raise PacelineError(
-            f"the parts of one replica read versions {sorted(versions)} of A for one Δ; this is a defect of paceline"
-        )
-    known = said[-1].loss  # the worker with the last stage knows it
-    good = all(each.finite for each in said) and (not said[0].samples or math.isfinite(known))
-    return Measured(known, said[0].samples, good)
-
-
 class Follower:
-    """Does what the leader says.
+    """Executes the commands of the leader.
 
     Args:
         part: its own.
-        line: to the leader.
-        communicator: by which batches come.
-        gauge: measures it.
-        tells: whether it tells the loss of each micro-step.
+        pipe: to the leader.
+        communicator: broadcasts batches.
+        metrics: of this worker.
+        sends_loss: whether it sends the loss of each micro-step.
     """
 
     def __init__(
-        self, part: ShardIO, line: CommandPipe, communicator: Communicator, gauge: WorkerMetrics, *, tells: bool
+        self, part: ShardIO, pipe: CommandPipe, communicator: Communicator, metrics: WorkerMetrics, *, sends_loss: bool
     ) -> None:
-        self._part, self._line, self._communicator, self._gauge, self._tells = part, line, communicator, gauge, tells
+        self._part, self._pipe, self._communicator, self._metrics = part, pipe, communicator, metrics
+        self._sends_loss = sends_loss
         self.step: Clock = 0
-        """Which Δ the replica is at."""
+        """The Δ that the replica computes, counted from 1."""
 
     def run(self) -> None:
-        """Until the leader ends it."""
+        """Execute commands until the leader ends this follower."""
         while True:
-            began = time.monotonic_ns()
-            word = self._line.hear()
-            if isinstance(word, End):
+            waiting = time.monotonic_ns()
+            command = self._pipe.receive()
+            if isinstance(command, EndCommand):
                 return
-            if isinstance(word, Adopt) and not self.step:
-                self._gauge.start()
+            if isinstance(command, AdoptCommand) and not self.step:
+                self._metrics.start()
             else:
-                self._gauge.waited(began, self.step)
-            self._do(word)
-
-    def _do(self, word: Adopt | Advance | Finish) -> None:
-        began = time.monotonic_ns()
-        if isinstance(word, Adopt):
-            self.step = word.step
-            self._part.adopt(word.place, word.version, anew=word.anew)
-            self._gauge.spent("pull", began, self.step)
-        elif isinstance(word, Advance):
-            loss = self._part.advance(self._batch(word), word.clock)
-            if self._tells and word.samples:
-                self._line.say(loss)
-            self._gauge.stepped(pushed=False)
-        else:
-            self._line.say(self._part.finish(word.slot))
-            self._gauge.spent("push", began, self.step)
-
-    def _batch(self, word: Advance) -> Batch:
-        if not word.samples:
-            return Batch(None, None, 0)
-        inputs, targets = map_tree(self._receive, word.forms)
-        return Batch(inputs, targets, word.samples)
+                self._metrics.waited(waiting, self.step)
+            began = time.monotonic_ns()
+            if isinstance(command, AdoptCommand):
+                self.step = command.step
+                self._part.adopt(command.buffer, command.version, reset=command.reset)
+                self._metrics.spent("pull", began, self.step)
+            elif isinstance(command, AdvanceCommand):
+                batch = Batch(None, None, 0)
+                if command.samples:
+                    inputs, targets = map_tree(self._receive, command.forms)
+                    batch = Batch(inputs, targets, command.samples)
+                loss = self._part.advance(batch, command.clock)
+                if self._sends_loss and command.samples:
+                    self._pipe.send(loss)
+                self._metrics.stepped(pushed=False)
+            else:
+                self._pipe.send(self._part.finish(command.slot))
+                self._metrics.spent("push", began, self.step)
 
     def _receive(self, form: Tensor) -> Tensor:
-        made = torch.empty(form.shape, dtype=form.dtype)
-        if made.numel():
-            self._communicator.broadcast(_bytes(made), 0, "a batch")
-        return made
+        tensor = torch.empty(form.shape, dtype=form.dtype)
+        if tensor.numel():
+            self._communicator.broadcast(_bytes(tensor), 0, "a batch")
+        return tensor
 
 
 def _form(tensor: Tensor) -> Tensor:
-    """Its shape and its dtype, without values."""
+    """Return a tensor of this shape and dtype without values."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of it as one vector: the same memory."""
+    """View a contiguous tensor as one vector of bytes, which every backend broadcasts."""
     return tensor.detach().view(-1).view(torch.uint8)

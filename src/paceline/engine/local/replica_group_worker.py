@@ -2,29 +2,24 @@
 
 ::
 
-    main --- orders, bell ---> leader (stage 0, shard 0): the loop, the batches, the reports
-                                  |  words, batches
-                                  +---> follower (stage 0, shard 1), follower (stage 1, shard 0), ...
+    main --- grants, wakeups ---> leader (stage 0, shard 0): the loop, the batches, the completions
+                                    |  commands, batches
+                                    +---> follower (stage 0, shard 1), follower (stage 1, shard 0), ...
 
-Of each replica the workers have a process group of their own. Where one of them has ended, the others do so without a
-word: main has seen it.
+The workers of each replica have a process group of their own. Where one of them has exited, the others exit without a
+message, since main has seen it.
 """
 
 import contextlib
 import functools
 import json
 import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm import liveness
-from paceline.comm.linux import keep_freed_memory
-from paceline.comm.shared_pickle import SharedObject, unpack
-from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.delta import Distance
 from paceline.core.errors import (
     LONGEST_TRACEBACK,
@@ -36,10 +31,16 @@ from paceline.core.errors import (
 )
 from paceline.core.mesh import Coordinate
 from paceline.engine.base import Job
-from paceline.engine.local.client import SharedMemoryClient
-from paceline.engine.local.control_block import MetricsBlock
-from paceline.engine.local.replica_group import CommandPipe, End, Follower, PeerExited, ReplicaLeader, ShardIO, say_all
-from paceline.engine.local.worker import metrics_block, open_arena
+from paceline.engine.local.replica_group import (
+    CommandPipe,
+    EndCommand,
+    Follower,
+    PeerExited,
+    ReplicaLeader,
+    ShardIO,
+    send_all,
+)
+from paceline.engine.local.worker import connect, connected, open_arena
 from paceline.engine.local.worker_processes import PEER_DIED, label
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
@@ -50,203 +51,173 @@ from paceline.engine.spmd.sharded_local_sgd import ShardedLocalSGD
 from paceline.engine.spmd.shared_model import build_once_per_host
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import remove_workers_file
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout
 from paceline.replica.module_utils import materialize
-from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder
+from paceline.trace.recorder import NullRecorder, Recorder
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
-    """The process's entry.
+    """Run a worker process of a replica of several.
 
     Args:
-        args: ``place``, of this worker; ``store``, the path of a file by which its replica meets;
-            ``remembers``, of the run's memory; ``traced``, whether there is a file for spans.
-        fds: what it shares with the coordinator, then lines: the leader's to each follower, a follower's to its leader.
+        args: ``place``, of this worker; ``store``, the path of the file by which its replica's workers rendezvous;
+            ``remembers``, vectors of optimizer state in the arena; ``traced``, whether there is a file for spans.
+        fds: arena, job, eventfds of the replica and of main, link to main, the file for spans, then pipes: the
+            leader's to each follower, a follower's to its leader.
     """
-    keep_freed_memory()
-    store_fd, job_fd, mine, coordinator, link_fd, *rest = fds
-    trace = rest.pop(0) if args["traced"] else None
-    with socket.socket(fileno=link_fd) as link:
+    arena_fd, job_fd, own_fd, main_fd, link_fd, *rest = fds
+    place = Coordinate(*args["place"])
+    with connected(job_fd, link_fd, functools.partial(_message, place)) as (job, link):
+        recorder = Recorder(*place, rest.pop(0)) if args["traced"] else NullRecorder()
+        set_threads_and_seed(job, place.replica)
+        mesh = job.strategy.mesh
+        worker, ranks = mesh.rank(place), mesh.replica_ranks(place.replica)
+        size, rank = len(ranks), worker - ranks.start
+        if size > 1:
+            file_rendezvous(rank, size, args["store"], job.timeout_s)
+        world = LaunchEnv(rank, size, job.strategy.workers, one_host=True)
+        group = open_rank_context(world, BACKEND, "cpu", job.timeout_s, watched=True)
         try:
-            job: Job = unpack(SharedObject(job_fd))
-            if job.out is not None:
-                liveness.when_orphaned(functools.partial(remove_workers_file, job.out))
-            place = Coordinate(*args["place"])
-            recorder = Recorder(*place, trace) if trace is not None else NullRecorder()
-            _Member(job, place, args, store_fd, rest, recorder).live(EventFd(mine), EventFd(coordinator), link)
-        except SystemExit:
-            raise
-        except BaseException as error:
-            with contextlib.suppress(OSError):  # main has gone, or wants no more
-                link.send(_said(args["place"], error))
-            raise SystemExit(1) from error
+            with group as context, _named(place, context):
+                with build_once_per_host(functools.partial(materialize, job.program), context) as module:
+                    member = _Member(job, place, context, module, recorder, args["remembers"], arena_fd)
+                others = [other for other in ranks if other != worker] if rank == 0 else [ranks.start]
+                names = [f"replica {label(mesh.place(other))}" for other in others] if rest else []
+                pipes = [CommandPipe(fd, name, job.timeout_s) for fd, name in zip(rest, names, strict=True)]
+                work = member.leader(pipes, own_fd, main_fd) if rank == 0 else member.follower(pipes[0])
+                link.send(json.dumps({"ready": worker, "pid": os.getpid()}).encode())
+                work()
+        finally:
+            if size > 1:
+                dist.destroy_process_group()
 
 
-def _said(place: Sequence[int], error: BaseException) -> bytes:
-    """The message that tells main of an error, and at least of which replica it is."""
+def _message(place: Coordinate, error: BaseException) -> bytes | None:
+    """Return the message to main of an error, which names the replica at least; None: the process exits quietly."""
+    if isinstance(error, SystemExit):
+        return None
     if not isinstance(error, PacelineError):
-        return encode_failure(label(Coordinate(*place)), error)
+        return encode_failure(label(place), error)
     text = str(error)
     if isinstance(error, (WaitTimeoutError, WorkerError)) and not text.startswith("replica "):
-        text = f"replica {place[0]}: {text}"
+        text = f"replica {place.replica}: {text}"
     if len(text) > LONGEST_TRACEBACK:
         text = f"{text[:1000]}\n...\n{text[-LONGEST_TRACEBACK:]}"
     return json.dumps({"kind": type(error).__name__, "said": text}).encode()
 
 
+@contextlib.contextmanager
+def _named(place: Coordinate, context: RankContext) -> Iterator[None]:
+    """Context manager: errors name this worker; it exits quietly where another one of the replica has exited."""
+    try:
+        yield
+    except PeerExited as error:
+        raise SystemExit(PEER_DIED) from error
+    except Exception as error:
+        if context.registry.first_exited() is not None:
+            raise SystemExit(PEER_DIED) from error
+        first = context.store_signals is None or context.store_signals.first_failure() is None
+        if isinstance(error, WorkerError) and first:
+            raise WorkerError(f"replica {label(place)}: {error}") from error
+        if isinstance(error, PacelineError):
+            raise
+        raise WorkerError(failure_text(json.loads(encode_failure(label(place), error)))) from error
+
+
 class _Member:
-    """One worker.
+    """One worker with its part of the replica; all workers of the replica build theirs together.
 
     Args:
         job: of the run.
-        place: which worker.
-        args: of the process.
-        store_fd: of the run's memory.
-        lines: to the others of its replica.
-        recorder: of its spans.
+        place: of this worker.
+        context: the workers of the replica.
+        module: with the values of A_0.
+        recorder: of this worker's spans.
+        optimizer_vectors: of the arena.
+        arena_fd: of the arena.
     """
 
     def __init__(
         self,
         job: Job,
         place: Coordinate,
-        args: dict[str, Any],
-        store_fd: int,
-        lines: Sequence[int],
-        recorder: AnyRecorder,
+        context: RankContext,
+        module: nn.Module,
+        recorder: Recorder | NullRecorder,
+        optimizer_vectors: int,
+        arena_fd: int,
     ) -> None:
-        self._job, self._place, self._recorder = job, place, recorder
-        self._worker = job.strategy.mesh.rank(place)
-        self._setup, self._mesh = RunContext.of(job), job.strategy.mesh
-        ranks = self._mesh.replica_ranks(place.replica)
-        self._rank, self._size = self._worker - ranks.start, len(ranks)
-        self._leads = self._rank == 0
-        set_threads_and_seed(job, place.replica)
-        self._remembers, self._store_fd = args["remembers"], store_fd
-        others = [rank for rank in ranks if rank != self._worker] if self._leads else [ranks.start]
-        who = [f"replica {label(self._mesh.place(rank))}" for rank in others]
-        self._lines = (
-            [CommandPipe(fd, whom, job.timeout_s) for fd, whom in zip(lines, who, strict=True)] if lines else []
+        self._job, self._place, self._context, self._recorder = job, place, context, recorder
+        self._run = run = RunContext.of(job)
+        self._worker, self._staged = job.strategy.mesh.rank(place), len(job.strategy.mesh.stage_workers) > 1
+        layout = FlatLayout.of(module, job.running_buffers)
+        self._arena, self._control = open_arena(run, layout, optimizer_vectors, arena_fd)
+        setup = RankSetup(run, context, BACKEND, module, layout, place.replica)
+        ranks = PipelineRank(setup) if job.strategy.pipelined else TensorParallelRank(setup)
+        self._bytes = ranks.layout.parameter_bytes
+        self._control.metrics.parameter_bytes[self._worker] = self._bytes
+
+        steps = 1 if run.local_sgd else micro_steps(run.delta)
+        inner: Replica = (
+            pipelined(ranks, steps, recorder) if isinstance(ranks, PipelineRank) else ranks.worker(steps, recorder)
         )
-        self._path: str = args["store"]
+        reset: Callable[[], None] = _no_reset
+        if run.local_sgd:
+            inner = stepping = ShardedLocalSGD(
+                job.program,
+                inner,
+                ranks.whole,
+                ranks.layout,
+                owned_names(ranks.stages, ranks.mesh, ranks.place),
+                lambda square: float(sum(context.gather(square, "the norm of a gradient"))),
+                run.policy.adopt,
+                distance=isinstance(run.delta, Distance),
+            )
+            reset = stepping.forget
+        self._part = ShardIO(self._arena, self._control, place, ranks, inner, reset)
 
-    def live(self, mine: EventFd, coordinator: EventFd, link: socket.socket) -> None:
-        """From meeting the others to the end."""
-        if self._size > 1:
-            file_rendezvous(self._rank, self._size, self._path, self._job.timeout_s)
-        world = LaunchEnv(self._rank, self._size, self._job.strategy.workers, one_host=True)
-        try:
-            with (
-                open_rank_context(world, BACKEND, "cpu", self._job.timeout_s, watched=True) as context,
-                self._named(context),
-            ):
-                with build_once_per_host(functools.partial(materialize, self._job.program), context) as module:
-                    part = self._part(context, module)
-                work = self._led(context, part, mine, coordinator) if self._leads else self._following(context, part)
-                link.send(json.dumps({"ready": self._worker, "pid": os.getpid()}).encode())
-                work()
-        finally:
-            if self._size > 1:
-                dist.destroy_process_group()
-
-    @contextlib.contextmanager
-    def _named(self, context: RankContext) -> Iterator[None]:
-        """Say who has failed; say nothing where another one of the replica has ended."""
-        try:
-            yield
-        except PeerExited as parted:
-            raise SystemExit(PEER_DIED) from parted
-        except Exception as error:
-            if context.registry.first_exited() is not None:
-                raise SystemExit(PEER_DIED) from error
-            if isinstance(error, WorkerError) and _first_to_fail(context):
-                raise WorkerError(f"replica {label(self._place)}: {error}") from error
-            if isinstance(error, PacelineError):
-                raise
-            raise WorkerError(failure_text(json.loads(encode_failure(label(self._place), error)))) from error
-
-    # ----------------------------------------------------------------------------------------------- what it works with
-
-    def _part(self, context: RankContext, module: nn.Module) -> ShardIO:
-        """Its part of the replica; all workers of that make theirs together."""
-        layout = FlatLayout.of(module, self._job.running_buffers)
-        self._store, self._board = open_arena(self._setup, layout, self._remembers, self._store_fd)
-        rank_setup = RankSetup(self._setup, context, BACKEND, module, layout, self._place.replica)
-        held = PipelineRank(rank_setup) if self._job.strategy.pipelined else TensorParallelRank(rank_setup)
-        self._bytes = held.layout.parameter_bytes
-        metrics_block(self._setup, self._store).set_parameter_bytes(self._worker, self._bytes)
-        steps = 1 if self._setup.local_sgd else micro_steps(self._setup.delta)
-        if isinstance(held, PipelineRank):
-            inner: Replica = pipelined(held, steps, self._recorder)
-        else:
-            inner = held.worker(steps, self._recorder)
-        if not self._setup.local_sgd:
-            return ShardIO(self._store, self._board, self._place, held, inner, _nothing)
-        own = self._walking(context, held, inner)
-        return ShardIO(self._store, self._board, self._place, held, own, own.forget)
-
-    def _walking(
-        self, context: RankContext, held: PipelineRank | TensorParallelRank, inner: Replica
-    ) -> ShardedLocalSGD:
-        def summed(mine: float) -> float:
-            return float(sum(context.gather(mine, "the norm of a gradient")))
-
-        return ShardedLocalSGD(
-            self._job.program,
-            inner,
-            held.whole,
-            held.layout,
-            owned_names(held.stages, held.mesh, held.place),
-            summed,
-            self._setup.policy.adopt,
-            distance=isinstance(self._setup.delta, Distance),
-        )
-
-    def _led(self, context: RankContext, part: ShardIO, mine: EventFd, coordinator: EventFd) -> Callable[[], None]:
-        setup, replica, board = self._setup, self._place.replica, self._board
-        alarms = Wakeup(mine, board.sleep_flag(replica)), Wakeup(coordinator, board.sleep_flag(None))
-        station = SharedMemoryClient(self._store, board, replica, *alarms)
-        gauge = WorkerMetrics(board, replica, self._recorder, 2 * self._bytes, setup.per_step)
-        told = len(self._mesh.stage_workers) > 1
-        led = ReplicaLeader(part, self._lines, context.communicator, station, told=told)
-        worker = ClientWorker(setup, replica, InstrumentedReplica(led, gauge, station, self._bytes), station, gauge)
+    def leader(self, pipes: Sequence[CommandPipe], own_fd: int, main_fd: int) -> Callable[[], None]:
+        """Build the replica's worker and return its work."""
+        client = connect(self._arena, self._control, self._place.replica, own_fd, main_fd)
+        metrics = self._metrics(2 * self._bytes)
+        leader = ReplicaLeader(self._part, pipes, self._context.communicator, client, receives_loss=self._staged)
+        measured = InstrumentedReplica(leader, metrics, client, self._bytes)
+        worker = ClientWorker(self._run, self._place.replica, measured, client, metrics)
 
         def work() -> None:
             worker.run(self._job.loop)
-            say_all(self._lines, End())
-            seen = board.figures(replica)
-            board.measure(replica, seen._replace(payload_bytes=seen.payload_bytes + _sent(context)))
+            send_all(pipes, EndCommand())
+            self._add_payload(0)
 
         return work
 
-    def _following(self, context: RankContext, part: ShardIO) -> Callable[[], None]:
-        assert context.communicator is not None, "a follower has a leader"
-        sheet: MetricsBlock = metrics_block(self._setup, self._store)
-        gauge = WorkerMetrics(sheet, self._worker, self._recorder, 0, self._setup.per_step)
-        last = self._rank == self._size - 1 and len(self._mesh.stage_workers) > 1
-        follower = Follower(part, self._lines[0], context.communicator, gauge, tells=last)
+    def follower(self, pipe: CommandPipe) -> Callable[[], None]:
+        """Build a follower and return its work."""
+        assert self._context.communicator is not None, "a follower has a leader"
+        metrics = self._metrics(0)
+        last = self._context.world.rank == self._context.world.size - 1
+        follower = Follower(self._part, pipe, self._context.communicator, metrics, sends_loss=last and self._staged)
 
         def work() -> None:
             try:
                 follower.run()
             finally:
-                gauge.close()
-            seen = sheet.figures(self._worker)
-            sheet.measure(self._worker, seen._replace(payload_bytes=2 * self._bytes * follower.step + _sent(context)))
+                metrics.close()
+            self._add_payload(2 * self._bytes * follower.step)
 
         return work
 
+    def _metrics(self, step_bytes: int) -> WorkerMetrics:
+        return WorkerMetrics(self._control.metrics, self._worker, self._recorder, step_bytes, self._run.per_step)
 
-def _first_to_fail(context: RankContext) -> bool:
-    """Whether no other worker of the replica has said why it ends."""
-    return context.store_signals is None or context.store_signals.first_failure() is None
+    def _add_payload(self, nbytes: int) -> None:
+        """Add the parts of A and Δ that a follower moved, and the bytes that this worker sent within the replica."""
+        metrics, communicator = self._control.metrics, self._context.communicator
+        figures = metrics.figures(self._worker)
+        payload = figures.payload_bytes + nbytes + (communicator.sent_bytes if communicator is not None else 0)
+        metrics.measure(self._worker, figures._replace(payload_bytes=payload))
 
 
-def _nothing() -> None:
-    """A gradient begins anew with each A."""
-
-
-def _sent(context: RankContext) -> int:
-    return context.communicator.sent_bytes if context.communicator is not None else 0
+def _no_reset() -> None:
+    """Do nothing: a gradient keeps no state from Δ to Δ."""

@@ -23,11 +23,11 @@ from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import ReplicaExit, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
-from paceline.engine.local.control_block import ARRIVED, REPORTS, Completion
+from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
-from paceline.engine.local.server import SharedMemoryServer
-from paceline.engine.local.worker import metrics_block, open_arena
+from paceline.engine.local.server import ServerContext, SharedMemoryServer
+from paceline.engine.local.worker import open_arena
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, InterruptGuard, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
@@ -100,19 +100,20 @@ class LocalRun:
         self._faults = FaultInjector(script, workers.signal)
         # Attempts that a replica may be ahead: where it waits for no decision, and passes no evaluation point by.
         between = math.inf if job.budget.unit == "seconds" else job.budget.evaluate_every / 2
-        self._max_ahead = 0 if context.delta_slots or script != EventScript() else int(min(REPORTS - 1, between))
-        self._server = SharedMemoryServer(
-            context,
-            self._arena,
-            self._control_block,
-            optimizer,
-            workers,
-            waiting=lambda: self._coordinator.waiting,
-            ahead=lambda r: min(self._max_ahead, self._loop.quota.guaranteed(r)) if self._max_ahead else 0,
-            about_to_send=self._faults.before_grant,
+        self._max_lead = 0 if context.delta_slots or script != EventScript() else int(min(COMPLETIONS - 1, between))
+        server_context = ServerContext(
+            run=context,
+            arena=self._arena,
+            control=self._control_block,
+            owner=optimizer,
+            workers=workers,
             recorder=self._spans.recorder,
-            meter=estimator,
+            estimator=estimator,
+            idle=lambda: self._coordinator.waiting,
+            lead=lambda r: min(self._max_lead, self._loop.quota.guaranteed(r)) if self._max_lead else 0,
+            before_grant=self._faults.inject,
         )
+        self._server = SharedMemoryServer(server_context)
         self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise)
         self._coordinator = self._loop.coordinator
         self._began: Nanoseconds = time.monotonic_ns()
@@ -168,8 +169,8 @@ class LocalRun:
                 loop.check_hang(
                     self._now(),
                     "main",
-                    excused_until=lambda r: (self._control_block.paused_until(r) - self._began) * 1e-9,
-                    attempt=self._server.attempt,
+                    excused_until=lambda r: (self._control_block.paused_until_ns[r] - self._began) * 1e-9,
+                    attempt=lambda r: self._server.attempts[r],
                     busy=lambda: bool(self._server.pending()),  # main itself may have been suspended
                 )
         if len(loop.exits) == self._context.replicas:
@@ -248,7 +249,7 @@ class LocalRun:
             return
         now = self._now()
         if done.ending == ARRIVED and not coordinator.voids(replica):
-            observed = server.observer.observe(server.hold_delta(replica, done), now)
+            observed = server.statistics.observe(server.hold_delta(replica, done), now)
             loss = done.loss if done.samples else None
             # Where A is written in place, a step may be taken before another whose result it has read.
             version = min(done.version, coordinator.version)
@@ -257,7 +258,7 @@ class LocalRun:
             server.release(replica, done)
             coordinator.cancelled(replica)
         self._loop.handled(self._now())  # an update may have taken time
-        self._faults.after_decision(replica, done.attempt)
+        self._faults.inject(replica, done.attempt, "taken")
 
     def _worker_ended(self, worker: int) -> None:
         """Handle the end of a process: unless it was told to end, its replica leaves."""
@@ -294,19 +295,14 @@ class LocalRun:
         return Outcome(model.state_dict(), model, records, account, spans)
 
     def _figures(self, seconds: Seconds) -> list[WorkerFigures]:
-        """Return the figures of all workers; those of each replica's leader are in the control block."""
-        context, leaders = self._context, self._control_block
-        mesh, followers = self._job.strategy.mesh, metrics_block(context, self._arena)
+        mesh, metrics = self._job.strategy.mesh, self._control_block.metrics
         size, figures = self._server.state.layout.parameter_bytes, list[WorkerFigures]()
         # A worker with an optimizer of its own does not report its size.
-        own_bytes = 0 if context.delta_slots and not context.local_sgd else None
+        own_bytes = 0 if self._context.delta_slots and not self._context.local_sgd else None
         for worker in range(mesh.workers):
-            place = mesh.place(worker)
-            leads = worker == mesh.replica_ranks(place.replica).start
-            measured = leaders.figures(place.replica) if leads else followers.figures(worker)
-            times = leaders.step_times(place.replica) if leads else followers.step_times(worker)
-            parameter_bytes = followers.parameter_bytes_of(worker) if self._job.strategy.spread else size
-            row = worker_figures(place, measured, times, parameter_bytes, seconds)
+            measured, times = metrics.figures(worker), metrics.step_times(worker)
+            parameter_bytes = metrics.parameter_bytes[worker] if self._job.strategy.spread else size
+            row = worker_figures(mesh.place(worker), measured, times, parameter_bytes, seconds)
             figures.append(replace(row, optimizer_bytes=own_bytes))
         return figures
 

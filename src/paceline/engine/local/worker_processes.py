@@ -49,8 +49,8 @@ class WorkerProcesses:
 
     Args:
         fork_server: spawns them.
-        store: the parameters and Δs.
-        board: the control block.
+        arena: of the run.
+        control: its control block.
         shared_job: the job, in shared memory.
         mesh: coordinates of the workers.
         rendezvous: folder of the rendezvous files of replicas of several workers; None: each replica is one worker.
@@ -62,8 +62,8 @@ class WorkerProcesses:
     def __init__(
         self,
         fork_server: ForkServer,
-        store: ParameterArena,
-        board: ControlBlock,
+        arena: ParameterArena,
+        control: ControlBlock,
         shared_job: SharedObject,
         mesh: Mesh,
         rendezvous: str | None,
@@ -74,18 +74,18 @@ class WorkerProcesses:
     ) -> None:
         self._processes = ProcessSupervisor(fork_server)
         self._mesh, self._rendezvous, self._entry, self._timeout_s = mesh, rendezvous, entry, timeout_s
-        self._args = {"remembers": store.plan.remembers}
+        self._args = {"remembers": arena.layout.optimizer_vectors}
         self._ready: set[int] = set()
-        self._eventfds = [EventFd() for _ in range(store.plan.replicas)]
-        self._wakeups = [Wakeup(eventfd, board.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
+        self._eventfds = [EventFd() for _ in range(arena.layout.replicas)]
+        self._wakeups = [Wakeup(eventfd, control.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
         # Datagrams: one socket for all workers, and a message is never cut or mixed with another one.
         self._link, self._remote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
         self._traces = [memfd_create(f"paceline:spans {r}") for r in range(mesh.workers)] if trace else []
         self.eventfd = EventFd()
-        self.wakeup = Wakeup(self.eventfd, board.sleep_flag(None))
+        self.wakeup = Wakeup(self.eventfd, control.sleep_flag(None))
         """Main's own, for workers to notify."""
-        self._fds = (store.segment.fd, shared_job.fd, self.eventfd.fileno(), self._remote_link.fileno())
+        self._fds = (arena.segment.fd, shared_job.fd, self.eventfd.fileno(), self._remote_link.fileno())
         self.insisted: Callable[[], bool] = lambda: False
         """Returns True if main is to wait for nothing, as after a second Ctrl-C."""
         self.living: set[ReplicaId] = set()

@@ -1,4 +1,4 @@
-"""Ray itself: one of this engine's own, on this host alone, or one that is running already."""
+"""The connection to Ray: to one of this engine's own, on this host alone, or to a running one."""
 
 import contextlib
 import importlib.util
@@ -18,13 +18,13 @@ from paceline.core.errors import InputError, PacelineError
 from paceline.engine.ray.janitor import FAREWELL
 
 STORE_SHARE = 0.25
-"""Of the memory that is free: how much the object store of a Ray of our own may fill."""
+"""Share of the available memory that the object store of a Ray of our own may fill."""
 
 LEAST_STORE_BYTES = 100 << 20
-"""Ray takes no smaller one."""
+"""Ray accepts no smaller object store."""
 
 LONGEST_FOLDER = 36
-"""Characters; Ray's sockets lie 65 deeper, and their paths have room for 107."""
+"""Characters; the paths of Ray's sockets are 65 longer, and a socket's path has room for 107."""
 
 # Without the first, Ray listens on all interfaces of a Linux host whatever its address; the second reports nothing.
 _ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -39,21 +39,21 @@ def require_ray() -> None:
 
 
 class Janitor:
-    """Removes what a killed process would leave: a child that outlives it for a moment."""
+    """Removes files that a killed process would leave: a child process that outlives it for a moment."""
 
     def __init__(self) -> None:
-        janitor = Path(__file__).with_name("janitor.py")
+        script = Path(__file__).with_name("janitor.py")
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(janitor)], stdin=subprocess.PIPE, start_new_session=True, text=True
+            [sys.executable, "-I", "-S", str(script)], stdin=subprocess.PIPE, start_new_session=True, text=True
         )
 
-    def mind(self, path: Path | str) -> None:
-        """From now on this goes when this process does."""
+    def remove_on_exit(self, path: Path | str) -> None:
+        """Remove this path when the parent process ends."""
         assert self._process.stdin is not None
         print(os.path.abspath(path), file=self._process.stdin, flush=True)
 
     def close(self) -> None:
-        """Let it remove all that it minds, and wait for that."""
+        """Remove all of these paths now, and wait for that."""
         assert self._process.stdin is not None
         print(FAREWELL, file=self._process.stdin)
         self._process.stdin.close()
@@ -61,52 +61,59 @@ class Janitor:
 
 
 class Cluster:
-    """A connection to Ray; there is one in a process at a time.
+    """A connection to Ray; a process has one at a time.
 
     Args:
-        address: ``auto`` or ``HOST:PORT`` of a Ray that is running; None: start one, for this host alone.
+        address: ``auto`` or ``HOST:PORT`` of a running Ray; None: start one, for this host alone.
 
     Raises:
-        InputError: no Ray there; or one is in this process already, and another is asked for.
+        InputError: there is no Ray at the address; or this process is connected already, and is to start another.
     """
 
     def __init__(self, address: str | None) -> None:
-        self._address = address
+        import ray
+
         self._janitor: Janitor | None = Janitor()
-        self._mine = False
-        self._sigterm = signal.getsignal(signal.SIGTERM)  # Ray puts its own there, and leaves it
+        self._connected = False
+        self._sigterm = signal.getsignal(signal.SIGTERM)  # Ray installs its own handler, and leaves it
+        before = {*os.environ}
         self._added: set[str] = set()
-        """What it adds to this process's environment, to be told to the Ray that was started or joined."""
+        """Environment variables of Ray, which are removed so that another Ray can be started or joined later."""
         try:
-            self._open()
+            if not ray.is_initialized():
+                if address is None:
+                    self._start()
+                else:
+                    self._join(address)
+            elif address is None:
+                raise InputError(
+                    "this process is connected to a Ray already, and can't start another; write engine='ray:auto' to "
+                    "use that one, or ray.shutdown() first"
+                )
+            self._added = os.environ.keys() - before
         except BaseException:
             self.close()
             raise
 
     @property
-    def own(self) -> bool:
-        """Whether it was started here, and ends here."""
-        return self._address is None
-
-    @property
     def gpus(self) -> int:
-        """How many GPUs its nodes have."""
+        """Number of GPUs of all nodes."""
         import ray
 
         return int(ray.cluster_resources().get("GPU", 0))
 
-    def mind(self, path: Path | str) -> None:
-        """Have it removed when this is closed, or this process is killed."""
+    def remove_on_exit(self, path: Path | str) -> None:
+        """Remove this path when the connection is closed, or this process is killed."""
         assert self._janitor is not None, "it is closed"
-        self._janitor.mind(path)
+        self._janitor.remove_on_exit(path)
 
     def close(self) -> None:
-        """Leave it; end it where it is our own."""
+        """Disconnect; ends a Ray of our own."""
         import ray
 
-        if self._mine:
+        if self._connected:
             ray.shutdown()
-            self._mine = False
+            self._connected = False
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, self._sigterm)
             for name in self._added:
@@ -115,29 +122,15 @@ class Cluster:
             self._janitor.close()
             self._janitor = None
 
-    def _open(self) -> None:
-        import ray
-
-        before = {*os.environ}
-        if ray.is_initialized():
-            if self.own:
-                raise InputError(
-                    "this process is connected to a Ray already, and can't start another; write engine='ray:auto' to "
-                    "use that one, or ray.shutdown() first"
-                )
-        elif self.own:
-            self._start()
-        else:
-            self._join()
-        self._added = os.environ.keys() - before
-
     def _start(self) -> None:
+        """Start a Ray that is reachable from this host alone."""
         import ray
 
-        folder = _short_folder()
-        self.mind(folder)
-        self._mine = True
-        with _for_this_host():
+        usual = tempfile.gettempdir()
+        folder = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp")
+        self.remove_on_exit(folder)
+        self._connected = True
+        with _local_environment():
             ray.init(
                 num_cpus=len(os.sched_getaffinity(0)),
                 include_dashboard=False,
@@ -149,33 +142,27 @@ class Cluster:
                 _system_config={"worker_niceness": 0},
             )
 
-    def _join(self) -> None:
+    def _join(self, address: str) -> None:
         import ray
 
         try:
-            ray.init(self._address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"engine='ray:{self._address}': there is no Ray to join ({str(error).strip().splitlines()[0]}); start "
+                f"engine='ray:{address}': there is no Ray to join ({str(error).strip().splitlines()[0]}); start "
                 "one with ray start --head, or write engine='ray'"
             ) from error
-        self._mine = True
-
-
-def _short_folder() -> str:
-    """A new folder for Ray's sockets and logs, where their paths are not too long."""
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp")
+        self._connected = True
 
 
 @contextlib.contextmanager
-def _for_this_host() -> Iterator[None]:
-    """What makes Ray keep to itself, for as long as it starts."""
+def _local_environment() -> Iterator[None]:
+    """Context manager: a Ray that starts inside listens on this host alone."""
     from ray._private import ray_constants
 
     constants: Any = ray_constants
     before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    reachable = constants.ENABLE_RAY_CLUSTER  # read as Ray is imported, which may have been long ago
+    reachable = constants.ENABLE_RAY_CLUSTER  # read when Ray was imported, maybe before the environment was set
     os.environ.update(_ENVIRONMENT)
     constants.ENABLE_RAY_CLUSTER = False
     try:
@@ -189,8 +176,8 @@ def _for_this_host() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def missing_here(error: BaseException) -> PacelineError | None:
-    """What to say where an actor can't start because its node lacks Paceline; None where that is not why."""
+def missing_package(error: BaseException) -> PacelineError | None:
+    """Return the error to raise where an actor can't start since its node lacks Paceline; None: another reason."""
     if "No module named 'paceline" not in str(error):
         return None
     return InputError("a node of the Ray cluster has no paceline; write pip install 'paceline[ray]' on every node")

@@ -1,4 +1,4 @@
-"""The Ray engine: replicas, scorer and the server of A as actors."""
+"""The Ray engine: replicas, the evaluator and the parameter server as actors."""
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 @register("ray")
 class RayEngine(Engine):
-    """Keeps Ray and its actors from one run to the next.
+    """Runs jobs on Ray; keeps its connection and its actors from one run to the next.
 
     Args:
         address: ``auto`` or ``HOST:PORT`` of a cluster that is running, on whose nodes paceline is installed; it is
-            left running. None: a Ray of its own on this host, which nobody else can reach and which ends with it.
+            left running. None: a Ray of its own, which is reachable from this host alone and ends with the engine.
         replace: whether another replica takes the place of one that dies, with the current A and the batches that
-            follow; otherwise the others go on without it.
+            follow; otherwise the others continue without it.
 
     Raises:
         InputError: Ray is not installed.
@@ -35,7 +35,7 @@ class RayEngine(Engine):
         require_ray()
         self._address, self._replace = address, replace
         self._cluster: Cluster | None = None
-        self._crew: ActorPool | None = None
+        self._pool: ActorPool | None = None
         self._runs = 0
 
     @classmethod
@@ -49,28 +49,28 @@ class RayEngine(Engine):
         refuse_torchrun(self.name)
         if self._address is None:
             refuse_absent_gpu(job)  # its own Ray has this host's; none is started to learn that
-        elif strategy.device.startswith("cuda") and not self._joined().gpus:
+        elif strategy.device.startswith("cuda") and not self._connect().gpus:
             raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         from paceline.engine.ray.actor_pool import ActorPool
         from paceline.engine.ray.run import RayRun
 
-        cluster = self._joined()
-        self._crew = self._crew or ActorPool()
+        cluster = self._connect()
+        self._pool = self._pool or ActorPool()
         self._runs += 1
         with ExitStack() as closing:
-            run = RayRun(job, cluster, self._crew, watch, closing, number=self._runs, replace=self._replace)
+            run = RayRun(job, cluster, self._pool, watch, closing, number=self._runs, replace=self._replace)
             return run.outcome()
 
     def close(self) -> None:
-        if self._crew is not None:
-            self._crew.close()
-            self._crew = None
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
 
-    def _joined(self) -> Cluster:
+    def _connect(self) -> Cluster:
         self._cluster = self._cluster or Cluster(self._address)
         return self._cluster

@@ -9,7 +9,7 @@ from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
 from paceline.engine.ray.messages import Bytes, WorkerLocation, state_of, unpack
-from paceline.engine.ray.replica import place
+from paceline.engine.ray.replica import own_location
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
@@ -103,7 +103,7 @@ class EvaluatorActor:
 
     def place(self) -> WorkerLocation:
         """Return the process and the node of this actor."""
-        return place()
+        return own_location()
 
     def open(self, parts: Sequence[Bytes]) -> None:
         """Begin a run."""

@@ -1,9 +1,7 @@
-"""Executes the coordinator's decisions on Ray: A moves, Δs are dropped, replicas are answered.
+"""Executes the coordinator's decisions on Ray: updates A, discards Δs, answers replicas.
 
-What the coordinator decides, done: A moves, Δs are dropped, replicas are answered.
-
-An update writes its A into vectors of its own, so those that were sent, or handed in for scoring, are never written
-again.
+An update writes its A into new vectors: those that were sent, or handed in for evaluation, are never written again,
+since the object store and other actors read them without a copy.
 """
 
 import asyncio
@@ -23,55 +21,57 @@ from paceline.trace.spans import SERVER
 
 
 class ReplicaRecord:
-    """What one replica was sent, and what it told; several in a row may have its name."""
+    """Grants, figures and pending reply of one replica; several actors in a row may be that replica."""
 
     def __init__(self) -> None:
         self.attempt = self.micro_steps = 0
-        """What it was sent A for, in all."""
+        """The newest grant, and the micro-steps of all grants."""
         self.ready = self.finished = self.dead = False
-        """Whether its model is built; whether its loop has ended; whether it has died, and no other is there."""
+        """Whether its model is built; its loop has ended; it has died, and no other actor has replaced it."""
         self.excused_s: Seconds = 0.0
+        """End of its last announced delay."""
         self.figures = Figures(0, 0, 0, 0)
         self.step_times: Sequence[Seconds] = ()
         self._before = Figures(0, 0, 0, 0)
-        self._answer: asyncio.Future[Reply] | None = None
-        self._kept: Reply | None = None
-        """What it is told when it next asks."""
+        """Of the actors before this one."""
+        self._waiting: asyncio.Future[Reply] | None = None
+        self._early: Reply | None = None
+        """The reply to its next call, where it has not called yet."""
 
-    def ask(self) -> asyncio.Future[Reply]:
-        """It waits from now on, until the future is answered."""
-        self._answer = asyncio.get_running_loop().create_future()
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            self._reply(kept)
-        return self._answer
+    def wait(self) -> asyncio.Future[Reply]:
+        """Return a future of the reply to this call of the replica."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        early, self._early = self._early, None
+        if early is not None:
+            self._reply(early)
+        return self._waiting
 
-    def send(self, order: RayGrant, arrays: list[Bytes]) -> None:
-        """Answer with A."""
-        self.attempt = order.attempt
-        self.micro_steps += order.micro_steps
-        self._reply((order, arrays))
+    def send(self, grant: RayGrant, arrays: list[Bytes]) -> None:
+        """Reply with a grant and its A."""
+        self.attempt = grant.attempt
+        self.micro_steps += grant.micro_steps
+        self._reply((grant, arrays))
 
     def dismiss(self) -> None:
-        """Answer that training has ended, now or when it asks."""
+        """Reply that training has ended."""
         self._reply(END)
 
     def lost(self) -> None:
-        """It is dead; another may go on where it has stopped."""
+        """Note that the actor has died; another one may continue where it stopped."""
         self._before, self.figures = _sum(self._before, self.figures), Figures(0, 0, 0, 0)
-        self._answer = self._kept = None
+        self._waiting = self._early = None
         self.ready, self.dead, self.excused_s = False, True, 0.0
 
     def figures_at(self, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
-        """Return the figures of all actors that ran this replica."""
+        """Return the figures of all actors that were this replica."""
         figures = _sum(self._before, self.figures)
         return worker_figures(Coordinate(replica), figures, self.step_times, parameter_bytes, seconds)
 
     def _reply(self, reply: Reply) -> None:
-        if self._answer is None or self._answer.done():
-            self._kept = reply
+        if self._waiting is None or self._waiting.done():
+            self._early = reply
         else:
-            self._answer.set_result(reply)
+            self._waiting.set_result(reply)
 
 
 def _sum(a: Figures, b: Figures) -> Figures:
@@ -80,60 +80,61 @@ def _sum(a: Figures, b: Figures) -> Figures:
 
 
 class RayExecutor:
-    """The hands of a run's coordinator.
+    """Holds A and the undecided Δs of a run, and executes its coordinator's decisions.
 
     Args:
-        setup: of the run.
-        lanes: its replicas.
-        version: which A this is; asked when it is.
+        context: of the run.
+        replicas: records of its replicas.
+        version: returns the version of A.
         cancel: has a replica stop an attempt.
     """
 
     def __init__(
         self,
-        setup: RunContext,
-        lanes: Sequence[ReplicaRecord],
+        context: RunContext,
+        replicas: Sequence[ReplicaRecord],
         version: Callable[[], Version],
         cancel: Callable[[ReplicaId, Clock], None],
     ) -> None:
-        self._lanes, self._version, self._cancel = lanes, version, cancel
-        _, state = first_state(setup.job.program, setup.job.running_buffers)
-        self._owner = ServerOptimizer(setup.job.program, setup.policy, state)
-        self._observer = DeltaStatistics(setup.policy, self._owner)
-        self._held: dict[tuple[ReplicaId, Clock], FlatState] = {}
-        self.spans = SpanLog(setup.job.trace, SERVER)
+        self._replicas, self._version, self._cancel = replicas, version, cancel
+        _, state = first_state(context.job.program, context.job.running_buffers)
+        self._owner = ServerOptimizer(context.job.program, context.policy, state)
+        self._statistics = DeltaStatistics(context.policy, self._owner)
+        self._undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
+        self.spans = SpanLog(context.job.trace, SERVER)
+        """Of the updates."""
 
     @property
     def state(self) -> FlatState:
-        """A, which nobody will write to."""
+        """A; these vectors are never written again."""
         return self._owner.state
 
     def take(self, replica: ReplicaId, attempt: Clock, arrays: Sequence[Bytes], now: Seconds) -> Mapping[str, float]:
-        """Hold a Δ until its fate is decided; what the policy asks to know of it."""
-        delta = self._held[replica, attempt] = state_of(self.state.layout, arrays)
-        return self._observer.observe(delta, now)
+        """Keep a Δ until it is decided on; returns the statistics that the policy needs."""
+        delta = self._undecided[replica, attempt] = state_of(self.state.layout, arrays)
+        return self._statistics.observe(delta, now)
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
-        lane = self._lanes[replica]
-        lane.send(RayGrant(lane.attempt + 1, micro_steps, self._version()), arrays_of(self.state))
+        record = self._replicas[replica]
+        record.send(RayGrant(record.attempt + 1, micro_steps, self._version()), arrays_of(self.state))
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns()
-        deltas = [(self._held.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
+        deltas = [(self._undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         self._owner.apply(deltas, action.rate, alone=action.alone, out=self.state.layout.new())
         ended = time.monotonic_ns()
-        self._observer.applied((ended - began) * 1e-9)
+        self._statistics.applied((ended - began) * 1e-9)
         self.spans.recorder.record("apply", self._version() + 1, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
-            del self._held[arrival.replica, arrival.clock]
+            del self._undecided[arrival.replica, arrival.clock]
 
     def cancel(self, replica: ReplicaId) -> None:
-        self._cancel(replica, self._lanes[replica].attempt)
+        self._cancel(replica, self._replicas[replica].attempt)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._lanes[replica].dismiss()
+        self._replicas[replica].dismiss()
 
     def close(self) -> None:
         """Release the memory of the spans."""

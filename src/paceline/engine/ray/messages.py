@@ -1,7 +1,4 @@
-"""Messages between actors and the driver, and what travels through Ray's object store.
-
-What actors and the driver say to each other, tensors apart.
-"""
+"""Messages between the actors and the driver, and tensors in Ray's object store."""
 
 import pickle
 import warnings
@@ -22,28 +19,28 @@ from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.spans import Span
 
 Bytes: TypeAlias = NDArray[np.uint8]
-"""An array whatever its numbers are; numpy has no name for some of torch's."""
+"""A tensor's bytes: numpy lacks some dtypes of torch, and Ray shares arrays without a copy."""
 
 
 def pack(obj: object) -> list[Bytes]:
-    """An object graph as arrays: its pickle, then each large array beside it; raises InputError where it can't be."""
+    """Pickle an object into arrays, its large buffers apart; raises InputError where it can't be pickled."""
     return [np.frombuffer(part, np.uint8) for part in parts_of(obj)]
 
 
 def unpack(parts: Sequence[Bytes]) -> Any:
-    """Rebuild the object graph; its large arrays are views of ``parts``."""
+    """Rebuild the object; its large buffers are views of ``parts``."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch would have its memory writable
+        warnings.simplefilter("ignore", UserWarning)  # the object store is read-only, of which torch warns
         return pickle.loads(parts[0].tobytes(), buffers=parts[1:])
 
 
 def arrays_of(state: FlatState) -> list[Bytes]:
-    """The vectors of a state, in its order; nothing is copied."""
+    """Return the vectors of a state as arrays, without a copy."""
     return [vector.view(torch.uint8).numpy() for vector in state.vectors]
 
 
 def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
-    """The state whose vectors these are; nothing is copied."""
+    """Return the state of these vectors, without a copy."""
     blocks = (*layout.parameters, *layout.buffers)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # as above
@@ -55,27 +52,27 @@ Phase: TypeAlias = Literal["starting", "training", "scoring", "done"]
 
 
 class WorkerLocation(NamedTuple):
-    """Where an actor lives."""
+    """Process and node of an actor."""
 
     pid: int
     node: str
 
 
 class ReplicaAssignment(NamedTuple):
-    """What a replica is told when a run begins for it."""
+    """The part of a replica's actor in a run."""
 
     run: int
-    """Which run of its engine."""
+    """Number of the run of its engine."""
     replica: ReplicaId
     attempt: Clock
-    """The newest that was made under its name: 0, but for one that takes another's place."""
+    """The newest attempt under this replica's number: 0, but for an actor that replaces another."""
     micro_steps: int
-    """How many that were."""
+    """Micro-steps of these attempts."""
     server: WorkerLocation
 
 
 class RayGrant(NamedTuple):
-    """What a replica is released for."""
+    """Permission for a replica to compute a Δ."""
 
     attempt: Clock
     micro_steps: int
@@ -83,13 +80,13 @@ class RayGrant(NamedTuple):
 
 
 Reply: TypeAlias = tuple[RayGrant | None, list[Bytes]]
-"""An order and the A for it; None: training has ended for this replica."""
+"""A grant and the A for it; None: training has ended for this replica."""
 
 END: Reply = (None, [])
 
 
 class RayCompletion(NamedTuple):
-    """What a replica tells of one attempt."""
+    """The end of one attempt."""
 
     replica: ReplicaId
     attempt: Clock
@@ -101,29 +98,29 @@ class RayCompletion(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """What a replica's run has come to."""
+    """The end of a replica's part in a run."""
 
     failure: bytes | None
-    """What its user's code raised, as :func:`paceline.core.errors.encode_failure` writes it."""
+    """The error of the user's code, as :func:`paceline.core.errors.encode_failure` encodes it."""
     spans: list[Span]
 
 
 class RunStatus(NamedTuple):
-    """How a run stands."""
+    """The state of a run."""
 
     phase: Phase
     progress: Progress
     failure: PacelineError | None
     waiting: tuple[ReplicaId, ...]
-    """Those that have not built their model."""
+    """Replicas that have not built their model."""
 
 
 class Result(NamedTuple):
-    """What the server has to give in the end."""
+    """The result of a run at the server."""
 
     state: list[Bytes]
     history: list[Record]
     account: Account
     spans: list[Span]
     began_ns: Nanoseconds
-    """On the server's clock."""
+    """By the server's clock."""

@@ -1,7 +1,4 @@
-"""The actor of one replica: its loop, and its client of the server.
-
-The actor of one replica: its loop, and its side of the server.
-"""
+"""The actor of one replica: its loop, and its parameter client of the server's actor."""
 
 import gc
 import math
@@ -39,10 +36,10 @@ from paceline.trace.spans import Span
 
 
 class CancelFlag:
-    """What another thread tells a replica while it computes.
+    """The newest cancelled attempt of a replica, set by another thread while it computes.
 
     Args:
-        run: of which run.
+        run: number of the run; calls for another run are ignored.
     """
 
     def __init__(self, run: int) -> None:
@@ -50,187 +47,178 @@ class CancelFlag:
         self._cancelled: float = 0
 
     def cancel(self, run: int, attempt: float) -> None:
-        """An attempt is called off."""
+        """Cancel an attempt; infinity ends training."""
         if run == self._run:
             with self._changed:
                 self._cancelled = attempt
                 self._changed.notify_all()
 
-    def end(self, run: int) -> None:
-        """Training has ended."""
-        self.cancel(run, math.inf)
-
-    def off(self, attempt: Clock) -> bool:
-        """Whether an attempt is called off."""
+    def is_set(self, attempt: Clock) -> bool:
+        """Return whether an attempt is cancelled."""
         return self._cancelled >= attempt
 
-    def pause(self, seconds: Seconds, attempt: Clock) -> None:
-        """Wait so long, or until the attempt is called off."""
+    def wait(self, attempt: Clock, timeout_s: Seconds) -> None:
+        """Wait until the attempt is cancelled, or for the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self.off(attempt), seconds)
+            self._changed.wait_for(lambda: self.is_set(attempt), timeout_s)
 
 
 class RayClient:
-    """The server, by way of calls to its actor.
+    """The client of one replica: each push is a call of the server's actor, whose reply is the next grant.
 
     Args:
-        ask: calls a method of the server; the answer has to be waited for by ``wait``.
-        wait: an answer -> what it is.
-        post: which replica this is, and where it begins.
+        call: calls a method of the server and returns a reference.
+        wait: reference -> reply.
+        assignment: of this replica.
         layout: of A.
-        switch: says what is called off.
-        notes: told with each Δ.
-        timeout_s: how long the server hears nothing before it gives up.
+        cancel: flag of this replica.
+        metrics: sent with each Δ.
+        timeout_s: of the server's wait for this replica.
     """
 
     def __init__(
         self,
-        ask: Callable[..., Any],
+        call: Callable[..., Any],
         wait: Callable[[Any], Reply],
-        post: ReplicaAssignment,
+        assignment: ReplicaAssignment,
         layout: FlatLayout,
-        switch: CancelFlag,
-        notes: InMemorySink,
+        cancel: CancelFlag,
+        metrics: InMemorySink,
         timeout_s: Seconds,
     ) -> None:
-        self._ask, self._wait, self._replica, self._layout = ask, wait, post.replica, layout
-        self._switch, self._notes, self._timeout_s = switch, notes, timeout_s
-        self._out = layout.new()
-        self._read: FlatState | None = None
-        self._answer: Any = None
-        self._order: RayGrant | None = RayGrant(post.attempt, 0, 0)
-        self._made = 0
+        self._call, self._wait, self._replica, self._layout = call, wait, assignment.replica, layout
+        self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
+        self._delta = layout.new()
+        self._state: FlatState | None = None
+        self._reply: Any = None
+        self._grant: RayGrant | None = RayGrant(assignment.attempt, 0, 0)
+        self._micro_steps = 0
         self._under_way = False
-        self._heard_of = 0.0
-        self.attempt: Clock = post.attempt
-        """Which Δ this replica is at."""
+        self._last_contact_s = 0.0
+        self.attempt: Clock = assignment.attempt
+        """The Δ that this replica computes, counted from 1."""
 
     def wait_for_grant(self) -> bool:
-        """Wait until the server answers; whether it is to go on."""
-        if self._under_way or self._order is None:
-            return self._order is not None
-        if self._answer is None:
-            self._answer = self._ask("first", self._replica)
-        self._read = None  # let go of it before the next one comes
-        self._order, arrays = self._wait(self._answer)
-        if self._order is None:
+        """Wait for the server's reply and return whether to go on."""
+        if self._under_way or self._grant is None:
+            return self._grant is not None
+        if self._reply is None:
+            self._reply = self._call("first", self._replica)
+        self._state = None  # frees the old A in the object store before the new one comes
+        self._grant, arrays = self._wait(self._reply)
+        if self._grant is None:
             return False
-        self._read = state_of(self._layout, arrays)
-        self.attempt = self._order.attempt
-        self._made, self._under_way, self._heard_of = 0, True, time.monotonic()
+        self._state = state_of(self._layout, arrays)
+        self.attempt = self._grant.attempt
+        self._micro_steps, self._under_way, self._last_contact_s = 0, True, time.monotonic()
         return True
 
     def begins_delta(self) -> bool:
-        return self._made == 0
+        return self._micro_steps == 0
 
     def pull(self) -> FlatState:
-        assert self._read is not None, "nothing was sent"
-        return self._read
+        assert self._state is not None, "nothing was sent"
+        return self._state
 
     def ends_delta(self) -> bool:
-        self._made += 1
-        assert self._order is not None
-        if self._made < self._order.micro_steps:
+        assert self._grant is not None
+        self._micro_steps += 1
+        if self._micro_steps < self._grant.micro_steps:
             return False
-        self._made = 0
+        self._micro_steps = 0
         return True
 
     def delta_buffer(self) -> FlatState:
-        return self._out
+        return self._delta
 
     def push(self, measured: Measured) -> None:
-        self._report(measured, arrays_of(self._out))
+        self._complete(measured, arrays_of(self._delta))
 
     def cancelled(self) -> bool:
-        """Whether the attempt under way was cancelled, or the run has ended."""
-        return self._switch.off(self.attempt)
+        """Return whether the attempt under way was cancelled, or the run has ended."""
+        return self._cancel.is_set(self.attempt)
 
     def ack_cancel(self) -> int:
-        """The attempt that was called off has stopped; how many micro-steps after this one it leaves undone."""
-        assert self._order is not None
-        undone = max(0, self._order.micro_steps - self._made - 1)
-        self._made = 0
-        self._report(Measured(math.nan, 0, True), [])
-        return undone
+        """Report that the cancelled attempt has stopped; returns how many micro-steps after this one it skips."""
+        assert self._grant is not None
+        skipped = max(0, self._grant.micro_steps - self._micro_steps - 1)
+        self._micro_steps = 0
+        self._complete(Measured(math.nan, 0, True), [])
+        return skipped
 
     def pause(self, seconds: Seconds) -> None:
-        """Be slow for so long, or until called off."""
+        """Sleep for a delay of the job, or until cancelled; a long one is announced to the server."""
         until = time.monotonic() + seconds
-        if until - self._heard_of > self._timeout_s / 4:
-            self._heard_of = until
-            self._ask("excuse", self._replica, seconds)
-        self._switch.pause(seconds, self.attempt)
+        if until - self._last_contact_s > self._timeout_s / 4:
+            self._last_contact_s = until
+            self._call("excuse", self._replica, seconds)
+        self._cancel.wait(self.attempt, seconds)
 
-    def _report(self, measured: Measured, arrays: list[Bytes]) -> None:
-        assert self._order is not None
+    def _complete(self, measured: Measured, arrays: list[Bytes]) -> None:
+        assert self._grant is not None
         self._under_way = False
-        report = RayCompletion(
-            self._replica,
-            self.attempt,
-            self._order.version,
-            measured.samples,
-            measured.finite,
-            measured.loss,
-            self._notes.newest,
-        )
-        self._answer = self._ask("push", report, *arrays)
+        facts = measured.samples, measured.finite, measured.loss
+        completion = RayCompletion(self._replica, self.attempt, self._grant.version, *facts, self._metrics.newest)
+        self._reply = self._call("push", completion, *arrays)
 
 
 PINGS = 8
-"""How often another host's clock is asked for; the quickest answer counts."""
+"""Requests for another host's clock; the fastest answer counts."""
 
 
-def place() -> WorkerLocation:
-    """Where this process is."""
+def own_location() -> WorkerLocation:
+    """Return the location of this process."""
     return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
 
 
 class ReplicaActor:
-    """Carries one replica after the other; ``cancel`` and ``end`` are called while ``run`` is at work."""
+    """The actor of a replica, kept from run to run; ``cancel`` and ``end`` are called while ``run`` computes."""
 
     def __init__(self) -> None:
         keep_freed_memory()
-        self._switch = CancelFlag(-1)
+        self._cancel = CancelFlag(-1)
 
     def place(self) -> WorkerLocation:
-        """Where it lives."""
-        return place()
+        """Return the location of this actor."""
+        return own_location()
 
     def cancel(self, run: int, attempt: Clock) -> None:
-        """Call an attempt off."""
-        self._switch.cancel(run, attempt)
+        """Cancel an attempt."""
+        self._cancel.cancel(run, attempt)
 
     def end(self, run: int) -> None:
-        """Training has ended."""
-        self._switch.end(run)
+        """End training."""
+        self._cancel.cancel(run, math.inf)
 
-    def run(self, parts: Sequence[Bytes], post: ReplicaAssignment, server: Any) -> Ended:
-        """Live one replica's life in one run."""
-        self._switch = CancelFlag(post.run)
+    def run(self, parts: Sequence[Bytes], assignment: ReplicaAssignment, server: Any) -> Ended:
+        """Run one replica's loop to the end of a run."""
+        self._cancel = CancelFlag(assignment.run)
         try:
-            spans = _run_replica(unpack(parts), post, server, self._switch)
-            ahead = clock_ahead(server) if post.server.node != place().node else 0
-            return Ended(None, [_moved(span, ahead) for span in spans])
+            spans = _run_loop(unpack(parts), assignment, server, self._cancel)
+            if assignment.server.node != own_location().node and spans:
+                ahead_ns = _clock_offset(server)
+                spans = [replace(s, start_ns=s.start_ns + ahead_ns, end_ns=s.end_ns + ahead_ns) for s in spans]
+            return Ended(None, spans)
         except ray.exceptions.RayError:
-            raise  # the server's end, not this one's
+            raise  # the server has ended
         except BaseException as error:
-            return Ended(encode_failure(post.replica, error), [])
+            return Ended(encode_failure(assignment.replica, error), [])
         finally:
-            gc.collect()  # a job's modules refer to themselves, and would keep the store's memory
+            gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
 
 
-def _run_replica(job: Job, post: ReplicaAssignment, server: Any, switch: CancelFlag) -> list[Span]:
-    context, replica = RunContext.of(job), post.replica
+def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: CancelFlag) -> list[Span]:
+    context, replica = RunContext.of(job), assignment.replica
     set_threads_and_seed(job, replica)
     module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
     try:
         layout = FlatLayout.of(module, job.running_buffers)
-        client = RayClient(server.ask.remote, ray.get, post, layout, switch, sink, job.timeout_s)
+        client = RayClient(server.ask.remote, ray.get, assignment, layout, cancel, sink, job.timeout_s)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
-        worker = ClientWorker(context, replica, measured, client, metrics, post.micro_steps)
+        worker = ClientWorker(context, replica, measured, client, metrics, assignment.micro_steps)
         ray.get(server.ask.remote("ready", replica))
         worker.run(job.loop)
         ray.get(server.ask.remote("done", replica, sink.newest, list(sink.step_times)))
@@ -239,16 +227,12 @@ def _run_replica(job: Job, post: ReplicaAssignment, server: Any, switch: CancelF
         spans.close()
 
 
-def clock_ahead(server: Any) -> Nanoseconds:
-    """How far the server's clock is ahead of this host's, from the quickest of some answers."""
+def _clock_offset(server: Any) -> Nanoseconds:
+    """Return how far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989)."""
     pings: list[tuple[Nanoseconds, Nanoseconds]] = []
     for _ in range(PINGS):
         asked = time.monotonic_ns()
-        there = ray.get(server.ask.remote("clock"))
+        remote = ray.get(server.ask.remote("clock"))
         answered = time.monotonic_ns()
-        pings.append((answered - asked, there - (asked + answered) // 2))
+        pings.append((answered - asked, remote - (asked + answered) // 2))
     return min(pings)[1]
-
-
-def _moved(span: Span, by_ns: Nanoseconds) -> Span:
-    return span if not by_ns else replace(span, start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)

@@ -18,7 +18,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.loop import TICK_S, InterruptGuard
-from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, Needs, how_it_died, share_of_gpus
+from paceline.engine.ray.actor_pool import GLANCE_S, ActorPool, Needs, exit_reason, share_of_gpus
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.ray.messages import Ended, ReplicaAssignment, Result, RunStatus, pack, state_of
 from paceline.engine.run_context import first_state
@@ -91,7 +91,7 @@ class RayRun:
         job, actors = self._job, self._actors
         gpu = share_of_gpus(self._cluster.gpus, self._replicas) if job.strategy.device.startswith("cuda") else 0.0
         needs = Needs(self._replicas, patient=job.budget.until is None, gpus=gpu)
-        actors.muster(
+        actors.start(
             needs,
             job.timeout_s,
             lambda: interrupts.count > 0,
@@ -117,7 +117,7 @@ class RayRun:
         workers_file = WorkersFile(job.out, processes, replicas)
         self._closing.callback(workers_file.close)
         for path in workers_file.files:
-            self._cluster.mind(path)
+            self._cluster.remove_on_exit(path)
         if not interrupts.count:
             self._get(self._ask("begin"))
             self._begun = True
@@ -170,13 +170,13 @@ class RayRun:
             self._get(self._actors.server.place.remote())  # raises if it is the server that was lost
             raise WorkerError(f"replica {replica} failed: {error}") from error
         except ray.exceptions.RayError as error:
-            status = how_it_died(error)
+            status = exit_reason(error)
             self._dead.append(self._actors.replicas[replica])
             if not self._begun and not self._interrupted:
                 raise WorkerError(f"replica {replica} ended while it started: {status}") from error
             again = self._get(self._ask("lost", replica, status, self._replace))
             if again is not None:
-                self._get(self._actors.server.replaced.remote(replica, self._actors.another(replica)))
+                self._get(self._actors.server.replaced.remote(replica, self._actors.replace(replica)))
                 self._run_replica(replica, *again)
             return
         if ended.failure is not None:
@@ -200,7 +200,7 @@ class RayRun:
         except ray.exceptions.RayTaskError as error:
             raise WorkerError(f"the server failed: {error.cause}\n\n{error}") from error
         except ray.exceptions.RayActorError as error:
-            raise WorkerError(f"the server died, and A with it: {how_it_died(error)}") from error
+            raise WorkerError(f"the server died, and A with it: {exit_reason(error)}") from error
         except ray.exceptions.GetTimeoutError as error:
             raise WaitTimeoutError(
                 f"main waited {self._job.timeout_s:g} s for the server's answer; write a larger timeout_s="
@@ -212,6 +212,6 @@ class RayRun:
         running = {ref: actors.replicas[replica] for ref, replica in self._running.items()}
         if running:
             self._ask("interrupt")
-        actors.dismiss(running, grace_s)
+        actors.settle(running, grace_s)
         actors.drop(self._dead)
-        actors.dismiss({actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s)
+        actors.settle({actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s)

@@ -1,7 +1,4 @@
-"""The server's actor: a session for each run, and the way from there to the other actors.
-
-The server's actor: a session for each run, and the way from there to the other actors.
-"""
+"""The server's actor: a session for each run, and the server's calls of the other actors."""
 
 import asyncio
 import inspect
@@ -30,131 +27,131 @@ from paceline.engine.ray.messages import (
     arrays_of,
     unpack,
 )
-from paceline.engine.ray.replica import place
+from paceline.engine.ray.replica import own_location
 from paceline.engine.ray.server_loop import PeerActors, RunState, ServerLoop
 from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatState
 
 
 class Session:
-    """What the server is asked in one run.
+    """The server of one run, as replicas and the driver call it.
 
     Args:
         job: what is run.
-        mates: the other actors.
+        peers: the other actors.
     """
 
-    def __init__(self, job: Job, mates: PeerActors) -> None:
-        self._lanes = [ReplicaRecord() for _ in range(job.strategy.replicas)]
-        self._course = RunState()
-        self._training = ServerLoop(job, self._lanes, self._course, mates)
+    def __init__(self, job: Job, peers: PeerActors) -> None:
+        self._replicas = [ReplicaRecord() for _ in range(job.strategy.replicas)]
+        self._run = RunState()
+        self._loop = ServerLoop(job, self._replicas, self._run, peers)
         self._task: asyncio.Task[None] | None = None
 
-    # --------------------------------------------------------------------------------------- what replicas tell and ask
+    # ----------------------------------------------------------------------------------------------- calls of replicas
 
     async def ready(self, replica: ReplicaId) -> None:
-        """A replica has built its model."""
-        lane = self._lanes[replica]
-        lane.ready, lane.dead = True, False
-        self._course.guarded(lambda: self._training.joined(replica))
-        self._course.notify()
+        """Note that a replica has built its model."""
+        record = self._replicas[replica]
+        record.ready, record.dead = True, False
+        self._run.guarded(lambda: self._loop.joined(replica))
+        self._run.notify()
 
     async def first(self, replica: ReplicaId) -> Reply:
-        """Answered when a replica is sent A for the first time."""
-        return await self._lanes[replica].ask()
+        """Return the first grant of a replica, once there is one."""
+        return await self._replicas[replica].wait()
 
-    async def push(self, report: RayCompletion, *arrays: Bytes) -> Reply:
-        """A Δ, or without one: the attempt that was called off has stopped; answered when the replica is released."""
-        await self._training.room()
-        if not self._training.expects(report):
+    async def push(self, completion: RayCompletion, *arrays: Bytes) -> Reply:
+        """Take a Δ, or without arrays the end of a cancelled attempt; return the next grant, once there is one."""
+        await self._loop.room()
+        if not self._loop.expects(completion):
             return END
-        lane = self._lanes[report.replica]
-        answer, lane.figures = lane.ask(), report.figures
-        self._course.guarded(lambda: self._training.take(report, arrays))
-        return await answer
+        record = self._replicas[completion.replica]
+        # The future comes first: the decision on this Δ may reply to it at once.
+        reply, record.figures = record.wait(), completion.figures
+        self._run.guarded(lambda: self._loop.take(completion, arrays))
+        return await reply
 
     async def excuse(self, replica: ReplicaId, seconds: Seconds) -> None:
-        """Nothing will be heard of a replica for so long: it is in a delay that was asked for."""
-        self._lanes[replica].excused_s = self._course.now() + seconds
+        """Note a delay that the job asked for: the replica pushes nothing meanwhile."""
+        self._replicas[replica].excused_s = self._run.now() + seconds
 
     async def done(self, replica: ReplicaId, figures: Figures, step_times: Sequence[Seconds]) -> None:
-        """A replica's loop has ended."""
-        lane = self._lanes[replica]
-        lane.figures, lane.step_times = figures, [*step_times]
-        self._course.guarded(lambda: self._training.done(replica))
-        lane.finished = True
-        self._course.wake()
+        """Note that a replica's loop has ended."""
+        record = self._replicas[replica]
+        record.figures, record.step_times = figures, [*step_times]
+        self._run.guarded(lambda: self._loop.done(replica))
+        record.finished = True
+        self._run.wake()
 
     async def clock(self) -> Nanoseconds:
-        """What time it is here."""
+        """Return the time of this host's clock."""
         return time.monotonic_ns()
 
-    # --------------------------------------------------------------------------------------------- what the driver asks
+    # --------------------------------------------------------------------------------------------- calls of the driver
 
     async def begin(self) -> None:
-        """All are ready."""
-        self._task = asyncio.ensure_future(self._training.run())
+        """Begin training, once all replicas are ready."""
+        self._task = asyncio.ensure_future(self._loop.run())
 
     async def interrupt(self) -> None:
         """End training with what there is."""
-        self._course.give_over()
+        self._run.give_over()
         if self._task is None:
             await self.begin()
 
     async def lost(self, replica: ReplicaId, reason: str, replaced: bool) -> tuple[Clock, int] | None:
-        """A replica has died; where another takes its place: which attempts and micro-steps were its own."""
-        lane = self._lanes[replica]
-        again = self._training.lost(replica, reason, replaced=replaced)
-        self._course.wake()
-        return (lane.attempt, lane.micro_steps) if again else None
+        """Note that a replica has died; return its attempts and micro-steps where another is to replace it."""
+        record = self._replicas[replica]
+        again = self._loop.lost(replica, reason, replaced=replaced)
+        self._run.wake()
+        return (record.attempt, record.micro_steps) if again else None
 
     async def stand(self) -> RunStatus:
-        """How the run stands; answered at the next change, and at least every tick."""
-        await self._course.changed()
-        course, waiting = self._course, tuple(r for r, lane in enumerate(self._lanes) if not lane.ready)
-        if course.phase == "starting":
-            progress = Progress("starting", 1 - len(waiting) / len(self._lanes))
+        """Return the state of the run, at its next change or after a tick."""
+        await self._run.changed()
+        run, waiting = self._run, tuple(r for r, record in enumerate(self._replicas) if not record.ready)
+        if run.phase == "starting":
+            progress = Progress("starting", 1 - len(waiting) / len(self._replicas))
         else:
-            progress = self._training.progress()
-        return RunStatus(course.phase, progress, course.failure, waiting)
+            progress = self._loop.progress()
+        return RunStatus(run.phase, progress, run.failure, waiting)
 
     async def result(self, late: Sequence[ReplicaId], interrupted: bool) -> Result:
-        """What the run has come to, also where it is broken off here; ``late`` did not end in time."""
-        if self._course.phase in ("starting", "training"):
-            self._training.finish()
+        """Return the result, also where the run is broken off now; the replicas ``late`` did not end in time."""
+        if self._run.phase in ("starting", "training"):
+            self._loop.finish()
         self._break_off()
-        return self._training.result(late, interrupted=interrupted)
+        return self._loop.result(late, interrupted=interrupted)
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Break the run off and release its resources."""
         self._break_off()
-        self._training.close()
+        self._loop.close()
 
     def _break_off(self) -> None:
-        """Leave what is not done."""
-        self._training.break_off()
+        self._loop.break_off()
         if self._task is not None:
             self._task.cancel()
 
 
 CONTROL = "control"
-"""The concurrency group of what is called on a replica that computes."""
+"""The concurrency group of calls to a replica that computes."""
 
 
 class Handles:
     """The other actors of a run.
 
     Args:
-        run: which run of its engine.
+        run: number of the run of its engine.
         replicas: their handles.
-        scorer: its handle.
+        scorer: handle of the evaluator.
     """
 
     def __init__(self, run: int, replicas: Sequence[Any], scorer: Any) -> None:
         self._run, self._replicas, self._scorer = run, list(replicas), scorer
 
     def replace(self, replica: ReplicaId, handle: Any) -> None:
-        """Another actor takes the place of one that has died."""
+        """Call this actor from now on in place of one that has died."""
         self._replicas[replica] = handle
 
     def cancel(self, replica: ReplicaId, attempt: Clock) -> None:
@@ -173,7 +170,7 @@ class Handles:
 
 
 class ServerActor:
-    """Carries one session after the other."""
+    """The server's actor, kept from run to run."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -182,27 +179,27 @@ class ServerActor:
         self._handles: Handles | None = None
 
     async def place(self) -> WorkerLocation:
-        """Where it lives."""
-        return place()
+        """Return the location of this actor."""
+        return own_location()
 
     async def open(self, run: int, parts: Sequence[Bytes], replicas: Sequence[Any], scorer: Any) -> None:
-        """A run begins."""
+        """Open the session of a run."""
         self._handles = Handles(run, replicas, scorer)
         self._session = Session(unpack(parts), self._handles)
 
     async def replaced(self, replica: ReplicaId, handle: Any) -> None:
-        """Another actor takes the place of one that has died."""
+        """Call this actor from now on in place of one that has died."""
         assert self._handles is not None, "no run is open"
         self._handles.replace(replica, handle)
 
-    async def ask(self, what: str, *args: Any) -> Any:
+    async def ask(self, method: str, *args: Any) -> Any:
         """Call a method of the session."""
-        assert self._session is not None, f"{what}: no run is open"
-        answer = getattr(self._session, what)(*args)
+        assert self._session is not None, f"{method}: no run is open"
+        answer = getattr(self._session, method)(*args)
         return await answer if inspect.isawaitable(answer) else answer
 
     async def close(self) -> None:
-        """The run has ended."""
+        """Close the session."""
         if self._session is not None:
             self._session.close()
         self._session = self._handles = None
