@@ -50,9 +50,9 @@ def test_groups_are_those_that_the_engine_makes(strategy: str) -> None:
     sent = {
         (rank, to)
         for rank in range(mesh.workers)
-        for number, column in enumerate(mesh.columns)
-        if column.stage == mesh.place(rank).stage + 1
-        for to in Routes(mesh, mesh.place(rank)).to(number)
+        for number, column in enumerate(mesh.stage_replicas)
+        if column.stage == mesh.coordinate(rank).stage + 1
+        for to in Routes(mesh, mesh.coordinate(rank)).to(number)
     }
     assert ranks(drawing, "stages") == sent
 
@@ -65,8 +65,10 @@ def test_each_rank_stands_once_where_the_mesh_has_it(strategy: str) -> None:
     found = [[int(rank) for rank in re.findall(r"\d+", cells)] for _, cells in rows]
     assert sorted(itertools.chain(*found)) == list(range(mesh.workers))
     for stage, ranks_ in enumerate(found):
-        assert [mesh.place(rank).stage for rank in ranks_] == [stage] * len(ranks_)
-        assert [mesh.place(rank).replica for rank in ranks_] == sorted(mesh.place(rank).replica for rank in ranks_)
+        assert [mesh.coordinate(rank).stage for rank in ranks_] == [stage] * len(ranks_)
+        assert [mesh.coordinate(rank).replica for rank in ranks_] == sorted(
+            mesh.coordinate(rank).replica for rank in ranks_
+        )
 
 
 def test_those_who_take_turns_are_apart_in_the_drawing() -> None:

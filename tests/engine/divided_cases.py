@@ -95,13 +95,13 @@ class Case:
         mesh = strategy.mesh
         found = list[Memory]()
         for rank in range(mesh.workers):
-            part, stage = self.parts[rank % mesh.per_replica], mesh.place(rank).stage
+            part, stage = self.parts[rank % mesh.per_replica], mesh.coordinate(rank).stage
             found.append(
                 memory(
                     part.elements,
                     element_bytes=FLOAT64,
                     remembers=self.remembers,
-                    holders=mesh.replicas * mesh.columns.copies[stage] if strategy.shard_optimizer else 1,
+                    holders=mesh.replicas * mesh.stage_replicas.copies[stage] if strategy.shard_optimizer else 1,
                     activation_bytes=self._saved(strategy, rank, part),
                 )
             )
@@ -117,7 +117,9 @@ class Case:
             kept = part.saved if action.kind == "forward" else part.put_off
             return each[action.micro_batch] * kept * FLOAT64
 
-        order = strategy.order.column(mesh.column(mesh.place(rank)), mesh.columns, strategy.micro_batch_count)
+        order = strategy.order.stage_replica_actions(
+            mesh.stage_replica(mesh.coordinate(rank)), mesh.stage_replicas, strategy.micro_batch_count
+        )
         return peak_saved_bytes(order, saved)
 
 

@@ -52,7 +52,7 @@ def test_what_all_write_is_the_whole_and_each_tensor_is_written_once() -> None:
     for shard, layout in enumerate(parts):
         part = layout.new()
         ShardViews(part, expected, LIES, shard).take()
-        names = owned_names([StageSharding(LIES, parts)], mesh, mesh.place(shard))
+        names = owned_names([StageSharding(LIES, parts)], mesh, mesh.coordinate(shard))
         ShardViews(part, found, LIES, shard, names).put()
         written += names
     assert torch.equal(found.parameters[0], expected.parameters[0])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import InputError
 from paceline.core.registry import family_of, register
 from paceline.schedule import Action, Schedule, canonical, names, parse
-from paceline.schedule.base import LETTERS, refuse_less_than_one
+from paceline.schedule.base import LETTERS
 from paceline.schedule.interleaved import Interleaved
 from paceline.strategy import Strategy
 
@@ -68,9 +68,6 @@ class Backwards(Schedule):
     """A schedule as a user writes it: one class in one file."""
 
     gap: int = 1
-
-    def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         for i in reversed(range(micro_batches)):

@@ -12,7 +12,7 @@ from paceline.schedule import Action, Dependencies, Schedule, StageTimes, in_fli
 from paceline.schedule.check import walk
 from tests.schedule.schedule_values import TEXTS
 
-TURNS = [text for text in TEXTS if parse(text).takes_turns]
+TURNS = [text for text in TEXTS if parse(text).allows_stage_replicas]
 
 CHECK = settings(max_examples=60, deadline=None)
 
@@ -26,40 +26,42 @@ def length(text: str, times: StageTimes, micro_batches: int, copies: Sequence[in
 
 
 def orders(schedule: Schedule, columns: StageReplicas, micro_batches: int) -> list[list[Action]]:
-    return [list(schedule.column(column, columns, micro_batches)) for column in columns]
+    return [list(schedule.stage_replica_actions(column, columns, micro_batches)) for column in columns]
 
 
 def test_who_takes_turns() -> None:
     assert {"1f1b", "gpipe", "sequential"} <= set(TURNS) < set(names())
-    assert not any(parse(text).takes_turns for text in ("zero-bubble", "interleaved", "pipedream", "pipedream-2bw"))
+    assert not any(
+        parse(text).allows_stage_replicas for text in ("zero-bubble", "interleaved", "pipedream", "pipedream-2bw")
+    )
 
 
 @CHECK
 @given(columns_of, st.integers(0, 50))
 def test_columns_are_numbered_stage_by_stage(columns: StageReplicas, i: int) -> None:
     assert [columns.number(column) for column in columns] == list(range(len(columns)))
-    assert list(map(columns.column, range(len(columns)))) == list(columns)
+    assert list(map(columns.at, range(len(columns)))) == list(columns)
     for stage, count in enumerate(columns.copies):
-        assert columns.column(columns.of(stage, i)) == StageReplica(stage, i % count)
-        assert list(columns.same(stage)) == [columns.number(StageReplica(stage, copy)) for copy in range(count)]
+        assert columns.at(columns.processing(stage, i)) == StageReplica(stage, i % count)
+        assert list(columns.of_stage(stage)) == [columns.number(StageReplica(stage, copy)) for copy in range(count)]
 
 
 @CHECK
 @given(columns_of, st.integers(1, 3), st.integers(1, 2))
 def test_each_rank_is_one_shard_of_one_column(columns: StageReplicas, shards: int, replicas: int) -> None:
     mesh = Mesh(replicas, tuple(n * shards for n in columns.copies), columns.copies)
-    ranks = [rank for r in range(replicas) for column in columns for rank in mesh.column_ranks(r, column)]
+    ranks = [rank for r in range(replicas) for column in columns for rank in mesh.stage_replica_ranks(r, column)]
     assert ranks == list(range(mesh.workers))
     for rank in ranks:
-        place = mesh.place(rank)
-        assert mesh.column_ranks(place.replica, mesh.column(place))[mesh.shard(place)] == rank
+        place = mesh.coordinate(rank)
+        assert mesh.stage_replica_ranks(place.replica, mesh.stage_replica(place))[mesh.shard(place)] == rank
 
 
 def test_one_column_at_each_stage_is_the_mesh_as_it_was() -> None:
     mesh = Mesh(2, (2, 1))
-    assert [mesh.shard(mesh.place(rank)) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
-    assert {mesh.column(mesh.place(rank)).copy for rank in range(6)} == {0}
-    assert mesh.column(Coordinate(1, 1)) == StageReplica(1, 0)
+    assert [mesh.shard(mesh.coordinate(rank)) for rank in range(6)] == [0, 1, 0, 0, 1, 0]
+    assert {mesh.stage_replica(mesh.coordinate(rank)).copy for rank in range(6)} == {0}
+    assert mesh.stage_replica(Coordinate(1, 1)) == StageReplica(1, 0)
 
 
 @pytest.mark.parametrize("text", TURNS)

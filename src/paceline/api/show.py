@@ -200,8 +200,8 @@ class Drawing:
 
     def _placed(self, rank: int) -> dict[str, int]:
         mesh = self.strategy.mesh
-        place = mesh.place(rank)
-        where = {"replica": place.replica, "stage": place.stage, "copy": mesh.column(place).copy}
+        place = mesh.coordinate(rank)
+        where = {"replica": place.replica, "stage": place.stage, "copy": mesh.stage_replica(place).copy}
         return {"rank": rank, "host": self.host(rank), **where, "shard": mesh.shard(place)}
 
     def __str__(self) -> str:
@@ -345,7 +345,7 @@ def _host(hosts: Sequence[range], rank: int) -> int:
 
 def _columns(mesh: Mesh, replica: int, stage: int) -> list[list[int]]:
     """The ranks of each of those who take turns at a stage: one, or its shards."""
-    return [mesh.column_ranks(replica, column) for column in mesh.columns if column.stage == stage]
+    return [mesh.stage_replica_ranks(replica, column) for column in mesh.stage_replicas if column.stage == stage]
 
 
 _Named = tuple[str, str, tuple[int, ...]]
@@ -382,7 +382,7 @@ def _peers(strategy: Strategy) -> Iterator[_Named]:
     if mesh.replicas == 1 or not isinstance(strategy.aggregation, Synchronous):
         return
     for rank in mesh.replica_ranks(0):
-        place = mesh.place(rank)
+        place = mesh.coordinate(rank)
         others = (mesh.rank(place._replace(replica=replica)) for replica in range(mesh.replicas))
         yield "peers", f"stage {place.stage}, shard {mesh.shard(place)}", tuple(others)
 

@@ -1,4 +1,4 @@
-"""Which worker is where: ranks by replica, stage and shard.
+"""The mesh: ranks by replica, stage and shard, and the replicas of single stages.
 
 ::
 
@@ -6,22 +6,18 @@
                                       stage 0  stage 1   stage 0  stage 1
                                       0  1     2  3      4  5     6  7
 
-Shards of a stage are neighbours, then the stages of a replica: so where hosts hold several ranks in a row, those who
-talk most share one. Where several columns take turns at a stage, each has shards of its own, and the workers of the
-stage are numbered column by column::
+Shards of a stage are neighbours, then the stages of a replica: so if hosts hold several ranks in a row, ranks that
+communicate most share a host. A stage may itself be replicated (PipeDream); its replicas take the micro-batches in
+turn. Each stage replica has shards of its own, and the workers of the stage are numbered replica by replica::
 
     stages=[2,1] shards=[2,1]         stage 0            stage 1
                                       copy 0   copy 1    copy 0
                                       0  1     2  3      4
 
-The columns of a pipeline: who takes turns at the micro-batches of a stage that several work on.
-
-::
-
-    copies (2, 1)    column   stage  copy   micro-batches
-                     0        0      0      0, 2, 4, ...
-                     1        0      1      1, 3, 5, ...
-                     2        1      0      all
+    copies (2, 1)    stage replica   stage  copy   micro-batches
+                     0               0      0      0, 2, 4, ...
+                     1               0      1      1, 3, 5, ...
+                     2               1      0      all
 """
 
 from collections.abc import Iterator
@@ -31,7 +27,7 @@ from typing import NamedTuple
 
 
 class StageReplica(NamedTuple):
-    """A stage as one of those has it who take turns at it: one worker, or the shards of one."""
+    """One replica of a stage, a worker or all shards of one: processes every n-th micro-batch."""
 
     stage: int
     copy: int
@@ -39,10 +35,10 @@ class StageReplica(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageReplicas:
-    """Those of one replica, numbered stage by stage.
+    """All stage replicas of one replica of the model, numbered stage by stage.
 
     Args:
-        copies: n_s, how many columns each stage has.
+        copies: n_s, the number of replicas of each stage.
     """
 
     copies: tuple[int, ...]
@@ -53,53 +49,53 @@ class StageReplicas:
     def __iter__(self) -> Iterator[StageReplica]:
         return (StageReplica(stage, copy) for stage, count in enumerate(self.copies) for copy in range(count))
 
-    def number(self, column: StageReplica) -> int:
-        """Which one it is.
+    def number(self, stage_replica: StageReplica) -> int:
+        """Return the number of a stage replica.
 
         >>> list(map(StageReplicas((2, 1)).number, StageReplicas((2, 1))))
         [0, 1, 2]
         """
-        return sum(self.copies[: column.stage]) + column.copy
+        return sum(self.copies[: stage_replica.stage]) + stage_replica.copy
 
-    def column(self, number: int) -> StageReplica:
-        """That of a number.
+    def at(self, number: int) -> StageReplica:
+        """Return the stage replica of a number.
 
-        >>> StageReplicas((3, 1)).column(2), StageReplicas((3, 1)).column(3)
+        >>> StageReplicas((3, 1)).at(2), StageReplicas((3, 1)).at(3)
         (StageReplica(stage=0, copy=2), StageReplica(stage=1, copy=0))
         """
         ends = list(accumulate(self.copies))
         stage = next(s for s, end in enumerate(ends) if number < end)
         return StageReplica(stage, number - (ends[stage] - self.copies[stage]))
 
-    def of(self, stage: int, micro_batch: int) -> int:
-        """Who of a stage does a micro-batch: they take turns.
+    def processing(self, stage: int, micro_batch: int) -> int:
+        """Return the number of the replica of a stage that processes a micro-batch.
 
-        >>> [StageReplicas((3, 1)).of(0, i) for i in range(5)], StageReplicas((3, 1)).of(1, 4)
+        >>> [StageReplicas((3, 1)).processing(0, i) for i in range(5)], StageReplicas((3, 1)).processing(1, 4)
         ([0, 1, 2, 0, 1], 3)
         """
-        return self.number(StageReplica(stage, micro_batch % self.copies[stage]))
+        return sum(self.copies[:stage]) + micro_batch % self.copies[stage]
 
-    def same(self, stage: int) -> range:
-        """The numbers of all columns of a stage."""
-        first = self.number(StageReplica(stage, 0))
+    def of_stage(self, stage: int) -> range:
+        """Return the numbers of all replicas of a stage."""
+        first = sum(self.copies[:stage])
         return range(first, first + self.copies[stage])
 
-    def turn(self, column: StageReplica, other: int) -> StageReplica:
-        """With which column of another stage a column shares what all columns of a stage have.
+    def partner(self, stage_replica: StageReplica, stage: int) -> StageReplica:
+        """Return the replica of another stage with which this one exchanges what all replicas of its stage have.
 
-        >>> StageReplicas((3, 2)).turn(StageReplica(0, 2), 1)
+        >>> StageReplicas((3, 2)).partner(StageReplica(0, 2), 1)
         StageReplica(stage=1, copy=0)
         """
-        return StageReplica(other, column.copy % self.copies[other])
+        return StageReplica(stage, stage_replica.copy % self.copies[stage])
 
 
 class Coordinate(NamedTuple):
-    """One worker's."""
+    """Position of one worker in the mesh."""
 
     replica: int
     stage: int = 0
     shard: int = 0
-    """Which of the workers of the stage; where columns take turns at it, :meth:`Mesh.column` says whose."""
+    """Number among the workers of the stage; if that is replicated, :meth:`Mesh.stage_replica` tells them apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +104,8 @@ class Mesh:
 
     Args:
         replicas: P.
-        stage_workers: how many workers each stage of a replica has.
-        copies: how many columns take turns at each stage; empty: one at each.
+        stage_workers: the number of workers of each stage of a replica.
+        copies: the number of replicas of each stage; empty: one of each.
     """
 
     replicas: int
@@ -117,72 +113,73 @@ class Mesh:
     copies: tuple[int, ...] = ()
 
     @property
-    def columns(self) -> StageReplicas:
-        """Of a replica."""
+    def stage_replicas(self) -> StageReplicas:
+        """The stage replicas of one replica of the model."""
         return StageReplicas(self.copies or (1,) * len(self.stage_workers))
 
     def shards(self, stage: int) -> int:
-        """How many workers share an operator of a stage.
+        """Return the number of workers that share each operator of a stage.
 
         >>> Mesh(1, (4, 1), (2, 1)).shards(0)
         2
         """
-        return self.stage_workers[stage] // self.columns.copies[stage]
+        return self.stage_workers[stage] // (self.copies[stage] if self.copies else 1)
 
-    def column(self, place: Coordinate) -> StageReplica:
-        """Where in its replica a worker is, but for its shard.
+    def stage_replica(self, coordinate: Coordinate) -> StageReplica:
+        """Return the stage replica of a worker.
 
-        >>> Mesh(1, (4, 1), (2, 1)).column(Coordinate(0, 0, 3)), Mesh(1, (4, 1), (2, 1)).shard(Coordinate(0, 0, 3))
+        >>> mesh, worker = Mesh(1, (4, 1), (2, 1)), Coordinate(0, 0, 3)
+        >>> mesh.stage_replica(worker), mesh.shard(worker)
         (StageReplica(stage=0, copy=1), 1)
         """
-        return StageReplica(place.stage, place.shard // self.shards(place.stage))
+        return StageReplica(coordinate.stage, coordinate.shard // self.shards(coordinate.stage))
 
-    def shard(self, place: Coordinate) -> int:
-        """Which part of each operator a worker has."""
-        return place.shard % self.shards(place.stage)
+    def shard(self, coordinate: Coordinate) -> int:
+        """Return the number of a worker's shard of each operator."""
+        return coordinate.shard % self.shards(coordinate.stage)
 
-    def column_ranks(self, replica: int, column: StageReplica) -> list[int]:
-        """Who share the operators of a column, by shard.
+    def stage_replica_ranks(self, replica: int, stage_replica: StageReplica) -> list[int]:
+        """Return the ranks that share the operators of a stage replica, by shard.
 
-        >>> Mesh(1, (4, 1), (2, 1)).column_ranks(0, StageReplica(0, 1))
+        >>> Mesh(1, (4, 1), (2, 1)).stage_replica_ranks(0, StageReplica(0, 1))
         [2, 3]
         """
-        shards = self.shards(column.stage)
-        places = (Coordinate(replica, column.stage, column.copy * shards + shard) for shard in range(shards))
-        return [self.rank(place) for place in places]
+        shards = self.shards(stage_replica.stage)
+        first = self.rank(Coordinate(replica, stage_replica.stage, stage_replica.copy * shards))
+        return list(range(first, first + shards))
 
     @property
     def per_replica(self) -> int:
-        """Workers of one replica."""
+        """Number of workers of one replica."""
         return sum(self.stage_workers)
 
     @property
     def workers(self) -> int:
-        """All of them."""
+        """Number of all workers."""
         return self.replicas * self.per_replica
 
-    def place(self, rank: int) -> Coordinate:
-        """Where a rank is.
+    def coordinate(self, rank: int) -> Coordinate:
+        """Return the position of a rank.
 
-        >>> Mesh(2, (2, 2)).place(5), Mesh(1, (3, 1)).place(3)
+        >>> Mesh(2, (2, 2)).coordinate(5), Mesh(1, (3, 1)).coordinate(3)
         (Coordinate(replica=1, stage=0, shard=1), Coordinate(replica=0, stage=1, shard=0))
         """
-        replica, inside = divmod(rank, self.per_replica)
-        starts = self._starts()
-        stage = max(s for s, start in enumerate(starts) if start <= inside)
-        return Coordinate(replica, stage, inside - starts[stage])
+        replica, shard = divmod(rank, self.per_replica)
+        stage = 0
+        while shard >= self.stage_workers[stage]:
+            shard -= self.stage_workers[stage]
+            stage += 1
+        return Coordinate(replica, stage, shard)
 
-    def rank(self, place: Coordinate) -> int:
-        """Who is there.
+    def rank(self, coordinate: Coordinate) -> int:
+        """Return the rank at a position.
 
-        >>> all(Mesh(2, (3, 1)).rank(Mesh(2, (3, 1)).place(rank)) == rank for rank in range(8))
+        >>> all(Mesh(2, (3, 1)).rank(Mesh(2, (3, 1)).coordinate(rank)) == rank for rank in range(8))
         True
         """
-        return place.replica * self.per_replica + self._starts()[place.stage] + place.shard
+        before = sum(self.stage_workers[: coordinate.stage])
+        return coordinate.replica * self.per_replica + before + coordinate.shard
 
     def replica_ranks(self, replica: int) -> range:
-        """The ranks of one replica."""
+        """Return the ranks of one replica."""
         return range(replica * self.per_replica, (replica + 1) * self.per_replica)
-
-    def _starts(self) -> list[int]:
-        return list(accumulate(self.stage_workers[:-1], initial=0))

@@ -133,7 +133,7 @@ def pipeline_step(
         return None
     found = windows(spans, replica)
     order, workers, m = strategy.order, strategy.stage_count, strategy.micro_batch_count
-    columns = strategy.mesh.columns if strategy.replicated else None
+    columns = strategy.mesh.stage_replicas if strategy.replicated else None
     needs = (summary.get("notes") or {}).get(NEEDS)
     dependencies = None if needs is None else Dependencies.parse(order.parts(workers), needs)
     try:

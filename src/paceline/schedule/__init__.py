@@ -1,4 +1,4 @@
-"""In which order the workers of a pipeline go through the micro-batches. No torch.
+"""Orders in which the workers of a pipeline process the micro-batches. No torch.
 
 Every file of this folder is imported, so a schedule is added by adding its file.
 """

@@ -1,11 +1,8 @@
-"""What a schedule is: the order in which the workers of a pipeline go through the micro-batches of a mini-batch.
+"""The contract of schedules: the order in which the workers of a pipeline process the micro-batches of a mini-batch.
 
-A model cut into parts runs on p workers; worker w holds part w or, where parts are interleaved, parts w, w + p, ....
-Forward of micro-batch i needs part j - 1 to have made it, backward needs part j + 1's (and both in a part are apart).
-
-One forward, one backward: the alternation that several schedules are made of.
-
-Schedules as text: ``1f1b``, ``interleaved:chunks=4``.
+A model cut into parts runs on p workers; worker w holds part w or, if parts are interleaved, parts w, w + p, ....
+Forward of micro-batch i needs the output of part j - 1, backward needs the gradient of part j + 1 (and both in a part
+need each other). As text: ``1f1b``, ``interleaved:chunks=4``.
 """
 
 import re
@@ -21,7 +18,7 @@ from paceline.core.registry import declare, registered
 from paceline.core.text_form import parse_option, text_of
 
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
-"""What is done with a micro-batch; ``backward`` is ``backward_input`` and ``backward_weight`` in one."""
+"""Kinds of work on a micro-batch; ``backward`` is ``backward_input`` and ``backward_weight`` in one."""
 
 LETTERS: dict[Kind, str] = {
     "forward": "F",
@@ -37,7 +34,7 @@ _FORM = re.compile(r"(\d+)([A-Z])(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a worker does.
+    """One piece of work of a worker.
 
     >>> print(Action(2, "forward", 0)), Action.parse("1B3")
     2F0
@@ -45,7 +42,7 @@ class Action:
     """
 
     stage: int
-    """Which part of the model."""
+    """Number of the part of the model."""
     kind: Kind
     micro_batch: int
 
@@ -54,19 +51,19 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> "Action":
-        """The action that is printed so."""
-        found = _FORM.fullmatch(text)
-        if found is None or found[2] not in _KINDS:
+        """Return the action that is printed so."""
+        match = _FORM.fullmatch(text)
+        if match is None or match[2] not in _KINDS:
             raise InputError(f"{text!r} is no action; write a stage, one of {', '.join(_KINDS)}, a micro-batch: 2F0")
-        return cls(int(found[1]), _KINDS[found[2]], int(found[3]))
+        return cls(int(match[1]), _KINDS[match[2]], int(match[3]))
 
 
 @declare("schedule")
 class Schedule(ABC):
-    """How the workers of a pipeline go through a mini-batch: a small immutable value. Subclasses are registered.
+    """Order in which the workers of a pipeline process a mini-batch, as a value. Subclasses are registered.
 
-    All that an action needs of others is of its own micro-batch; so the order stays valid when every action of some
-    micro-batches is left out, as a batch that is too small for m of them does.
+    All that an action needs of others belongs to its own micro-batch; so the order stays valid if every action of some
+    micro-batches is left out, as for a batch that is too small for m of them.
     """
 
     flushes: ClassVar[bool] = True
@@ -76,79 +73,84 @@ class Schedule(ABC):
     """Whether each micro-batch is an update of its own: then a batch is one."""
 
     splits_backward: ClassVar[bool] = False
-    """Whether gradients of inputs and of weights are computed apart."""
+    """Whether gradients of inputs and of weights are computed separately."""
 
     @property
     def chunks(self) -> int:
-        """Parts of the model that each worker holds."""
+        """Number of parts of the model that each worker holds."""
         return 1
 
     def parts(self, workers: int) -> int:
-        """Into how many parts the model is cut."""
+        """Return the number of parts of the model."""
         return workers * self.chunks
 
     def worker_of(self, part: int, workers: int) -> int:
-        """Who holds a part."""
+        """Return the worker that holds a part."""
         return part % workers
 
     @property
-    def takes_turns(self) -> bool:
-        """Whether several columns may take turns at a stage."""
+    def allows_stage_replicas(self) -> bool:
+        """Whether stages may be replicated, their replicas taking the micro-batches in turn."""
         return self.flushes and not self.splits_backward and self.chunks == 1
 
-    def column(self, column: StageReplica, columns: StageReplicas, micro_batches: int) -> Iterator[Action]:
-        """What one of those does who take turns at a stage, in its order: what one worker would, of its micro-batches.
+    def stage_replica_actions(
+        self, replica: StageReplica, stage_replicas: StageReplicas, micro_batches: int
+    ) -> Iterator[Action]:
+        """Yield the actions of one stage replica in its order: those of a single worker, of its own micro-batches.
 
         Args:
-            column: of a stage and its copies.
-            columns: of all stages.
+            replica: of a stage.
+            stage_replicas: of all stages.
             micro_batches: m, of one mini-batch.
         """
-        mine = columns.number(column)
-        for action in self.actions(column.stage, len(columns.copies), micro_batches):
-            if columns.of(column.stage, action.micro_batch) == mine:
+        own = stage_replicas.number(replica)
+        for action in self.actions(replica.stage, len(stage_replicas.copies), micro_batches):
+            if stage_replicas.processing(replica.stage, action.micro_batch) == own:
                 yield action
 
+    def orders(
+        self, workers: int, micro_batches: int, stage_replicas: StageReplicas | None = None
+    ) -> list[Iterator[Action]]:
+        """Return the actions of every worker or, if stages are replicated, of every stage replica; lazily."""
+        if stage_replicas is None or max(stage_replicas.copies) == 1:
+            return [self.actions(worker, workers, micro_batches) for worker in range(workers)]
+        return [self.stage_replica_actions(each, stage_replicas, micro_batches) for each in stage_replicas]
+
     def resolved(self, micro_batches: int) -> "Schedule":
-        """With m, the micro-batches of one mini-batch, filled in where a stream of several of them depends on it."""
+        """Return the schedule with m, the micro-batches of a mini-batch, filled in if a stream depends on it."""
         del micro_batches
         return self
 
     def version(self, micro_batch: int, worker: int, workers: int) -> int:
-        """How many updates the weights have had with which a micro-batch goes forward and backward on a worker.
+        """Return the number of updates of the weights that a worker uses for a micro-batch, forward and backward.
 
-        Counted from the start of what :meth:`actions` covers; both passes use the same weights.
+        Counted from the start of what :meth:`actions` covers.
         """
         del micro_batch, worker, workers
         return 0
 
-    @abstractmethod
     def refuse(self, workers: int, micro_batches: int) -> None:
-        """Raise InputError where it can't be had with so many."""
+        """Raise InputError if the schedule does not exist for these numbers."""
+        check_int("stages", workers, least=1)
+        check_int("micro_batches", micro_batches, least=1)
 
     @abstractmethod
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
-        """What one worker does, in its order.
+        """Yield the actions of one worker, in its order.
 
         Args:
             worker: 0 to p - 1.
             workers: p.
-            micro_batches: m, of one mini-batch; where weights don't wait for its end, of the whole stream.
+            micro_batches: m, of one mini-batch; of the whole stream if weights don't wait for the mini-batch's end.
         """
 
 
-def refuse_less_than_one(workers: int, micro_batches: int) -> None:
-    """What no schedule can do."""
-    check_int("stages", workers, least=1)
-    check_int("micro_batches", micro_batches, least=1)
-
-
 def alternate(ahead: int, count: int) -> Iterator[tuple[Literal["forward", "backward"], int]]:
-    """``ahead`` forwards, then one forward and one backward by turns, then the backwards that are left.
+    """Yield ``ahead`` forwards, then one forward and one backward in turn, then the remaining backwards.
 
     Args:
-        ahead: by how many the forwards lead.
-        count: how many there are of each; however many, nothing is kept.
+        ahead: the lead of the forwards.
+        count: of each; however many, nothing is stored.
 
     >>> " ".join(f"{kind[0]}{k}" for kind, k in alternate(2, 4))
     'f0 f1 f2 b0 f3 b1 b2 b3'
@@ -161,7 +163,7 @@ def alternate(ahead: int, count: int) -> Iterator[tuple[Literal["forward", "back
 
 
 def names() -> tuple[str, ...]:
-    """Every registered name, sorted.
+    """Return every registered name, sorted.
 
     >>> names()[:3]
     ('1f1b', 'gpipe', 'interleaved')
@@ -170,7 +172,7 @@ def names() -> tuple[str, ...]:
 
 
 def parse(text: str) -> Schedule:
-    """The schedule that a text says.
+    """Return the schedule that a text says.
 
     Raises:
         InputError: an unknown schedule or option, with the nearest name; a value out of its range.
@@ -183,7 +185,7 @@ def parse(text: str) -> Schedule:
 
 
 def canonical(text: Any) -> str:
-    """The text of the same schedule that has only what differs from the defaults.
+    """Return the text of the same schedule that has only what differs from the defaults.
 
     >>> canonical("interleaved:chunks=2"), canonical("interleaved:chunks=3")
     ('interleaved', 'interleaved:chunks=3')

@@ -1,10 +1,7 @@
-"""A topological order of a schedule's actions, and what must hold for every schedule.
-
-What must hold for every schedule, and what its activations cost.
-"""
+"""A topological order of a schedule's actions, checks that hold for every schedule, and its activation memory."""
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Literal, TypeAlias
 
 from paceline.core.errors import InputError
@@ -13,21 +10,22 @@ from paceline.schedule.base import Action, Kind, Schedule
 from paceline.schedule.dependencies import Dependencies
 
 Value: TypeAlias = tuple[Literal["activations", "gradient", "weights' gradient"], int, int]
-"""What is made, by which part, of which micro-batch."""
+"""A result: its kind, the part that makes it, the micro-batch."""
 
 
 class Made:
-    """Which values there are; of those that a part makes in ascending order only how many, for streams may be long."""
+    """Set of values. Those that a part makes in ascending order are only counted, for streams may be long."""
 
     def __init__(self) -> None:
         self._below: dict[tuple[str, int], int] = defaultdict(int)
         self._beyond: dict[tuple[str, int], set[int]] = defaultdict(set)
 
     def add(self, value: Value) -> None:
-        """It is there now."""
+        """Add a value."""
         what, part, i = value
         beyond = self._beyond[what, part]
         beyond.add(i)
+        # Move what is now contiguous from the set into the count.
         while self._below[what, part] in beyond:
             beyond.remove(self._below[what, part])
             self._below[what, part] += 1
@@ -42,7 +40,7 @@ class DeadlockError(InputError):
 
 
 def needs(action: Action, dependencies: Dependencies) -> tuple[Value, ...]:
-    """What must be there before an action can begin.
+    """Return the values that an action needs before it can begin.
 
     >>> needs(Action(1, "forward", 3), Dependencies.chain(4))
     (('activations', 0, 3),)
@@ -63,7 +61,7 @@ def needs(action: Action, dependencies: Dependencies) -> tuple[Value, ...]:
 
 
 def makes(action: Action) -> tuple[Value, ...]:
-    """What is there when an action has ended.
+    """Return the values that exist when an action has ended.
 
     >>> makes(Action(1, "backward", 3))
     (('gradient', 1, 3), ("weights' gradient", 1, 3))
@@ -83,12 +81,12 @@ def makes(action: Action) -> tuple[Value, ...]:
 
 
 def walk(orders: Sequence[Iterator[Action]], dependencies: Dependencies) -> Iterator[tuple[int, Action]]:
-    """(worker, action) of all workers, each worker's in its own order and none before what it needs.
+    """Yield (worker, action) of all workers, each worker's in its own order and none before what it needs.
 
-    However long the orders are, no more is taken of them, and kept, than what is given out.
+    However long the orders are, no more is taken from them, and stored, than what is yielded.
 
     Raises:
-        DeadlockError: nobody can go on; it says what each waits for.
+        DeadlockError: no worker can go on; it says what each waits for.
     """
     made = Made()
     heads = [next(order, None) for order in orders]
@@ -100,24 +98,20 @@ def walk(orders: Sequence[Iterator[Action]], dependencies: Dependencies) -> Iter
                 for value in makes(head):
                     made.add(value)
                 heads[worker], moved = next(order, None), True
-        if not moved:
-            raise _deadlock(heads, made, dependencies)
-
-
-def _deadlock(heads: Sequence[Action | None], made: Made, dependencies: Dependencies) -> DeadlockError:
-    waits = []
-    for worker, head in enumerate(heads):
-        if head is not None:
-            what, part, i = next(value for value in needs(head, dependencies) if value not in made)
-            waits.append(f"worker {worker} with {head} for the {what} of micro-batch {i} from part {part}")
-    return DeadlockError(f"nobody can go on: {'; '.join(waits)} wait; write an order in which one of them comes first.")
-
-
-_CHANGES: dict[Kind, int] = {"forward": 1, "backward": -1, "backward_weight": -1}
+        if moved:
+            continue
+        waits = []
+        for worker, head in enumerate(heads):
+            if head is not None:
+                what, part, i = next(value for value in needs(head, dependencies) if value not in made)
+                waits.append(f"worker {worker} with {head} for the {what} of micro-batch {i} from part {part}")
+        raise DeadlockError(
+            f"nobody can go on: {'; '.join(waits)} wait; write an order in which one of them comes first."
+        )
 
 
 def check(schedule: Schedule, workers: int, micro_batches: int, left_out: Collection[int] = ()) -> str | None:
-    """The first problem of a schedule; None: each part does all that it must once, and nobody waits for ever.
+    """Return the first problem of a schedule; None if each part does all its work once and no worker waits for ever.
 
     Args:
         schedule: any.
@@ -128,60 +122,39 @@ def check(schedule: Schedule, workers: int, micro_batches: int, left_out: Collec
     >>> from paceline.schedule import parse
     >>> check(parse("1f1b"), 4, 8)
     """
-    orders = [
-        [action for action in schedule.actions(worker, workers, micro_batches) if action.micro_batch not in left_out]
-        for worker in range(workers)
-    ]
-    kept = [i for i in range(micro_batches) if i not in left_out]
-    for worker, order in enumerate(orders):
-        if problem := _miscounted(order, _expected(schedule, worker, workers, kept), schedule.flushes):
-            return f"worker {worker} {problem}"
-    return _stuck(orders, schedule.parts(workers))
-
-
-def _expected(schedule: Schedule, worker: int, workers: int, kept: Iterable[int]) -> Iterator[Action]:
     kinds: tuple[Kind, ...] = ("forward", "backward")
     if schedule.splits_backward:
         kinds = ("forward", "backward_input", "backward_weight")
-    own = [part for part in range(schedule.parts(workers)) if schedule.worker_of(part, workers) == worker]
-    return (Action(part, kind, i) for i in kept for part in own for kind in kinds)
-
-
-def _miscounted(order: Sequence[Action], expected: Iterable[Action], flushes: bool) -> str | None:
-    times, due = Counter(order), dict.fromkeys(expected)
-    for action in due:
-        if action not in times:
-            return f"never does {action}"
-    for action, count in times.items():
-        allowed = action in due or (action.kind == "update" and not flushes)
-        if count > 1 or not allowed:
-            return f"does {action} {'more than once' if allowed else 'and should not'}"
-    return None
-
-
-def _stuck(orders: Iterable[Sequence[Action]], parts: int) -> str | None:
+    orders = [
+        [action for action in order if action.micro_batch not in left_out]
+        for order in schedule.orders(workers, micro_batches)
+    ]
+    for worker, order in enumerate(orders):
+        own = [part for part in range(schedule.parts(workers)) if schedule.worker_of(part, workers) == worker]
+        batches = (i for i in range(micro_batches) if i not in left_out)
+        due = dict.fromkeys(Action(part, kind, i) for i in batches for part in own for kind in kinds)
+        times = Counter(order)
+        for action in due:
+            if action not in times:
+                return f"worker {worker} never does {action}"
+        for action, count in times.items():
+            allowed = action in due or (action.kind == "update" and not schedule.flushes)
+            if count > 1 or not allowed:
+                return f"worker {worker} does {action} {'more than once' if allowed else 'and should not'}"
     try:
-        for _ in walk([iter(order) for order in orders], Dependencies.chain(parts)):
+        for _ in walk([iter(order) for order in orders], Dependencies.chain(schedule.parts(workers))):
             pass
     except DeadlockError as error:
         return str(error)
     return None
 
 
-def _order(
-    schedule: Schedule, worker: int, workers: int, micro_batches: int, columns: StageReplicas | None
-) -> Iterator[Action]:
-    if columns is None or max(columns.copies) == 1:
-        return schedule.actions(worker, workers, micro_batches)
-    return schedule.column(StageReplica(worker, 0), columns, micro_batches)
-
-
 def in_flight(
-    schedule: Schedule, worker: int, workers: int, micro_batches: int, columns: StageReplicas | None = None
+    schedule: Schedule, worker: int, workers: int, micro_batches: int, stage_replicas: StageReplicas | None = None
 ) -> int:
-    """The most activations that a worker holds at once: forwards whose backward, both halves, is not yet done.
+    """Return the most activations that a worker holds at once: forwards whose backward, both halves, is not done.
 
-    Those of each part count by themselves. Where columns take turns at its stage, of the first of them.
+    Those of each part count separately. If its stage is replicated, the figure is that of the first replica.
 
     >>> from paceline.schedule import parse
     >>> [in_flight(parse("1f1b"), worker, 4, 64) for worker in range(4)]
@@ -189,8 +162,12 @@ def in_flight(
     >>> [in_flight(parse("1f1b"), worker, 2, 64, StageReplicas((3, 1))) for worker in range(2)]
     [2, 1]
     """
+    number = stage_replicas.number(StageReplica(worker, 0)) if stage_replicas else worker
     held = most = 0
-    for action in _order(schedule, worker, workers, micro_batches, columns):
-        held += _CHANGES.get(action.kind, 0)
-        most = max(most, held)
+    for action in schedule.orders(workers, micro_batches, stage_replicas)[number]:
+        if action.kind == "forward":
+            held += 1
+            most = max(most, held)
+        elif action.kind in ("backward", "backward_weight"):
+            held -= 1
     return most

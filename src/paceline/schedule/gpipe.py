@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule
 
 
 @final
@@ -24,9 +24,6 @@ class GPipe(Schedule):
 
     Bubble (p - 1)/(m + p - 1) with equal parts. The activations of all m micro-batches are held at once.
     """
-
-    def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         del workers

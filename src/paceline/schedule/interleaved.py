@@ -14,16 +14,16 @@ from typing import final
 from paceline.core.checks import check_int
 from paceline.core.errors import InputError
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule, alternate
 
 
 @final
 @register("interleaved")
 @dataclass(frozen=True)
 class Interleaved(Schedule):
-    """Worker w holds parts w, w + p, ..., which take turns by p micro-batches each (Narayanan et al. 2021, 2104.04473).
+    """Worker w alternates between parts w, w + p, ... every p micro-batches (Narayanan et al. 2021, 2104.04473).
 
-    What fills the pipeline is v times smaller: bubble (p - 1)/(v·m + p - 1) with equal parts, for v times the traffic.
+    Filling the pipeline takes v times less: bubble (p - 1)/(v·m + p - 1) with equal parts, for v times the traffic.
     Worker w holds up to 2(p - 1 - w) + (v - 1)p + 1 activations of a part.
 
     Args:
@@ -39,7 +39,7 @@ class Interleaved(Schedule):
         check_int("interleaved:chunks", self.chunks, least=2)
 
     def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
+        super().refuse(workers, micro_batches)
         if micro_batches % workers:
             more = micro_batches + workers - micro_batches % workers
             raise InputError(
@@ -51,7 +51,8 @@ class Interleaved(Schedule):
         p, v = workers, self.chunks
         ahead = min(2 * (p - 1 - worker) + (v - 1) * p, micro_batches * v)
         for kind, k in alternate(ahead, micro_batches * v):
+            # A round is p micro-batches through all v chunks; backward visits the chunks from the last to the first.
             rounds, place = divmod(k, p * v)
             chunk, i = divmod(place, p)
-            turn = chunk if kind == "forward" else v - 1 - chunk
-            yield Action(worker + turn * p, kind, rounds * p + i)
+            chunk = chunk if kind == "forward" else v - 1 - chunk
+            yield Action(worker + chunk * p, kind, rounds * p + i)

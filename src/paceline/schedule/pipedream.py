@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule, alternate
 
 
 @final
 @register("pipedream")
 @dataclass(frozen=True)
 class PipeDream(Schedule):
-    """Each micro-batch is an update of its own, and nobody waits for it (Narayanan et al. 2019, SOSP, 1806.03377).
+    """Each micro-batch is an update of its own, and no worker waits for it (Narayanan et al. 2019, SOSP, 1806.03377).
 
     Part j computes micro-batch i with weights that are p - 1 - j updates older than those that its update is applied
     to, and keeps them until its backward (weight stashing): p - j versions of its weights at most.
@@ -37,9 +37,6 @@ class PipeDream(Schedule):
 
     def version(self, micro_batch: int, worker: int, workers: int) -> int:
         return max(0, micro_batch - (workers - 1 - worker))
-
-    def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         for kind, i in alternate(workers - 1 - worker, micro_batches):

@@ -15,21 +15,21 @@ from typing import ClassVar, final
 
 from paceline.core.errors import InputError
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, alternate, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule, alternate
 
 
 @final
 @register("pipedream-2bw", every=None)
 @dataclass(frozen=True)
 class PipeDream2BW(Schedule):
-    """An update every m micro-batches, and nobody waits for it (Narayanan et al. 2020, arXiv 2006.09503).
+    """An update every m micro-batches, and no worker waits for it (Narayanan et al. 2020, arXiv 2006.09503).
 
     All m micro-batches of mini-batch t use the weights after t - 1 updates, on every worker, so that two versions do:
 
         w(t+1) = w(t) - lr · ∇f(w(t - 1))
 
-    Mini-batches 0 and 1 both use w(0). The version that mini-batch t needs is there before its first forward because
-    m ≥ p. A mini-batch that the stream breaks off has no update.
+    Mini-batches 0 and 1 both use w(0). The version that mini-batch t needs is complete before its first forward because
+    m ≥ p. A mini-batch that is cut off by the end of the stream has no update.
 
     Args:
         every: m; None: all that :meth:`actions` covers is one mini-batch. No option of the text: a Strategy has m in
@@ -48,7 +48,7 @@ class PipeDream2BW(Schedule):
         return max(0, micro_batch // self.every - 1) if self.every else 0
 
     def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
+        super().refuse(workers, micro_batches)
         every = self.every or micro_batches
         if every < workers:
             raise InputError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule
 
 
 @final
@@ -26,9 +26,6 @@ class Sequential(Schedule):
 
     p workers are busy 1/p of the time, and hold the activations of one micro-batch.
     """
-
-    def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         del workers

@@ -1,4 +1,10 @@
-"""When each action of a schedule happens, for given times."""
+"""Event simulation of a schedule: when each action happens, for given times of the parts.
+
+:func:`timeline` covers everything that a pipeline of Paceline can run: any schedule, replicated stages, parts that
+depend on each other in any acyclic way, endless streams. It yields every action, in whole nanoseconds. For the end of
+a step alone, of parts in a chain, the planner's search has a loop without calls that is some twenty times faster
+(``planner/search/event_simulation.py``; the tests hold the two to each other).
+"""
 
 from collections import deque
 from collections.abc import Iterator
@@ -10,19 +16,18 @@ from paceline.core.types import Nanoseconds, Seconds
 from paceline.schedule.base import Action, Kind, Schedule
 from paceline.schedule.check import Value, makes, needs, walk
 from paceline.schedule.dependencies import Dependencies
-from paceline.trace import spans
 from paceline.trace.spans import Span
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """How long each part of a model takes for one micro-batch, in seconds; an update takes no time.
+    """Durations of each part of a model for one micro-batch, in seconds; an update takes no time.
 
     Args:
         forward: one entry a part.
         backward_input: of the gradient of what a part was given.
         backward_weight: of the gradient of its weights; a backward that is not split takes the sum of the two.
-        transfer: of what one worker sends to another, from end to end; both may go on working.
+        transfer: of a message from one worker to another, from end to end; both may compute meanwhile.
 
     Raises:
         InputError: not one entry a part, or a negative time.
@@ -54,24 +59,23 @@ class StageTimes:
         backward_weight: Seconds = 1.0,
         transfer: Seconds = 0.0,
     ) -> "StageTimes":
-        """The same for all parts; by default backward takes twice as long as forward."""
+        """Return the same times for all parts; by default backward takes twice as long as forward."""
         return cls((forward,) * parts, (backward_input,) * parts, (backward_weight,) * parts, transfer)
 
     @classmethod
-    def balanced(cls, schedule: Schedule, workers: int, columns: StageReplicas | None = None) -> "StageTimes":
-        """One second, and two backward, for each part, times as many as take turns at its stage."""
-        parts = range(schedule.parts(workers))
-        many = [1] * workers if columns is None else columns.copies
-        each = tuple(float(many[schedule.worker_of(part, workers)]) for part in parts)
+    def balanced(cls, schedule: Schedule, workers: int, stage_replicas: StageReplicas | None = None) -> "StageTimes":
+        """Return 1 s forward and 2 s backward for each part, times the number of replicas of its stage."""
+        copies = stage_replicas.copies if stage_replicas else (1,) * workers
+        each = tuple(float(copies[schedule.worker_of(part, workers)]) for part in range(schedule.parts(workers)))
         return cls(each, each, each)
 
     @property
     def parts(self) -> int:
-        """Of the model."""
+        """Number of parts of the model."""
         return len(self.forward)
 
     def of(self, action: Action) -> Seconds:
-        """How long an action takes."""
+        """Return the duration of an action."""
         return sum((getattr(self, name)[action.stage] for name in _TAKES[action.kind]), start=0.0)
 
 
@@ -86,7 +90,7 @@ _TAKES: dict[Kind, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """An action, and when a worker does it."""
+    """An action with its worker and its time."""
 
     worker: int
     action: Action
@@ -99,19 +103,19 @@ def timeline(
     times: StageTimes,
     workers: int,
     micro_batches: int,
-    columns: StageReplicas | None = None,
+    stage_replicas: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> Iterator[Timed]:
-    """Each action begins when its worker is free and what it needs is there; in an order in which they could be done.
+    """Begin each action when its worker is free and its inputs have arrived; yield in an order that respects both.
 
     Lazy: a stream may be as long as one likes.
 
     Args:
-        schedule: any; where columns take turns, one that lets them.
+        schedule: any; if stages are replicated, one that allows it.
         times: of its parts, for one micro-batch on one worker.
         workers: p.
         micro_batches: m.
-        columns: that take turns at the stages, and are then the workers of what is told; None: one at each.
+        stage_replicas: of the stages, which are then the workers of what is yielded; None: one of each.
         dependencies: which parts need which; None: each needs the one before it.
 
     Raises:
@@ -119,52 +123,42 @@ def timeline(
     """
     schedule.refuse(workers, micro_batches)
     parts = schedule.parts(workers)
-    needed = dependencies or Dependencies.chain(parts)
-    for what, count in (("times", times.parts), ("dependencies", needed.parts)):
+    dependencies = dependencies or Dependencies.chain(parts)
+    for what, count in (("times", times.parts), ("dependencies", dependencies.parts)):
         if count != parts:
             raise InputError(f"{what} of {count} parts, but stages={workers} makes {parts}; write {parts} of each.")
-    orders = _orders(schedule, workers, micro_batches, columns)
-    free, there = [0] * len(orders), dict[tuple[Value, int], tuple[int, Nanoseconds]]()
+    orders = schedule.orders(workers, micro_batches, stage_replicas)
+    free = [0] * len(orders)
+    # Values under way to another part, by (value, part): the worker that made each and when it was done. What only
+    # its maker needs is there when that worker is free.
+    under_way = dict[tuple[Value, int], tuple[int, Nanoseconds]]()
     delay = _ns(times.transfer)
-    for worker, action in walk(orders, needed):
+    for worker, action in walk(orders, dependencies):
         part = action.stage
-        arrivals = [there.pop((value, part)) for value in needs(action, needed) if value[1] != part]
+        arrivals = [under_way.pop((value, part)) for value in needs(action, dependencies) if value[1] != part]
         start = max([free[worker], *(end + delay * (maker != worker) for maker, end in arrivals)])
         free[worker] = start + _ns(times.of(action))
         for value in makes(action):
-            there.update(((value, other), (worker, free[worker])) for other in _handed_on(value, needed))
+            if value[0] == "activations":
+                receivers = dependencies.consumers(part)
+            else:
+                receivers = dependencies.returned(part) if value[0] == "gradient" else ()
+            under_way.update(((value, receiver), (worker, free[worker])) for receiver in receivers)
         yield Timed(worker, action, start, free[worker])
 
 
-def _orders(
-    schedule: Schedule, workers: int, micro_batches: int, columns: StageReplicas | None
-) -> list[Iterator[Action]]:
-    """What each does."""
-    if columns is None or max(columns.copies) == 1:
-        return [schedule.actions(worker, workers, micro_batches) for worker in range(workers)]
-    return [schedule.column(column, columns, micro_batches) for column in columns]
-
-
-def _handed_on(value: Value, dependencies: Dependencies) -> tuple[int, ...]:
-    """The parts that need it, each once; what only its maker needs is there when that is free."""
-    what, part, _ = value
-    if what == "activations":
-        return dependencies.consumers(part)
-    return dependencies.returned(part) if what == "gradient" else ()
-
-
 def by_end(run: Iterator[Timed], workers: int) -> Iterator[Timed]:
-    """A timeline in the order in which actions end, then of workers; as lazily as that can be had."""
+    """Yield a timeline in the order in which actions end, then of workers; as lazily as that allows."""
+
+    def end(timed: Timed) -> tuple[Nanoseconds, int]:
+        return timed.end_ns, timed.worker
+
     waiting: list[deque[Timed]] = [deque() for _ in range(workers)]
     for each in run:
         waiting[each.worker].append(each)
-        while all(waiting):
-            yield min(waiting, key=lambda line: _end(line[0])).popleft()
-    yield from sorted((each for line in waiting for each in line), key=_end)
-
-
-def _end(timed: Timed) -> tuple[Nanoseconds, int]:
-    return timed.end_ns, timed.worker
+        while all(waiting):  # no worker can end anything earlier any more
+            yield min(waiting, key=lambda line: end(line[0])).popleft()
+    yield from sorted((each for line in waiting for each in line), key=end)
 
 
 def simulate(
@@ -172,27 +166,27 @@ def simulate(
     times: StageTimes,
     workers: int,
     micro_batches: int,
-    columns: StageReplicas | None = None,
+    stage_replicas: StageReplicas | None = None,
     dependencies: Dependencies | None = None,
 ) -> list[Span]:
-    """The spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
+    """Return the spans of one mini-batch, as a run would record them: ``stage`` is the worker, ``apply`` an update.
 
     Args:
         schedule: any.
         times: of its parts.
         workers: p.
-        micro_batches: m; where weights don't wait for the end of a mini-batch, of the whole stream.
-        columns: that take turns at the stages, ``shard`` then says which of a stage; None: one at each.
+        micro_batches: m; of the whole stream if weights don't wait for the end of a mini-batch.
+        stage_replicas: of the stages, ``shard`` then numbers those of a stage; None: one of each.
         dependencies: which parts need which; None: each needs the one before it.
 
     Returns:
-        By their start; nothing is recorded where a worker waits.
+        Spans by their start; none while a worker waits.
 
     >>> from paceline.schedule import parse
     >>> max(span.end_ns for span in simulate(parse("gpipe"), StageTimes.equal(4), 4, 8)) / 1e9
     33.0
 
-    A first stage that takes twice the time, alone and with two who take turns at it:
+    A first stage that takes twice the time, alone and replicated:
 
     >>> from paceline.core.mesh import StageReplicas
     >>> slow = StageTimes((2.0, 1.0), (2.0, 1.0), (2.0, 1.0))
@@ -207,17 +201,21 @@ def simulate(
     ...  for d in (None, fork)]
     [33.0, 30.0]
     """
-    run = timeline(schedule, times, workers, micro_batches, columns, dependencies)
-    found = sorted(run, key=lambda t: (t.start_ns, t.end_ns, t.worker))
-    places = columns or StageReplicas((1,) * workers)
+    run = timeline(schedule, times, workers, micro_batches, stage_replicas, dependencies)
+    coordinates = stage_replicas or StageReplicas((1,) * workers)
     return [
-        Span(0, *places.column(t.worker), _recorded(t.action), 1, t.action.micro_batch, t.start_ns, t.end_ns, 0)
-        for t in found
+        Span(
+            0,
+            *coordinates.at(timed.worker),
+            "apply" if timed.action.kind == "update" else timed.action.kind,
+            1,
+            timed.action.micro_batch,
+            timed.start_ns,
+            timed.end_ns,
+            0,
+        )
+        for timed in sorted(run, key=lambda t: (t.start_ns, t.end_ns, t.worker))
     ]
-
-
-def _recorded(action: Action) -> spans.Action:
-    return "apply" if action.kind == "update" else action.kind
 
 
 def _ns(seconds: Seconds) -> Nanoseconds:

@@ -1,4 +1,4 @@
-"""One forward, one backward, with gradients of weights (W) put off to where there is nothing else to do.
+"""One forward, one backward, with gradients of weights (W) postponed to idle time.
 
 ::
 
@@ -13,26 +13,23 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from paceline.core.registry import register
-from paceline.schedule.base import Action, Schedule, refuse_less_than_one
+from paceline.schedule.base import Action, Schedule
 
 
 @final
 @register("zero-bubble")
 @dataclass(frozen=True)
 class ZeroBubble(Schedule):
-    """Only gradients of inputs (I) keep others waiting, those of weights fill gaps: ZB-H1 (Qi et al. 2023, 2401.10241).
+    """Only gradients of inputs (I) block other workers, those of weights fill gaps: ZB-H1 (Qi et al. 2023, 2401.10241).
 
-    Forwards and I go in the order of 1F1B; worker w puts off W by w micro-batches. With equal parts and m ≥ p, workers
-    are idle for (p - 1) · max(F, I, F + I - W): that is the paper's (p - 1)(F + I - W) where W is the quickest of the
-    three, and always less than 1F1B's (p - 1)(F + I + W). Where parts differ much, a late W can cost more.
+    Forwards and I go in the order of 1F1B; worker w postpones W by w micro-batches. With equal parts and m ≥ p, workers
+    are idle for (p - 1) · max(F, I, F + I - W): that is the paper's (p - 1)(F + I - W) if W is the fastest of the
+    three, and always less than 1F1B's (p - 1)(F + I + W). If parts differ much, a late W can cost more.
 
     A worker holds at most p micro-batches whose W is to come, the most that 1F1B holds anywhere, and p - w whose I is.
     """
 
     splits_backward: ClassVar[bool] = True
-
-    def refuse(self, workers: int, micro_batches: int) -> None:
-        refuse_less_than_one(workers, micro_batches)
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         ahead = workers - 1 - worker

@@ -199,7 +199,7 @@ TABLE: tuple[Row, ...] = (
     # -------------------------------------------------------------------------------------------------- pipelines
     Row(
         "stages",
-        lambda c: _real(c) and c.stage_replicas > 1 and c.schedule is not None and not c.schedule.takes_turns,
+        lambda c: _real(c) and c.stage_replicas > 1 and c.schedule is not None and not c.schedule.allows_stage_replicas,
         "stages={copies}: several workers take turns at the micro-batches of a stage where a gradient is complete "
         "before it is applied and a worker has one part of the model, not under schedule={s.schedule}; write "
         "schedule=1f1b, or stages={s.stage_count}",

@@ -127,7 +127,7 @@ class Recording(NullRecorder):
 
 
 def copy_of(cut: Cut, worker: int, plan: CommPlan) -> list[Any]:
-    return [part for part in cut.parts if plan.stage_of(part.number) == plan.columns.column(worker).stage]
+    return [part for part in cut.parts if plan.stage_of(part.number) == plan.columns.at(worker).stage]
 
 
 class Worker:
@@ -152,7 +152,7 @@ class Worker:
             self.layout,
             world.hub.wire(number),
             self.recorder,  # type: ignore[arg-type]
-            replicas=world.turns(plan.columns.column(number)),
+            replicas=world.turns(plan.columns.at(number)),
             **options,
         )
         self.replica = Pipelined(setup, **steps)

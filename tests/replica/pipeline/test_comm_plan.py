@@ -26,7 +26,7 @@ def plans(draw: st.DrawFn) -> tuple[CommPlan, int]:
         ends = sorted(draw(st.sets(st.integers(0, parts - 1), max_size=4)))
         if len(ends) > 1:
             crossings.append(Crossing(f"skip{k}", ends[0], tuple(ends[1:])))
-    turns = st.integers(1, 3) if schedule.takes_turns else st.just(1)
+    turns = st.integers(1, 3) if schedule.allows_stage_replicas else st.just(1)
     copies = tuple(draw(st.lists(turns, min_size=workers, max_size=workers)))
     return CommPlan(schedule, workers, m, tuple(crossings), {}, copies), draw(st.integers(1, m))
 

@@ -173,7 +173,7 @@ class ModelParallelShard(RankShard):
         if communicator is not None and zero:
             group = holders(ranks.mesh, ranks.rank, communicator, peers)
             self.update = ZeroOptimizer(job.program, buffer, shard, group, communicator)
-            first = ranks.mesh.column(ranks.place).copy == 0  # each replica of a stage has the whole Δ of its replica
+            first = ranks.mesh.stage_replica(ranks.place).copy == 0  # each replica of a stage has the whole Δ of its replica
             self.status_sync = ModelParallelSync(
                 setup, buffer, self.update.reduced_vectors, (), group.communicator, contributes=first
             )

@@ -331,7 +331,7 @@ class ModelParallelSync:
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
-        self._contributes, self._norms, self._replica = contributes, norms, self._mesh.place(self._rank).replica
+        self._contributes, self._norms, self._replica = contributes, norms, self._mesh.coordinate(self._rank).replica
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
         every = len(parameters) == len(counted)
         self._counted = buffer.state.parameters if every else [parameters[name] for name in counted]

@@ -52,7 +52,7 @@ class DistributedRun:
         self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
         self._run_context = run_context = RunContext.of(job)
         program, world = job.program, context.world
-        set_threads_and_seed(job, job.strategy.mesh.place(world.rank).replica, world.local_size)
+        set_threads_and_seed(job, job.strategy.mesh.coordinate(world.rank).replica, world.local_size)
         # The values of A_0: a rank that trains a part of the model shares the whole one with the others on its host.
         model = (
             build_once_per_host(functools.partial(materialize, program), context)
@@ -86,7 +86,7 @@ class DistributedRun:
             if self._context.world.rank == 0:
                 mesh = self._job.strategy.mesh
                 processes: dict[Coordinate, dict[str, int | str]] = {
-                    mesh.place(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
+                    mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
                 }
                 self._closing.callback(WorkersFile(self._job.out, {}, processes).close)
             client = self._client(interrupts, stop_event)

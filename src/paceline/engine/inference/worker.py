@@ -175,7 +175,7 @@ class _StageModel:
         # Without backward every schedule is the same, and no activation is kept.
         plain: dict[str, Any] = {"schedule": "gpipe", "aggregation": Synchronous(), "stage_memory_bytes": None}
         strategy = self._strategy = replace(request.strategy, **plain)
-        self._mesh, self._place = strategy.mesh, strategy.mesh.place(context.world.rank)
+        self._mesh, self._place = strategy.mesh, strategy.mesh.coordinate(context.world.rank)
         communicator = SubGroups.of(self._mesh, context.communicator).shards
         self._shards = None if communicator is None else GroupShards(communicator, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
@@ -195,7 +195,7 @@ class _StageModel:
         batch, count = Batch(inputs, (), batch_size(inputs)), self._strategy.micro_batch_count
         chunks = micro_batches(batch, count, self.captured.flatten)
         if len(chunks) not in self._programs:
-            worker = self._mesh.columns.number(self._mesh.column(self._place))
+            worker = self._mesh.stage_replicas.number(self._mesh.stage_replica(self._place))
             self._programs[len(chunks)] = self._plan.worker_program(worker, len(chunks))
         program, queue = self._programs[len(chunks)], self._queue
         queue.begin([m for m in program.incoming if not m.gradient], [chunk.shapes for chunk in chunks])

@@ -83,7 +83,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
                 with build_once_per_host(functools.partial(materialize, job.program), context) as module:
                     member = _Member(job, place, context, module, recorder, args["remembers"], arena_fd)
                 others = [other for other in ranks if other != worker] if rank == 0 else [ranks.start]
-                names = [f"replica {label(mesh.place(other))}" for other in others] if rest else []
+                names = [f"replica {label(mesh.coordinate(other))}" for other in others] if rest else []
                 pipes = [CommandPipe(fd, name, job.timeout_s) for fd, name in zip(rest, names, strict=True)]
                 work = member.leader(pipes, own_fd, main_fd) if rank == 0 else member.follower(pipes[0])
                 link.send(json.dumps({"ready": worker, "pid": os.getpid()}).encode())

@@ -302,7 +302,7 @@ class LocalRun:
         for worker in range(mesh.workers):
             measured, times = metrics.figures(worker), metrics.step_times(worker)
             parameter_bytes = metrics.parameter_bytes[worker] if self._job.strategy.spread else size
-            row = worker_figures(mesh.place(worker), measured, times, parameter_bytes, seconds)
+            row = worker_figures(mesh.coordinate(worker), measured, times, parameter_bytes, seconds)
             figures.append(replace(row, optimizer_bytes=own_bytes))
         return figures
 

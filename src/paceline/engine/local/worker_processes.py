@@ -115,11 +115,11 @@ class WorkerProcesses:
             ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
             for worker, own in zip((leader, *followers), ends, strict=True):
                 fds = [*self._traces[worker : worker + 1], *own]
-                self._spawn(worker, GROUP_ENTRY, {"place": self._mesh.place(worker)} | args, fds)
+                self._spawn(worker, GROUP_ENTRY, {"place": self._mesh.coordinate(worker)} | args, fds)
 
     def _spawn(self, worker: int, entry: str, args: Mapping[str, Any], more_fds: Sequence[int]) -> None:
         store_fd, job_fd, main_fd, link_fd = self._fds
-        own_fd = self._eventfds[self._mesh.place(worker).replica].fileno()
+        own_fd = self._eventfds[self._mesh.coordinate(worker).replica].fileno()
         self._processes.spawn(
             worker, entry, dict(args) | self._args, [store_fd, job_fd, own_fd, main_fd, link_fd, *more_fds]
         )
@@ -153,7 +153,7 @@ class WorkerProcesses:
                     continue
                 if worker not in self._ready:
                     self.read_messages()
-                    first = self._first_to_fail(self._mesh.place(worker).replica)
+                    first = self._first_to_fail(self._mesh.coordinate(worker).replica)
                     raise WorkerError(f"replica {self._name(first)} ended while it started: {self._status(first)}")
                 self.poller.remove(self._processes.processes[worker].pidfd)
                 early.append(worker)
@@ -163,12 +163,12 @@ class WorkerProcesses:
         self._processes.signal(self._processes.running - self._ready)
 
     def _name(self, worker: int) -> str:
-        place = self._mesh.place(worker)
+        place = self._mesh.coordinate(worker)
         return str(place.replica) if self._rendezvous is None else label(place)
 
     def pids(self) -> dict[Coordinate, int]:
         """Return the process ids."""
-        return {self._mesh.place(worker): process.pid for worker, process in self._processes.processes.items()}
+        return {self._mesh.coordinate(worker): process.pid for worker, process in self._processes.processes.items()}
 
     def notify(self, replica: ReplicaId) -> None:
         """Wake a worker if it sleeps: there is something for it in the control block."""
@@ -232,14 +232,14 @@ class WorkerProcesses:
         self.read_messages()
         if worker not in self._processes.running:
             return None
-        replica, status = self._mesh.place(worker).replica, self._status(worker)
+        replica, status = self._mesh.coordinate(worker).replica, self._status(worker)
         if status == EXIT_OK:
             self._processes.retire(worker)
         else:
             first = self._first_to_fail(replica)
             status = self._status(first)
             if self._rendezvous is not None:
-                place = self._mesh.place(first)
+                place = self._mesh.coordinate(first)
                 status = f"{status} (stage {place.stage}, shard {place.shard})"
             # Wait until none of them writes to shared memory: the server reuses the replica's buffers afterwards.
             rest = self._processes.running.intersection(self._mesh.replica_ranks(replica))

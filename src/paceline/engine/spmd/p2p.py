@@ -59,7 +59,7 @@ class Routes:
         return ranks[self.mesh.shard(self.place) % len(ranks)]
 
     def _ranks(self, column: int) -> list[int]:
-        return self.mesh.column_ranks(self.place.replica, self.mesh.columns.column(column))
+        return self.mesh.stage_replica_ranks(self.place.replica, self.mesh.stage_replicas.at(column))
 
 
 Asked: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"

@@ -68,11 +68,11 @@ class PipelineRank:
         job, world = self.run_context.job, self.context.world
         self.mesh, self.order = rank_setup.mesh, job.strategy.order
         self._steps_on_parts = rank_setup.steps_on_parts
-        self.rank, self.place = world.rank, self.mesh.place(world.rank)
+        self.rank, self.place = world.rank, self.mesh.coordinate(world.rank)
         self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
         self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
         shards = self.subgroups.shards
-        self._column, self._shard = self.mesh.column(self.place), self.mesh.shard(self.place)
+        self._column, self._shard = self.mesh.stage_replica(self.place), self.mesh.shard(self.place)
         self.shards = None if shards is None else GroupShards(shards, self._shard)
         """Who share this rank's column; None: it has one for itself."""
         copies = self.subgroups.copies
@@ -139,7 +139,7 @@ class PipelineRank:
             CommPlan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies),
             self.cut.captured,
             self.parts,
-            WorkerId(self._replica, self.mesh.columns.number(self._column), self.run_context.device(self.rank)),
+            WorkerId(self._replica, self.mesh.stage_replicas.number(self._column), self.run_context.device(self.rank)),
             self.layout,
             NoP2P() if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place)),
             recorder,
@@ -171,7 +171,7 @@ class PipelineRank:
         if workers > 1 and self._steps_on_parts:
             refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, lies, workers)
         parts = [shard_layout(whole, lies, shard) for shard in range(workers)]
-        return StageSharding(lies, parts, self.mesh.columns.copies[stage])
+        return StageSharding(lies, parts, self.mesh.stage_replicas.copies[stage])
 
     def _refuse_running(self, held: Sequence[Sequence[str]]) -> None:
         """Where several take turns, none sees all micro-batches in their order."""

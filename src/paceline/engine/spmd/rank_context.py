@@ -190,7 +190,7 @@ class SubGroups:
         if communicator is None:
             return cls(None, None, None)
         replicas, stages = range(mesh.replicas), range(len(mesh.stage_workers))
-        shards = [mesh.column_ranks(r, column) for r in replicas for column in mesh.columns]
+        shards = [mesh.stage_replica_ranks(r, column) for r in replicas for column in mesh.stage_replicas]
         peers = [
             [mesh.rank(Coordinate(r, s, i)) for r in replicas] for s in stages for i in range(mesh.stage_workers[s])
         ]
@@ -216,10 +216,10 @@ def holders(mesh: Mesh, rank: int, communicator: Communicator, peers: Communicat
         communicator: of the whole run.
         peers: those in other replicas, who are all where nobody takes turns.
     """
-    place, replicas = mesh.place(rank), range(mesh.replicas)
-    mine, copies = mesh.column(place), mesh.columns.copies[place.stage]
+    place, replicas = mesh.coordinate(rank), range(mesh.replicas)
+    mine, copies = mesh.stage_replica(place), mesh.stage_replicas.copies[place.stage]
     number = place.replica * copies + mine.copy
-    if max(mesh.columns.copies) == 1:
+    if max(mesh.stage_replicas.copies) == 1:
         return SubGroup(peers, number)
     stages = range(len(mesh.stage_workers))
     each = [zip(*(column for r in replicas for column in _columns(mesh, r, s)), strict=True) for s in stages]
@@ -228,7 +228,7 @@ def holders(mesh: Mesh, rank: int, communicator: Communicator, peers: Communicat
 
 def _columns(mesh: Mesh, replica: int, stage: int) -> list[list[int]]:
     """The ranks of each column of a stage."""
-    return [mesh.column_ranks(replica, column) for column in mesh.columns if column.stage == stage]
+    return [mesh.stage_replica_ranks(replica, column) for column in mesh.stage_replicas if column.stage == stage]
 
 
 PREPARATION_S: Seconds = 1800.0

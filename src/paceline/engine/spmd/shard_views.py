@@ -82,7 +82,7 @@ def owned_names(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) 
         mesh: of its workers.
         place: of the worker.
     """
-    if mesh.column(place).copy:
+    if mesh.stage_replica(place).copy:
         return set()
     shard = mesh.shard(place)
     earlier = {name for stage in stages[: place.stage] for part in stage.parts for name in _names(part)}

@@ -109,7 +109,7 @@ class TensorParallelRank:
     def __init__(self, rank_setup: RankSetup) -> None:
         self.run_context, self._context = rank_setup.run_context, rank_setup.context
         self.mesh, self.rank = rank_setup.mesh, rank_setup.context.world.rank
-        self.place = self.mesh.place(self.rank)
+        self.place = self.mesh.coordinate(self.rank)
         self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
         self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
         among = self.subgroups.shards

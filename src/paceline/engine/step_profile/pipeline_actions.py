@@ -57,8 +57,8 @@ class _IsolatedWorker:
     def __init__(self, setup: RunContext, context: RankContext, worker: int) -> None:
         self._setup, self._context, self._job = setup, context, setup.job
         strategy, mesh = self._job.strategy, self._job.strategy.mesh
-        self._stage, column = mesh.place(worker).stage, mesh.column(mesh.place(worker))
-        self._fake = FakeShards(mesh.shard(mesh.place(worker)), mesh.shards(self._stage))
+        self._stage, column = mesh.coordinate(worker).stage, mesh.stage_replica(mesh.coordinate(worker))
+        self._fake = FakeShards(mesh.shard(mesh.coordinate(worker)), mesh.shards(self._stage))
         self._batch, self._module = first_batch(self._job), self._job.program.build()
         gather = context.gather
         cut = prepare_cut(
@@ -70,7 +70,7 @@ class _IsolatedWorker:
         parts, placements = self._parts(cut)
         layout = shard_layout(whole.part(tensors_of(merged_module(parts)).keys()), placements, self._fake.rank)
         plan = CommPlan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
-        number = mesh.columns.number(column)
+        number = mesh.stage_replicas.number(column)
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
         self._place = StageRuntime(
             PipelineSetup(self._job.program, plan, cut.captured, parts, WorkerId(0, number), layout, **means)

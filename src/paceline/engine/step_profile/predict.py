@@ -178,7 +178,7 @@ def _slowest(ranks: Sequence[MeasuredRank], call: CollectiveCall) -> Seconds:
 def _forecast_stages(job: Job, ranks: Sequence[MeasuredRank], pull_s: Seconds, push_s: Seconds) -> Forecast:
     """Simulate the schedule with the measured times of its actions."""
     strategy = job.strategy
-    stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
+    stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.stage_replicas
     needs = ranks[0].profile.needs or Dependencies.chain(strategy.order.parts(stages))
     actions = list(timeline(strategy.order, _stage_times(job, ranks, needs), stages, count, columns, needs))
     end = max(each.end_ns for each in actions)

@@ -67,8 +67,14 @@ class ReplicaTiming:
         for each in self.actions:
             kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
             start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
-            stage, shard = columns.column(each.worker)
+<<<<<<< HEAD
+            stage, shard = columns.at(each.worker)
             yield virtual_span(replica, kind, step, start, end, stage, shard, each.action.micro_batch)
+=======
+            stage, shard = columns.at(each.worker)
+            made = span(replica, kind, step, start, end)
+            yield replace(made, stage=stage, shard=shard, micro_batch=each.action.micro_batch)
+>>>>>>> 6814cd9 (Speak of stage replicas in the mesh and in schedules)
 
 
 def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
@@ -85,7 +91,7 @@ def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
     strategy = job.strategy
     if strategy.pipelined:
         times, needs = _stages(job) if measured else (_equal(strategy), _needed(job))
-        stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.columns
+        stages, count, columns = strategy.stage_count, strategy.micro_batch_count, strategy.mesh.stage_replicas
         actions = tuple(timeline(strategy.order, times, stages, count, columns, needs))
         return ReplicaTiming(max(each.end_ns for each in actions) * 1e-9, actions, columns.copies, needs)
     if strategy.tensor_parallel:

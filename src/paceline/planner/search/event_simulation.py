@@ -243,7 +243,7 @@ def _orders(schedule: str, copies: tuple[int, ...], micro_batches: int) -> tuple
     actions = (
         order.actions(each.stage, stages, micro_batches)
         if max(copies) == 1
-        else order.column(each, replicas, micro_batches)
+        else order.stage_replica_actions(each, replicas, micro_batches)
         for each in replicas
     )
     return tuple(

@@ -62,7 +62,7 @@ def refusal(arrangement: Arrangement) -> str | None:
         return "parameters are divided among whole replicas alone"
     if t > 1 and (order.splits_backward or arrangement.recompute == "full"):
         return "shards have no split backward passes and no recomputation within a stage"
-    if arrangement.copies and max(arrangement.copies) > 1 and not order.takes_turns:
+    if arrangement.copies and max(arrangement.copies) > 1 and not order.allows_stage_replicas:
         return f"schedule={arrangement.schedule} does not support replicated stages"
     if arrangement.copies and max(arrangement.copies) > arrangement.mini_batch:
         return "some replicas of a stage would never have a micro-batch"

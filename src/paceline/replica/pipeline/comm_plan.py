@@ -99,7 +99,7 @@ class CommPlan:
 
     def worker_of(self, part: int, micro_batch: int = 0) -> int:
         """Return the worker that runs a part of a micro-batch."""
-        return self.columns.of(self.stage_of(part), micro_batch)
+        return self.columns.processing(self.stage_of(part), micro_batch)
 
     def worker_program(self, worker: int, micro_batches: int) -> WorkerProgram:
         """Return a worker's actions for a mini-batch that is cut into ``micro_batches``, at most those planned."""

@@ -28,16 +28,16 @@ class TiedGradients:
     """
 
     def __init__(self, plan: CommPlan, worker: int, p2p: P2P) -> None:
-        columns, own = plan.columns, plan.columns.column(worker)
+        columns, own = plan.columns, plan.columns.at(worker)
         holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
         self.holders = {n: stages for n, stages in sorted(holders.items()) if own.stage in stages and len(stages) > 1}
         """Parameter -> the stages that hold it, of those that this worker and another one hold."""
         self._stage, self._p2p = own.stage, p2p
         others = {stage for stages in self.holders.values() for stage in stages if stage != own.stage}
         # Each replica of a stage receives from one replica of each other stage, and sends to those that receive of it.
-        self._source = {stage: columns.number(columns.turn(own, stage)) for stage in others}
+        self._source = {stage: columns.number(columns.partner(own, stage)) for stage in others}
         self._destinations = {
-            stage: [n for n in columns.same(stage) if columns.turn(columns.column(n), own.stage) == own]
+            stage: [n for n in columns.of_stage(stage) if columns.partner(columns.at(n), own.stage) == own]
             for stage in others
         }
 

@@ -299,7 +299,7 @@ def choose_boundaries(
     parts = order.parts(workers)
     if strategy.cuts:
         return named_boundaries(strategy.cuts, parts, units.modules(), units.nodes())
-    limit, columns = None, strategy.mesh.columns
+    limit, columns = None, strategy.mesh.stage_replicas
     owners = [order.worker_of(part, workers) for part in range(parts)]
     if strategy.stage_memory_bytes is not None:
         flying = [in_flight(order, owner, workers, strategy.micro_batch_count, columns) for owner in owners]
