@@ -1,4 +1,4 @@
-"""What is trained: the model, its loss, its optimizer and its data; nothing about how it is split or paced."""
+"""A training job: the model, its loss, its optimizer and its data, without any parallelism."""
 
 import contextlib
 import threading
@@ -38,20 +38,20 @@ class Program:
         optimizer: parameters -> torch optimizer, e.g. ``functools.partial(torch.optim.SGD, lr=0.01)``.
         train: a map-style dataset of (input, target), a pair of tensors (inputs, targets) with samples along the first
             dim, or a function (replica, replicas, seed) -> iterable of batches.
-        test: as ``train``, a dataset or a pair; absent where nothing is to be scored on unseen data.
-        batch_size: samples per replica and micro-step; 32 where neither it nor ``global_batch_size`` is given.
+        test: as ``train``, a dataset or a pair; absent: no evaluation on unseen data.
+        batch_size: samples per replica and micro-step; 32 if neither it nor ``global_batch_size`` is given.
         global_batch_size: samples per update over all replicas and accumulated micro-steps.
         seed: of A_0, of the data order, of dropout and delays.
         scheduler: optimizer -> LRScheduler, stepped once per update of A.
         clip_norm: bound on the Euclidean norm of each combined Δ; absent: no clipping.
         precision: "bf16" runs forward and loss under autocast; A stays as the model made it.
-        metrics: name -> (output, target) -> mean over the batch. Absent: ``accuracy`` where the output is one row of
+        metrics: name -> (output, target) -> mean over the batch. Absent: ``accuracy`` if the output is one row of
             class scores per integer target, else none.
         loader: keyword arguments for torch's DataLoader (``num_workers``, ``collate_fn``, ...).
-        name: what reports call it.
+        name: for reports.
 
     Raises:
-        InputError: where a field can't be what it has to be.
+        InputError: a field has a value that it can't have.
 
     An input may be a tensor, a tuple (``model(*input)``) or a dict (``model(**input)``); a target any tree of tensors.
     """
@@ -75,12 +75,6 @@ class Program:
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise InputError(f"Program({name}={getattr(self, name)!r}) can't be called; {_HINTS[name]}")
-        self._check_numbers()
-        _check_data("train", self.train, functions=True)
-        if self.test is not None:
-            _check_data("test", self.test, functions=False)
-
-    def _check_numbers(self) -> None:
         if self.batch_size is not None and self.global_batch_size is not None:
             raise InputError(
                 f"batch_size={self.batch_size} and global_batch_size={self.global_batch_size} say the same thing "
@@ -96,9 +90,12 @@ class Program:
             raise InputError(f"clip_norm={self.clip_norm!r} must be above 0; write clip_norm=1.0 or leave it out")
         if self.precision not in ("fp32", "bf16"):
             raise InputError(f"precision={self.precision!r} is neither 'fp32' nor 'bf16'; write precision='bf16'")
+        _check_data("train", self.train, functions=True)
+        if self.test is not None:
+            _check_data("test", self.test, functions=False)
 
     def per_replica_batch(self, replicas: int, accumulate: int = 1) -> int:
-        """Samples in one batch of one replica; raises InputError where ``global_batch_size`` can't be split evenly."""
+        """Return the samples in a batch of a replica; InputError if ``global_batch_size`` can't be split evenly."""
         if self.global_batch_size is None:
             return 32 if self.batch_size is None else self.batch_size
         parts = replicas * accumulate
@@ -111,11 +108,11 @@ class Program:
         return self.global_batch_size // parts
 
     def seeded(self, seed: int) -> "Program":
-        """The same job from another start."""
+        """Return the same job from another start."""
         return replace(self, seed=seed)
 
     def build(self) -> nn.Module:
-        """The module with the parameters A_0: the same bits wherever it is called; leaves torch's own seed alone."""
+        """Return the module with the parameters A_0: the same bits in every process; torch's own seed stays."""
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             module: Any = self.model()
@@ -126,14 +123,14 @@ class Program:
         return module
 
     def autocast(self, device: str) -> contextlib.AbstractContextManager[Any]:
-        """The context for forward and loss."""
+        """Return the context for forward and loss."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(torch.device(device).type, dtype=torch.bfloat16)
 
 
 def call(module: nn.Module | Callable[..., Tree], inputs: Tree) -> Tree:
-    """``model(input)``, ``model(*input)`` for a tuple, ``model(**input)`` for a dict.
+    """Return ``model(input)``, ``model(*input)`` for a tuple, ``model(**input)`` for a dict.
 
     >>> call(lambda a, b: a + b, (1, 2)), call(lambda a, b: a + b, {"a": 3, "b": 4}), call(abs, -5)
     (3, 7, 5)
@@ -146,7 +143,7 @@ def call(module: nn.Module | Callable[..., Tree], inputs: Tree) -> Tree:
 
 
 def accuracy(output: Tensor, target: Tensor) -> Tensor:
-    """The fraction of rows whose largest score is the target's class.
+    """Return the fraction of rows whose largest score is the target's class.
 
     >>> accuracy(torch.tensor([[0.1, 0.9], [0.8, 0.2]]), torch.tensor([1, 1])).item()
     0.5
@@ -155,7 +152,7 @@ def accuracy(output: Tensor, target: Tensor) -> Tensor:
 
 
 def as_tensors(data: Data | BatchSource) -> tuple[Tree, Tree] | None:
-    """The (inputs, targets) trees behind ``data`` where it is a pair or a TensorDataset of two, else None."""
+    """Return the (inputs, targets) trees of a pair or a TensorDataset of two; None for other data."""
     if isinstance(data, tuple):
         return data[0], data[1]
     if type(data) is TensorDataset and len(data.tensors) == 2:
@@ -164,7 +161,7 @@ def as_tensors(data: Data | BatchSource) -> tuple[Tree, Tree] | None:
 
 
 def leaves(tree: Tree) -> list[Tensor]:
-    """All tensors of a tree, depth first."""
+    """Return all tensors of a tree, depth first."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, Mapping):
@@ -175,7 +172,7 @@ def leaves(tree: Tree) -> list[Tensor]:
 
 
 def map_tree(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
-    """The tree with ``function`` applied to each tensor; what is no tensor stays."""
+    """Return the tree with ``function`` applied to each tensor; what is no tensor stays."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping):
@@ -188,12 +185,12 @@ def map_tree(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
 
 
 def is_source(data: Data | BatchSource) -> TypeGuard[BatchSource]:
-    """Whether the data are a function that makes batches rather than a data set."""
+    """Return whether the data are a function that makes batches rather than a data set."""
     return callable(data) and not hasattr(data, "__getitem__")
 
 
 def length(data: Data) -> int:
-    """How many samples ``data`` has."""
+    """Return the number of samples."""
     pair = as_tensors(data)
     return len(leaves(pair)[0]) if pair is not None else len(data)  # type: ignore[arg-type]
 
@@ -206,20 +203,17 @@ _HINTS = {
 
 
 def _check_data(name: str, data: Any, *, functions: bool) -> None:
-    if isinstance(data, tuple):
-        _check_pair(name, data)
-    elif hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        if len(data) == 0:
-            raise InputError(f"{name} has no samples; pass a dataset with at least one")
-    elif not (functions and callable(data)):
-        raise InputError(
-            f"{name}={type(data).__name__} is no map-style dataset (__len__ and __getitem__) and no pair of tensors; "
-            f"write {name}=(inputs, targets)"
-            + (" or a function (replica, replicas, seed) -> iterable of batches" if functions else "")
-        )
-
-
-def _check_pair(name: str, data: tuple[Any, ...]) -> None:
+    if not isinstance(data, tuple):
+        if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+            if len(data) == 0:
+                raise InputError(f"{name} has no samples; pass a dataset with at least one")
+        elif not (functions and callable(data)):
+            raise InputError(
+                f"{name}={type(data).__name__} is no map-style dataset (__len__ and __getitem__) and no pair of "
+                f"tensors; write {name}=(inputs, targets)"
+                + (" or a function (replica, replicas, seed) -> iterable of batches" if functions else "")
+            )
+        return
     if len(data) != 2 or not all(leaves(part) for part in data):
         kinds = ", ".join(type(part).__name__ for part in data)
         raise InputError(

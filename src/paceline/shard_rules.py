@@ -1,4 +1,4 @@
-"""What a strategy says of how single operators are to be divided: a way's name for each pattern over module names."""
+"""A strategy's rules for dividing single operators: an operator strategy's name for each pattern over module names."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from typing import final
 from paceline.core.errors import InputError
 
 WHOLE = "whole"
-"""The way's name that leaves an operator undivided."""
+"""The name that leaves an operator undivided."""
 
 _PATTERN = re.compile(r"(?:[\w.*?-]|\[[\w!-]+\])+")
 _NAME = re.compile(r"[\w-]+")
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[\w-]+")
 
 @final
 class ShardRules(Mapping[str, str]):
-    """Glob pattern over full module names -> name of a way; of several patterns that match, the last counts.
+    """Glob pattern over full module names -> name of an operator strategy; the last pattern that matches counts.
 
     Args:
         rules: the mapping, or its text.
@@ -37,12 +37,12 @@ class ShardRules(Mapping[str, str]):
             _check(pattern, name)
 
     def of(self, module: str) -> str | None:
-        """What is said of a module; None: nothing."""
+        """Return the operator strategy of a module; None if no pattern matches."""
         pattern = self.pattern(module)
         return None if pattern is None else self._rules[pattern]
 
     def pattern(self, module: str) -> str | None:
-        """The pattern that counts for a module."""
+        """Return the pattern that counts for a module."""
         return next((pattern for pattern in reversed(self._rules) if fnmatchcase(module, pattern)), None)
 
     def __getitem__(self, pattern: str) -> str:
@@ -55,7 +55,7 @@ class ShardRules(Mapping[str, str]):
         return len(self._rules)
 
     def __eq__(self, other: object) -> bool:
-        """The same in the same order, which says what counts."""
+        """Compare rules and their order, for the last that matches counts."""
         return isinstance(other, Mapping) and list(self._rules.items()) == list(other.items())
 
     def __hash__(self) -> int:

@@ -16,17 +16,17 @@ from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
 
 Recompute: TypeAlias = Literal["none", "boundaries", "all"]
-"""Which activations a pipeline computes again in backward instead of keeping them."""
+"""Activations that a pipeline computes again in backward instead of keeping them."""
 
 BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
-"""What a pipeline takes running statistics from."""
+"""Samples from which a pipeline takes running statistics."""
 
 Device: TypeAlias = Literal["cpu", "cuda"]
-"""What a worker computes on."""
+"""Device of every worker."""
 
 
 class PolicyField:
-    """The field ``aggregation``: takes a policy or its text, and is always a policy when it is read."""
+    """The field ``aggregation``: takes a policy or its text, and always reads as a policy."""
 
     @overload
     def __get__(self, strategy: None, owner: type["Strategy"]) -> Aggregation[Any]: ...
@@ -48,7 +48,7 @@ class PolicyField:
 
 
 class RulesField:
-    """The field ``shard_rules``: takes a mapping or its text, and is always ``ShardRules`` when it is read."""
+    """The field ``shard_rules``: takes a mapping or its text, and always reads as ``ShardRules``."""
 
     @overload
     def __get__(self, strategy: None, owner: type["Strategy"]) -> ShardRules: ...
@@ -70,30 +70,30 @@ class Strategy:
     """A mesh of replicas × stages × shards, and how its parts work together. Workers = their product.
 
     Args:
-        replicas: P, how many compute a Δ each.
-        stages: pipeline stages of a replica; or how many columns take turns at each stage: ``(3, 1)``.
+        replicas: P, the number of workers or groups of workers that compute a Δ each.
+        stages: pipeline stages of a replica; or the number of replicas of each stage: ``(3, 1)``.
         shards: parts that each operator is cut into; or one number a stage.
-        schedule: in which order a pipeline's stages go through the micro-batches, as text: ``sequential``, ``gpipe``,
+        schedule: order in which a pipeline's stages process the micro-batches, as text: ``sequential``, ``gpipe``,
             ``1f1b``, ``interleaved:chunks=2``, ``zero-bubble``, ``pipedream``, ``pipedream-2bw``.
-        micro_batches: m, per step of a pipeline; None: 2 · stages for each of those who take turns at a stage, or 1
-            under ``pipedream``, where a step is one.
-        recompute: which activations a pipeline computes again.
-        cuts: where the pipeline's stages after the first begin, by the full name of a module or of a node of the
-            graph; empty: where that balances them best.
-        shard_rules: how operators are to be divided, rather than by the plan: pattern over full module names -> name of
-            a way, or ``whole``; a mapping or its text: ``*.c_fc:column,head:whole``.
-        stage_memory_bytes: what a stage may hold of parameters, their gradients, the optimizer's state and
-            activations; None: anything.
-        batchnorm: what running statistics are taken from in a pipeline: each micro-batch, as it comes, or the whole
-            mini-batch at once. What is normalised by is a micro-batch's in either case.
+        micro_batches: m, per step of a pipeline; None: 2 · stages · stage replicas, or 1 under ``pipedream``, where a
+            step is one.
+        recompute: activations that a pipeline computes again.
+        cuts: beginnings of the pipeline's stages after the first, by the full name of a module or of a node of the
+            graph; empty: those that balance the stages best.
+        shard_rules: strategies of operators instead of the plan's: pattern over full module names -> name of
+            a strategy, or ``whole``; a mapping or its text: ``*.c_fc:column,head:whole``.
+        stage_memory_bytes: bound on a stage's parameters, their gradients, the optimizer's state and activations;
+            None: no bound.
+        batchnorm: samples of the running statistics in a pipeline: each micro-batch, as it comes, or the whole
+            mini-batch at once. Normalisation is by a micro-batch's in either case.
         aggregation: a policy or its text.
         accumulate: micro-steps per Δ.
         partition: ``global``, or ``disjoint``: each replica has a fixed subset of the training set.
         threads: CPU threads per worker; None: cores // workers, at least 1.
         device: ``cpu`` or ``cuda``.
-        compression: of gradients in transport, as text: ``none``, ``fp16``, ``bf16``, ``powersgd:rank=4``,
+        compression: of the gradients sent, as text: ``none``, ``fp16``, ``bf16``, ``powersgd:rank=4``,
             ``top-k:ratio=0.01``.
-        shard_optimizer: whether each worker keeps a part of the optimizer's state; None: where it pays.
+        shard_optimizer: whether each worker keeps a part of the optimizer's state; None: if that saves time or memory.
         shard_parameters: whether each worker keeps a part of the parameters.
 
     Raises:
@@ -140,9 +140,6 @@ class Strategy:
             check_bool("shard_optimizer", self.shard_optimizer)
         cuts = (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts)
         object.__setattr__(self, "cuts", cuts)
-        self._check_sizes()
-
-    def _check_sizes(self) -> None:
         for name in ("stages", "shards"):
             size = getattr(self, name)
             if isinstance(size, list | tuple):
@@ -158,7 +155,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """The strategy that a line of ``field=value`` words says; ``auto`` is the default of a field that has it."""
+        """Return the strategy of a line of ``field=value`` words; ``auto`` is the default of a field that has it."""
         if is_auto(text):
             raise InputError(
                 f"strategy={AUTO} is chosen for a program, by train, compare and launch; here write the strategy "
@@ -172,7 +169,15 @@ class Strategy:
                 raise InputError(f"{word!r} gives {name} no value; write {name}=<value>.")
             if name in values:
                 raise InputError(f"the strategy says {name} twice; write {word} once.")
-            values[name] = _value(name, value.replace(" ", ""))
+            value = value.replace(" ", "")
+            if name == "aggregation":
+                values[name] = parse(value)
+            elif name in ("shard_rules", *_CANONICAL):  # the fields themselves read these
+                values[name] = value
+            elif value == "auto" and _DEFAULTS[name] is None:
+                values[name] = None
+            else:
+                values[name] = parse_option(name, _HINTS[name], value)
         return cls(**values)
 
     @classmethod
@@ -182,7 +187,7 @@ class Strategy:
 
     @classmethod
     def from_toml(cls, text: str) -> "Strategy":
-        """The strategy of a flat TOML table of fields.
+        """Return the strategy of a flat TOML table of fields.
 
         Raises:
             InputError: it is no TOML, or a field is unknown or has a value that it can't have.
@@ -196,7 +201,7 @@ class Strategy:
         return cls(**table)
 
     def to_toml(self) -> str:
-        """A flat TOML table of all fields but those that are left to Paceline."""
+        """Return a flat TOML table of all fields that are not left to Paceline."""
         kept = {name: getattr(self, name) for name in _FIELDS}
         return "".join(f"{name} = {_toml(value)}\n" for name, value in kept.items() if value is not None)
 
@@ -211,27 +216,27 @@ class Strategy:
 
     @property
     def pipelined(self) -> bool:
-        """Whether a replica goes through its batches by micro-batches."""
+        """Return whether a replica processes its batches in micro-batches."""
         return self.stage_count > 1 or self.micro_batches is not None or self.replicated
 
     @property
     def replicated(self) -> bool:
-        """Whether several columns take turns at a stage."""
+        """Return whether a stage is replicated."""
         return max(self.copies) > 1
 
     @property
     def copies(self) -> tuple[int, ...]:
-        """How many columns take turns at each stage."""
+        """The number of replicas of each stage."""
         return self.stages if isinstance(self.stages, tuple) else (1,) * self.stages
 
     @property
     def tensor_parallel(self) -> bool:
-        """Whether operators are divided among workers."""
+        """Return whether operators are divided among workers."""
         return max(self.shards) > 1 if isinstance(self.shards, tuple) else self.shards > 1
 
     @property
     def spread(self) -> bool:
-        """Whether a replica is several workers, or goes through its batches as if it were."""
+        """Return whether a replica is several workers, or processes its batches as if it were."""
         return self.pipelined or self.tensor_parallel
 
     @property
@@ -247,7 +252,7 @@ class Strategy:
 
     @property
     def stage_workers(self) -> tuple[int, ...]:
-        """How many workers each stage of a replica has.
+        """The number of workers of each stage of a replica.
 
         >>> Strategy(stages=(3, 1)).stage_workers, Strategy(stages=2, shards=(2, 1)).stage_workers
         ((3, 1), (2, 1))
@@ -257,12 +262,12 @@ class Strategy:
 
     @property
     def mesh(self) -> Mesh:
-        """Where each worker is."""
+        """The position of every worker."""
         return Mesh(self.replicas, self.stage_workers, self.copies)
 
     @property
     def workers(self) -> int:
-        """How many workers the whole mesh has."""
+        """The number of workers of the whole mesh."""
         return self.mesh.workers
 
 
@@ -270,7 +275,7 @@ AUTO = "auto"
 
 
 def is_auto(strategy: object) -> TypeGuard[str]:
-    """Whether a strategy is to be chosen by what it makes of the program.
+    """Return whether a strategy is to be chosen for the program.
 
     >>> is_auto("auto"), is_auto("threads=auto"), is_auto(Strategy())
     (True, False, False)
@@ -291,18 +296,6 @@ _CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", 
 def _refuse_unknown(name: str) -> None:
     if name not in _FIELDS:
         raise unknown("strategy field", name, _FIELDS)
-
-
-def _value(name: str, text: str) -> Any:
-    if name == "aggregation":
-        return parse(text)
-    if name == "shard_rules":
-        return ShardRules(text)
-    if name in _CANONICAL:
-        return text
-    if text == "auto" and _DEFAULTS[name] is None:
-        return None
-    return parse_option(name, _HINTS[name], text)
 
 
 def _text(value: object) -> str:

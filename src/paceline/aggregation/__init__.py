@@ -1,4 +1,4 @@
-"""F: which Δs are combined, when, with what weights, and who may go on. No torch.
+"""F: which Δs are combined, when, with what weights, and which replicas may go on. No torch.
 
 Every file of this folder is imported, so a policy is added by adding its file.
 """

@@ -12,22 +12,22 @@ from paceline.core.checks import check_choice, check_int
 from paceline.core.registry import register
 
 Memories: TypeAlias = tuple[Any, ...]
-"""One for each rule."""
+"""Memory of each rule."""
 
 
 @final
 @register("adaptive")
 @dataclass(frozen=True)
 class Adaptive(Threshold[Memories]):
-    """K chosen online: ``smooth-switch:adaptive``. It is the largest that one of two rules asks for.
+    """K chosen online: ``smooth-switch:adaptive``, the largest K of two rules.
 
     :class:`~paceline.aggregation.plateau.Plateau`: K stays at 1 until noise or staleness keep the loss from falling.
     Under ``sum`` K Δs move A K times as far, so there
-    :class:`~paceline.aggregation.throughput.Throughput` has a say as well: the K that lets most of them arrive.
+    :class:`~paceline.aggregation.throughput.Throughput` counts as well: the K at which most of them arrive.
 
     Args:
-        combine: the policy's; filled in where it is None.
-        replicas: P; filled in where it is None.
+        combine: the policy's; filled in if it is None.
+        replicas: P; filled in if it is None.
     """
 
     combine: Combine | None = None

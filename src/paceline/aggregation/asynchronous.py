@@ -9,7 +9,7 @@ from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId, Version
 
 Damping: TypeAlias = Literal["none", "staleness"]
-"""What makes the learning rate of an update smaller."""
+"""Rule that makes the learning rate of an update smaller."""
 
 
 @final
@@ -20,7 +20,7 @@ class Asynchronous(Aggregation[Version]):
 
     Args:
         damping: ``staleness`` divides the learning rate of a Δ by its staleness, the number of updates that A has had
-            since it was read, where that is above 1 (Zhang et al. 2015, arXiv 1511.05950).
+            since it was read, if that is above 1 (Zhang et al. 2015, arXiv 1511.05950).
         combine: of no effect on one Δ; so that a comparison can name one rule for all its strategies.
     """
 

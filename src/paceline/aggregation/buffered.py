@@ -26,7 +26,7 @@ class Buffered(Aggregation[Buffer]):
     ====================  ======  ========  ===================================================================
 
     Args:
-        k: K; with ``hold`` never more than the replicas that are there.
+        k: K; with ``hold`` never more than the replicas that take part.
         combine: ``mean`` weighs by samples / Σ samples; ``sum`` by 1.
         hold: whether a replica waits for the update that its Δ is in, or goes on at once.
         cancel: whether an update ends the attempts that others are computing.

@@ -17,8 +17,8 @@ class ElasticAveraging(Aggregation[None]):
     """x -= α(x - A) and A += α(x - A), both with x and A as they are on arrival (Zhang et al. 2015, Algorithm 1).
 
     So the log is the Release first, which mixes x with the A that its own Δ has not yet moved, and then the Apply. No
-    replica ever waits for another. A Δ is applied even if its last steps had no sample: the distance is there all
-    the same.
+    replica ever waits for another. A Δ is applied even if its last steps had no sample: the distance exists all the
+    same.
 
     Args:
         period: τ, own steps between two encounters with A.

@@ -1,4 +1,4 @@
-"""No server, no lock, no Δ."""
+"""Hogwild: no server, no lock, no Δ."""
 
 from dataclasses import dataclass
 from typing import final
@@ -15,7 +15,7 @@ from paceline.core.types import LeaveReason, ReplicaId
 class Hogwild(Aggregation[None]):
     """Replicas write A in place, each step as it comes (Niu et al. 2011, arXiv 1106.5730).
 
-    An arrival reports a step that has been made; its Apply is the count of it, with nothing left for an owner to do.
+    An arrival reports a step that has been made; its Apply only counts it, and the server has nothing to do.
     For engines that share memory.
     """
 

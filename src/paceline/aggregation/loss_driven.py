@@ -34,7 +34,7 @@ class LossDriven(Threshold[Losses]):
 
     Args:
         initial: K_0.
-        window: how many Δs F_0 and F_t are smoothed over.
+        window: Δs of the smoothing of F_0 and F_t.
     """
 
     initial: float = 1

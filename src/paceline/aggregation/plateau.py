@@ -1,11 +1,11 @@
-"""A threshold that grows where the loss has stopped to fall."""
+"""A threshold that grows when the loss has stopped falling."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
-from paceline.aggregation.thresholds import Sought
+from paceline.aggregation.thresholds import Searched
 from paceline.core.checks import check_int, check_number
 from paceline.core.registry import register
 
@@ -16,24 +16,24 @@ _STRETCH = 8
 """Δs of each replica before stretches are compared."""
 
 _STARTED = 0.9
-"""Of the first block's mean: below it training has begun to work, and a plateau is no slow start."""
+"""Fraction of the first block's mean: below it training works, and a plateau is no slow start."""
 
 _ERRORS = 4
 """Standard errors by which a block must differ: there are hundreds of blocks in a run."""
 
 _LARGEST_LOSS = 1e3
-"""A single loss counts for no more: one of 1e30 would hide all others of its stretch."""
+"""Bound on a single loss: one of 1e30 would hide all others of its stretch."""
 
 
 class Block(NamedTuple):
-    """Losses in a row."""
+    """Sums over consecutive losses."""
 
     losses: int = 0
     total: float = 0.0
     squares: float = 0.0
 
     def add(self, loss: float) -> "Block":
-        """One more."""
+        """Return the block with one more loss."""
         return Block(self.losses + 1, self.total + loss, self.squares + loss * loss)
 
     @property
@@ -62,7 +62,7 @@ class Watch(NamedTuple):
     stretch: Block = Block()
     """The present stretch."""
     ends: int = 0
-    """The Δ at which it is over; 0: not known yet."""
+    """Number of the Δ at which it ends; 0: not known yet."""
     before: float = math.inf
     """Mean of the stretch before."""
 
@@ -70,24 +70,24 @@ class Watch(NamedTuple):
 @final
 @register("plateau")
 @dataclass(frozen=True)
-class Plateau(Sought[Watch]):
+class Plateau(Searched[Watch]):
     """K grows when the loss has stopped to fall, or rises.
 
     Where Δs are averaged, A moves by one step for each update, so the smallest K is the fastest for as long as steps
-    help. Noise and staleness then keep the loss from falling further, or drive it up; both shrink with K. Two looks::
+    help. Noise and staleness then keep the loss from falling further, or drive it up; both shrink with K. Two tests::
 
         loss  |\\            rises: a short block's mean lies above the lowest by ``rise`` and 4 standard errors
               | \\_    /\\    stalls: a stretch's mean is not below that of the stretch before by ``gain``; stretches
-              |   \\__/  \\_  grow with u, so that a slow descent is told from none
+              |   \\__/  \\_  grow with u, so that a slow descent is distinguished from none
               +-----------------> u
 
     A loss that has not fallen by a tenth since the start is not on a plateau: many models start slowly.
 
     Args:
-        factor: what K is multiplied by, at least one Δ more.
-        rise: of a short block above the lowest, as a fraction.
-        gain: by which a stretch must be lower, as a fraction.
-        growth: how far stretches reach: from u to growth·u.
+        factor: on K, which grows by at least one Δ.
+        rise: excess of a short block over the lowest, as a fraction.
+        gain: least decrease of a stretch, as a fraction.
+        growth: of stretches: each reaches from u to growth·u.
         largest: the largest K; None: P.
     """
 
@@ -118,8 +118,8 @@ class Plateau(Sought[Watch]):
         loss = min(arrival.loss, _LARGEST_LOSS)
         memory = memory._replace(seen=memory.seen + 1, block=memory.block.add(loss), stretch=memory.stretch.add(loss))
         if memory.block.losses >= _ROUNDS * self.last:
-            memory = self._looked_for_a_rise(memory)
-        return self._looked_for_a_stall(memory) if memory.seen >= memory.ends else memory
+            memory = self._after_block(memory)
+        return self._after_stretch(memory) if memory.seen >= memory.ends else memory
 
     def at(self, memory: Watch, u: int) -> float:
         del u
@@ -128,8 +128,8 @@ class Plateau(Sought[Watch]):
     def _more(self, k: int) -> int:
         return min(self.last, max(k + 1, math.ceil(k * self.factor)))
 
-    def _looked_for_a_rise(self, memory: Watch) -> Watch:
-        """A short block is complete."""
+    def _after_block(self, memory: Watch) -> Watch:
+        """Compare a complete short block with the lowest."""
         mean, error = memory.block.mean, memory.block.error
         if memory.first == math.inf:
             return memory._replace(block=Block(), first=mean, best=mean)
@@ -145,8 +145,8 @@ class Plateau(Sought[Watch]):
             ends=memory.seen + _STRETCH * self.last,
         )
 
-    def _looked_for_a_stall(self, memory: Watch) -> Watch:
-        """A stretch is complete."""
+    def _after_stretch(self, memory: Watch) -> Watch:
+        """Compare a complete stretch with the one before."""
         mean = memory.stretch.mean
         stalled = memory.started and mean > memory.before * (1 - self.gain)
         return memory._replace(

@@ -13,7 +13,7 @@ from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
 Count: TypeAlias = Literal["received", "applied"]
-"""What u counts: Δs received, or updates made."""
+"""Unit of u: Δs received, or updates made."""
 
 _EVERY = 500
 
@@ -27,7 +27,7 @@ class Switch(NamedTuple):
     applied: int
     """Updates of A made."""
     memory: Any
-    """The threshold's own."""
+    """Memory of the threshold."""
 
 
 @final
@@ -36,9 +36,9 @@ class Switch(NamedTuple):
 class SmoothSwitch(Aggregation[Switch]):
     """Hold Δs until there are K(u), apply them together and release their replicas (arXiv 2407.00101).
 
-    K(u) = min(P, 1 + ⌊u/every⌋). u is how many Δs have been received when the decision is made, the one that has just
-    arrived included: with every=500 the 500th Δ is the first for which K is 2. With P = 3 and every=4 (a digit names
-    the replica whose Δ arrives, | an update)::
+    K(u) = min(P, 1 + ⌊u/every⌋). u is the number of Δs received when the decision is made, the newest one included:
+    with every=500 the 500th Δ is the first for which K is 2. With P = 3 and every=4 (a digit names the replica whose Δ
+    arrives, | an update)::
 
         u        1  2  3  4  5  6  7  8  9 10 11 12 ...
         K        1  1  1  2  2  2  2  3  3  3  3  3       P is reached: synchronous from here on
@@ -50,7 +50,7 @@ class SmoothSwitch(Aggregation[Switch]):
         combine: ``mean`` weighs by samples / Σ samples, so that K = P is synchronous training; ``sum`` weighs 1, so
             that K Δs move A as K asynchronous updates would.
         hold: whether a replica waits for the update that its Δ is in, or goes on at once.
-        count: what u counts: ``received`` Δs, or ``applied``, the updates made so far.
+        count: unit of u: ``received`` Δs, or ``applied``, the updates made so far.
 
     Raises:
         InputError: an option that is out of its range, or both ``every`` and ``threshold``.

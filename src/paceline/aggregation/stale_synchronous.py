@@ -1,4 +1,4 @@
-"""Free running on a leash: nobody gets further ahead of the slowest than the bound."""
+"""Bounded staleness: no replica gets further ahead of the slowest than the bound."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,17 +11,17 @@ from paceline.core.types import Clock, LeaveReason, ReplicaId
 
 
 class Clocks(NamedTuple):
-    """The state of :class:`StaleSynchronous`. ``slowest`` and ``at_slowest`` spare a scan of all clocks per arrival."""
+    """The state of :class:`StaleSynchronous`. ``slowest`` and ``at_slowest`` avoid a scan of all clocks per arrival."""
 
     of: Mapping[ReplicaId, Clock]
-    """How many Δs each replica that is there has brought."""
+    """Number of Δs that each replica that takes part has sent."""
     slowest: Clock = 0
     at_slowest: int = 0
-    """How many replicas are at ``slowest``."""
+    """Number of replicas at ``slowest``."""
     waiting: tuple[ReplicaId, ...] = ()
 
     def moved(self, replica: ReplicaId) -> "Clocks":
-        """One replica has brought a Δ and waits."""
+        """Advance the clock of a replica, which then waits."""
         clock = self.of[replica]
         after = Clocks(
             {**self.of, replica: clock + 1},
@@ -32,12 +32,12 @@ class Clocks(NamedTuple):
         return after if after.at_slowest else after.recounted()
 
     def without(self, replica: ReplicaId) -> "Clocks":
-        """One replica less."""
+        """Remove a replica."""
         of = {r: c for r, c in self.of.items() if r != replica}
         return self._replace(of=of, waiting=tuple(r for r in self.waiting if r != replica)).recounted()
 
     def recounted(self) -> "Clocks":
-        """The slowest as it is; with nobody there, as it was."""
+        """Find the slowest anew; without any replica it stays."""
         slowest = min(self.of.values(), default=self.slowest)
         return self._replace(slowest=slowest, at_slowest=sum(c == slowest for c in self.of.values()))
 
@@ -49,9 +49,9 @@ class StaleSynchronous(Aggregation[Clocks]):
     """Apply each Δ on arrival; a replica at clock c waits until the slowest is at c - bound (Ho et al. 2013).
 
     Clocks are counted here, from arrivals, so a replica that joins or comes back starts at the slowest's clock instead
-    of holding everybody up. With bound=1::
+    of blocking all others. With bound=1::
 
-        replica 0   1■■2■■......|3■■       at clock 2 it waits until the slowest has brought its first Δ
+        replica 0   1■■2■■......|3■■       at clock 2 it waits until the slowest has sent its first Δ
         replica 1   1■■■■■■■■■■■|2■■■
 
     Args:

@@ -15,25 +15,25 @@ class Round(NamedTuple):
 
     buffer: Buffer
     late: frozenset[ReplicaId] = frozenset()
-    """Those whose attempt began before the last update: what they bring is discarded."""
+    """Replicas whose attempt began before the last update: its Δ is discarded."""
 
 
 @final
 @register("synchronous")
 @dataclass(frozen=True)
 class Synchronous(Aggregation[Round]):
-    """Apply the round once P - backups replicas have arrived, and release all who wait together.
+    """Apply the round once P - backups replicas have arrived, and release all waiting replicas together.
 
     With P = 3 and one backup; replica 2 is slow, its Δ of the first round comes late and is discarded::
 
-        replica 0   ■■■■|■■■■■|            | Apply, then Release of all who wait
+        replica 0   ■■■■|■■■■■|            | Apply, then Release of all that wait
         replica 1   ■■■■■|■■..|
         replica 2   ■■■■■■■x■■|            x Discard, and its own Release at once
 
     What a replica sent before it left joins the round; the round then waits for the others alone.
 
     Args:
-        backups: how many replicas a round does not wait for (Chen et al. 2016, arXiv 1604.00981).
+        backups: number of replicas that a round does not wait for (Chen et al. 2016, arXiv 1604.00981).
         combine: ``mean`` weighs by samples / Σ samples; ``sum`` by 1.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Thresholds as values: K, how many Δs an update waits for, as training goes on.
+"""Thresholds as values: K, the number of Δs that an update waits for, as training goes on.
 
-All are written unclipped, as functions of u; the policy that uses one keeps K within [1, P], P being those that are
-there::
+All are unclipped, as functions of u; the policy that uses one keeps K within [1, P], P being the replicas that
+take part::
 
     K                      exponential    ________ P
     |                   ___.--'''''''''''
@@ -45,14 +45,14 @@ class PerLearningRate:
 
     @classmethod
     def parse(cls, text: str) -> "PerLearningRate":
-        """The value that prints as ``text``; ValueError where none does."""
+        """Return the value that prints as ``text``; ValueError if none does."""
         multiple, slash, rate = text.partition("/")
         if (slash, rate) != ("/", "lr"):
             raise ValueError(text)
         return cls(float(multiple))
 
     def over(self, learning_rate: float | None) -> float:
-        """The number for one learning rate."""
+        """Return the number for one learning rate."""
         if learning_rate is None or not learning_rate > 0:
             raise InputError(
                 f"every={self} needs a learning rate above 0, but the optimizer's is {learning_rate}; write every=500."
@@ -67,25 +67,25 @@ class Threshold(ABC, Generic[M]):
 
     @property
     def needs(self) -> frozenset[Need]:
-        """What the engine must observe for it."""
+        """Observations that the engine must make for it."""
         return frozenset()
 
     def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Threshold[Any]":
-        """With what depends on the program, the policy and the mesh filled in."""
+        """Return it with all that depends on the program, the policy and the mesh."""
         del learning_rate, combine, replicas
         return self
 
     @abstractmethod
     def start(self) -> M:
-        """The memory before the first Δ."""
+        """Return the memory before the first Δ."""
 
     @abstractmethod
     def observe(self, memory: M, arrival: Arrival) -> M:
-        """The memory after one more Δ."""
+        """Return the memory after one more Δ."""
 
     @abstractmethod
     def at(self, memory: M, u: int) -> float:
-        """K, unclipped; a fraction is rounded down."""
+        """Return K, unclipped; a fraction is rounded down."""
 
 
 class Curve(Threshold[None], ABC):
@@ -106,11 +106,11 @@ class Curve(Threshold[None], ABC):
 
     @abstractmethod
     def of(self, u: int) -> float:
-        """K(u)."""
+        """Return K(u)."""
 
 
-class Sought(Threshold[M], ABC):
-    """A threshold that looks for its K between 1 and ``largest``, which is P where it is None."""
+class Searched(Threshold[M], ABC):
+    """A threshold that looks for its K between 1 and ``largest``, which is P if it is None."""
 
     largest: int | None
 
@@ -122,7 +122,7 @@ class Sought(Threshold[M], ABC):
 
     @property
     def last(self) -> int:
-        """The largest K; 25, the paper's P, where nobody has said it."""
+        """The largest K; 25, the paper's P, by default."""
         return self.largest or 25
 
 
@@ -154,7 +154,7 @@ class Step(Curve):
 
     @property
     def plain(self) -> bool:
-        """Whether ``every`` says all."""
+        """Return whether ``every`` says all."""
         return self == Step(self.every)
 
     def resolved(self, *, learning_rate: float | None, combine: Combine, replicas: int) -> "Step":

@@ -1,11 +1,11 @@
-"""A threshold that looks for the fastest pace."""
+"""A threshold that searches for the highest rate of Δs."""
 
 import math
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival
-from paceline.aggregation.thresholds import Sought
+from paceline.aggregation.thresholds import Searched
 from paceline.core.checks import check_int, check_number
 from paceline.core.registry import register
 from paceline.core.types import Seconds
@@ -18,13 +18,13 @@ class Climb(NamedTuple):
     """The memory of :class:`Throughput`."""
 
     k: int = 1
-    """In force."""
+    """K in force."""
     base: int = 1
     """The best so far; another ``k`` is on trial."""
     rate: float = 0.0
     """Δs per second under ``base``, when it was last measured."""
     up: bool = True
-    """Where the next trial goes."""
+    """Direction of the next trial."""
     failures: int = 0
     """Trials since the last that won."""
     rest: int = 0
@@ -32,16 +32,16 @@ class Climb(NamedTuple):
     seen: int = 0
     """Δs in this window."""
     since_s: Seconds = 0.0
-    """When its first part, which is not measured, was over."""
+    """End of its first part, which is not measured."""
 
 
 @final
 @register("throughput")
 @dataclass(frozen=True)
-class Throughput(Sought[Climb]):
+class Throughput(Searched[Climb]):
     """The K under which most Δs arrive per second, found by trying: hill climbing on a ladder 1, 2, 3, 4, 5, 7, 9, ...
 
-    Where Δs are summed, each moves A as far whatever K is, so what counts is how many there are: a server that takes as
+    Where Δs are summed, each moves A as far whatever K is, so their number counts: a server that takes as
     long for an update of many as of one wants a large K, stragglers want a small one. A window is measured after as
     many Δs as there are replicas, which were computed under the K before::
 
@@ -51,7 +51,7 @@ class Throughput(Sought[Climb]):
 
     Args:
         ratio: between two rungs of the ladder, at least one Δ.
-        margin: by how much another K has to be faster, as a fraction.
+        margin: least gain in speed of another K, as a fraction.
         largest: the last rung; None: P.
     """
 
@@ -82,26 +82,26 @@ class Throughput(Sought[Climb]):
         return memory.k
 
     def _decided(self, memory: Climb, rate: float) -> Climb:
-        """What follows from a window that is complete."""
+        """Judge a complete window."""
         if memory.k == memory.base:
             return self._measured(memory._replace(rate=rate))
         if rate > memory.rate * (1 + self.margin):
             won = memory._replace(base=memory.k, rate=rate, failures=0)
-            return won._replace(k=self._beside(won))
+            return won._replace(k=self._next_rung(won))
         failures = memory.failures + 1
         rest = 0 if failures < 2 else min(_LONGEST_REST, 2 ** (failures - 2))
         return memory._replace(k=memory.base, up=not memory.up, failures=failures, rest=rest)
 
     def _measured(self, memory: Climb) -> Climb:
-        """The base has been measured again: try another, or rest."""
+        """Try another K, or rest, after the base has been measured again."""
         if memory.rest:
             return memory._replace(rest=memory.rest - 1)
-        if self._beside(memory) == memory.base:
+        if self._next_rung(memory) == memory.base:
             memory = memory._replace(up=not memory.up)
-        return memory._replace(k=self._beside(memory))
+        return memory._replace(k=self._next_rung(memory))
 
-    def _beside(self, memory: Climb) -> int:
-        """The next rung above or below the base."""
+    def _next_rung(self, memory: Climb) -> int:
+        """Return the next rung above or below the base."""
         k = memory.base
         if memory.up:
             return min(self.last, max(k + 1, math.ceil(k * self.ratio)))

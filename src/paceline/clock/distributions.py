@@ -1,10 +1,4 @@
-"""Distributions of durations: constant, drawn at random, or replayed from a file, and how each is written.
-
-What a distribution of durations is.
-
-Measured durations, read from a file and played again.
-
-Durations drawn at random, and how each is written.
+"""Distributions of durations: constant, drawn at random, or replayed from a file, with their text forms.
 
 ==========================================  ================================================================
 ``0.01`` or ``constant:value=0.01``         always the same
@@ -38,7 +32,7 @@ from paceline.core.types import Seconds
 
 
 def number(text: str, where: str) -> float:
-    """The number that ``text`` is.
+    """Return the number that ``text`` is.
 
     Raises:
         InputError: no number, infinite or not a number; ``where`` says which value was meant.
@@ -51,20 +45,20 @@ def number(text: str, where: str) -> float:
 
 
 def finite(value: float, where: str) -> float:
-    """``value``, if it is finite."""
+    """Return ``value`` if it is finite."""
     if not math.isfinite(value):
         raise InputError(f"{where}={value} is not finite; write {where}=0.1, say.")
     return value
 
 
 def at_least(least: float, value: float, where: str) -> None:
-    """Refuse a value that is not finite or lies below ``least``."""
+    """Refuse a value that is not finite or below ``least``."""
     if finite(value, where) < least:
         raise InputError(f"{where}={show(value)}, but it must be {show(least)} or more; write {where}={show(least)}.")
 
 
 def at_most(most: float, value: float, where: str) -> None:
-    """Refuse a value that is not finite or lies above ``most``."""
+    """Refuse a value that is not finite or above ``most``."""
     if finite(value, where) > most:
         raise InputError(f"{where}={show(value)}, but it must be {show(most)} or less; write {where}={show(most)}.")
 
@@ -76,7 +70,7 @@ def above(bound: float, value: float, where: str) -> None:
 
 
 def show(value: float) -> str:
-    """The shortest text that reads back as ``value``.
+    """Return the shortest text that reads back as ``value``.
 
     >>> show(2.0), show(0.1)
     ('2', '0.1')
@@ -85,7 +79,7 @@ def show(value: float) -> str:
 
 
 def pairs(words: Iterable[str], where: str, example: str) -> dict[str, str]:
-    """The keys and values of ``key=value`` words.
+    """Return the keys and values of ``key=value`` words.
 
     >>> pairs(["mean=0", "std=1"], "normal", "normal:mean=0,std=1")
     {'mean': '0', 'std': '1'}
@@ -119,7 +113,7 @@ class Distribution(ABC):
 
     @abstractmethod
     def stream(self, rng: np.random.Generator) -> Iterator[Seconds]:
-        """Endless draws; the k-th depends on k and the state of ``rng`` alone. ``rng`` then belongs to the stream."""
+        """Return endless draws; the k-th depends on k and the state of ``rng`` alone, which the stream then owns."""
 
     def __str__(self) -> str:
         values = ((each, getattr(self, each.name)) for each in _fields(type(self)))
@@ -128,11 +122,11 @@ class Distribution(ABC):
 
 
 class Drawn(Distribution):
-    """Distributions that numpy draws in blocks."""
+    """A distribution that numpy draws in blocks."""
 
     @abstractmethod
     def block(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
-        """The next ``count`` draws, none of them negative."""
+        """Return the next ``count`` draws, none of them negative."""
 
     @final
     def stream(self, rng: np.random.Generator) -> Iterator[Seconds]:
@@ -141,7 +135,7 @@ class Drawn(Distribution):
 
 
 def build(kind: type[Distribution], words: list[str]) -> Distribution:
-    """The distribution of a kind that ``key=value`` words describe.
+    """Return the distribution of a kind that ``key=value`` words describe.
 
     Raises:
         InputError: a word that is not ``key=value``, an unknown or missing key, or a value out of its range.
@@ -231,7 +225,7 @@ def _value(cell: str, where: str) -> Seconds:
 
 
 Negative: TypeAlias = Literal["clip", "abs"]
-"""What a draw below zero becomes: 0, or its magnitude."""
+"""Replacement of a draw below zero: 0, or its magnitude."""
 
 
 @final
@@ -377,11 +371,11 @@ class Lognormal(Drawn):
 DISTRIBUTIONS: dict[str, type[Distribution]] = {
     kind.name: kind for kind in (Constant, Exponential, Lognormal, Normal, Pareto, ShiftedExponential, Trace)
 }
-"""Every kind, by the name it is written with."""
+"""Every kind by name."""
 
 
 def parse(text: str) -> Distribution:
-    """The distribution that ``text`` describes: ``name:key=value,key=value``, or a bare number of seconds.
+    """Return the distribution that ``text`` describes: ``name:key=value,key=value``, or a bare number of seconds.
 
     Raises:
         InputError: an unknown name or key (with the nearest known one), a missing key, a value out of its range.

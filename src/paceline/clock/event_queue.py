@@ -1,4 +1,4 @@
-"""The virtual clock: what happens next, and when it is."""
+"""The virtual clock: a queue of events in order of time."""
 
 import math
 from heapq import heappop, heappush
@@ -28,19 +28,19 @@ class EventQueue(Generic[Event]):
         self._pushed = 0
 
     def push(self, time_s: Seconds, event: Event) -> None:
-        """Have ``event`` happen at ``time_s``, which may be now but never before."""
+        """Schedule ``event`` at ``time_s``, which may be now but never before."""
         assert self.now_s <= time_s < math.inf, f"event at {time_s} s, but it is {self.now_s} s: {event!r}"
         heappush(self._heap, (time_s, self._pushed, event))
         self._pushed += 1
 
     def pop(self) -> Event:
-        """Take the next event and move the clock to it; an ``IndexError`` where there is none."""
+        """Take the next event and move the clock to it; an ``IndexError`` if there is none."""
         self.now_s, _, event = heappop(self._heap)
         return event
 
     @property
     def next_s(self) -> Seconds:
-        """When the next event happens; infinity where there is none."""
+        """Return when the next event happens; infinity where there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def __len__(self) -> int:

@@ -1,7 +1,4 @@
-"""How long the parts of a step take in virtual time, and how much longer for replicas that are slowed down.
-
-How long the parts of a step take in virtual time.
-"""
+"""Durations of the parts of a step in virtual time, and extra delays of replicas that are slowed down."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -50,7 +47,7 @@ class Delay:
 
     @classmethod
     def parse(cls, text: str) -> "Delay":
-        """The delay that ``text`` describes: a distribution, and ``fraction=`` where it is not one half.
+        """Return the delay that ``text`` describes: a distribution, and ``fraction=`` if it is not one half.
 
         Raises:
             InputError: not exactly one distribution, or one of the two is not what it should be.
@@ -68,11 +65,11 @@ class Delay:
         return f"fraction={show(self.fraction)} {self.distribution}"
 
     def slowed(self, replicas: int, seed: int) -> frozenset[ReplicaId]:
-        """The replicas that draw delays: ``round(fraction * replicas)`` of them."""
+        """Return the replicas that draw delays: ``round(fraction * replicas)`` of them."""
         return _first(round(self.fraction * replicas), replicas, seed)
 
     def stream(self, replica: ReplicaId, replicas: int, seed: int) -> Iterator[Seconds] | None:
-        """The delays of a replica's gradients, without end; None where it is not slowed."""
+        """Return the delays of a replica's gradients, without end; None if it is not slowed."""
         if replica not in self.slowed(replicas, seed):
             return None
         return self.distribution.stream(np.random.default_rng([seed, _DELAY_DRAWS, replica]))
@@ -80,12 +77,12 @@ class Delay:
 
 @lru_cache(maxsize=4)
 def _first(count: int, replicas: int, seed: int) -> frozenset[ReplicaId]:
-    """So many of all in an order that is drawn; remembered, for each replica asks."""
+    """Return the first replicas of a random order; cached, for each replica asks."""
     return frozenset(np.random.default_rng([seed, _CHOICE, replicas]).permutation(replicas)[:count].tolist())
 
 
 Measured: TypeAlias = Literal["measured"]
-"""The time that computing the gradient really took."""
+"""Instead of a distribution: the time that computing the gradient really took."""
 
 _DRAWS = int.from_bytes(b"times")
 _COMPUTE, _TRANSFER, _APPLY, _GRADIENT = range(4)
@@ -112,7 +109,7 @@ class Times:
         gradient: of each gradient that goes into an update.
 
     Written as ``measured`` alone, compute, transfer and apply are all measured, piece by piece, with as many processes
-    at work as there will be workers: what comes out is what a step will take on this host.
+    at work as there will be workers: the result is the duration of a step on this host.
 
     Raises:
         InputError: transfer or apply is measured, but not all three are.
@@ -137,12 +134,12 @@ class Times:
 
     @property
     def all_measured(self) -> bool:
-        """Whether a step is put together of measured pieces."""
+        """Return whether a step is put together of measured pieces."""
         return self.compute == self.transfer == self.apply == "measured"
 
     @classmethod
     def parse(cls, text: str) -> "Times":
-        """The times that ``text`` describes; what it leaves out stays at its default.
+        """Return the times that ``text`` describes; others stay at their default.
 
         Raises:
             InputError: an unknown name (with the nearest known one), a negative or unreadable value, or ``measured``
@@ -160,23 +157,23 @@ class Times:
         return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
 
     def compute_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds] | None:
-        """How long a replica's Δs take to compute; None where that is measured."""
+        """Return the compute times of a replica's Δs; None if they are measured."""
         if isinstance(self.compute, str):
             return None
         return self.compute.stream(_rng(seed, _COMPUTE, replica))
 
     def transfer_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds]:
-        """How long the messages to and from a replica take, where that is not measured."""
+        """Return the times of the messages to and from a replica; not for measured ones."""
         assert not isinstance(self.transfer, str), "it is measured"
         return self.transfer.stream(_rng(seed, _TRANSFER, replica))
 
     def apply_stream(self, seed: int) -> Iterator[Seconds]:
-        """How long the server takes for each update, whatever it is made of, where that is not measured."""
+        """Return the server's times for each update, whatever it is made of; not for measured ones."""
         assert not isinstance(self.apply, str), "it is measured"
         return self.apply.stream(_rng(seed, _APPLY))
 
     def gradient_stream(self, seed: int) -> Iterator[Seconds]:
-        """How long the server takes for each gradient of an update."""
+        """Return the server's times for each gradient of an update."""
         return self.gradient.stream(_rng(seed, _GRADIENT))
 
 

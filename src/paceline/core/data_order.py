@@ -1,7 +1,7 @@
 """The order of the data: which samples are the k-th batch of replica r.
 
-It depends on the five fields of :class:`DataOrder` alone, never on who is fast, so every aggregation and engine is
-fed the same stream. Below, N samples, P replicas, batch size b::
+It depends on the five fields of :class:`DataOrder` alone, never on which replica is fast, so every aggregation and
+engine reads the same stream. Below, N samples, P replicas, batch size b::
 
     global     epoch e:  one permutation of N, cut into rounds of P·b; chunk k·P + r goes to replica r
                          |r0|r1|r2|r0|r1|r2| ... |r0 r1 r2|   last round: what remains, in P pieces as equal as possible
@@ -25,7 +25,7 @@ Indices: TypeAlias = NDArray[np.int64]
 """Positions in the training set, one dimension."""
 
 Partition: TypeAlias = Literal["global", "disjoint"]
-"""How replicas share the training set: one permutation for all, or a fixed subset each."""
+"""Division of the training set among replicas: one permutation for all, or a fixed subset each."""
 
 _TAG = int.from_bytes(b"data order")
 """Keeps these draws apart from all others made under the same seed."""
@@ -34,10 +34,10 @@ _SUBSETS, _SHUFFLES = 0, 1
 """The two kinds of draws of ``disjoint``; without them the subsets and the first shuffle would share a stream."""
 
 _KEPT_INDICES = 2**19
-"""How many indices of past and present epochs are kept (4 MiB): a fast replica may be many short epochs ahead."""
+"""Number of indices of past and present epochs that are kept (4 MiB): a fast replica may be many short epochs ahead."""
 
 _KEPT_EPOCHS = 4
-"""How many epochs are kept at the least, however large the training set."""
+"""Least number of epochs that are kept, however large the training set."""
 
 
 def _permutation(*key: int) -> Callable[[int | Indices], Indices]:
@@ -45,26 +45,26 @@ def _permutation(*key: int) -> Callable[[int | Indices], Indices]:
 
 
 def _pieces(length: int, pieces: int, piece: int) -> tuple[int, int]:
-    """Start and stop of one of ``pieces`` contiguous pieces, as equal as possible: the rule of ``np.array_split``."""
+    """Return start and stop of one of ``pieces`` contiguous pieces, as equal as in ``np.array_split``."""
     size, larger = divmod(length, pieces)
     start = piece * size + min(piece, larger)
     return start, start + size + (piece < larger)
 
 
 class _Cut(ABC):
-    """How rounds and replicas divide what has been shuffled."""
+    """Division of a shuffled epoch into batches."""
 
     @abstractmethod
     def rounds(self, replica: ReplicaId) -> int:
-        """How many batches of this replica make an epoch."""
+        """Return the number of batches of this replica in an epoch."""
 
     @abstractmethod
     def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
-        """Start and stop of a batch within ``shuffled``."""
+        """Return start and stop of a batch within ``shuffled``."""
 
     @abstractmethod
     def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
-        """The samples of an epoch, in the order in which they are cut."""
+        """Return the samples of an epoch, in the order in which they are cut."""
 
 
 @final
@@ -132,11 +132,11 @@ _CUTS: dict[Partition, type[_Global] | type[_Disjoint]] = {"global": _Global, "d
 
 @dataclass(frozen=True)
 class DataOrder:
-    """Which samples are the k-th batch of replica r; a value, but for the permutations it keeps.
+    """The samples of the k-th batch of replica r; a value, except for the permutations that it caches.
 
     Under ``global``, P synchronous replicas with batch size b see, round by round, what one process with batch size
     P·b sees, and an epoch covers every sample exactly once. A batch of the last round may hold 0 samples, where fewer
-    than P remain. Memory is O(samples), however many replicas ask and however far they are apart.
+    than P remain. Memory is O(samples), however many replicas there are and however far they are apart.
 
     Args:
         samples: of the training set.
@@ -180,25 +180,22 @@ class DataOrder:
         object.__setattr__(self, "_cut", cut)
 
     def batch(self, replica: ReplicaId, k: int) -> Indices:
-        """The samples of the k-th batch of a replica, k = 0, 1, 2, ... over all epochs; the caller's own copy."""
-        epoch, round_ = divmod(k, self._rounds(replica))
+        """Return the samples of the k-th batch of a replica, k = 0, 1, ... over all epochs; the caller's own copy."""
+        epoch, round_ = divmod(k, self.rounds_per_epoch(replica))
         start, stop = self._cut.bounds(replica, round_)
         # A copy, for a view would keep its whole epoch alive for as long as a slow replica holds it.
         return self._cut.shuffled(replica, epoch)[start:stop].copy()
 
     def size(self, replica: ReplicaId, k: int) -> int:
-        """How many samples the k-th batch of a replica holds; nothing is shuffled."""
-        start, stop = self._cut.bounds(replica, k % self._rounds(replica))
+        """Return the number of samples of the k-th batch of a replica; shuffles nothing."""
+        start, stop = self._cut.bounds(replica, k % self.rounds_per_epoch(replica))
         return stop - start
 
     def epoch(self, replica: ReplicaId, k: int) -> int:
-        """Which epoch the k-th batch of a replica belongs to, from 0."""
-        return k // self._rounds(replica)
+        """Return the epoch of the k-th batch of a replica, from 0."""
+        return k // self.rounds_per_epoch(replica)
 
     def rounds_per_epoch(self, replica: ReplicaId) -> int:
-        """How many batches of a replica make one epoch; ``disjoint`` subsets may differ by one."""
-        return self._rounds(replica)
-
-    def _rounds(self, replica: ReplicaId) -> int:
+        """Return the number of batches of a replica in an epoch; ``disjoint`` subsets may differ by one."""
         assert 0 <= replica < self.replicas, f"replica {replica} of {self.replicas}"
         return self._cut.rounds(replica)

@@ -1,4 +1,4 @@
-"""Kinds of Δ, and of what a replica does with the A it is sent: the words that policies and replicas share."""
+"""Kinds of Δ, and of how a replica adopts the A that it receives: the vocabulary that policies and replicas share."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -18,7 +18,7 @@ class Accumulated:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Δ is x - x_read: how far ``steps`` own optimizer steps moved the parameters from the A that was read."""
+    """Δ is x - x_read: the distance that ``steps`` own optimizer steps moved the parameters from the A read."""
 
     steps: int
 

@@ -31,19 +31,19 @@ class NonFiniteError(PacelineError, ArithmeticError):
 
 
 class WorkerError(PacelineError, RuntimeError):
-    """A worker failed; carries its coordinates and its own traceback."""
+    """A worker failed; has its coordinates and its own traceback."""
 
 
 class CollectiveError(PacelineError, RuntimeError):
-    """Ranks did not make the same call, or one of them has gone; every rank of the group is told the same."""
+    """Ranks did not make the same call, or one of them has exited; every rank of the group raises the same error."""
 
 
 class WaitTimeoutError(PacelineError, TimeoutError):
-    """A wait outlasted its bound; the message names who waited for whom."""
+    """A wait exceeded its timeout; the message names the waiting process and the one that it waited for."""
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> InputError:
-    """The error for a name that is not known, with the nearest one that is.
+    """Return the error for a name that is not known, with the nearest one that is.
 
     >>> str(unknown("policy", "asynchronos", ["synchronous", "asynchronous"]))
     "unknown policy 'asynchronos'; did you mean 'asynchronous'? Known: asynchronous, synchronous."

@@ -1,7 +1,4 @@
-"""Numbers as text: seconds, bytes, counts.
-
-Amounts as people read them.
-"""
+"""Format numbers for people: seconds and bytes, with units and three digits."""
 
 import math
 
@@ -11,7 +8,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def seconds_text(seconds: Seconds) -> str:
-    """Three digits.
+    """Format a duration with three digits.
 
     >>> seconds_text(0.0123456), seconds_text(61.25), seconds_text(2.5e-6), seconds_text(0.0)
     ('12.3 ms', '61.2 s', '2.5 µs', '0 s')
@@ -23,7 +20,7 @@ def seconds_text(seconds: Seconds) -> str:
 
 
 def bytes_text(size: float) -> str:
-    """In units of 1,024.
+    """Format a number of bytes in binary units.
 
     >>> bytes_text(3 * 2**30), bytes_text(1000), bytes_text(1536)
     ('3 GiB', '1000 B', '1.5 KiB')
@@ -35,7 +32,7 @@ def bytes_text(size: float) -> str:
 
 
 def _three(number: float) -> str:
-    """Digits; no exponent.
+    """Format three digits without an exponent.
 
     >>> _three(1234.5), _three(12.34), _three(3.0)
     ('1,234', '12.3', '3')
@@ -46,7 +43,7 @@ def _three(number: float) -> str:
 
 
 def amount(nbytes: int) -> str:
-    """Bytes with three digits and the unit that suits them.
+    """Format a number of bytes in decimal units, with three digits.
 
     >>> amount(0), amount(512), amount(49_152), amount(1_000_000), amount(2_345_678_901)
     ('0 B', '512 B', '49.2 kB', '1 MB', '2.35 GB')

@@ -1,10 +1,10 @@
-"""How much of a gradient is noise, told from gradients of few samples and of many.
+"""The gradient noise scale, estimated from gradients of few samples and of many.
 
 With the mean gradient G of all data and the covariance Σ of one sample's, a gradient of b samples has
 
     E|g_b|² = |G|² + tr(Σ)/b
 
-so two batch sizes tell both (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1), and φ = tr(Σ)/|G|² is the noise
+so two batch sizes give both (McCandlish et al. 2018, arXiv 1812.06162, appendix A.1), and φ = tr(Σ)/|G|² is the noise
 scale: from about φ samples in an update on, further ones add little. Here the small batches are those of the gradients
 that an update is made of, and the large one is theirs together::
 
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from paceline.core.types import Seconds
 
 DECAY = 0.99
-"""Of the moving averages, an observation: they look back over some hundred updates. Our choice; AdaptDL's is nearer
-to 1, for runs of more updates."""
+"""Decay of the moving averages per observation: they cover some hundred updates. Our choice; AdaptDL's is nearer to 1,
+for runs of more updates."""
 
 
 class Part(NamedTuple):
@@ -30,38 +30,38 @@ class Part(NamedTuple):
 
     samples: int
     weight: float
-    """In the update."""
+    """Weight in the update."""
     square: float
     """|g|²; of several pieces their mean by samples."""
     pieces: int = 1
-    """How many gradients were looked at one by one: 1, or its micro-steps."""
+    """Number of gradients measured one by one: 1, or its micro-steps."""
 
 
 class Observation(NamedTuple):
-    """What one update tells, for itself very noisy: average these, then divide."""
+    """Estimates from one update, very noisy by themselves: average these, then divide."""
 
     noise: float
     """An estimate of tr(Σ)."""
     signal: float
     """An estimate of |G|²; may be negative."""
     samples: float
-    """Of the update."""
+    """Samples of the update."""
     biased: bool = False
     """Whether the gradients were not all made at one A."""
 
 
 def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -> Observation | None:
-    """What an update tells whose Δ is Σ w_i·Δ_i, whatever the weights and the batches.
+    """Estimate noise and signal from an update Σ w_i·Δ_i, whatever the weights and the batches.
 
     With v_i = w_i / Σ w: E Σ v_i·|g_i|² = |G|² + tr(Σ)·Σ v_i/b_i, and E|ḡ|² = |G|² + tr(Σ)·Σ v_i²/b_i.
 
     Args:
-        parts: the gradients; those without samples say nothing.
+        parts: the gradients; those without samples are ignored.
         square: |Σ w_i·Δ_i|².
         biased: whether they were made at different A.
 
     Returns:
-        None where but one gradient counts, which tells nothing of noise.
+        None if only one gradient counts, from which noise can't be estimated.
 
     >>> observation([Part(1, 0.5, 4.0), Part(1, 0.5, 0.0)], 1.0)
     Observation(noise=2.0, signal=0.0, samples=2, biased=False)
@@ -83,7 +83,7 @@ def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -
 
 
 def differenced(first: Part, second: Part, mean_square: float, *, biased: bool = True) -> Observation | None:
-    """What two consecutive updates of one gradient each tell, taken for two gradients made at one A.
+    """Estimate from two consecutive updates of one gradient each, as if both gradients were made at one A.
 
     They were not, unless nothing moved between them: what G has changed by counts as noise, so φ comes out too large
     while A moves far. An update has the samples of one.
@@ -101,18 +101,18 @@ def differenced(first: Part, second: Part, mean_square: float, *, biased: bool =
     if not (first.samples and second.samples):
         return None
     parts = [part._replace(weight=part.samples / total) for part in (first, second)]
-    found = observation(parts, mean_square, biased=biased)
-    return None if found is None else found._replace(samples=total / 2)
+    both = observation(parts, mean_square, biased=biased)
+    return both and both._replace(samples=total / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class Averages:
-    """Means of observations: all alike, or with ``decay`` below 1 the newer ones more, without a bias to the start.
+    """Means of observations, of equal weight or, with ``decay`` below 1, exponential ones without a bias to the start.
 
     The ratio is of means, never a mean of ratios: of one update neither part is known well enough to divide.
 
     Args:
-        decay: what an observation's weight is multiplied by when the next one comes.
+        decay: factor on an observation's weight when the next one comes.
     """
 
     decay: float = 1.0
@@ -120,7 +120,7 @@ class Averages:
     weight: float = 0.0
     squared_weight: float = 0.0
     noise: float = 0.0
-    """Sums, weighted, of what observations say."""
+    """Weighted sums over the observations."""
     signal: float = 0.0
     noise_noise: float = 0.0
     noise_signal: float = 0.0
@@ -128,26 +128,26 @@ class Averages:
     samples: float = 0.0
     biased: float = 0.0
 
-    def add(self, seen: Observation) -> "Averages":
-        """These and one more."""
+    def add(self, new: Observation) -> "Averages":
+        """Return the averages with one more observation."""
         keep = self.decay
         return replace(
             self,
             count=self.count + 1,
             weight=keep * self.weight + 1,
             squared_weight=keep**2 * self.squared_weight + 1,
-            noise=keep * self.noise + seen.noise,
-            signal=keep * self.signal + seen.signal,
-            noise_noise=keep * self.noise_noise + seen.noise * seen.noise,
-            noise_signal=keep * self.noise_signal + seen.noise * seen.signal,
-            signal_signal=keep * self.signal_signal + seen.signal * seen.signal,
-            samples=keep * self.samples + seen.samples,
-            biased=keep * self.biased + seen.biased,
+            noise=keep * self.noise + new.noise,
+            signal=keep * self.signal + new.signal,
+            noise_noise=keep * self.noise_noise + new.noise * new.noise,
+            noise_signal=keep * self.noise_signal + new.noise * new.signal,
+            signal_signal=keep * self.signal_signal + new.signal * new.signal,
+            samples=keep * self.samples + new.samples,
+            biased=keep * self.biased + new.biased,
         )
 
     @property
     def noise_scale(self) -> float | None:
-        """φ, in samples; None where nothing was seen, or where the gradient can't be told from noise yet.
+        """φ, in samples; None without observations, or as long as the gradient is indistinguishable from noise.
 
         >>> Averages().add(Observation(2.0, 0.5, 8)).add(Observation(4.0, -0.2, 8)).noise_scale
         20.0
@@ -156,9 +156,9 @@ class Averages:
 
     @property
     def relative_error(self) -> float | None:
-        """The standard error of φ divided by φ, as if observations were independent (delta method); None where unknown.
+        """The standard error of φ divided by φ, as if observations were independent (delta method); None if unknown.
 
-        To be believed where it is well below 1.
+        Reliable if well below 1.
         """
         if self.count < 2 or self.noise <= 0 or self.signal <= 0:
             return None
@@ -178,12 +178,12 @@ class Averages:
 
     @property
     def biased_share(self) -> float | None:
-        """How much of the averages comes from gradients that were made at different A, 0 to 1."""
+        """Return how much of the averages comes from gradients that were made at different A, 0 to 1."""
         return self.biased / self.weight if self.weight else None
 
 
 def efficiency(noise_scale: float, batch: float, reference: float) -> float:
-    """How much a sample in a batch of this size advances training, against one in a batch of ``reference`` samples.
+    """Return how much a sample of such a batch advances training, relative to one in a batch of ``reference`` samples.
 
     (φ + m₀)/(φ + m): Pollux's statistical efficiency (Qiao et al. 2021, arXiv 2008.12260).
 

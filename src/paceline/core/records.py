@@ -1,4 +1,4 @@
-"""What a run leaves behind, in numbers: history records and the account of what happened."""
+"""Figures of a run: its history records and its account."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from paceline.core.types import ReplicaId, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The run at one moment, scored on a snapshot of A taken then."""
+    """The run at one moment, evaluated on a snapshot of A taken then."""
 
     time_s: Seconds
     updates: int
@@ -19,7 +19,7 @@ class Record:
     threshold: int
     """K: how many Δs the next update waits for."""
     staleness_mean: float | None
-    """Over the Δs applied since the record before: how many updates A had had since they read it; None: none were."""
+    """Mean number of updates of A between reading it and applying the Δ, since the last record; None: no Δ."""
     train_loss: float | None
     """Mean loss on a fixed, seeded sample of the training set."""
     test_loss: float | None
@@ -28,11 +28,11 @@ class Record:
     test_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The program's other metrics on the test set, by name."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """What is told of gradients where that was asked for: all of :data:`STATISTICS`, or none."""
+    """Gradient statistics if they were requested: all of :data:`STATISTICS`, or none."""
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Record":
-        """The record whose :meth:`row` this is."""
+        """Return the record whose :meth:`row` this is."""
         known = {*RECORD_FIELDS, *STATISTICS}
         return cls(
             **{name: row[name] for name in RECORD_FIELDS},
@@ -41,7 +41,7 @@ class Record:
         )
 
     def row(self) -> dict[str, Any]:
-        """The record as one flat JSON object; other metrics are called ``test_<name>``."""
+        """Return the record as one flat JSON object; other metrics are called ``test_<name>``."""
         fixed = {name: getattr(self, name) for name in RECORD_FIELDS}
         return fixed | {f"test_{name}": value for name, value in self.test_metrics.items()} | dict(self.statistics)
 
@@ -58,10 +58,10 @@ RECORD_FIELDS = (
 )
 
 STATISTICS = ("noise_scale", "noise_scale_biased", "efficiency", "goodput_samples_per_s")
-"""Figures of gradients, by name; None: not known at that moment.
+"""Gradient statistics by name; None: not known at that moment.
 
-``noise_scale``: φ, in samples; ``noise_scale_biased``: how much of it comes from gradients that were made at different
-A, 0 to 1; ``efficiency``: (φ + m₀)/(φ + m), how much a sample advances training against one in a batch of m₀ samples;
+``noise_scale``: φ, in samples; ``noise_scale_biased``: the share of it that comes from gradients made at different
+A, 0 to 1; ``efficiency``: (φ + m₀)/(φ + m), how much a sample advances training, relative to one in a batch of m₀;
 ``goodput_samples_per_s``: samples per second since the record before · efficiency.
 """
 
@@ -72,13 +72,13 @@ class ReplicaExit:
 
     replica: ReplicaId
     reason: str
-    """In words: ``killed by SIGKILL``."""
+    """Text such as ``killed by SIGKILL``."""
     time_s: Seconds
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerFigures:
-    """One worker over the whole run. What was not measured on a host is None (the virtual engine's memory, say)."""
+    """Figures of one worker over the whole run; None if not measured (the virtual engine's memory, say)."""
 
     replica: ReplicaId
     stage: int
@@ -93,14 +93,14 @@ class WorkerFigures:
     peak_memory_bytes: int | None
     parameter_bytes: int | None
     peak_saved_bytes: int | None = None
-    """Of a pipeline's stages, and of shards: the most that was kept for backward at one time."""
+    """The most that was kept for backward at one time, by a pipeline's stage or a shard."""
     optimizer_bytes: int | None = None
-    """Of what this worker's own optimizer remembers at the end; None: it has one and does not say."""
+    """State of this worker's own optimizer at the end; None: it has one that does not report it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What happened. gradients = applied + discarded: each Δ that arrived met exactly one of these fates."""
+    """Totals of a run. gradients = applied + discarded: each Δ that arrived has exactly one of these fates."""
 
     seconds: Seconds
     """Training time."""
@@ -111,9 +111,9 @@ class Account:
     cancelled: int
     """Attempts that a policy cancelled before their Δ arrived; not among ``gradients``."""
     nonfinite: int
-    """Of ``discarded``, those that were not finite."""
+    """Discarded Δs that were not finite."""
     samples: int
-    """In the applied Δs."""
+    """Samples in the applied Δs."""
     staleness: Mapping[int, int]
     """staleness -> how many applied Δs had it."""
     workers: tuple[WorkerFigures, ...]
@@ -124,4 +124,4 @@ class Account:
     """Rules the engine followed that a reader of the figures should know."""
     interrupted: bool = False
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """Of gradients over the whole run, where that was asked for."""
+    """Gradient statistics over the whole run, if they were requested."""

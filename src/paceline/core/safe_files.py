@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Files that appear whole or not at all."""
 
 import os
 from collections.abc import Iterator
@@ -9,12 +9,12 @@ from typing import TextIO
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file that takes the place of ``path`` when the block ends, and vanishes if it fails."""
+    """Return a text file that replaces ``path`` when the block ends, and is removed if it fails."""
     target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with beside.open("w", encoding="utf-8", newline="\n") as file:
+        with partial.open("w", encoding="utf-8", newline="\n") as file:
             yield file
-        beside.replace(target)
+        partial.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)

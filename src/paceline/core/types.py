@@ -1,15 +1,15 @@
-"""Aliases that say what a number means."""
+"""Aliases for numbers with a meaning."""
 
 from typing import Literal, TypeAlias
 
 ReplicaId: TypeAlias = int
-"""Which replica, 0 .. P-1."""
+"""Number of a replica, 0 .. P-1."""
 
 Version: TypeAlias = int
-"""How many updates A has had: the t of A_t."""
+"""Number of updates of A: the t of A_t."""
 
 Clock: TypeAlias = int
-"""How many Δs a replica has begun and ended, 1 for its first."""
+"""Number of Δs that a replica has begun and ended, 1 for its first."""
 
 Seconds: TypeAlias = float
 """Training time since all workers were ready, wall or virtual."""
@@ -18,4 +18,4 @@ Nanoseconds: TypeAlias = int
 """A reading of the one clock that all workers of a run share."""
 
 LeaveReason: TypeAlias = Literal["done", "died", "cancelled"]
-"""Why a replica no longer takes part."""
+"""Reason why a replica no longer takes part."""

@@ -71,8 +71,8 @@ class Lamb(LayerWise):
         torch._foreach_add_(parameters, steps, alpha=-group["lr"])
 
     def _directions(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """r of each parameter."""
-        states = [self._remembered(p) for p in parameters]
+        """Return r of each parameter."""
+        states = [self._advanced(p) for p in parameters]
         means, squares = [s["mean"] for s in states], [s["square"] for s in states]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
@@ -85,8 +85,8 @@ class Lamb(LayerWise):
         torch._foreach_div_(directions, sizes)
         return list(directions)
 
-    def _remembered(self, parameter: Tensor) -> dict[str, Any]:
-        """m, v and t of a parameter; t counts the step that begins."""
+    def _advanced(self, parameter: Tensor) -> dict[str, Any]:
+        """Return m, v and t of a parameter; t counts the step that begins."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))

@@ -1,4 +1,4 @@
-"""What LARS and LAMB share.
+"""The common part of LARS and LAMB.
 
 Both move each parameter by a step whose length is a given fraction of the parameter's own, so norms are those of whole
 parameters. All arithmetic is on lists of tensors (``torch._foreach_*``, which torch's own optimizers use): a step costs
@@ -18,7 +18,7 @@ from paceline.core.errors import InputError
 
 
 class LayerWise(Optimizer, ABC):
-    """An optimizer of whole layers: it says how a group moves, and what may be asked of one."""
+    """An optimizer of whole layers; subclasses move a group and check its options."""
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
         super().__init__(params, defaults)
@@ -27,7 +27,7 @@ class LayerWise(Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure`` does, which computes the loss anew."""
+        """Make one step and return the result of ``closure``, which computes the loss anew."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -40,15 +40,15 @@ class LayerWise(Optimizer, ABC):
 
     @abstractmethod
     def move(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        """One step of those parameters of a group that have a gradient; gradients stay as they are."""
+        """Make one step of the parameters of a group that have a gradient; gradients stay as they are."""
 
     @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
-        """Raise InputError where an option of a group is out of its range."""
+        """Raise InputError if an option of a group is out of its range."""
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """A parameter's gradient."""
+    """Return a parameter's gradient."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -60,7 +60,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def decays(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[bool]:
-    """Whether each parameter decays and has a rate of its own: all do, but vectors where the group leaves them out."""
+    """Return whether each parameter decays and has a rate of its own: all but vectors, if the group excludes them."""
     return [not (group["exclude_vectors"] and p.dim() <= 1) for p in parameters]
 
 
@@ -72,13 +72,13 @@ def ratios(
     *,
     otherwise: float,
 ) -> list[Tensor]:
-    """What each parameter's step is multiplied by: ``ratio`` of the two norms, or ``otherwise`` where one of them is 0.
+    """Return the factor on each parameter's step: ``ratio`` of the two norms, or ``otherwise`` if one of them is 0.
 
-    1 where a parameter has no rate of its own.
+    1 if a parameter has no rate of its own.
     """
     length, step = torch.stack(list(lengths)), torch.stack(list(steps))
-    found = torch.where((length > 0) & (step > 0), ratio(length, step), otherwise)
-    return list(torch.where(torch.tensor(own, device=length.device), found, 1.0).unbind())
+    factors = torch.where((length > 0) & (step > 0), ratio(length, step), otherwise)
+    return list(torch.where(torch.tensor(own, device=length.device), factors, 1.0).unbind())
 
 
 def require(name: str, value: float, rule: str, *, holds: bool, instead: str) -> None:

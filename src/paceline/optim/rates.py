@@ -10,11 +10,11 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 from paceline.core.errors import InputError, unknown
 
 Scaling: TypeAlias = Literal["linear", "sqrt"]
-"""How a learning rate grows with the batch."""
+"""Growth of the learning rate with the batch."""
 
 
 def scaled_learning_rate(base: float, batch_size: int, base_batch_size: int, rule: Scaling = "linear") -> float:
-    """The learning rate for another batch size: base · k, or base · √k, with k = batch_size / base_batch_size.
+    """Return the learning rate for another batch size: base · k, or base · √k, with k = batch_size / base_batch_size.
 
     ``linear`` keeps the path of SGD: one step on k batches goes as far as k steps on one (Goyal et al. 2017, arXiv
     1706.02677). ``sqrt`` keeps the variance of a step (Krizhevsky 2014, arXiv 1404.5997); it is what LAMB is

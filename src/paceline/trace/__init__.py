@@ -1,4 +1,4 @@
-"""Spans: what happened, when, on which worker; recorded, kept, and drawn. No torch."""
+"""Spans: what happened, when, on which worker; recorded, stored and drawn. No torch."""
 
 from paceline.trace.perfetto import write_perfetto
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed

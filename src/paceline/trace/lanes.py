@@ -1,4 +1,4 @@
-"""What every picture of spans shares: lanes, the stretch of time that is shown, and how times are written."""
+"""The common part of all pictures of spans: lanes, the time window shown, and labels of times."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,11 +30,11 @@ class Stretch:
 
     @property
     def length_ns(self) -> Nanoseconds:
-        """How much time is shown; never 0."""
+        """Return how much time is shown; never 0."""
         return self.end_ns - self.start_ns
 
     def cut(self, span: Span) -> tuple[Nanoseconds, Nanoseconds] | None:
-        """Start and end of a span since the start of the stretch, cut to it; None where it lies outside."""
+        """Return start and end of a span since the start of the stretch, cut to it; None if it is outside."""
         start = max(span.start_ns - self.origin_ns, self.start_ns)
         end = min(span.end_ns - self.origin_ns, self.end_ns)
         if end < start or (end == start and span.duration_ns > 0):
@@ -43,7 +43,7 @@ class Stretch:
 
 
 def stretch(spans: Sequence[Span], start_s: Seconds | None = None, end_s: Seconds | None = None) -> Stretch:
-    """The stretch from ``start_s`` to ``end_s``, in seconds since the first span; by default the whole run.
+    """Return the stretch from ``start_s`` to ``end_s``, in seconds since the first span; by default the whole run.
 
     Raises:
         InputError: the stretch is empty or does not meet the run.
@@ -61,15 +61,22 @@ def stretch(spans: Sequence[Span], start_s: Seconds | None = None, end_s: Second
 
 
 def lanes(spans: Iterable[Span]) -> list[Lane]:
-    """One lane per worker, by replica, stage and shard; the server's last."""
+    """Return one lane per worker, by replica, stage and shard; the server's last."""
     workers: dict[tuple[int, int, int], list[Span]] = {}
     for span in spans:
         workers.setdefault((span.replica, span.stage, span.shard), []).append(span)
     order = sorted(workers, key=lambda worker: (worker[0] == SERVER, worker))
     split = {server: any(w[1:] != (0, 0) for w in order if (w[0] == SERVER) is server) for server in (False, True)}
+
+    def label(worker: tuple[int, int, int]) -> str:
+        name = "server" if worker[0] == SERVER else f"replica {worker[0]}"
+        if not split[worker[0] == SERVER]:
+            return name
+        return f"{name}{' ' if worker[0] == SERVER else '.'}{worker[1]}.{worker[2]}"
+
     return [
         Lane(
-            _label(worker, split[worker[0] == SERVER]),
+            label(worker),
             worker[0] == SERVER,
             tuple(sorted(workers[worker], key=lambda span: (span.start_ns, span.end_ns))),
         )
@@ -77,26 +84,19 @@ def lanes(spans: Iterable[Span]) -> list[Lane]:
     ]
 
 
-def _label(worker: tuple[int, int, int], split: bool) -> str:
-    replica, stage, shard = worker
-    if replica == SERVER:
-        return f"server {stage}.{shard}" if split else "server"
-    return f"replica {replica}.{stage}.{shard}" if split else f"replica {replica}"
-
-
 def present(all_lanes: Iterable[Lane], shown: Stretch) -> list[Action]:
-    """The actions that a stretch shows, in the order of legends."""
+    """Return the actions that a stretch shows, in the order of legends."""
     found = {span.action for lane in all_lanes for span in lane.spans if shown.cut(span)}
     return [action for action in ACTIONS if action in found]
 
 
 def dominant(totals: dict[Action, Nanoseconds]) -> Action:
-    """The action with the most time; of equal ones the first of the legend."""
+    """Return the action with the most time; of equal ones the first of the legend."""
     return min(totals, key=lambda action: (-totals[action], ACTIONS.index(action)))
 
 
 def duration(nanoseconds: float) -> str:
-    """A duration with three digits and the unit that suits it.
+    """Return a duration with three digits and the unit that suits it.
 
     >>> duration(1_250_000), duration(90_000_000_000)
     ('1.25 ms', '90 s')
@@ -107,7 +107,7 @@ def duration(nanoseconds: float) -> str:
 
 
 def ticks(shown: Stretch, count: int) -> Iterator[tuple[Nanoseconds, str]]:
-    """About ``count`` round times in a stretch, since its start, with what to write beside them.
+    """Yield about ``count`` round times in a stretch, since its start, with their labels.
 
     >>> list(ticks(Stretch(0, 0, 20_000_000), 4))
     [(0, '0 ms'), (5000000, '5 ms'), (10000000, '10 ms'), (15000000, '15 ms'), (20000000, '20 ms')]

@@ -18,7 +18,7 @@ def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span], ideal: S
     Args:
         path: of the file.
         spans: of one run.
-        ideal: of a step of a pipeline, as it might have been, on the same clock: a process after all others. With it
+        ideal: spans of an ideal step of a pipeline on the same clock: a process after all others. With it
             micro-batches are named.
     """
     with replacing(path) as file:
@@ -29,10 +29,12 @@ def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span], ideal: S
 
 
 def events(spans: Iterable[Span], ideal: Sequence[Span] = ()) -> Iterator[dict[str, Any]]:
-    """The trace events: names of processes and threads first, then one complete event ("X") per span."""
+    """Yield the trace events: names of processes and threads first, then one complete event ("X") per span."""
     spans = list(spans)
     server = max((span.replica for span in spans), default=SERVER) + 1
-    placed = [(_pid(span, server), span) for span in spans] + [(server + 1, span) for span in ideal]
+    placed = [(server if span.replica == SERVER else span.replica, span) for span in spans] + [
+        (server + 1, span) for span in ideal
+    ]
     workers = sorted({(pid, span.stage, span.shard) for pid, span in placed})
     tids = {worker: tid for tid, worker in enumerate(workers, start=1)}  # apart everywhere: Perfetto wants that
     for pid in sorted({pid for pid, _, _ in workers}):
@@ -45,21 +47,13 @@ def events(spans: Iterable[Span], ideal: Sequence[Span] = ()) -> Iterator[dict[s
     origin_ns = min((span.start_ns for span in spans), default=0)
     for pid, span in placed:
         name = f"{span.action} {span.micro_batch}" if ideal and span.action in PASSES else span.action
-        yield _complete(name, span, pid, tids[pid, span.stage, span.shard], origin_ns)
-
-
-def _pid(span: Span, server: int) -> int:
-    return server if span.replica == SERVER else span.replica
-
-
-def _complete(name: str, span: Span, pid: int, tid: int, origin_ns: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": span.action,
-        "pid": pid,
-        "tid": tid,
-        "ts": (span.start_ns - origin_ns) / 1000,
-        "dur": span.duration_ns / 1000,
-        "args": {"step": span.step, "micro_batch": span.micro_batch, "bytes": span.bytes},
-    }
+        yield {
+            "ph": "X",
+            "name": name,
+            "cat": span.action,
+            "pid": pid,
+            "tid": tids[pid, span.stage, span.shard],
+            "ts": (span.start_ns - origin_ns) / 1000,
+            "dur": span.duration_ns / 1000,
+            "args": {"step": span.step, "micro_batch": span.micro_batch, "bytes": span.bytes},
+        }

@@ -1,7 +1,7 @@
-"""Recording spans where it must cost next to nothing.
+"""Records spans at next to no cost.
 
 A worker packs each span into a buffer of its own and writes the buffer to a file descriptor, usually of a memfd, when
-it is full; whoever holds the same file reads them, also after the worker was killed::
+it is full; any process that has the same file reads them, also after the worker was killed::
 
     record -> |span|span|span|    |  -- full, or close -->  sink |span|span|span|span|span|sp   <- read_packed
                                                                                            torn by a kill: dropped
@@ -17,7 +17,7 @@ from paceline.trace.spans import ACTIONS, Action, Span
 _LAYOUT = struct.Struct("<iiiBiqqqq")
 _CODES: dict[Action, int] = {action: code for code, action in enumerate(ACTIONS)}
 _CAPACITY = 512 * _LAYOUT.size
-"""A killed worker takes up to 512 spans with it; fewer would mean more system calls."""
+"""Up to 512 spans are lost if a worker is killed; fewer would mean more system calls."""
 
 
 @final
@@ -64,7 +64,7 @@ class Recorder:
             self.close()
 
     def close(self) -> None:
-        """Write what is in the buffer. The descriptor stays open, and recording may go on."""
+        """Write the buffer. The descriptor stays open, and recording may go on."""
         rest = memoryview(self._buffer)[: self._used]
         while rest:
             rest = rest[os.write(self._sink, rest) :]
@@ -73,7 +73,7 @@ class Recorder:
 
 @final
 class NullRecorder:
-    """Records nothing: what callers hold while no trace is asked for."""
+    """Records nothing: used while no trace is requested."""
 
     def record(
         self,
@@ -91,26 +91,22 @@ class NullRecorder:
 
 
 AnyRecorder: TypeAlias = Recorder | NullRecorder
-"""What callers are given; they need not know which."""
+"""Either; callers need not distinguish them."""
 
 
 def read_packed(fd: int) -> list[Span]:
-    """The spans that a :class:`Recorder` has written to ``fd``, in order; the descriptor's position stays as it is.
+    """Return the spans that a :class:`Recorder` has written to ``fd``, in order; its position stays.
 
     A last span that is not whole, because its writer was killed, is left out.
     """
-    packed = _read_all(fd)
-    whole = memoryview(packed)[: len(packed) - len(packed) % _LAYOUT.size]
-    return [
-        Span(replica, stage, shard, ACTIONS[code], step, micro_batch, start_ns, end_ns, moved)
-        for replica, stage, shard, code, micro_batch, step, start_ns, end_ns, moved in _LAYOUT.iter_unpack(whole)
-    ]
-
-
-def _read_all(fd: int) -> bytes:
     pieces: list[bytes] = []
     offset = 0
     while piece := os.pread(fd, 1 << 20, offset):
         pieces.append(piece)
         offset += len(piece)
-    return b"".join(pieces)
+    packed = b"".join(pieces)
+    whole = memoryview(packed)[: len(packed) - len(packed) % _LAYOUT.size]
+    return [
+        Span(replica, stage, shard, ACTIONS[code], step, micro_batch, start_ns, end_ns, moved)
+        for replica, stage, shard, code, micro_batch, step, start_ns, end_ns, moved in _LAYOUT.iter_unpack(whole)
+    ]

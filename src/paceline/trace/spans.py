@@ -1,16 +1,16 @@
-"""What happened, when, on which worker: one record per interval, one JSON line each.
+"""Spans: an action of a worker from one time to another; one record per interval, one JSON line each.
 
 ======================================  ======================================================================
-compute                                 forward and backward together, where they are not timed apart
+compute                                 forward and backward together, if they are not timed separately
 forward, backward                       of one (micro-)batch
 backward_input, backward_weight         the two halves of a backward pass that is split
 recompute                               a forward pass made again for its activations
 send, receive, all_reduce               bytes between workers that compute one Δ, or between equal replicas
 pull, push                              a replica reads A; a replica hands its Δ over
-apply                                   an owner updates its part of A
-wait                                    nothing to do until someone else is done; never part of another span
-delay                                   the slowness that was asked for
-evaluate                                scoring, off the training path
+apply                                   a server updates its part of A
+wait                                    idle until another worker is done; never part of another span
+delay                                   the requested delay
+evaluate                                evaluation, off the training path
 ======================================  ======================================================================
 """
 
@@ -19,7 +19,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
@@ -42,24 +42,24 @@ Action: TypeAlias = Literal[
     "delay",
     "evaluate",
 ]
-"""What a worker does during a span."""
+"""Action of a worker during a span."""
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 """All actions, in the order in which legends show them."""
 
 PASSES: frozenset[Action] = frozenset({"forward", "backward", "backward_input", "backward_weight", "recompute"})
-"""What is computed for one micro-batch."""
+"""Actions that compute on one micro-batch."""
 
 SERVER = -1
-"""The ``replica`` of spans of owners and of the coordinator."""
+"""The ``replica`` of spans of servers and of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One worker did one thing from ``start_ns`` to ``end_ns``, on the clock that all workers of the run share."""
+    """One action of a worker from ``start_ns`` to ``end_ns``, on the clock that all workers of the run share."""
 
     replica: int
-    """-1 (:data:`SERVER`) for owners and the coordinator."""
+    """-1 (:data:`SERVER`) for servers and the coordinator."""
     stage: int
     shard: int
     action: Action
@@ -69,11 +69,11 @@ class Span:
     start_ns: Nanoseconds
     end_ns: Nanoseconds
     bytes: int
-    """Moved between workers; 0 where nothing is."""
+    """Bytes moved between workers, or 0."""
 
     @property
     def duration_ns(self) -> Nanoseconds:
-        """How long it lasted."""
+        """Return how long it lasted."""
         return self.end_ns - self.start_ns
 
 
@@ -90,7 +90,7 @@ def write_spans(path: str | os.PathLike[str], spans: Iterable[Span]) -> None:
 
 
 def read_spans(path: str | os.PathLike[str]) -> list[Span]:
-    """The spans of a file that :func:`write_spans` wrote.
+    """Return the spans of a file that :func:`write_spans` wrote.
 
     Raises:
         InputError: no such file, or a line that is no span; the message names the line and what is wrong with it.
@@ -99,21 +99,16 @@ def read_spans(path: str | os.PathLike[str]) -> list[Span]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"spans {path} can't be read: {error}; write the path of a spans.jsonl file.") from error
-    return [_span(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
+    return [_parse_span(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
 
 
-def _span(line: str, where: str) -> Span:
+def _parse_span(line: str, where: str) -> Span:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise InputError(f"{where} is no JSON: {error}; write one JSON object a line.") from error
     if not isinstance(record, dict) or record.keys() != set(_KEYS):
         raise InputError(f"{where} is no span; write one JSON object a line, with the keys {', '.join(_KEYS)}.")
-    _check(record, where)
-    return Span(**record)
-
-
-def _check(record: dict[str, Any], where: str) -> None:
     if record["action"] not in ACTIONS:
         raise InputError(f"{where}: unknown action {record['action']!r}; write one of: {', '.join(ACTIONS)}.")
     for key in _INTEGERS:
@@ -121,3 +116,4 @@ def _check(record: dict[str, Any], where: str) -> None:
             raise InputError(f"{where}: {key}={record[key]!r} is no whole number; write {key}=0, say.")
     if record["end_ns"] < record["start_ns"]:
         raise InputError(f"{where}: end_ns={record['end_ns']} lies before start_ns={record['start_ns']}; swap them.")
+    return Span(**record)

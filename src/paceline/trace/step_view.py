@@ -1,4 +1,4 @@
-"""Steps of a pipeline one above the other, to one scale: what happened, and what might have.
+"""Steps of a pipeline one above the other, to one scale: the measured one and ideal ones.
 
 ::
 
@@ -6,7 +6,7 @@
     stage 0 |F0F1F2....B0--B1--B2--A|       F1--  forward of micro-batch 1, as long as that took
     stage 1 |..F0F1F2B0--B1--B2--..A|
     ideal: 10 ms
-    stage 0 |F0F1F2..B0--B1--B2--|          ends here: what is missing up to the end above is lost
+    stage 0 |F0F1F2..B0--B1--B2--|          ends here: the rest, up to the end above, is lost
     stage 1 |..F0F1B0--F2B1--B2--|
 
 Panels as one SVG, with the figures of each stage below them.
@@ -54,32 +54,32 @@ class Panel:
 
     title: str
     spans: Sequence[Span]
-    """Of one replica; its times begin with 0."""
+    """Spans of one replica, whose times begin with 0."""
     length_ns: Nanoseconds
 
     def lanes(self) -> list[Lane]:
-        """One for each worker."""
+        """Return one for each worker."""
         split = any(span.shard for span in self.spans)
-        found = lanes(self.spans)
-        names = ((lane.spans[0].stage, lane.spans[0].shard) for lane in found)
+        workers = lanes(self.spans)
+        names = ((lane.spans[0].stage, lane.spans[0].shard) for lane in workers)
         labels = (f"stage {stage}.{shard}" if split else f"stage {stage}" for stage, shard in names)
-        return [Lane(label, lane.server, lane.spans) for label, lane in zip(labels, found, strict=True)]
+        return [Lane(label, lane.server, lane.spans) for label, lane in zip(labels, workers, strict=True)]
 
 
 def common(panels: Iterable[Panel]) -> Stretch:
-    """The stretch that holds all of them."""
+    """Return the time window that holds all of them."""
     return Stretch(0, 0, max(1, *(panel.length_ns for panel in panels)))
 
 
 def shown_actions(panels: Iterable[Panel], shown: Stretch) -> list[Action]:
-    """Those of any panel, in the order of legends."""
+    """Return the actions of all panels, in the order of legends."""
     return present((lane for panel in panels for lane in panel.lanes()), shown)
 
 
 def panels_text(panels: Sequence[Panel], width: int) -> str:
-    """Panels as lines of text.
+    """Return panels as lines of text.
 
-    Where there is room a box begins with the letter of its action and the number of its micro-batch.
+    If there is room a box begins with the letter of its action and the number of its micro-batch.
 
     Args:
         panels: at least one.
@@ -97,27 +97,21 @@ def panels_text(panels: Sequence[Panel], width: int) -> str:
     shown = common(panels)
     gutter = max(len(lane.label) for panel in panels for lane in panel.lanes())
     axis = " " * (gutter + 1) + "0" + duration(shown.length_ns).rjust(width + 1)
-    rows = [line for panel in panels for line in _lines(panel, shown, width, gutter)]
+    rows = []
+    for panel in panels:
+        rows.append(panel.title)
+        end = -(-panel.length_ns * width // shown.length_ns)
+        for lane in panel.lanes():
+            boxes = groupby(cells(lane.spans, shown, width)[:end])
+            row = "".join(_box(span, len(list(run))) for span, run in boxes)
+            rows.append(f"{lane.label:<{gutter}} |{row}|")
     legend = [f"{LETTERS[action]} {action}" for action in shown_actions(panels, shown)]
     footer = "   ".join([f"one character = {duration(shown.length_ns / width)}", *legend])
     return "\n".join([axis, *rows, footer]) + "\n"
 
 
-def _lines(panel: Panel, shown: Stretch, width: int, gutter: int) -> Iterator[str]:
-    yield panel.title
-    end = -(-panel.length_ns * width // shown.length_ns)
-    for lane in panel.lanes():
-        row = "".join(_boxes(cells(lane.spans, shown, width)[:end]))
-        yield f"{lane.label:<{gutter}} |{row}|"
-
-
-def _boxes(row: Iterable[Span | None]) -> Iterator[str]:
-    for span, run in groupby(row):
-        yield _box(span, len(list(run)))
-
-
 def _box(span: Span | None, width: int) -> str:
-    """What fills a box of so many characters.
+    """Return the text of a box of so many characters.
 
     >>> [_box(Span(0, 0, 0, "forward", 1, 12, 0, 1, 0), width) for width in (1, 2, 3, 5)]
     ['F', 'F-', 'F12', 'F12--']
@@ -134,20 +128,24 @@ def _box(span: Span | None, width: int) -> str:
 _PITCH, _TITLE, _BETWEEN, _ROW = 26.0, 22.0, 10.0, 19.0
 _COLUMN_GAP = 28.0
 _BOLD, _BOLDER = 'font-weight="600"', 1.1
-"""And how much wider it is."""
+"""Bold text, and its width relative to normal text."""
 
 
 def panels_svg(panels: Sequence[Panel], sentence: str, table: Sequence[Sequence[str]]) -> str:
-    """Panels as a self-contained SVG; boxes show their micro-batch, and all else when they are pointed at.
+    """Return panels as a self-contained SVG; boxes show their micro-batch, and a title with all else.
 
     Args:
         panels: at least one.
-        sentence: what is said below them.
+        sentence: below them.
         table: lines of cells, the first with titles.
     """
     shown = common(panels)
     places = legend_places(shown_actions(panels, shown))
-    layouts = _layouts(panels, legend_height(places))
+    rows = [tuple(panel.lanes()) for panel in panels]
+    left = 2 * MARGIN + CHARACTER * max(len(lane.label) for row in rows for lane in row)
+    layouts = [SvgLayout(left, legend_height(places) + _TITLE, _PITCH, shown, rows[0])]
+    for row in rows[1:]:
+        layouts.append(replace(layouts[0], top=layouts[-1].bottom + _BETWEEN + _TITLE, lanes=row))
     lowest = layouts[-1]
     parts = chain(
         legend(places),
@@ -160,17 +158,6 @@ def panels_svg(panels: Sequence[Panel], sentence: str, table: Sequence[Sequence[
     return head(round(height), "; ".join(panel.title for panel in panels)) + "".join(parts) + "</svg>\n"
 
 
-def _layouts(panels: Sequence[Panel], top: float) -> list[SvgLayout]:
-    shown = common(panels)
-    rows = [tuple(panel.lanes()) for panel in panels]
-    left = 2 * MARGIN + CHARACTER * max(len(lane.label) for lanes in rows for lane in lanes)
-    first = SvgLayout(left, top + _TITLE, _PITCH, shown, rows[0])
-    layouts = [first]
-    for row in rows[1:]:
-        layouts.append(replace(first, top=layouts[-1].bottom + _BETWEEN + _TITLE, lanes=row))
-    return layouts
-
-
 def _panel(panel: Panel, layout: SvgLayout) -> Iterator[str]:
     yield words(MARGIN, layout.top - 7, panel.title, _BOLD)
     yield from labels(layout)
@@ -180,7 +167,7 @@ def _panel(panel: Panel, layout: SvgLayout) -> Iterator[str]:
 
 
 def _table(table: Sequence[Sequence[str]], top: float) -> Iterator[str]:
-    """Columns that end where their longest cell does."""
+    """Yield columns as wide as their longest cell."""
     x = MARGIN
     for column in zip(*table, strict=True):
         x += _BOLDER * CHARACTER * max(map(len, column))

@@ -5,7 +5,7 @@ With a box for each span the picture of a long run would be large and mostly inv
     spans   |#########|=|#|=|#|=|#|....|.|.|      narrow ones (= # .) meet in cells as wide as the least width,
     boxes   |#########|==========|.........|      then equal neighbours that touch become one
 
-What pictures of swimlanes are made of, in pixels: colours, legend, axis, labels, lanes.
+The elements of pictures of swimlanes follow, in pixels: colours, legend, axis, labels, lanes.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +16,7 @@ from paceline.trace.lanes import Lane, Stretch, dominant, duration, ticks
 from paceline.trace.spans import PASSES, Action, Span
 
 _LISTED = 4
-"""How many actions the title of a merged box names."""
+"""Number of actions that the title of a merged box names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Box:
     start_ns: Nanoseconds
     end_ns: Nanoseconds
     totals: dict[Action, Nanoseconds]
-    """How long each action was going on."""
+    """Duration of each action."""
     first: Span
     spans: int
     narrow: bool
@@ -34,43 +34,43 @@ class Box:
 
     @property
     def action(self) -> Action:
-        """What took most of the time."""
+        """The action that took most of the time."""
         return dominant(self.totals)
 
     def title(self, *, numbered: bool = False) -> str:
-        """What to write where someone points at it; ``numbered``: a micro-batch is told where it is the first, too."""
+        """Return the tooltip; ``numbered``: it names micro-batch 0, too."""
         if self.spans == 1:
-            return _title(self.first, numbered=numbered and self.first.action in PASSES)
-        return f"{self.spans} spans in {duration(self.end_ns - self.start_ns)}: {self._shares()}"
-
-    def _shares(self) -> str:
+            span = self.first
+            words = [span.action, f"step {span.step}"]
+            if span.micro_batch or (numbered and span.action in PASSES):
+                words.append(f"micro-batch {span.micro_batch}")
+            words += [f"{span.bytes:,} bytes"] if span.bytes else []
+            return " · ".join([*words, duration(span.duration_ns)])
         length = max(1, self.end_ns - self.start_ns)
         largest = sorted(self.totals, key=lambda action: -self.totals[action])[:_LISTED]
-        return ", ".join(f"{action} {self.totals[action] / length:.0%}" for action in largest)
+        shares = ", ".join(f"{action} {self.totals[action] / length:.0%}" for action in largest)
+        return f"{self.spans} spans in {duration(self.end_ns - self.start_ns)}: {shares}"
 
 
 def boxes(spans: Iterable[Span], shown: Stretch, narrow_ns: float) -> list[Box]:
-    """The boxes of one lane.
+    """Return the boxes of one lane.
 
     Args:
         spans: of the lane, by their start.
-        shown: what lies outside it is left out.
+        shown: spans outside it are left out.
         narrow_ns: spans shorter than this are merged.
     """
     cells: list[Box] = []
     for span in spans:
-        box = _box(span, shown, narrow_ns)
-        if box is None:
+        if (cut := shown.cut(span)) is None:
             continue
+        start, end = cut
+        box = Box(start, end, {span.action: end - start}, span, 1, end - start < narrow_ns)
         if cells and _mergeable(cells[-1], box) and box.end_ns - cells[-1].start_ns <= narrow_ns:
             cells[-1] = _merged(cells[-1], box)
         else:
             cells.append(box)
-    return _joined(cells, narrow_ns)
-
-
-def _joined(cells: list[Box], narrow_ns: float) -> list[Box]:
-    """Neighbouring cells as one box, where they touch and the same action leads in both."""
+    # Join neighbouring cells that touch and have the same longest action.
     joined: list[Box] = []
     for cell in cells:
         last = joined[-1] if joined else None
@@ -80,14 +80,6 @@ def _joined(cells: list[Box], narrow_ns: float) -> list[Box]:
         else:
             joined.append(cell)
     return joined
-
-
-def _box(span: Span, shown: Stretch, narrow_ns: float) -> Box | None:
-    cut = shown.cut(span)
-    if cut is None:
-        return None
-    start, end = cut
-    return Box(start, end, {span.action: end - start}, span, 1, end - start < narrow_ns)
 
 
 def _mergeable(first: Box, second: Box) -> bool:
@@ -100,13 +92,6 @@ def _merged(first: Box, second: Box) -> Box:
         totals[action] = totals.get(action, 0) + total
     end = max(first.end_ns, second.end_ns)
     return Box(first.start_ns, end, totals, first.first, first.spans + second.spans, narrow=True)
-
-
-def _title(span: Span, *, numbered: bool) -> str:
-    words = [span.action, f"step {span.step}"]
-    words += [f"micro-batch {span.micro_batch}"] if span.micro_batch or numbered else []
-    words += [f"{span.bytes:,} bytes"] if span.bytes else []
-    return " · ".join([*words, duration(span.duration_ns)])
 
 
 # Blue and orange, as far apart as colours get for those who see few of them (after Okabe and Ito, 2008): shades of one
@@ -134,14 +119,14 @@ CHARACTER = 6.9
 """Width of a character at 12 px, generously: there is no font to measure."""
 LEGEND_ROW, AXIS, _TICKS = 22.0, 30.0, 9
 INK, _INKS = "#222", {"forward": "#fff"}
-"""Of all that is written, and of numbers in boxes where it can't be read."""
+"""Colour of text, and of numbers in boxes in which it would be illegible."""
 _LABEL_PITCH = 13.0
 _GAP, _MERGED = 0.5, 0.75
-"""Pixels between neighbours wide enough to bear it, and the width below which spans are merged."""
+"""Pixels between neighbours that are wide enough, and the width below which spans are merged."""
 _POINTABLE = 1.5
-"""Pixels from which a box has a title."""
+"""Width in pixels from which a box has a title."""
 _NUMBER_FROM, _NUMBER_PADDING = 11.0, 3.0
-"""Height in pixels from which a box has room for a number, and what is kept free beside one."""
+"""Height in pixels from which a box has room for a number, and the space to its sides."""
 
 _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
@@ -156,7 +141,7 @@ _HEAD = (
 
 @dataclass(frozen=True, slots=True)
 class SvgLayout:
-    """Where the lanes of one stretch are, in pixels."""
+    """Positions of the lanes of one window, in pixels."""
 
     left: float
     top: float
@@ -177,42 +162,39 @@ class SvgLayout:
         return self.left + since_start_ns * self.scale
 
     def lane_top(self, index: int) -> float:
-        """The server stands a little apart."""
+        """Return the server stands a little apart."""
         return self.top + index * self.pitch + (8.0 if self.lanes[index].server and index else 0.0)
 
 
 def head(height: float, says: str = "Swimlanes: what each worker did, over time") -> str:
-    """The beginning of a picture, up to its background.
+    """Return the beginning of a picture, up to its background.
 
     Args:
         height: in pixels.
-        says: what it shows, for those who can't see it.
+        says: description for screen readers.
     """
     return _HEAD.format(width=WIDTH, height=height, font=FONT, says=says)
 
 
 def legend_places(actions: Iterable[Action]) -> list[tuple[Action, float, int]]:
-    """Where each action of a legend stands: its x and its row."""
-    return list(_in_rows(actions))
-
-
-def legend_height(places: Sequence[tuple[Action, float, int]]) -> float:
-    """From the upper edge of the picture to the lower one of its legend."""
-    return MARGIN + LEGEND_ROW * (1 + max((row for _, _, row in places), default=0))
-
-
-def _in_rows(actions: Iterable[Action]) -> Iterator[tuple[Action, float, int]]:
-    x, row = MARGIN, 0
+    """Return the x and the row of each action of a legend."""
+    places, x, row = list[tuple[Action, float, int]](), MARGIN, 0
     for action in actions:
         needed = 34 + CHARACTER * len(action)
         if x + needed > WIDTH:
             x, row = MARGIN, row + 1
-        yield action, x, row
+        places.append((action, x, row))
         x += needed
+    return places
+
+
+def legend_height(places: Sequence[tuple[Action, float, int]]) -> float:
+    """Return the height from the upper edge of the picture to the lower one of its legend."""
+    return MARGIN + LEGEND_ROW * (1 + max((row for _, _, row in places), default=0))
 
 
 def legend(places: Iterable[tuple[Action, float, int]]) -> Iterator[str]:
-    """A square in its colour and a name for each action."""
+    """Yield a square in its colour and a name for each action."""
     for action, x, row in places:
         y = MARGIN + row * LEGEND_ROW
         yield f'<rect x="{x:.1f}" y="{y:.1f}" width="12" height="12" rx="2" fill="{COLOURS[action]}"/>'
@@ -220,7 +202,7 @@ def legend(places: Iterable[tuple[Action, float, int]]) -> Iterator[str]:
 
 
 def axis(layout: SvgLayout, top: float | None = None) -> Iterator[str]:
-    """Round times below a layout, with a line for each from ``top`` down; by default from its own upper edge."""
+    """Yield round times below a layout, with a line for each from ``top`` down; by default from its own upper edge."""
     top = layout.top if top is None else top
     at = [(layout.x(since), label) for since, label in ticks(layout.shown, _TICKS)]
     lines = "".join(f"M{x:.1f} {top - 4:.1f}V{layout.bottom + 4:.1f}" for x, _ in at)
@@ -231,7 +213,7 @@ def axis(layout: SvgLayout, top: float | None = None) -> Iterator[str]:
 
 
 def labels(layout: SvgLayout) -> Iterator[str]:
-    """Every lane's name where there is room for it, otherwise every second, fifth, ... and always the server's."""
+    """Yield every lane's name if there is room for it, otherwise every second, fifth, ... and always the server's."""
     every = next(each for each in (1, 2, 5) if each * layout.pitch >= _LABEL_PITCH)
     for index, lane in enumerate(layout.lanes):
         if index % every == 0 or lane.server:
@@ -240,19 +222,19 @@ def labels(layout: SvgLayout) -> Iterator[str]:
 
 
 def all_lanes(layout: SvgLayout, *, numbered: bool = False) -> Iterator[str]:
-    """The boxes; ``numbered`` ones show their micro-batch where there is room."""
+    """Yield the boxes; ``numbered`` ones show their micro-batch if there is room."""
     for index, lane in enumerate(layout.lanes):
-        found = boxes(lane.spans, layout.shown, _MERGED / layout.scale)
+        merged = boxes(lane.spans, layout.shown, _MERGED / layout.scale)
         yield f'<g transform="translate({layout.left:.1f} {layout.lane_top(index) + layout.pitch * 0.1:.1f})">\n'
-        yield from _colours(found, layout.scale, layout.pitch * 0.8, numbered=numbered)
-        yield from _numbers(found, layout.scale, layout.pitch * 0.8) if numbered else ()
+        yield from _colours(merged, layout.scale, layout.pitch * 0.8, numbered=numbered)
+        yield from _numbers(merged, layout.scale, layout.pitch * 0.8) if numbered else ()
         yield "</g>\n"
 
 
-def _colours(found: list[Box], scale: float, height: float, *, numbered: bool) -> Iterator[str]:
-    """The boxes of a lane, colour by colour; those too thin to be pointed at are one path, a tenth of the size."""
+def _colours(lane: list[Box], scale: float, height: float, *, numbered: bool) -> Iterator[str]:
+    """Yield the boxes of a lane, colour by colour; those too thin for a title are one path, a tenth of the size."""
     for action in COLOURS:
-        placed = [(box, box.start_ns * scale, _visible(box, scale)) for box in found if box.action == action]
+        placed = [(box, box.start_ns * scale, _visible(box, scale)) for box in lane if box.action == action]
         thin = "".join(f"M{x:.1f} 0h{w:.1f}v{height:.1f}h-{w:.1f}z" for _, x, w in placed if w < _POINTABLE)
         if placed:
             yield f'<g fill="{COLOURS[action]}">' + (f'<path d="{thin}"/>' if thin else "")
@@ -261,7 +243,7 @@ def _colours(found: list[Box], scale: float, height: float, *, numbered: bool) -
 
 
 def _visible(box: Box, scale: float) -> float:
-    """The width of a box in pixels: a little less than its time where it can be, so that neighbours stay apart."""
+    """Return the width of a box in pixels: a little less than its time if possible, so that neighbours stay apart."""
     width = (box.end_ns - box.start_ns) * scale
     return width - _GAP if width > 4 * _GAP else max(width, _GAP)
 
@@ -270,11 +252,11 @@ def _rect(title: str, x: float, width: float, height: float) -> str:
     return f'<rect x="{x:.1f}" width="{width:.1f}" height="{height:.1f}"><title>{title}</title></rect>\n'
 
 
-def _numbers(found: Iterable[Box], scale: float, height: float) -> Iterator[str]:
-    """The micro-batches of a lane's boxes, in those that have room."""
+def _numbers(lane: Iterable[Box], scale: float, height: float) -> Iterator[str]:
+    """Yield the micro-batches of a lane's boxes, in those that have room."""
     if height < _NUMBER_FROM:
         return
-    for box in found:
+    for box in lane:
         number, width = str(box.first.micro_batch), (box.end_ns - box.start_ns) * scale
         if box.spans == 1 and box.action in PASSES and width >= CHARACTER * len(number) + _NUMBER_PADDING:
             ink = f'text-anchor="middle" pointer-events="none" fill="{_INKS.get(box.action, INK)}"'
@@ -282,5 +264,5 @@ def _numbers(found: Iterable[Box], scale: float, height: float) -> Iterator[str]
 
 
 def words(x: float, y: float, said: str, attributes: str = "") -> str:
-    """A line of text, from ``x`` on, on the base line ``y``."""
+    """Return a line of text, from ``x`` on, on the base line ``y``."""
     return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{said}</text>\n'.replace(" >", ">")

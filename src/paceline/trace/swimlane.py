@@ -1,6 +1,6 @@
-"""Swimlanes: a lane for each worker, time from left to right, as text or SVG.
+"""Swimlanes: a lane for each worker, time from left to right, with its actions and its waiting.
 
-Swimlanes as one SVG that needs nothing else: no style sheet, no script, no font.
+:func:`text` draws them with characters, :func:`svg` as an SVG that needs no style sheet, script or font.
 
 ::
 
@@ -9,10 +9,6 @@ Swimlanes as one SVG that needs nothing else: no style sheet, no script, no font
     replica 1  |######==######==|                 lanes
     server     |     =   =   =  |
                0 ms            20 ms              axis
-
-Swimlanes: a lane per worker, time from left to right, what each did and how long it waited.
-
-:func:`text` draws them with characters, :func:`svg` as a picture.
 """
 
 from collections.abc import Iterable, Iterator
@@ -61,12 +57,12 @@ LETTERS: dict[Action, str] = {
     "delay": "~",
     "evaluate": "E",
 }
-"""How each action is drawn in a line of text."""
+"""Character of each action in a line of text."""
 
 
 def cells(spans: Iterable[Span], shown: Stretch, width: int) -> list[Span | None]:
-    """What each of ``width`` characters of a lane shows: a span of the action that took most of its time, the longest
-    there; None where nothing was done."""
+    """Return the span that each of ``width`` characters of a lane shows: of the action that took most of its time, the
+    longest; None if the worker was idle."""
     found: list[dict[Span, Nanoseconds]] = [{} for _ in range(width)]
     for span, part in innermost(spans):
         if (cut := shown.cut(part)) is not None:
@@ -75,14 +71,14 @@ def cells(spans: Iterable[Span], shown: Stretch, width: int) -> list[Span | None
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
-    """Each span with the pieces of it in which no other one is under way that has begun later.
+    """Yield each span with its pieces in which no span is under way that has begun later.
 
     ::
 
         forward      |---------------|          forward      |--|    |-------|
         all_reduce      |----|                  all_reduce      |----|
     """
-    under_way: list[tuple[Span, Nanoseconds]] = []  # and from when on each has not been given yet
+    under_way: list[tuple[Span, Nanoseconds]] = []  # each with the time up to which it has been yielded
     for span in sorted(spans, key=lambda each: (each.start_ns, -each.end_ns)):
         yield from _ended(under_way, span.start_ns)
         if under_way:
@@ -95,7 +91,7 @@ def innermost(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
 
 
 def _ended(under_way: list[tuple[Span, Nanoseconds]], now: Nanoseconds) -> Iterator[tuple[Span, Span]]:
-    """Take off those that have ended by then, the last one first, and give what is left of them."""
+    """Remove the spans that have ended by then, the last one first, and yield their remaining pieces."""
     while under_way and under_way[-1][0].end_ns <= now:
         span, since = under_way.pop()
         if span.end_ns > since or span.duration_ns == 0:
@@ -130,10 +126,10 @@ _TALLEST, _PITCHES = 1200.0, (3.0, 24.0)
 
 
 def svg(spans: Iterable[Span], start_s: Seconds | None = None, end_s: Seconds | None = None) -> str:
-    """Swimlanes as a self-contained SVG; pointing at a box shows its action, step and duration.
+    """Return swimlanes as a self-contained SVG; a box has a tooltip with its action, step and duration.
 
-    Neighbours too narrow to be told apart are drawn as one box with the colour of what took most of its time, so the
-    size follows the width of the picture, not the number of spans.
+    Neighbours too narrow to be distinguished are drawn as one box in the colour of the action that took most of its
+    time, so the size follows the width of the picture, not the number of spans.
 
     Args:
         spans: of one run.
@@ -159,7 +155,7 @@ _LEAST_WIDTH = 10
 
 
 def text(spans: Iterable[Span], width: int = 80, start_s: Seconds | None = None, end_s: Seconds | None = None) -> str:
-    """Swimlanes as lines of text; a character shows the action that took most of its time, a blank nothing at all.
+    """Return swimlanes as lines of text; a character shows the action that took most of its time, a blank none.
 
     Args:
         spans: of one run.

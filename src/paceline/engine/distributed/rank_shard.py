@@ -173,7 +173,8 @@ class ModelParallelShard(RankShard):
         if communicator is not None and zero:
             group = holders(ranks.mesh, ranks.rank, communicator, peers)
             self.update = ZeroOptimizer(job.program, buffer, shard, group, communicator)
-            first = ranks.mesh.stage_replica(ranks.place).copy == 0  # each replica of a stage has the whole Δ of its replica
+            # Each replica of a stage has the whole Δ of its replica of the model.
+            first = ranks.mesh.stage_replica(ranks.place).copy == 0
             self.status_sync = ModelParallelSync(
                 setup, buffer, self.update.reduced_vectors, (), group.communicator, contributes=first
             )
