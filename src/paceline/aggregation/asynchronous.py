@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
-from paceline.aggregation.base import Aggregation, Arrival, Combine, Decision, Release, combined, updates
+from paceline.aggregation.base import Arrival, Combine, Decision, Release, Unsynchronized, combined, updates
 from paceline.core.checks import check_choice
 from paceline.core.registry import register
-from paceline.core.types import LeaveReason, ReplicaId, Version
+from paceline.core.types import Version
 
 Damping: TypeAlias = Literal["none", "staleness"]
 """Rule that makes the learning rate of an update smaller."""
@@ -15,7 +15,7 @@ Damping: TypeAlias = Literal["none", "staleness"]
 @final
 @register("asynchronous")
 @dataclass(frozen=True)
-class Asynchronous(Aggregation[Version]):
+class Asynchronous(Unsynchronized[Version]):
     """Apply each Δ on arrival and release its replica at once. The state is the version of A.
 
     Args:
@@ -36,18 +36,7 @@ class Asynchronous(Aggregation[Version]):
         return 0
 
     def arrived(self, state: Version, arrival: Arrival) -> tuple[Version, Decision]:
+        # The state is the version of A at this point of the log, so this is the staleness of the Δ.
         rate = 1.0 if self.damping == "none" else 1.0 / max(1, state - arrival.version)
         update = combined((arrival,), self.combine, rate)
         return state + updates(update), (*update, Release((arrival.replica,)))
-
-    def left(self, state: Version, replica: ReplicaId, reason: LeaveReason) -> tuple[Version, Decision]:
-        del replica, reason
-        return state, ()
-
-    def joined(self, state: Version, replica: ReplicaId) -> tuple[Version, Decision]:
-        del replica
-        return state, ()
-
-    def waits_for(self, state: Version) -> int:
-        del state
-        return 1

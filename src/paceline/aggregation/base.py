@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeAlias, TypeVar, final
 
 from paceline.core.delta import Adopt, Delta, Gradient, Replace
 from paceline.core.registry import declare, family_of
@@ -165,6 +165,25 @@ class Aggregation(ABC, Generic[S]):
     @abstractmethod
     def waits_for(self, state: S) -> int:
         """Return K, the number of Δs that the next update waits for, as of now."""
+
+
+class Unsynchronized(Aggregation[S], ABC):
+    """A policy under which no replica ever waits for another, so that joining and leaving change nothing."""
+
+    @final
+    def left(self, state: S, replica: ReplicaId, reason: LeaveReason) -> tuple[S, Decision]:
+        del replica, reason
+        return state, ()
+
+    @final
+    def joined(self, state: S, replica: ReplicaId) -> tuple[S, Decision]:
+        del replica
+        return state, ()
+
+    @final
+    def waits_for(self, state: S) -> int:
+        del state
+        return 1
 
 
 def parse(text: str) -> Aggregation[Any]:

@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 from typing import final
 
-from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release
+from paceline.aggregation.base import Apply, Arrival, Decision, Release, Unsynchronized
 from paceline.core.checks import check_int, check_number
 from paceline.core.delta import Adopt, Delta, Distance, Mix
 from paceline.core.registry import register
-from paceline.core.types import LeaveReason, ReplicaId
 
 
 @final
 @register("elastic-averaging")
 @dataclass(frozen=True)
-class ElasticAveraging(Aggregation[None]):
+class ElasticAveraging(Unsynchronized[None]):
     """x -= α(x - A) and A += α(x - A), both with x and A as they are on arrival (Zhang et al. 2015, Algorithm 1).
 
     So the log is the Release first, which mixes x with the A that its own Δ has not yet moved, and then the Apply. No
@@ -57,16 +56,5 @@ class ElasticAveraging(Aggregation[None]):
         del replicas
 
     def arrived(self, state: None, arrival: Arrival) -> tuple[None, Decision]:
+        # The Release first: the replica mixes with the A that its own Δ has not moved yet.
         return state, (Release((arrival.replica,)), Apply(((arrival, self.elasticity),)))
-
-    def left(self, state: None, replica: ReplicaId, reason: LeaveReason) -> tuple[None, Decision]:
-        del replica, reason
-        return state, ()
-
-    def joined(self, state: None, replica: ReplicaId) -> tuple[None, Decision]:
-        del replica
-        return state, ()
-
-    def waits_for(self, state: None) -> int:
-        del state
-        return 1

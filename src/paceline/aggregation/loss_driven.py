@@ -55,6 +55,7 @@ class LossDriven(Threshold[Losses]):
         if arrival.loss is None or arrival.samples == 0:
             return memory
         seen = memory.seen + 1
+        # The plain mean of the first window, then an exponential one: the weight of a loss is never below 1/window.
         mean = memory.mean + (arrival.loss - memory.mean) / min(seen, self.window)
         if seen < self.window:
             return Losses(seen, mean)

@@ -29,6 +29,7 @@ class Clocks(NamedTuple):
             self.at_slowest - (clock == self.slowest),
             (*self.waiting, replica),
         )
+        # Clocks only grow, so the slowest changes only when the last replica at it has moved on.
         return after if after.at_slowest else after.recounted()
 
     def without(self, replica: ReplicaId) -> "Clocks":

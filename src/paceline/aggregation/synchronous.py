@@ -73,13 +73,11 @@ class Synchronous(Aggregation[Round]):
         return state._replace(buffer=state.buffer.joined(replica)), ()
 
     def waits_for(self, state: Round) -> int:
-        return self._needed(state.buffer)
-
-    def _needed(self, buffer: Buffer) -> int:
-        return max(1, len(buffer.alive) - self.backups)
+        return max(1, len(state.buffer.alive) - self.backups)
 
     def _settle(self, buffer: Buffer, late: frozenset[ReplicaId]) -> tuple[Round, Decision]:
-        after, decision = buffer.settle(self._needed(buffer), self.combine)
+        after, decision = buffer.settle(max(1, len(buffer.alive) - self.backups), self.combine)
+        # Replicas that compute still do so from the A before this update: their Δs will be discarded.
         if updates(decision):
             late = buffer.alive.difference(buffer.waiting)
         return Round(after, late), decision

@@ -70,6 +70,7 @@ class Throughput(Searched[Climb]):
 
     def observe(self, memory: Climb, arrival: Arrival) -> Climb:
         seen, first = memory.seen + 1, self.last
+        # The first P Δs of a window were computed under the K before: the clock starts after them.
         if seen <= first:
             return memory._replace(seen=seen, since_s=arrival.time_s)
         if seen < first + max(2 * first, 4 * memory.k):

@@ -194,6 +194,7 @@ class Trace(Distribution):
         return sum(self.values) / len(self.values)
 
     def stream(self, rng: np.random.Generator) -> Iterator[Seconds]:
+        # A place of its own for each replica, so that they do not slow down together.
         start = int(rng.integers(len(self.values)))
         return cycle(chain(self.values[start:], self.values[:start]))
 
@@ -272,6 +273,7 @@ class Normal(Drawn):
     def mean_s(self) -> Seconds:
         if self.std == 0:
             return abs(self.mean) if self.negative == "abs" else max(0.0, self.mean)
+        # E max(0, X) = μ·Φ(μ/σ) + σ·φ(μ/σ), and E|X| = 2·E max(0, X) - μ.
         unit, ratio = NormalDist(), self.mean / self.std
         clipped = self.mean * unit.cdf(ratio) + self.std * unit.pdf(ratio)
         return clipped if self.negative == "clip" else 2 * clipped - self.mean

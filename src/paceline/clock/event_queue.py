@@ -30,6 +30,7 @@ class EventQueue(Generic[Event]):
     def push(self, time_s: Seconds, event: Event) -> None:
         """Schedule ``event`` at ``time_s``, which may be now but never before."""
         assert self.now_s <= time_s < math.inf, f"event at {time_s} s, but it is {self.now_s} s: {event!r}"
+        # The running number makes ties first in, first out, and keeps heapq from comparing events.
         heappush(self._heap, (time_s, self._pushed, event))
         self._pushed += 1
 

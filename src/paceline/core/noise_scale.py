@@ -75,6 +75,7 @@ def observation(parts: Sequence[Part], square: float, *, biased: bool = False) -
     small = sum(share * part.square for share, part in zip(shares, parts, strict=True))
     of_small = math.fsum(share * part.pieces / part.samples for share, part in zip(shares, parts, strict=True))
     of_large = math.fsum(share**2 / part.samples for share, part in zip(shares, parts, strict=True))
+    # Equal if but one gradient has weight: then small and large batch are the same.
     if of_small <= of_large:
         return None
     large = square / total**2

@@ -78,6 +78,7 @@ class Lamb(LayerWise):
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
+        # Both moments are corrected for their start at 0, as in Adam.
         sizes = torch._foreach_div(squares, [1 - beta2 ** s["step"] for s in states])
         torch._foreach_sqrt_(sizes)
         torch._foreach_add_(sizes, group["eps"])

@@ -78,6 +78,7 @@ class Lars(LayerWise):
         pushes = torch._foreach_mul(parameters, [decay * o for o in own])
         torch._foreach_add_(pushes, gradients)
         torch._foreach_mul_(pushes, rates)
+        # The rate goes into the velocity, as in the paper: a new rate then acts on new gradients only.
         torch._foreach_mul_(pushes, group["lr"])
         velocities = [self._velocity(p) for p in parameters]
         torch._foreach_mul_(velocities, group["momentum"])

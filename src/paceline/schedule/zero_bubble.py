@@ -33,6 +33,7 @@ class ZeroBubble(Schedule):
 
     def actions(self, worker: int, workers: int, micro_batches: int) -> Iterator[Action]:
         ahead = workers - 1 - worker
+        # Slot k: forward k, gradient of inputs p - 1 - w slots later, and of weights p - 1 slots later.
         for k in range(micro_batches + workers - 1):
             if k < micro_batches:
                 yield Action(worker, "forward", k)

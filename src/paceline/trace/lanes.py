@@ -112,6 +112,7 @@ def ticks(shown: Stretch, count: int) -> Iterator[tuple[Nanoseconds, str]]:
     >>> list(ticks(Stretch(0, 0, 20_000_000), 4))
     [(0, '0 ms'), (5000000, '5 ms'), (10000000, '10 ms'), (15000000, '15 ms'), (20000000, '20 ms')]
     """
+    # The round step, 1, 2 or 5 times a power of ten, that is nearest by ratio.
     rough = max(1.0, shown.length_ns / count)
     power = 10 ** math.floor(math.log10(rough))
     step = min((power * digit for digit in (1, 2, 5, 10)), key=lambda each: abs(math.log(each / rough)))

@@ -65,6 +65,7 @@ class Recorder:
 
     def close(self) -> None:
         """Write the buffer. The descriptor stays open, and recording may go on."""
+        # A write to a memfd may be partial, as any write.
         rest = memoryview(self._buffer)[: self._used]
         while rest:
             rest = rest[os.write(self._sink, rest) :]

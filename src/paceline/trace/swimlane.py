@@ -105,7 +105,7 @@ def _fill(
     found: list[dict[Span, Nanoseconds]], span: Span, start: Nanoseconds, end: Nanoseconds, length: Nanoseconds
 ) -> None:
     """Add a span's time to the cells it meets; in units of 1/width nanoseconds, so that all stays whole."""
-    width = len(found)
+    width = len(found)  # a cell is length / width long: times · width are whole numbers
     for index in range(start * width // length, min(width, -(-end * width // length))):
         inside = min(end * width, (index + 1) * length) - max(start * width, index * length)
         found[index][span] = found[index].get(span, 0) + inside
