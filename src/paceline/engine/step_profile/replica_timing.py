@@ -67,14 +67,8 @@ class ReplicaTiming:
         for each in self.actions:
             kind: Action = "backward" if each.action.kind.startswith("backward") else "forward"
             start, end = (at + alone * ns * 1e-9 for ns in (each.start_ns, each.end_ns))
-<<<<<<< HEAD
             stage, shard = columns.at(each.worker)
             yield virtual_span(replica, kind, step, start, end, stage, shard, each.action.micro_batch)
-=======
-            stage, shard = columns.at(each.worker)
-            made = span(replica, kind, step, start, end)
-            yield replace(made, stage=stage, shard=shard, micro_batch=each.action.micro_batch)
->>>>>>> 6814cd9 (Speak of stage replicas in the mesh and in schedules)
 
 
 def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
