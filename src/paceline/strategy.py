@@ -247,7 +247,7 @@ class Strategy:
 
     @property
     def order(self) -> Schedule:
-        """The schedule, as a value that knows m."""
+        """The schedule, resolved for m."""
         return schedule.parse(self.schedule).resolved(self.micro_batch_count)
 
     @property

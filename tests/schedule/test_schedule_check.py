@@ -36,7 +36,7 @@ BROKEN = [
     (
         Scripted(["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"]),
         2,
-        "nobody can go on: worker 0 with 0B0 for the gradient of micro-batch 0 from part 1; "
+        "no worker can go on: worker 0 with 0B0 for the gradient of micro-batch 0 from part 1; "
         "worker 1 with 1F1 for the activations of micro-batch 1 from part 0 wait",
     ),
 ]
@@ -56,7 +56,7 @@ def test_left_out_micro_batches_are_not_missed_but_may_not_come() -> None:
 
 
 def test_a_deadlock_is_refused_by_the_simulator_too() -> None:
-    with pytest.raises(InputError, match="nobody can go on: worker 0 with 0B0"):
+    with pytest.raises(InputError, match="no worker can go on: worker 0 with 0B0"):
         simulate(Scripted(["0B0 0F0"]), StageTimes.equal(1), 1, 1)
 
 

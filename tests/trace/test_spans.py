@@ -77,7 +77,7 @@ def test_nothing_is_seen_before_it_is_whole(tmp_path: Path) -> None:
         (json.dumps(GOOD | {"action": ["wait"]}), r"spans\.jsonl:2: unknown action"),
         (json.dumps(GOOD | {"step": 1.5}), r"spans\.jsonl:2: step=1.5 is no whole number"),
         (json.dumps(GOOD | {"bytes": True}), r"spans\.jsonl:2: bytes=True is no whole number"),
-        (json.dumps(GOOD | {"end_ns": 4}), r"spans\.jsonl:2: end_ns=4 lies before start_ns=5"),
+        (json.dumps(GOOD | {"end_ns": 4}), r"spans\.jsonl:2: end_ns=4 is before start_ns=5"),
     ],
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:

@@ -19,8 +19,8 @@ class Asynchronous(Unsynchronized[Version]):
     """Apply each Δ on arrival and release its replica at once. The state is the version of A.
 
     Args:
-        damping: ``staleness`` divides the learning rate of a Δ by its staleness, the number of updates that A has had
-            since it was read, if that is above 1 (Zhang et al. 2015, arXiv 1511.05950).
+        damping: ``staleness`` divides the learning rate of a Δ by its staleness, the number of updates of A since it
+            was read, if that is above 1 (Zhang et al. 2015, arXiv 1511.05950).
         combine: of no effect on one Δ; so that a comparison can name one rule for all its strategies.
     """
 

@@ -76,7 +76,7 @@ class Plateau(Searched[Watch]):
     Where Δs are averaged, A moves by one step for each update, so the smallest K is the fastest for as long as steps
     help. Noise and staleness then keep the loss from falling further, or drive it up; both shrink with K. Two tests::
 
-        loss  |\\            rises: a short block's mean lies above the lowest by ``rise`` and 4 standard errors
+        loss  |\\            rises: a short block's mean is above the lowest by ``rise`` and 4 standard errors
               | \\_    /\\    stalls: a stretch's mean is not below that of the stretch before by ``gain``; stretches
               |   \\__/  \\_  grow with u, so that a slow descent is distinguished from none
               +-----------------> u

@@ -15,7 +15,7 @@ class Round(NamedTuple):
 
     buffer: Buffer
     late: frozenset[ReplicaId] = frozenset()
-    """Replicas whose attempt began before the last update: its Δ is discarded."""
+    """Replicas with an attempt begun before the last update: its Δ is discarded."""
 
 
 @final

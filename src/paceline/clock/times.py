@@ -43,7 +43,7 @@ class Delay:
 
     def __post_init__(self) -> None:
         if not 0 <= finite(self.fraction, "fraction") <= 1:
-            raise InputError(f"fraction={show(self.fraction)} lies outside 0 to 1; write fraction=0.5, say.")
+            raise InputError(f"fraction={show(self.fraction)} is outside 0 to 1; write fraction=0.5, say.")
 
     @classmethod
     def parse(cls, text: str) -> "Delay":

@@ -115,7 +115,7 @@ class Account:
     samples: int
     """Samples in the applied Δs."""
     staleness: Mapping[int, int]
-    """staleness -> how many applied Δs had it."""
+    """staleness -> number of applied Δs of that staleness."""
     workers: tuple[WorkerFigures, ...]
     left: tuple[ReplicaExit, ...]
     start_digest: str

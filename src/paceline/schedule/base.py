@@ -90,7 +90,7 @@ class Schedule(ABC):
 
     @property
     def allows_stage_replicas(self) -> bool:
-        """Whether stages may be replicated, their replicas taking the micro-batches in turn."""
+        """True if stages may be replicated, their replicas taking the micro-batches in turn."""
         return self.flushes and not self.splits_backward and self.chunks == 1
 
     def stage_replica_actions(

@@ -106,7 +106,7 @@ def walk(orders: Sequence[Iterator[Action]], dependencies: Dependencies) -> Iter
                 what, part, i = next(value for value in needs(head, dependencies) if value not in made)
                 waits.append(f"worker {worker} with {head} for the {what} of micro-batch {i} from part {part}")
         raise DeadlockError(
-            f"nobody can go on: {'; '.join(waits)} wait; write an order in which one of them comes first."
+            f"no worker can go on: {'; '.join(waits)} wait; write an order in which one of them comes first."
         )
 
 
@@ -152,7 +152,7 @@ def check(schedule: Schedule, workers: int, micro_batches: int, left_out: Collec
 def in_flight(
     schedule: Schedule, worker: int, workers: int, micro_batches: int, stage_replicas: StageReplicas | None = None
 ) -> int:
-    """Return the most activations that a worker holds at once: forwards whose backward, both halves, is not done.
+    """Return the most activations that a worker holds at once: forwards without a complete backward, of both halves.
 
     Those of each part count separately. If its stage is replicated, the figure is that of the first replica.
 

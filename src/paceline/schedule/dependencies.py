@@ -105,7 +105,7 @@ class Dependencies:
 
     @functools.cached_property
     def _table(self) -> tuple[list[tuple[int, ...]], ...]:
-        """For each of the four questions above, the answer for every part."""
+        """Return for each of the four methods above its result for every part."""
 
         def others(pairs: Iterable[tuple[int, int]]) -> list[tuple[int, ...]]:
             of: list[list[int]] = [[] for _ in range(self.parts)]

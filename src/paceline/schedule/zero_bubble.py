@@ -26,7 +26,7 @@ class ZeroBubble(Schedule):
     are idle for (p - 1) · max(F, I, F + I - W): that is the paper's (p - 1)(F + I - W) if W is the fastest of the
     three, and always less than 1F1B's (p - 1)(F + I + W). If parts differ much, a late W can cost more.
 
-    A worker holds at most p micro-batches whose W is to come, the most that 1F1B holds anywhere, and p - w whose I is.
+    A worker holds at most p micro-batches before their W, the most that 1F1B holds anywhere, and p - w before their I.
     """
 
     splits_backward: ClassVar[bool] = True

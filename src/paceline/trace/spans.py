@@ -115,5 +115,5 @@ def _parse_span(line: str, where: str) -> Span:
         if type(record[key]) is not int:
             raise InputError(f"{where}: {key}={record[key]!r} is no whole number; write {key}=0, say.")
     if record["end_ns"] < record["start_ns"]:
-        raise InputError(f"{where}: end_ns={record['end_ns']} lies before start_ns={record['start_ns']}; swap them.")
+        raise InputError(f"{where}: end_ns={record['end_ns']} is before start_ns={record['start_ns']}; swap them.")
     return Span(**record)
