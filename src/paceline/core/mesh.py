@@ -95,7 +95,7 @@ class Coordinate(NamedTuple):
     replica: int
     stage: int = 0
     shard: int = 0
-    """Number among the workers of the stage; if that is replicated, :meth:`Mesh.stage_replica` distinguishes its replicas."""
+    """Number among the workers of the stage, all its replicas (see :meth:`Mesh.stage_replica`)."""
 
 
 @dataclass(frozen=True, slots=True)
