@@ -64,7 +64,7 @@ def test_half_of_the_replicas_unless_told() -> None:
         ("0.1 0.2", "must be one distribution"),
         ("fraction=0.5 fraction=0.5 0.1", "at most one fraction"),
         ("fraction=1.5 0.1", r"fraction=1.5 is outside 0 to 1; write fraction=0.5"),
-        ("fraction=-0.1 0.1", r"fraction=-0.1 lies outside"),
+        ("fraction=-0.1 0.1", r"fraction=-0.1 is outside"),
         ("fraction=nan 0.1", "fraction=nan is not finite"),
         ("fraction=half 0.1", "fraction='half' is no number"),
         ("fraktion=0.5 0.1", "must be one distribution"),
