@@ -105,15 +105,15 @@ def test_a_piece_knows_what_is_whose() -> None:
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        ("replicas=2", "shard_optimizer=True is for engine=distributed alone, not for engine=local"),
+        ("replicas=2", "shard_optimizer=True is supported by engine=.distributed. alone, not by engine=local"),
         ("stages=2", "the workers that have the same part of A, but of replicas=1 stages=2 .* write replicas=2"),
         ("shards=2", "the workers that have the same part of A, but of replicas=1 stages=1 shards=2 .* leave"),
         (
             "replicas=2 stages=2 aggregation=asynchronous",
-            "under aggregation=asynchronous the optimizer's state lies once",
+            "under aggregation=asynchronous the optimizer's state is kept once",
         ),
         ("stages=2 schedule=pipedream", "under schedule=pipedream each stage moves .* write replicas=2 schedule=1f1b"),
-        ("replicas=2 stages=2 compression=bf16", "compression=bf16 is for engine=distributed alone"),
+        ("replicas=2 stages=2 compression=bf16", "compression=bf16 is supported by engine=.distributed. alone"),
     ],
 )
 def test_what_does_not_go_with_it(words: str, match: str) -> None:
