@@ -13,9 +13,9 @@ from torch import nn
 from paceline.replica.base import Batch
 from paceline.replica.pipeline.comm_plan import CommPlan, StreamStep
 from paceline.schedule import in_flight, parse
-from tests.replica.pipeline.runtime_cuts import Chain, Norms
-from tests.replica.pipeline.runtime_streams import Passing, Stream, Versioned
-from tests.replica.pipeline.runtime_worlds import batches, program, same
+from tests.replica.pipeline.hand_cuts import Chain, Norms
+from tests.replica.pipeline.pipeline_world import batches, program, same
+from tests.replica.pipeline.stream_world import Passing, Stream, Versioned
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -133,7 +133,7 @@ def test_as_many_activations_as_the_schedule_says() -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_what_is_not_finite_is_told_by_who_has_it(where: str) -> None:
+def test_the_worker_with_a_gradient_that_is_not_finite_reports_it(where: str) -> None:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         mean = output.mean()
         return mean * math.inf if where == "loss" else mean.abs().detach() + 0 * (mean - mean.detach()).sqrt()
@@ -156,7 +156,7 @@ def test_spans_name_micro_batches_of_the_stream() -> None:
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
 @pytest.mark.parametrize(("schedule", "m"), [("pipedream", 1), ("pipedream-2bw", 6)])
-def test_the_endless_way_begins_as_that_of_a_long_stream(schedule: str, m: int, workers: int) -> None:
+def test_the_endless_program_begins_as_that_of_a_long_stream(schedule: str, m: int, workers: int) -> None:
     """Action by action, until the long one's end is near; and no message is forgotten or told of twice."""
     value = parse(schedule).resolved(m)
     plan = CommPlan(value, workers, m, (), {})

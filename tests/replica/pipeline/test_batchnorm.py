@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.cut_groups import Units, group
-from tests.replica.pipeline.runtime_cuts import Norms, evenly
-from tests.replica.pipeline.runtime_worlds import Alone, Values, World, batches, build, program, rows, same
+from tests.replica.pipeline.hand_cuts import Norms, evenly
+from tests.replica.pipeline.pipeline_world import Alone, Values, World, batches, build, program, rows, same
 
 BUFFERS = tuple(
     f"{layer}.{name}"

@@ -19,9 +19,9 @@ from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.replica.pipeline.partition import named_boundaries
 from paceline.replica.pipeline.prepare import capture_units, cut_as_named, part_dependencies
 from tests.replica.pipeline.cut_models import CUTS, NEEDS, Branches
-from tests.replica.pipeline.runtime_cuts import own
-from tests.replica.pipeline.runtime_wires import BOUND_S
-from tests.replica.pipeline.runtime_worlds import Alone, World, same
+from tests.replica.pipeline.hand_cuts import own
+from tests.replica.pipeline.pipeline_world import Alone, World, same
+from tests.replica.pipeline.thread_p2p import BOUND_S
 
 
 def model() -> nn.Module:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.replica.pipeline.base import Crossing
 from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
-from paceline.replica.pipeline.p2p_queue import Message
+from paceline.replica.pipeline.p2p_queue import P2PMessage
 from paceline.schedule import parse
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2", "interleaved:chunks=3"]
@@ -38,8 +38,8 @@ def ways(plan: CommPlan, count: int) -> list[WorkerProgram]:
 @given(plans())
 def test_two_workers_have_the_same_order(case: tuple[CommPlan, int]) -> None:
     plan, count = case
-    sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
-    expected: dict[tuple[int, int], list[Message]] = defaultdict(list)
+    sent: dict[tuple[int, int], list[P2PMessage]] = defaultdict(list)
+    expected: dict[tuple[int, int], list[P2PMessage]] = defaultdict(list)
     for worker, way in enumerate(ways(plan, count)):
         for message in (message for task in way.actions for message in task.sends):
             assert message.sender == worker
@@ -51,7 +51,7 @@ def test_two_workers_have_the_same_order(case: tuple[CommPlan, int]) -> None:
 
 
 @given(plans())
-def test_everything_that_is_needed_is_given_once(case: tuple[CommPlan, int]) -> None:
+def test_everything_that_is_received_is_sent_once(case: tuple[CommPlan, int]) -> None:
     plan, count = case
     tasks = [task for way in ways(plan, count) for task in way.actions]
     given_ = [message.rank for task in tasks for message in task.sends]
@@ -62,8 +62,8 @@ def test_everything_that_is_needed_is_given_once(case: tuple[CommPlan, int]) -> 
 
 
 @given(plans())
-def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[CommPlan, int]) -> None:
-    """As :class:`Mail` does it: before anything is waited for, all that stands before it in line is expected."""
+def test_no_workers_wait_in_a_circle_even_where_sends_block(case: tuple[CommPlan, int]) -> None:
+    """As :class:`P2PQueue` does it: before a wait, all receives of lower rank are posted."""
     plan, count = case
     workers = [Rendezvous(way) for way in ways(plan, count)]
     expected: set[int] = set()
@@ -74,10 +74,10 @@ def test_nobody_waits_in_a_circle_even_where_sending_is_waiting(case: tuple[Comm
 
 
 class Rendezvous:
-    """One worker on a wire on which sending waits until the message is expected."""
+    """One worker whose sends block until the receive is posted."""
 
     def __init__(self, way: WorkerProgram) -> None:
-        self.steps: list[tuple[str, Message]] = []
+        self.steps: list[tuple[str, P2PMessage]] = []
         for task in way.actions:
             self.steps += [("take", m) for m in task.receives if m.sender != m.receiver]
             self.steps += [("send", m) for m in task.sends if m.sender != m.receiver]
@@ -102,7 +102,7 @@ class Rendezvous:
         return (self.at, len(expected)) != before
 
 
-def test_what_is_waited_for_is_said_in_words() -> None:
+def test_a_message_describes_itself_in_words() -> None:
     plan = CommPlan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
     there, back = plan.worker_program(1, 4).actions[0].receives[0], plan.worker_program(0, 4).actions[2].receives[0]
     assert there.description == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"

@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 from paceline.core.errors import InputError, WorkerError
 from paceline.replica.base import Batch
 from paceline.replica.single import step_seed
-from tests.replica.pipeline.runtime_cuts import BORDERS, Chain, Norms, Skips, Tied, by_hand
-from tests.replica.pipeline.runtime_worlds import Alone, World, batches, build, program, same, squares
+from tests.replica.pipeline.hand_cuts import BORDERS, Chain, Norms, Skips, Tied, by_hand
+from tests.replica.pipeline.pipeline_world import Alone, World, batches, build, program, same, squares
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2"]
 OPTIMIZERS = {"sgd": functools.partial(SGD, lr=0.1, momentum=0.9), "adam": functools.partial(Adam, lr=0.01)}

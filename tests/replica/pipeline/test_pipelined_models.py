@@ -13,8 +13,8 @@ from paceline.replica.base import Batch
 from paceline.replica.capture.capture import capture
 from paceline.replica.pipeline.cut_groups import Units, group
 from paceline.schedule import parse
-from tests.replica.pipeline.runtime_cuts import evenly
-from tests.replica.pipeline.runtime_worlds import Alone, World, same
+from tests.replica.pipeline.hand_cuts import evenly
+from tests.replica.pipeline.pipeline_world import Alone, World, same
 from tests.zoo import SAMPLES, ZOO, Job
 
 SCHEDULES = ["sequential", "gpipe", "1f1b", "zero-bubble", "interleaved:chunks=2"]

@@ -7,8 +7,8 @@ import pytest
 from torch import nn
 from torch.optim import SGD
 
-from tests.replica.pipeline.runtime_cuts import Chain, Norms, Skips, Tied
-from tests.replica.pipeline.runtime_worlds import Alone, World, batches, program, same
+from tests.replica.pipeline.hand_cuts import Chain, Norms, Skips, Tied
+from tests.replica.pipeline.pipeline_world import Alone, World, batches, program, same
 
 MOMENTUM = functools.partial(SGD, lr=0.1, momentum=0.9)
 

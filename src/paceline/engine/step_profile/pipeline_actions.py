@@ -21,7 +21,7 @@ from paceline.replica.module_utils import preserve_tensors, tensors_of
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.p2p_queue import Message, Received
+from paceline.replica.pipeline.p2p_queue import P2PMessage, Received
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.prepare import part_dependencies, prepare_cut
 from paceline.replica.pipeline.stage_runtime import StageRuntime, merged_module
@@ -203,5 +203,5 @@ def _fresh(value: Any) -> Any:
     return value
 
 
-def _drop_gradient(message: Message, gradient: Tensor) -> None:
+def _drop_gradient(message: P2PMessage, gradient: Tensor) -> None:
     """Do nothing: no stage before this one waits for it."""

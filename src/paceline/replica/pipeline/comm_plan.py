@@ -22,7 +22,7 @@ from typing import NamedTuple, TypeAlias
 
 from paceline.core.mesh import StageReplicas
 from paceline.replica.pipeline.base import Crossing, Cut
-from paceline.replica.pipeline.p2p_queue import Message
+from paceline.replica.pipeline.p2p_queue import P2PMessage
 from paceline.schedule.base import Action, Schedule
 from paceline.schedule.simulate import StageTimes, by_end, timeline
 
@@ -37,10 +37,10 @@ class ScheduledAction(NamedTuple):
     """An action of one worker with the messages that it needs and sends."""
 
     action: Action
-    receives: tuple[Message, ...]
+    receives: tuple[P2PMessage, ...]
     """Values for a forward pass, in the order of the crossings; gradients for a backward pass, and those of one
     crossing by ascending consumer."""
-    sends: tuple[Message, ...]
+    sends: tuple[P2PMessage, ...]
     """By rank."""
 
 
@@ -48,7 +48,7 @@ class StreamStep(NamedTuple):
     """A worker's next action in a stream."""
 
     action: ScheduledAction
-    incoming: tuple[Message, ...]
+    incoming: tuple[P2PMessage, ...]
     """Messages that other workers send it since the action before, by rank."""
 
 
@@ -57,7 +57,7 @@ class WorkerProgram:
     """All actions of one worker for a mini-batch."""
 
     actions: tuple[ScheduledAction, ...]
-    incoming: tuple[Message, ...]
+    incoming: tuple[P2PMessage, ...]
     """Messages that other workers send it, by rank."""
 
 
@@ -118,8 +118,10 @@ class CommPlan:
         """Return the values that a part reads of others."""
         return [c for c in self.crossings if part in c.consumers]
 
-    def _steps(self, worker: int, actions: Iterable[tuple[int, Action, tuple[Message, ...]]]) -> Iterator[StreamStep]:
-        pending, incoming = dict[MessageKey, Message](), list[Message]()
+    def _steps(
+        self, worker: int, actions: Iterable[tuple[int, Action, tuple[P2PMessage, ...]]]
+    ) -> Iterator[StreamStep]:
+        pending, incoming = dict[MessageKey, P2PMessage](), list[P2PMessage]()
         for actor, action, sends in actions:
             if actor == worker:
                 receives = tuple(pending.pop(key) for key in self._receives(action))
@@ -129,7 +131,7 @@ class CommPlan:
             pending.update(((m.name, m.consumer, m.micro_batch, m.gradient), m) for m in own)
             incoming += [message for message in own if actor != worker]
 
-    def _all_actions(self, planned: int, micro_batches: int) -> Iterator[tuple[int, Action, tuple[Message, ...]]]:
+    def _all_actions(self, planned: int, micro_batches: int) -> Iterator[tuple[int, Action, tuple[P2PMessage, ...]]]:
         """Yield (worker, action, messages sent) in the order of an ideal run.
 
         The run is that of all ``planned`` micro-batches; the actions of those beyond ``micro_batches`` are left out.
@@ -143,7 +145,7 @@ class CommPlan:
                 rank += len(sends)
                 yield span.worker, span.action, sends
 
-    def _sends(self, action: Action, rank: int) -> Iterator[Message]:
+    def _sends(self, action: Action, rank: int) -> Iterator[P2PMessage]:
         part, i = action.stage, action.micro_batch
         sender = self.worker_of(part, i)
         if action.kind == "forward":
@@ -156,7 +158,7 @@ class CommPlan:
         back = action.kind != "forward"
         for place, (crossing, consumer, destination) in enumerate(crossings, rank):
             receiver = self.worker_of(destination, i)
-            yield Message(place, crossing.name, crossing.source, consumer, i, back, sender, receiver)
+            yield P2PMessage(place, crossing.name, crossing.source, consumer, i, back, sender, receiver)
 
     def _receives(self, action: Action) -> Iterator[MessageKey]:
         part, i = action.stage, action.micro_batch

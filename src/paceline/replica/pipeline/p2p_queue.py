@@ -115,7 +115,7 @@ class TensorHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class P2PMessage:
     """A value on its way from the part that computes it to one that reads it, or its gradient on the way back."""
 
     rank: int
@@ -171,22 +171,22 @@ class P2PQueue:
         self._headers: dict[HeaderKey, TensorHeader] = {}
         self.begin((), ())
 
-    def begin(self, incoming: Iterable[Message], shapes: Sequence[Shapes]) -> None:
+    def begin(self, incoming: Iterable[P2PMessage], shapes: Sequence[Shapes]) -> None:
         """Begin a mini-batch, or a stream.
 
         Args:
             incoming: all that other workers will send; of a stream, none as yet.
             shapes: of each micro-batch.
         """
-        self._incoming: list[tuple[int, Message]] = []  # a heap, by rank
-        self._unknown: dict[int, list[Message]] = defaultdict(list)
+        self._incoming: list[tuple[int, P2PMessage]] = []  # a heap, by rank
+        self._unknown: dict[int, list[P2PMessage]] = defaultdict(list)
         self._shapes = dict(enumerate(shapes))  # the headers that were received for these shapes stay valid
         self._receives: dict[int, PendingRecv] = {}
         self._local: dict[int, Received] = {}
         self._sent: dict[tuple[int, bool], int] = {}
         self.announce(incoming)
 
-    def announce(self, incoming: Iterable[Message]) -> None:
+    def announce(self, incoming: Iterable[P2PMessage]) -> None:
         """Other workers will send these; receives of a micro-batch are posted only once it has been given."""
         for message in incoming:
             if message.micro_batch in self._shapes:
@@ -228,7 +228,7 @@ class P2PQueue:
                 receive = self._p2p.irecv(header.shape, header.dtype, message.sender, message.description)
                 self._receives[message.rank] = receive
 
-    def send(self, message: Message, value: Value, *, differentiable: bool) -> int:
+    def send(self, message: P2PMessage, value: Value, *, differentiable: bool) -> int:
         """Begin to send a value, preceded by its header if that is new; returns its bytes.
 
         Raises:
@@ -255,7 +255,7 @@ class P2PQueue:
         self._isend(message, value.contiguous(), message.description)
         return value.nbytes
 
-    def send_gradient(self, message: Message, gradient: Tensor) -> int:
+    def send_gradient(self, message: P2PMessage, gradient: Tensor) -> int:
         """Begin to send the gradient of a value that was received; returns its bytes."""
         if message.sender == message.receiver:
             self._local[message.rank] = Received(gradient, False)
@@ -264,7 +264,7 @@ class P2PQueue:
         self._isend(message, gradient.contiguous(), message.description)
         return gradient.nbytes
 
-    def receive(self, message: Message) -> Received:
+    def receive(self, message: P2PMessage) -> Received:
         """Return a value or a gradient once it has arrived."""
         if message.sender == message.receiver:
             return self._local.pop(message.rank)
@@ -279,7 +279,7 @@ class P2PQueue:
         """Wait until all sends have completed."""
         self._p2p.wait_sends()
 
-    def _isend(self, message: Message, tensor: Tensor, description: str) -> None:
+    def _isend(self, message: P2PMessage, tensor: Tensor, description: str) -> None:
         if self._stream_rounds is not None:
             # Count the sends of each of the newest 2p passes, and release those of older ones.
             pass_of = message.micro_batch, message.gradient
@@ -291,6 +291,6 @@ class P2PQueue:
             self._sent[pass_of] += 1
         self._p2p.isend(tensor, message.receiver, description)
 
-    def _key(self, message: Message) -> HeaderKey:
+    def _key(self, message: P2PMessage) -> HeaderKey:
         ends = (message.receiver, message.sender) if message.gradient else (message.sender, message.receiver)
         return message.name, message.consumer, *ends, self._shapes[message.micro_batch]

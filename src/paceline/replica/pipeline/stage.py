@@ -30,12 +30,12 @@ from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
 from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
 from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
-from paceline.replica.pipeline.p2p_queue import Message, Received, Value
+from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 from paceline.replica.single import seed_generators, step_seed
 
-SendGradient: TypeAlias = Callable[[Message, Tensor], None]
+SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], None]
 
 FIRST = 2**62
 """A sequence number that autograd prefers to all that it gives itself."""
@@ -65,8 +65,8 @@ class InputPortals:
     def __init__(self) -> None:
         self._zeros: dict[str, Callable[[], Tensor]] = {}
         self._final: dict[str, Tensor] = {}
-        self._queues: dict[int, deque[Message]] = defaultdict(deque)
-        self._queue_of: dict[str, deque[Message]] = {}
+        self._queues: dict[int, deque[P2PMessage]] = defaultdict(deque)
+        self._queue_of: dict[str, deque[P2PMessage]] = {}
 
     def enter(self, name: str, value: Tensor) -> Tensor:
         """Return the same memory as a tensor that needs a gradient and is no leaf."""
@@ -78,7 +78,7 @@ class InputPortals:
         entered.grad_fn._set_sequence_nr(FIRST)  # type: ignore[attr-defined]
         return entered
 
-    def open(self, messages: Sequence[Message], send: SendGradient) -> None:
+    def open(self, messages: Sequence[P2PMessage], send: SendGradient) -> None:
         """Begin a backward pass, whose gradients go by these messages, in order of rank."""
         self._send = send
         for message in messages:
@@ -140,7 +140,7 @@ class ActivationMemory:
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
 
-class Stage:
+class PipelineStage:
     """One part of a model, run on one worker.
 
     Args:
@@ -249,7 +249,7 @@ class Stage:
         self,
         micro_batch: MicroBatch,
         gradients: Mapping[str, Tensor],
-        messages: Sequence[Message],
+        messages: Sequence[P2PMessage],
         send: SendGradient,
         *,
         split: bool,
@@ -276,17 +276,17 @@ class Stage:
             torch.autograd.backward(roots, upstream)  # type: ignore[arg-type]
         run.portals.close()
         self._memory.add(-run.transient_bytes)
+        # The graph goes; what deferred gradients are computed of stays, as many bytes for every input of these shapes.
         self._release(micro_batch.index)
-        if run.weight_grads is None:
-            self._keep(micro_batch.index, ForwardPass([], {}, None, run.portals, None))
-        else:
+        run.edges, run.loss, run.nbytes = {}, None, 0
+        if run.weight_grads is not None:
             shapes = micro_batch.shapes
             if shapes not in self._deferred_bytes:
                 counter = self._counter(micro_batch)
                 counter.add(run.weight_grads.arguments)
                 self._deferred_bytes[shapes] = counter.nbytes
-            deferred = ForwardPass([], {}, None, run.portals, run.weight_grads, self._deferred_bytes[shapes])
-            self._keep(micro_batch.index, deferred)
+            run.nbytes = self._deferred_bytes[shapes]
+        self._keep(micro_batch.index, run)
         if not split:
             self.backward_weight(micro_batch)
 

@@ -15,9 +15,9 @@ from paceline.replica.module_utils import get_or_create_submodule
 from paceline.replica.pipeline.base import Part
 from paceline.replica.pipeline.comm_plan import ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.p2p_queue import Message, P2PQueue, Received
+from paceline.replica.pipeline.p2p_queue import P2PMessage, P2PQueue, Received
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup
-from paceline.replica.pipeline.stage import ActivationMemory, Stage
+from paceline.replica.pipeline.stage import ActivationMemory, PipelineStage
 from paceline.replica.single import Autograd, step_seed
 from paceline.trace import spans
 from paceline.trace.recorder import NullRecorder
@@ -37,7 +37,7 @@ class StageRuntime:
             part.module.to(worker.device).train()
         self.tensors = Autograd(setup.program, merged_module(parts), setup.layout, worker.replica, worker.device)
         self.memory = ActivationMemory()
-        self.stages = {part.number: Stage(part, setup, self.memory) for part in parts}
+        self.stages = {part.number: PipelineStage(part, setup, self.memory) for part in parts}
         self.queue = P2PQueue(setup.p2p, stream_rounds=plan.workers if stream else None)
         self.takes_target = plan.schedule.parts(plan.stages) - 1 in self.stages
         """True if this worker computes the loss."""
@@ -107,7 +107,7 @@ class StageRuntime:
 
     def _forward(
         self,
-        stage: Stage,
+        stage: PipelineStage,
         task: ScheduledAction,
         following: ScheduledAction | None,
         micro_batch: MicroBatch,
@@ -138,7 +138,7 @@ class StageRuntime:
             self.record("send", step, began, micro_batch.index, moved)
         return loss
 
-    def _backward(self, stage: Stage, task: ScheduledAction, micro_batch: MicroBatch, step: int) -> None:
+    def _backward(self, stage: PipelineStage, task: ScheduledAction, micro_batch: MicroBatch, step: int) -> None:
         if stage.needs_recompute(micro_batch):
             began = time.monotonic_ns()
             stage.recompute(micro_batch)
@@ -158,7 +158,7 @@ class StageRuntime:
 
         moved, split = 0, task.action.kind == "backward_input"
 
-        def send(message: Message, gradient: Tensor) -> None:
+        def send(message: P2PMessage, gradient: Tensor) -> None:
             nonlocal moved
             moved += self.queue.send_gradient(message, gradient)
 

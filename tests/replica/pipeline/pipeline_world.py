@@ -22,8 +22,8 @@ from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from paceline.trace.recorder import NullRecorder
-from tests.replica.pipeline.runtime_cuts import BORDERS, by_hand
-from tests.replica.pipeline.runtime_wires import Hub, Table, Turns, in_threads
+from tests.replica.pipeline.hand_cuts import BORDERS, by_hand
+from tests.replica.pipeline.thread_p2p import Hub, Table, Turns, in_threads
 
 torch.set_num_threads(1)
 
@@ -117,7 +117,7 @@ class Alone:
 
 
 class Recording(NullRecorder):
-    """Keeps what it is told."""
+    """Keeps all spans."""
 
     def __init__(self) -> None:
         self.spans: list[tuple[Any, ...]] = []
@@ -131,7 +131,7 @@ def copy_of(cut: Cut, worker: int, plan: CommPlan) -> list[Any]:
 
 
 class Worker:
-    """One of the pipeline's, with a model of its own."""
+    """One worker of the pipeline, with a model of its own."""
 
     def __init__(self, world: "World", number: int) -> None:
         cut = world.cut()
@@ -200,7 +200,7 @@ class World:
         self.members = [Worker(self, number) for number in range(len(columns))]
 
     def turns(self, column: StageReplica) -> StageReplicaGroup | None:
-        """With whom a column takes turns."""
+        """The replicas of a column's stage."""
         table = self.tables[column.stage]
         return Turns(table, column.copy) if table.count > 1 else None
 

@@ -18,10 +18,10 @@ from paceline.replica.pipeline.micro_batches import micro_batch_sizes
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
-from tests.replica.pipeline.runtime_cuts import BORDERS as RUNTIME_BORDERS
-from tests.replica.pipeline.runtime_cuts import by_hand
-from tests.replica.pipeline.runtime_wires import Hub, in_threads
-from tests.replica.pipeline.runtime_worlds import Recording, Values, copy_of, layout_of, rows
+from tests.replica.pipeline.hand_cuts import BORDERS as RUNTIME_BORDERS
+from tests.replica.pipeline.hand_cuts import by_hand
+from tests.replica.pipeline.pipeline_world import Recording, Values, copy_of, layout_of, rows
+from tests.replica.pipeline.thread_p2p import Hub, in_threads
 
 
 class Passing(nn.Module):

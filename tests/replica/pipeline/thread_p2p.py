@@ -1,4 +1,4 @@
-"""Wires between threads: they check that what arrives is what is expected, and wait for each other in two ways."""
+"""P2P between threads: it checks that each message is the one that is expected, and blocks in two ways."""
 
 import threading
 from collections import defaultdict
@@ -18,7 +18,7 @@ BOUND_S = 60
 
 @dataclass
 class Line:
-    """From one worker to another."""
+    """Messages from one worker to another."""
 
     sent: list[tuple[Tensor, str]] = field(default_factory=list)
     expected: list[str] = field(default_factory=list)
@@ -47,14 +47,14 @@ class Hub:
             raise WaitTimeoutError(f"waited for {what}")
 
     def breaks(self) -> None:
-        """One worker has failed; the others stop waiting."""
+        """Let the others stop waiting, since one worker has failed."""
         with self.changed:
             self.broken = True
             self.changed.notify_all()
 
 
 class Thread(P2P):
-    """One worker's. A tensor is read when it is taken: so it matters that it stays as it is until then."""
+    """The P2P of one worker. A tensor is read when it is received: so it matters that it stays as it is until then."""
 
     def __init__(self, hub: Hub, worker: int) -> None:
         self.hub, self.worker = hub, worker
@@ -108,7 +108,7 @@ class Expected(PendingRecv):
 
 
 class Table:
-    """Where those meet who take turns at one stage."""
+    """The meeting point of the replicas of one stage."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -117,7 +117,7 @@ class Table:
 
 
 class Turns(StageReplicaGroup):
-    """One of them; they must come for the same."""
+    """One replica of a stage; all of them have to sum the same."""
 
     def __init__(self, table: Table, copy: int) -> None:
         super().__init__(first=copy == 0)
@@ -134,7 +134,7 @@ class Turns(StageReplicaGroup):
 
 
 def in_threads(hub: Hub, workers: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run all at once; the first failure is raised, and the others are told to stop."""
+    """Run all at once; the first failure is raised, and stops the others."""
     results: list[Any] = [None] * len(workers)
     failures: list[BaseException] = []
 
