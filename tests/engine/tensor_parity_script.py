@@ -28,7 +28,7 @@ importlib.import_module("paceline.engine.distributed.run").ModelParallelShard = 
 
 def differing(share: ModelParallelShard, whole: dict[str, Any]) -> list[str]:
     """The tensors of which this shard does not hold, to the bit, its part of what the run returned."""
-    lies, found = share._ranks.lies, []
+    lies, found = share._ranks.placements, []
     for name, mine in share.state.named():
         how = lies.get(name)
         part = how.take(whole[name], share.coordinate.shard) if isinstance(how, Shard) else whole[name]

@@ -4,9 +4,9 @@
       \\___ requests, pidfds ___/                        |
        \\________________ watched by pidfd _____________/
 
-The fork server (``forkserver.py``) is single-threaded and never imports ``__main__``, so it makes no difference whether
-main is a script without a guard, a notebook, a thread of a server or ``python -c``. Children end when main does, by
-whatever death, and not when the fork server does. A Ctrl-C at the terminal reaches main alone.
+The fork server (``fork_server_main.py``) is single-threaded and never imports ``__main__``, so main may be a script
+without a guard, a notebook, a thread of a server or ``python -c``. Children end when main does, by whatever death, and
+not when the fork server does. A Ctrl-C at the terminal reaches main alone.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from paceline.comm import liveness
 from paceline.core.errors import InputError, PacelineError
 
 MESSAGE_BYTES = 1 << 20
-"""A receiver's buffer: above what a socket takes in one message."""
+"""Size of a receiver's buffer: larger than any message that a socket takes."""
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0
@@ -34,64 +34,62 @@ CLOSE_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessHandle:
-    """A forked process. ``pidfd`` belongs to its fork_server and is good until that is closed or forgets the child."""
+    """A forked process. ``pidfd`` belongs to its fork server, and is open until that closes or forgets the process."""
 
     pid: int
     pidfd: int
 
 
 class ForkServer:
-    """A fork server and the processes it has made.
+    """A fork server and the processes that it has forked.
 
     ``start`` returns at once; the first ``spawn`` waits until the imports are done. Closing kills what still runs, and
-    happens by itself when the fork_server is no longer referenced and when main exits.
+    happens by itself when this object is no longer referenced and when main exits.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
         self._process, self._link = process, link
         self._children: dict[int, ProcessHandle] = {}
         self._lock = threading.Lock()
-        self._asked, self._ready = 0, False
+        self._requests, self._ready = 0, False
         self._close = weakref.finalize(self, _close, os.getpid(), process, link, self._children)
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",)) -> "ForkServer":
-        """Begin a fork server in the background.
+        """Start a fork server in the background.
 
         Args:
             preload: modules it imports before the first fork, so that no child has to.
 
         Raises:
-            PacelineError: where this system has no pidfds.
+            PacelineError: this system has no pidfds.
         """
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         main = liveness.open_pid(os.getpid())
-        with theirs:
+        with remote:
             try:
-                process = _popen(theirs.fileno(), main)
+                process = _popen(remote.fileno(), main)
             finally:
                 os.close(main)
-        fork_server = cls(process, mine)
+        fork_server = cls(process, local)
         first = {"path": _import_path(), "preload": list(preload), "pythonpath": os.environ.get("PYTHONPATH")}
-        with contextlib.suppress(BrokenPipeError):  # wait_ready will say that it has ended, and how
-            mine.send(json.dumps(first).encode())
+        with contextlib.suppress(BrokenPipeError):  # wait_ready reports that it has ended, and how
+            local.send(json.dumps(first).encode())
         return fork_server
 
     @property
     def pid(self) -> int:
-        """The fork server's."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the fork server still runs."""
         return self._process.poll() is None
 
     def wait_ready(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the fork server has imported what it should.
 
         Raises:
-            PacelineError: where it could not, with its traceback; or was not in time.
+            PacelineError: it failed, with its traceback; or was not ready in time.
         """
         with self._lock:
             if not self._ready:
@@ -105,15 +103,17 @@ class ForkServer:
 
         Args:
             entry: "package.module:function".
-            args: what JSON can carry, some 100 kB at most; share() larger things and pass the fd.
+            args: JSON values, some 100 kB at most; share() larger objects and pass the fd.
             fds: file descriptors the child gets copies of, at most 253; main's own stay open.
 
         Raises:
-            InputError: where args or fds are too large or no JSON.
-            PacelineError: where the fork server has gone.
+            InputError: args or fds are too large or no JSON.
+            PacelineError: the fork server has ended.
         """
         self.wait_ready()
-        answer, received = self._ask({"do": "spawn", "entry": entry, "args": dict(args), "path": _import_path()}, fds)
+        answer, received = self._request(
+            {"do": "spawn", "entry": entry, "args": dict(args), "path": _import_path()}, fds
+        )
         if not received:
             raise PacelineError(
                 "main has too many open files for one more child; write fewer replicas= or ulimit -n 4096"
@@ -126,16 +126,16 @@ class ForkServer:
         return child
 
     def status(self, pid: int) -> str | None:
-        """None while the child lives, then how it ended: "exit code 0", "killed by SIGKILL"."""
+        """Return how a child ended, as "exit code 0", "killed by SIGKILL"; None while it runs."""
         if liveness.alive(self._children[pid].pidfd):
             return None
         try:
-            return liveness.describe_exit(self._ask({"do": "status", "pid": pid}, ())[0]["code"])
+            return liveness.describe_exit(self._request({"do": "status", "pid": pid}, ())[0]["code"])
         except PacelineError:
             return "ended, its status lost with the fork server"
 
     def forget(self, child: ProcessHandle) -> None:
-        """Kill a child if it still runs, wait until it has gone, and let go of it; idempotent."""
+        """Kill a child if it still runs, wait until it has ended, and close its pidfd; idempotent."""
         if self._children.get(child.pid) is child:
             liveness.kill(child.pidfd)
             liveness.wait_gone([child.pidfd], CLOSE_TIMEOUT_S)
@@ -143,22 +143,22 @@ class ForkServer:
             os.close(child.pidfd)
 
     def close(self) -> None:
-        """Kill the children that still run and end the fork server, and wait until all are gone; idempotent."""
+        """Kill the children that still run, end the fork server, and wait until all have ended; idempotent."""
         self._close()
 
-    def _ask(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+    def _request(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:
-            self._asked += 1
-            message = json.dumps(request | {"id": self._asked}).encode()
+            self._requests += 1
+            message = json.dumps(request | {"id": self._requests}).encode()
             try:
                 socket.send_fds(self._link, [message], list(fds))
             except OSError as error:
                 raise self._broken(error, len(message), len(fds)) from error
-            return self._expect(self._asked, ANSWER_TIMEOUT_S)
+            return self._expect(self._requests, ANSWER_TIMEOUT_S)
 
     def _expect(self, number: int, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        # An answer to an earlier question is left over where a Ctrl-C came between question and answer. Its child, if
-        # it was one, is ended by the fork server when the fork_server is closed.
+        # The answer to an earlier request is left over if a Ctrl-C came between request and answer. Its child, if it
+        # has one, is killed by the fork server when that is closed.
         while True:
             answer, fds = self._receive(timeout_s)
             if answer["id"] == number:
@@ -207,7 +207,7 @@ def _popen(link: int, main: int) -> "subprocess.Popen[bytes]":
 
 
 def _import_path() -> list[str]:
-    """Main's sys.path; "" in it means the folder main is in now."""
+    """Return main's sys.path; "" in it means main's current folder."""
     return [entry or os.getcwd() for entry in sys.path]
 
 

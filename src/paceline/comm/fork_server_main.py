@@ -1,7 +1,7 @@
-"""The fork server's own side: ``python -m paceline.comm.fork_server_main LINK MAIN``, started by ``ForkServer.start``.
+"""The fork server's process: ``python -m paceline.comm.fork_server_main LINK MAIN``, started by ``ForkServer.start``.
 
-One thread, which imports, then forks, answers and reaps until main has gone or hangs up. Requests and answers are JSON
-messages on the socket LINK; MAIN is main's pidfd::
+One thread imports, then forks, answers and reaps until main has ended or closes its socket. Requests and answers are
+JSON messages on the socket LINK; MAIN is main's pidfd::
 
     main -> {path, preload}                        server -> {id: 0}, or {id: 0, error}
     main -> {id, do: spawn, entry, args, path} + fds       -> {id, pid} + the child's pidfd
@@ -30,21 +30,21 @@ GRACE_S = 1.0
 REAP_TIMEOUT_S = 1.0
 
 
-class Server:
-    """What the fork server knows: its children, by pid, and how those that ended did."""
+class ForkServerLoop:
+    """Serves requests; keeps the pidfds of its children, and the exit codes of those that have ended."""
 
     def __init__(self, link: socket.socket, main: int) -> None:
         self._link, self._main = link, main
         self._pidfds: dict[int, int] = {}
         self._codes: dict[int, int] = {}
-        self._waiter = Poller[int]()  # tokens: pids of children, 0 for a request, -1 for main's end
-        self._waiter.add(link.fileno(), 0)
-        self._waiter.add(main, -1)
+        self._poller = Poller[int]()  # tokens: pids of children, 0 for a request, -1 for the end of main
+        self._poller.add(link.fileno(), 0)
+        self._poller.add(main, -1)
 
     def serve(self) -> None:
-        """Answer until main has gone; then end all children and reap them."""
+        """Answer until main has ended; then end all children and reap them."""
         while True:
-            tokens = self._waiter.wait(None)
+            tokens = self._poller.wait(None)
             for pid in tokens:
                 if pid > 0:
                     self._reap(pid)
@@ -62,7 +62,7 @@ class Server:
             return False
 
     def _spawn(self, request: dict[str, Any], fds: list[int]) -> None:
-        _flush()  # or the child would write it again
+        _flush()  # or the child would write it a second time
         try:
             pid = os.fork()
             if pid == 0:
@@ -74,8 +74,8 @@ class Server:
             for fd in fds:
                 os.close(fd)
         self._codes.pop(pid, None)
-        self._pidfds[pid] = liveness.open_pid(pid)  # race-free: nobody else can reap it
-        self._waiter.add(self._pidfds[pid], pid)
+        self._pidfds[pid] = liveness.open_pid(pid)  # race-free: no other process can reap it
+        self._poller.add(self._pidfds[pid], pid)
         _send(self._link, self._pidfds[pid], id=request["id"], pid=pid)
 
     def _status(self, request: dict[str, Any], _fds: list[int]) -> None:
@@ -86,15 +86,15 @@ class Server:
         pidfd = self._pidfds.get(pid)
         if pidfd is None or liveness.alive(pidfd):
             return
-        # Its own helpers go with it. While it is a zombie, its group's number can't be another's.
+        # Kill its own helpers too. While it is a zombie, no other process group can have its number.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
         self._codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self._waiter.remove(pidfd)
+        self._poller.remove(pidfd)
         os.close(self._pidfds.pop(pid))
 
     def _end(self) -> None:
-        # Children see for themselves that main has gone, and may have something to do then (``when_orphaned``).
+        # Children notice the end of main by themselves, and may have to clean up (``liveness.when_orphaned``).
         liveness.wait_gone(self._pidfds.values(), GRACE_S)
         for pidfd in self._pidfds.values():
             liveness.kill(pidfd)
@@ -107,7 +107,7 @@ class Server:
         try:
             os.setpgid(0, 0)
             liveness.watch_and_exit(self._main)
-            self._waiter.close()
+            self._poller.close()
             self._link.close()
             for pidfd in self._pidfds.values():
                 os.close(pidfd)
@@ -150,7 +150,8 @@ def _send(link: socket.socket, *fds: int, **content: Any) -> None:
 
 @contextlib.contextmanager
 def _leaving_with_main(link: socket.socket, main: int) -> Iterator[None]:
-    """During the imports nothing waits on main, and a thread would be inherited by forks: so look on a timer."""
+    """Context manager: exit when main does."""
+    # During the imports no poll waits for main, and forks would inherit locks that a thread holds: so check on a timer.
 
     def look(*_: object) -> None:
         poll = select.poll()
@@ -167,7 +168,7 @@ def _leaving_with_main(link: socket.socket, main: int) -> Iterator[None]:
 
 
 def _default_signals() -> None:
-    """As a fresh process has them, whatever main was started under; but Ctrl-C is main's alone."""
+    """Reset the signals to those of a fresh process, however main was started; but ignore Ctrl-C, which is main's."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
@@ -175,7 +176,7 @@ def _default_signals() -> None:
 
 
 def _prepare(link: socket.socket) -> None:
-    """Import what main names; tell it when done, or what went wrong."""
+    """Import the modules that main names; report to it that they are ready, or the error."""
     request = json.loads(link.recv(MESSAGE_BYTES))
     sys.path[:] = request["path"]
     os.environ.pop("PYTHONPATH", None)
@@ -200,7 +201,7 @@ def main(arguments: Sequence[str]) -> None:
     os.set_inheritable(main_pidfd, False)
     with _leaving_with_main(link, main_pidfd):
         _prepare(link)
-    Server(link, main_pidfd).serve()
+    ForkServerLoop(link, main_pidfd).serve()
 
 
 if __name__ == "__main__":

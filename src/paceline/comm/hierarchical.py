@@ -1,6 +1,4 @@
-"""A call made of several, each begun once the one before it has ended.
-
-The ``hierarchical`` backend of torch.distributed: shared memory inside each host, Gloo between hosts.
+"""The ``hierarchical`` backend of torch.distributed: shared memory inside each host, Gloo between hosts.
 
 ::
 
@@ -8,9 +6,9 @@ The ``hierarchical`` backend of torch.distributed: shared memory inside each hos
                     shared memory                 |  all-reduce  |    shared memory
     host B          ranks 4 5 6 7 --reduce--> 4 --+     Gloo     +--> 4 --broadcast--> 4 5 6 7
 
-Of each host one rank alone talks to the others, so a host sends 2·(H−1)/H·|A|·b in an all-reduce over H hosts, however
-many ranks it has. All-reduce, broadcast and barrier, which data parallelism is made of, go this way; everything else
-goes through Gloo as it is.
+One rank of each host communicates with other hosts, so a host sends 2·(H−1)/H·|A|·b in an all-reduce over H hosts, for
+any number of ranks. All-reduce, broadcast and barrier, which data parallelism needs, go this way; everything else goes
+through Gloo as it is.
 """
 
 import time
@@ -40,64 +38,63 @@ from paceline.comm.shm.region import host_id, rendezvous
 
 
 class ChainedWork(dist.Work):
-    """One such call. It goes on while somebody waits: for it, or for a later one in its line.
+    """A call of several legs, each started once the one before has ended.
+
+    No thread advances it: it goes on while a caller waits for it, or for a later one in its queue.
 
     Args:
-        line: of calls that go one after the other; this one joins its end.
-        legs: what it is made of, begun as they are asked for.
-        outputs: its results, once it has ended.
+        queue: calls that run one after the other; this one joins the end.
+        legs: starts the next leg when it is advanced.
+        outputs: results, once all legs have ended.
     """
 
-    def __init__(self, line: "deque[ChainedWork]", legs: Iterator[dist.Work], outputs: Sequence[Tensor]) -> None:
+    def __init__(self, queue: "deque[ChainedWork]", legs: Iterator[dist.Work], outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._line, self._legs, self._outputs = line, legs, outputs
-        self._now: dist.Work | None = None
+        self._queue, self._legs, self._outputs = queue, legs, outputs
+        self._current: dist.Work | None = None
         self._done = False
         self._error: BaseException | None = None
-        line.append(self)
+        queue.append(self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until it has ended.
+        """Wait until it has ended.
 
         Raises:
-            RuntimeError: it can't end; or ``timeout`` is up, and then it may be waited for again.
+            RuntimeError: a leg failed; or ``timeout`` is up, and then it may be waited for again.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         while not self._done:
-            self._line[0]._run(deadline)
+            self._queue[0]._run(deadline)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        while not self._done and self._line[0]._moves():
+        """Return whether it has ended, with or without an error; advance it if possible."""
+        while not self._done and self._queue[0]._advance():
             pass
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self._done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong."""
         return self._error
 
     def synchronize(self) -> None:
-        """As ``wait``."""
         self.wait()
 
     def result(self) -> list[Tensor]:
-        """What it was made for; waits for it."""
+        """Wait, and return the outputs."""
         self.wait()
         return list(self._outputs)
 
     def get_future(self) -> "Future[list[Tensor]]":
-        """A future that is complete."""
+        """Wait, and return a completed future."""
         return completed(self.result())
 
     def _run(self, deadline: float | None) -> None:
-        """One leg of the first in line, to its end."""
+        """Wait for the leg under way; for the first of the queue."""
         leg = self._leg()
         if leg is None:
             return
@@ -111,10 +108,10 @@ class ChainedWork(dist.Work):
                 raise
             self._end(error)
         else:
-            self._now = None
+            self._current = None
 
-    def _moves(self) -> bool:
-        """Go on to the next leg, if this one has ended."""
+    def _advance(self) -> bool:
+        """Advance to the next leg if this one has ended; return whether it had."""
         leg = self._leg()
         if leg is None:
             return True
@@ -124,36 +121,33 @@ class ChainedWork(dist.Work):
         return True
 
     def _leg(self) -> dist.Work | None:
-        """The one under way; None: there is none left."""
+        """Return the leg under way, started if need be; None: there is none left."""
         try:
-            self._now = self._now or next(self._legs, None)
+            self._current = self._current or next(self._legs, None)
         except Exception as error:
             self._end(error)
             return None
-        if self._now is None:
+        if self._current is None:
             self._end(None)
-        return self._now
+        return self._current
 
     def _end(self, error: BaseException | None) -> None:
-        self._done, self._error, self._now = True, error, None
-        self._line.popleft()
+        self._done, self._error, self._current = True, error, None
+        self._queue.popleft()
 
 
 # mypy: disable-error-code="override"
 # torch's stubs give each method several signatures; torch calls the first.
 
-
 NAME = "hierarchical"
 
 
 def _by_gloo(name: str) -> Callable[..., dist.Work]:
-    """A call that Gloo carries as it is.
-
-    Were it left to torch (2.13), it would be made with Python's lock held, and Gloo's thread, which drops what has
-    ended, may wait for that lock while the call waits for that thread.
-    """
+    """Return a method that passes a call to Gloo."""
 
     def call(group: "Hierarchical", *arguments: Any) -> dist.Work:
+        # torch (2.13) would make the call with the GIL held, and Gloo's thread, which frees calls that have ended, may
+        # wait for the GIL while the call waits for that thread.
         work: dist.Work = getattr(group.gloo, name)(*arguments)
         return work
 
@@ -161,14 +155,14 @@ def _by_gloo(name: str) -> Callable[..., dist.Work]:
 
 
 class Hierarchical(PythonProcessGroup):
-    """Ranks of several hosts.
+    """The ranks of several hosts.
 
     Args:
-        rank: mine.
-        hosts: the ranks of each host.
-        inside: the group of my host.
-        between: Gloo's of the first rank of each host; None for other ranks.
-        gloo: of all ranks.
+        rank: this one.
+        hosts: ranks of each host.
+        inside: group of this rank's host.
+        between: Gloo's group of the first rank of each host; None on other ranks.
+        gloo: Gloo's group of all ranks.
     """
 
     def __init__(
@@ -177,18 +171,17 @@ class Hierarchical(PythonProcessGroup):
         super().__init__(rank, sum(map(len, hosts)))
         self._hosts, self._inside, self._between = hosts, inside, between
         self._host = next(i for i, ranks in enumerate(hosts) if rank in ranks)
-        self.gloo, self._line = gloo, deque[ChainedWork]()
+        self.gloo, self._queue = gloo, deque[ChainedWork]()
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """Sum up inside, between, and spread inside."""
+        """Reduce inside each host, all-reduce between hosts, broadcast inside."""
         rule: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
-        return ChainedWork(self._line, self._sums(tensors, rule), tensors)
+        return ChainedWork(self._queue, self._reductions(tensors, rule), tensors)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """As one after the other."""
         return self.allreduce(tensors, opts)
 
-    def _sums(self, tensors: Sequence[Tensor], rule: Any) -> Iterator[dist.Work]:
+    def _reductions(self, tensors: Sequence[Tensor], rule: Any) -> Iterator[dist.Work]:
         mean = rule == dist.ReduceOp.AVG
         inside: Any = ReduceOptions()
         between: Any = AllreduceOptions()
@@ -205,10 +198,10 @@ class Hierarchical(PythonProcessGroup):
                 x.data.copy_(v.view(x.shape))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        """To the first of the root's host, from there to those of the others, and inside."""
-        return ChainedWork(self._line, self._copies(tensors, opts.rootRank if opts else 0), tensors)
+        """Broadcast to the first rank of the root's host, from it to those of other hosts, and inside."""
+        return ChainedWork(self._queue, self._broadcasts(tensors, opts.rootRank if opts else 0), tensors)
 
-    def _copies(self, tensors: Sequence[Tensor], root: int) -> Iterator[dist.Work]:
+    def _broadcasts(self, tensors: Sequence[Tensor], root: int) -> Iterator[dist.Work]:
         origin = next(i for i, ranks in enumerate(self._hosts) if root in ranks)
         between = BroadcastOptions()
         between.rootRank = origin
@@ -224,10 +217,10 @@ class Hierarchical(PythonProcessGroup):
                 x.data.copy_(v.view(x.shape))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """All of a host are there; all hosts are; so tell all."""
-        return ChainedWork(self._line, self._meetings(opts), ())
+        """Wait inside each host, between hosts, and inside again, which releases all."""
+        return ChainedWork(self._queue, self._barriers(opts), ())
 
-    def _meetings(self, opts: Any) -> Iterator[dist.Work]:
+    def _barriers(self, opts: Any) -> Iterator[dist.Work]:
         yield self._inside.barrier(opts)
         if self._between is not None:
             yield self._between.barrier(BarrierOptions())
@@ -248,17 +241,15 @@ class Hierarchical(PythonProcessGroup):
     recv_anysource = _by_gloo("recv_anysource")
 
     def wait_for_ever(self) -> None:
-        """Let a wait between hosts last as long as whoever waits wants, from now on."""
+        """Extend Gloo's own timeout between hosts: from now on the caller's watchdog bounds each wait."""
         if self._between is not None:
             self._between._set_default_timeout(timedelta(days=30))
 
     def shutdown(self) -> None:
-        """Let go of the memory, and of the connections.
-
-        Gloo's threads end here. One that lets go of a tensor when the interpreter ends takes the whole process with
-        it (torch 2.13), and somebody may hold this group until then.
-        """
+        """Unmap the memory, and close the connections."""
         self._inside.shutdown()
+        # This ends Gloo's threads. One that frees a tensor while the interpreter ends aborts the process (torch 2.13),
+        # and a user may hold this group until then.
         self.gloo = self._between = None
 
     def _get_backend(self, _device: Any) -> Any:
@@ -268,33 +259,33 @@ class Hierarchical(PythonProcessGroup):
         return NAME
 
     def _spread(self, v: Tensor, root: int = 0) -> dist.Work:
-        """From one rank of this host to all of it."""
-        said = BroadcastOptions()
-        said.rootRank = root
-        return self._inside.broadcast([v], said)
+        """Broadcast from one rank of this host to the others."""
+        options = BroadcastOptions()
+        options.rootRank = root
+        return self._inside.broadcast([v], options)
 
 
 def create(options: Any, _backend_options: Any) -> Hierarchical:
-    """The group that torch.distributed asks for."""
+    """Create a group, for torch.distributed."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group or range(size))
     hosts = _hosts(store, rank, size, timeout)
-    mine = next(i for i, members in enumerate(hosts) if rank in members)
+    own = next(i for i, members in enumerate(hosts) if rank in members)
     inside = rendezvous(
-        PrefixStore(f"inside {mine}", store),
+        PrefixStore(f"inside {own}", store),
         f"{options.group_id} on one host",
-        hosts[mine].index(rank),
-        [ranks[member] for member in hosts[mine]],
+        hosts[own].index(rank),
+        [ranks[member] for member in hosts[own]],
         timeout.total_seconds(),
     )
-    first = rank == hosts[mine][0]
-    between = ProcessGroupGloo(PrefixStore("between", store), mine, len(hosts), timeout=timeout) if first else None
+    first = rank == hosts[own][0]
+    between = ProcessGroupGloo(PrefixStore("between", store), own, len(hosts), timeout=timeout) if first else None
     gloo = ProcessGroupGloo(PrefixStore("all", store), rank, size, timeout=timeout)
     return Hierarchical(rank, hosts, ShmProcessGroup(inside, timeout.total_seconds()), between, gloo)
 
 
 def _hosts(store: Store, rank: int, size: int, timeout: timedelta) -> list[list[int]]:
-    """The ranks of each host, hosts in the order of their first ranks."""
+    """Return the ranks of each host; hosts come in the order of their first ranks."""
     keys = [f"host of {other}" for other in range(size)]
     store.set(keys[rank], host_id())
     store.wait(keys, timeout)

@@ -1,6 +1,6 @@
-"""Linux system calls, and how much memory this process may still use.
+"""Linux system calls that Python lacks, the scheduler, and the memory that is available to this process.
 
-How much memory this process may still fill: on the machine, and under the limits of the groups that it is in.
+Available memory is bounded by the machine, and by the limits of the cgroups of this process.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
 
 
 def memfd_create(name: str) -> int:
-    """A new anonymous file in memory, closed on exec; returns its fd."""
+    """Create an anonymous file in memory, closed on exec, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, MFD_CLOEXEC)
     return _call("memfd_create", _MEMFD_CREATE.get(platform.machine()), ctypes.c_char_p(name.encode()), MFD_CLOEXEC)
 
 
 def pidfd_open(pid: int) -> int:
-    """A file descriptor that stands for process ``pid``, closed on exec."""
+    """Return a file descriptor that stands for process ``pid``, closed on exec."""
     if hasattr(os, "pidfd_open"):
         return os.pidfd_open(pid)
     return _call("pidfd_open", _PIDFD_OPEN, pid, 0)
@@ -62,37 +62,37 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Let the system have what this process has freed so far: what was there for a start alone comes no more."""
+    """Return freed memory to the system, after a start that needed more than the steps will."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def prompt(slice_ns: int = 100_000) -> Iterator[None]:
-    """Let this thread, when it wakes, run before those that compute; for as long as the context lasts.
+    """Context manager: when this thread wakes, it runs before those that compute.
 
-    It asks the scheduler for short slices, which Linux gives from 6.12 on to whoever wants them, and for which it then
-    interrupts longer ones. It gets no more processor time than before. Where it can't be had, nothing changes.
+    It requests short time slices, which Linux grants from 6.12 on, and for which it then interrupts longer ones. The
+    thread gets no more processor time than before. On other systems this does nothing.
     """
     before = _scheduling()
     if before is None:
         yield
         return
-    _schedule(before._replace(flags=before.flags | _RESET_ON_FORK, runtime_ns=slice_ns))  # children get no short ones
+    _schedule(before._replace(flags=before.flags | _RESET_ON_FORK, runtime_ns=slice_ns))  # children get no short slices
     try:
         yield
     finally:
         _schedule(before)
-        if _scheduling() != before:  # who is not privileged may not take the flag back
+        if _scheduling() != before:  # an unprivileged process may not clear the flag
             _schedule(before._replace(flags=before.flags | _RESET_ON_FORK))
 
 
 @contextlib.contextmanager
 def considerate() -> Iterator[None]:
-    """Let this thread, when it wakes, wait until one of those that compute stops; for as long as the context lasts.
+    """Context manager: when this thread wakes, it waits until a thread that computes stops.
 
-    Where more of them compute than there are cores, interrupting one costs it what it has in the caches, while a Δ that
-    is left lying for a moment costs nothing: somebody else computes meanwhile. Where it can't be had, nothing changes.
+    With more of these than cores, interrupting one costs it the contents of its caches, while a Δ that waits for a
+    moment costs nothing: another thread computes meanwhile. On other systems this does nothing.
     """
     if not sys.platform.startswith("linux") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
@@ -105,7 +105,7 @@ def considerate() -> Iterator[None]:
 
 
 class _Scheduling(NamedTuple):
-    """``struct sched_attr``, as far as it is asked for here."""
+    """The first fields of ``struct sched_attr``."""
 
     size: int
     policy: int
@@ -113,7 +113,7 @@ class _Scheduling(NamedTuple):
     nice: int
     priority: int
     runtime_ns: int
-    """Of a slice."""
+    """Length of a slice."""
     deadline_ns: int
     period_ns: int
     clamp_min: int
@@ -121,17 +121,17 @@ class _Scheduling(NamedTuple):
 
 
 def _scheduling() -> _Scheduling | None:
-    """This thread's; None where it has no slices that can be asked for."""
+    """Return this thread's attributes; None if it has no slices that can be requested."""
     if not sys.platform.startswith("linux") or platform.machine() != "x86_64":
         return None
     attributes = ctypes.create_string_buffer(_SCHED_ATTR.size)
     ctypes.CDLL(None).syscall(_SCHED_GETATTR, 0, attributes, _SCHED_ATTR.size, 0)
-    found = _Scheduling._make(_SCHED_ATTR.unpack(attributes.raw))
-    return found if found.policy == os.SCHED_OTHER and found.runtime_ns else None
+    scheduling = _Scheduling._make(_SCHED_ATTR.unpack(attributes.raw))
+    return scheduling if scheduling.policy == os.SCHED_OTHER and scheduling.runtime_ns else None
 
 
-def _schedule(wanted: _Scheduling) -> None:
-    ctypes.CDLL(None).syscall(_SCHED_SETATTR, 0, _SCHED_ATTR.pack(*wanted), 0)
+def _schedule(attributes: _Scheduling) -> None:
+    ctypes.CDLL(None).syscall(_SCHED_SETATTR, 0, _SCHED_ATTR.pack(*attributes), 0)
 
 
 def _call(name: str, number: int | None, *arguments: object) -> int:
@@ -151,7 +151,7 @@ def _call(name: str, number: int | None, *arguments: object) -> int:
 ROOT = Path("/sys/fs/cgroup")
 
 SECOND: Mapping[str, str] = {"limit": "memory.max", "used": "memory.current", "evictable": "inactive_file"}
-"""What the files of cgroup v2 are called, and the line of memory.stat: pages of files that can be taken back."""
+"""Names of the files of cgroup v2, and of the line of memory.stat for pages of files that can be evicted."""
 
 FIRST: Mapping[str, str] = {
     "limit": "memory.limit_in_bytes",
@@ -162,23 +162,23 @@ FIRST: Mapping[str, str] = {
 
 
 def available_bytes() -> int:
-    """How much memory may still be filled here: what is free, swap included, under the limit of a container."""
+    """Return how much memory may still be filled: what is free, swap included, within the limit of a container."""
     free = psutil.virtual_memory().available + psutil.swap_memory().free
     groups = Path("/proc/self/cgroup")
-    said = groups.read_text() if groups.exists() else ""
-    return int(min([free, *(left(folder, names) for folder, names in limited(said, ROOT))]))
+    lines = groups.read_text() if groups.exists() else ""
+    return int(min([free, *(left(folder, names) for folder, names in limited(lines, ROOT))]))
 
 
-def limited(said: str, root: Path) -> Iterator[tuple[Path, Mapping[str, str]]]:
-    """The folders of the groups that may bound a process's memory, and what their files are called.
+def limited(lines: str, root: Path) -> Iterator[tuple[Path, Mapping[str, str]]]:
+    """Find the folders of the cgroups that may bound a process's memory, and the names of their files.
 
     In a container its own group is mounted as the root, on a host it is the path in /proc/self/cgroup.
 
     Args:
-        said: what is in /proc/self/cgroup: ``hierarchy:controllers:path``, a line each.
+        lines: contents of /proc/self/cgroup: ``hierarchy:controllers:path``, a line each.
         root: where groups are mounted.
     """
-    for line in said.splitlines():
+    for line in lines.splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from (((root / part), SECOND) for part in ("", path.lstrip("/")))
@@ -187,7 +187,7 @@ def limited(said: str, root: Path) -> Iterator[tuple[Path, Mapping[str, str]]]:
 
 
 def left(folder: Path, names: Mapping[str, str]) -> float:
-    """What a group may still fill, in bytes; without a limit, any amount."""
+    """Return the bytes that a cgroup may still fill; infinite without a limit."""
     limit = _number(folder / names["limit"])
     if limit == float("inf"):
         return limit

@@ -1,4 +1,4 @@
-"""Who is still there: processes by pidfd.
+"""Liveness of processes, by pidfd (Linux).
 
 A pidfd stands for one process for ever, where a pid may soon be another's; it becomes readable when the process has
 ended, also while that is still a zombie.
@@ -17,21 +17,21 @@ from paceline.comm import linux
 _last_acts: list[Callable[[], None]] = []
 
 ORPHANED = 86
-"""The exit code of a process that left because the one it worked for had gone."""
+"""Exit code of a process that ended because the one it worked for had."""
 
 
 def open_pid(pid: int) -> int:
-    """A pidfd, to be closed by ``os.close``; raises ProcessLookupError where no such process exists."""
+    """Return a pidfd, to be closed by ``os.close``; raise ProcessLookupError if there is no such process."""
     return linux.pidfd_open(pid)
 
 
 def alive(pidfd: int) -> bool:
-    """Whether the process still runs; a zombie does not."""
+    """Return whether the process still runs; a zombie does not."""
     return not _ended([pidfd], 0)
 
 
 def kill(pidfd: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal; nothing happens where the process has gone."""
+    """Send a signal; do nothing if the process has ended."""
     try:
         linux.pidfd_send_signal(pidfd, number)
     except ProcessLookupError:
@@ -39,7 +39,7 @@ def kill(pidfd: int, number: int = signal.SIGKILL) -> None:
 
 
 def wait_gone(pidfds: Iterable[int], timeout_s: float | None) -> bool:
-    """Wait until every one of these processes has ended; False where the time is up first. None: no bound."""
+    """Wait until all of these processes have ended; return False if the time is up first. None: no timeout."""
     left = set(pidfds)
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while left:
@@ -51,20 +51,20 @@ def wait_gone(pidfds: Iterable[int], timeout_s: float | None) -> bool:
 
 
 def watch_and_exit(pidfd: int) -> None:
-    """From now on this process ends as soon as the one behind ``pidfd`` has, whatever it is doing.
+    """End this process as soon as the one behind ``pidfd`` has ended, whatever it is doing then.
 
-    A process that leads its own group takes the group with it, so that its own helpers (DataLoader workers) go too.
+    A process that leads its own group kills the group, so that its own helpers (DataLoader workers) end too.
     """
-    threading.Thread(target=_leave_after, args=(pidfd,), name="paceline-watch", daemon=True).start()
+    threading.Thread(target=_exit_after, args=(pidfd,), name="paceline-watch", daemon=True).start()
 
 
 def when_orphaned(act: Callable[[], None]) -> None:
-    """Have something done, quickly and without raising, just before :func:`watch_and_exit` ends this process."""
+    """Register a fast function that does not raise, to be called before :func:`watch_and_exit` ends this process."""
     _last_acts.append(act)
 
 
 def describe_exit(code: int) -> str:
-    """An exit code as subprocess has it, negative for a signal, in words.
+    """Describe an exit code as of subprocess, negative for a signal, in words.
 
     >>> describe_exit(-9), describe_exit(3)
     ('killed by SIGKILL', 'exit code 3')
@@ -84,7 +84,7 @@ def _ended(pidfds: Iterable[int], timeout_s: float | None) -> set[int]:
     return {pidfd for pidfd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
 
 
-def _leave_after(pidfd: int) -> None:
+def _exit_after(pidfd: int) -> None:
     wait_gone([pidfd], None)
     for act in _last_acts:
         with contextlib.suppress(Exception):

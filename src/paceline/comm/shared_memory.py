@@ -1,14 +1,12 @@
-"""Anonymous shared memory, tensors in it, and memory that goes to disk where there is no room.
+"""Anonymous shared memory, tensors in it, and an allocator that spills to disk.
 
-Memory for what a worker needs whole for a while, though it may have no room for it: a model before it is divided.
+A worker needs some data whole for a while, as the model before it is partitioned, even without memory for it::
 
-::
+    ordinary memory | ... while there is plenty | then files on disk, mapped: | . . . | . . | . . . . |
 
-    ordinary memory | ... as long as there is plenty | then files on disk, mapped: | . . . | . . | . . . . |
-
-The system takes back pages of files where memory is short, under a container's limit too, once the file says the same.
-To write them out it takes its time, and under a limit it may rather kill; so what is filled is written out at once.
-What lies there makes a process slower at worst, where ordinary memory would have it killed.
+The kernel evicts pages of files when memory is short, under a container's limit too, once they have been written out.
+It writes them late, and under a limit it may kill the process instead; so filled pages are written out at once. Spilled
+data makes a process slower at worst, while ordinary memory would have it killed.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ def aligned(offset: int) -> int:
 
 
 class SharedMemory:
-    """Shared memory behind a file descriptor. Pages that nobody has touched cost nothing and read as zero.
+    """Shared memory behind a file descriptor. Pages that were never written cost nothing and read as zero.
 
     >>> segment = SharedMemory.create("example", 4096)
     >>> segment.tensor(64, (2, 3), torch.float32).fill_(1.0).sum().item()
@@ -50,7 +48,7 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
-        """Map ``fd``, which from now on belongs to the segment; ``create`` and ``attach`` say it more clearly."""
+        """Map ``fd``, and take it over; use ``create`` or ``attach``."""
         self._fd, self.size_bytes, self._writable = fd, size_bytes, writable
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
@@ -61,7 +59,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> "SharedMemory":
-        """New shared memory.
+        """Create shared memory.
 
         Args:
             name: shown in /proc/PID/maps; need not be unique.
@@ -69,7 +67,7 @@ class SharedMemory:
             reserved_bytes: how many bytes from the start on are reserved at once.
 
         Raises:
-            PacelineError: where the system refuses that size, or has not that much memory to reserve.
+            PacelineError: the system refuses that size, or has not that much memory to reserve.
         """
         fd = memfd_create(f"paceline:{name}")
         try:
@@ -88,10 +86,10 @@ class SharedMemory:
 
     @classmethod
     def on_disk(cls, size_bytes: int) -> "SharedMemory":
-        """New memory that is a file without a name, in ``TMPDIR`` or /var/tmp; there is room for all of it.
+        """Create memory that is a file without a name, in ``TMPDIR`` or /var/tmp, with disk space for all of it.
 
         Raises:
-            PacelineError: there is not.
+            PacelineError: there is not enough.
         """
         folder = os.environ.get("TMPDIR") or next(filter(os.path.isdir, ("/var/tmp", tempfile.gettempdir())))
         try:
@@ -106,16 +104,16 @@ class SharedMemory:
 
     @classmethod
     def attach(cls, fd: int, size_bytes: int) -> "SharedMemory":
-        """The segment behind an ``fd`` that was inherited or received; closing the segment closes it."""
+        """Map an ``fd`` that was inherited or received; closing the segment closes it."""
         return cls(fd, size_bytes)
 
     def readable(self) -> "SharedMemory":
-        """The same memory again, where a write is a SIGSEGV."""
+        """Map the same memory again, read-only: a write is a SIGSEGV."""
         return SharedMemory(os.dup(self._fd), self.size_bytes, writable=False)
 
     @property
     def fd(self) -> int:
-        """What to pass to another process."""
+        """Descriptor, to pass to another process."""
         return self._fd
 
     @property
@@ -124,7 +122,7 @@ class SharedMemory:
         return memoryview(self._mapping())
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous view of the shared bytes from ``offset`` on; it stays good after ``close``."""
+        """Return a contiguous view of the bytes from ``offset`` on; it keeps them mapped after ``close``."""
         count = prod(shape)
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
@@ -137,7 +135,7 @@ class SharedMemory:
         """Give these bytes memory now, so that a write can't meet a full memory later (which would kill by SIGBUS).
 
         Raises:
-            PacelineError: where there is not that much; names the bytes wanted.
+            PacelineError: there is not that much.
         """
         available = available_bytes()
         if size_bytes > available:
@@ -149,11 +147,11 @@ class SharedMemory:
 
     @property
     def pages(self) -> mmap.mmap:
-        """All of it; ``flush`` has a file on disk say what is in memory, whose pages can then be taken back."""
+        """The mapping; its ``flush`` writes out the pages of a file on disk, which can then be evicted."""
         return self._mapping()
 
     def close(self) -> None:
-        """Let go of the memory; idempotent. Tensors and buffers made before keep it mapped as long as they live."""
+        """Unmap the memory; idempotent. Tensors and buffers of it keep it mapped as long as they live."""
         # Dropped, not closed: torch.frombuffer holds the mmap object but no export of it, so that mmap.close() would
         # unmap the memory under living tensors.
         if self._map is not None:
@@ -168,7 +166,7 @@ class SharedMemory:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where one named tensor lies."""
+    """Offset, shape and dtype of a tensor in a segment."""
 
     offset: int
     shape: tuple[int, ...]
@@ -176,7 +174,7 @@ class TensorSlot:
 
     @property
     def size_bytes(self) -> int:
-        """Without padding."""
+        """Size without padding."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -193,7 +191,7 @@ class Arena:
 
     slots: dict[str, TensorSlot] = field(default_factory=dict[str, TensorSlot])
     size_bytes: int = ALIGNMENT
-    """Of a segment that holds it all; never 0, which can't be mapped."""
+    """Size of a segment with all tensors; never 0, which can't be mapped."""
     _end: int = field(default=0, repr=False)
 
     def add(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -206,12 +204,12 @@ class Arena:
         return slot.offset
 
     def tensor(self, segment: SharedMemory, name: str) -> Tensor:
-        """The view of ``name`` in ``segment``."""
+        """Return the view of ``name`` in ``segment``."""
         slot = self.slots[name]
         return segment.tensor(slot.offset, slot.shape, slot.dtype)
 
     def tensors(self, segment: SharedMemory) -> dict[str, Tensor]:
-        """All views, by name."""
+        """Return all views, by name."""
         return {name: self.tensor(segment, name) for name in self.slots}
 
 
@@ -226,17 +224,17 @@ LEAST_BYTES = 1 << 20
 """Smaller tensors stay in ordinary memory: a file for each would cost more than it saves."""
 
 PIECE_BYTES = 16 << 20
-"""As much is copied before it is written out: what is not on disk yet can't be taken back."""
+"""Bytes that are copied before they are written out: pages that are not on disk yet can't be evicted."""
 
 SHARE = 1 / 8
-"""Of the memory that is free at the start: what may be filled before files are."""
+"""Share of the memory that is free at the start which is filled before files are."""
 
 
 class SpillAllocator:
-    """One purpose's memory: so much of it is ordinary, the rest lies on disk.
+    """Allocates ordinary memory up to a budget, and files on disk beyond it.
 
     Args:
-        roomy_bytes: how much; None: an eighth of what is free, divided among the workers of this host.
+        roomy_bytes: the budget; None: an eighth of what is free, divided among the workers of this host.
     """
 
     def __init__(self, roomy_bytes: int | None = None) -> None:
@@ -245,10 +243,10 @@ class SpillAllocator:
         self._mapped: list[weakref.ref[mmap.mmap]] = []
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """A new vector; the one before it is written out first.
+        """Allocate a vector, after the one before it has been written out.
 
         Raises:
-            PacelineError: there is room for it neither in memory nor on disk.
+            PacelineError: it fits neither in memory nor on disk.
         """
         nbytes = elements * dtype.itemsize
         if not self.spills(nbytes):
@@ -260,16 +258,16 @@ class SpillAllocator:
             return segment.tensor(0, (elements,), dtype)
 
     def settle(self) -> None:
-        """Write out all that lies on disk and is still there."""
+        """Write out all files on disk that are still mapped."""
         self._mapped = [each for each in self._mapped if each() is not None]
         _write_out(self._mapped)
 
     def spills(self, nbytes: int) -> bool:
-        """Whether so many bytes more would lie on disk."""
+        """Return whether so many bytes more would be allocated on disk."""
         return nbytes >= LEAST_BYTES and nbytes > self._left
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy, without a history."""
+        """Return a contiguous copy, detached."""
         source, spilled = tensor.detach(), self.spills(tensor.nbytes)
         made = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
         if not spilled:
@@ -281,14 +279,14 @@ class SpillAllocator:
         return made
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, without a history, while there is plenty of memory; then a contiguous copy of it."""
+        """Return the tensor itself, detached, within the budget; beyond it a contiguous copy on disk."""
         if tensor.device.type == "cpu" and self.spills(tensor.nbytes):
             return self.copy(tensor)
         self._left -= tensor.nbytes
         return tensor.detach()
 
     def segment(self, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> SharedMemory:
-        """Memory to share with other processes; as :meth:`SharedMemory.create`."""
+        """Allocate memory to share with other processes; as :meth:`SharedMemory.create`."""
         if self.spills(size_bytes):
             return SharedMemory.on_disk(size_bytes)
         return SharedMemory.create(name, size_bytes, reserved_bytes=reserved_bytes)

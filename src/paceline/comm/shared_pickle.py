@@ -1,13 +1,12 @@
-"""Objects between processes of one host: pickled once, their arrays in shared memory.
+"""Objects between processes of one host: pickled once (pickle protocol 5), their arrays out of band in shared memory.
 
-Objects between processes of one host, through sockets and a piece of memory that is written anew for each.
+- :func:`share` and :func:`unpack`: an object in memory of its own, which is passed on as a descriptor and mapped.
+- :class:`ObjectSender` and :class:`ObjectReceiver`: a channel over sockets, whose memory is written anew each time::
 
-::
+    small    | pickle |                                one message
+    large    | - sizes | + | pickle | array | array |  memory; its descriptor is sent along if the memory is new
 
-    small    | pickle |                          one message
-    large    | - sizes | + | pickle | array | array | ...      memory, whose descriptor goes along where it is new
-
-The next one may only be written when all have collected the last: a question, and then its answers.
+The sender may only write the next object when all receivers have collected the last, as in request and answer.
 """
 
 import contextlib
@@ -31,7 +30,7 @@ from paceline.comm.shared_memory import PIECE_BYTES, SharedMemory, SpillAllocato
 from paceline.core.errors import InputError
 
 SHARED_FROM_BYTES = 64 * 1024
-"""Smaller arrays travel in the pickle itself: copying one costs less than its pages of a mapping."""
+"""Smaller arrays stay in the pickle itself: copying one costs less than mapping its pages."""
 
 _INT = 8
 
@@ -40,17 +39,17 @@ _MADV_POPULATE_READ = 22  # not among the names of mmap
 
 @dataclass(frozen=True, slots=True)
 class SharedObject:
-    """A shipped object: one file descriptor, passed on as it is. Its memory goes with the last holder."""
+    """An object in shared memory: one file descriptor. The memory is freed when no process has it open or mapped."""
 
     fd: int
 
     @property
     def size_bytes(self) -> int:
-        """All of it, pickle and arrays."""
+        """Size of the pickle and its arrays."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Once all receivers have it, or, in a receiver, once it is unpacked: what was unpacked stays good."""
+        """Close the descriptor; receivers that have their own, and objects that were unpacked, are not affected."""
         os.close(self.fd)
 
 
@@ -58,12 +57,12 @@ def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
     """Put an object graph into shared memory, each distinct tensor storage and large array in it once.
 
     Args:
-        obj: what is sent.
-        spill: where it may lie on disk, if there is no memory to spare.
+        obj: to share.
+        spill: allocates on disk if memory is short.
 
     Raises:
-        InputError: where a part of it can't be pickled.
-        PacelineError: where there is not enough memory.
+        InputError: a part of it can't be pickled.
+        PacelineError: there is not enough memory.
     """
     parts = parts_of(obj)
     sizes = [len(part) for part in parts]
@@ -86,12 +85,12 @@ def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
 
 
 def parts_of(obj: object) -> list[memoryview]:
-    """The pickle of an object graph, then its large arrays: each distinct one once, and none copied.
+    """Return the pickle of an object graph, then its large arrays: each distinct one once, and none copied.
 
     ``pickle.loads(first, buffers=rest)`` rebuilds the graph, its large arrays as views of these.
 
     Raises:
-        InputError: where a part of it can't be pickled.
+        InputError: a part of it can't be pickled.
     """
     stream = io.BytesIO()
     pickler = _Pickler(stream)
@@ -105,17 +104,17 @@ def parts_of(obj: object) -> list[memoryview]:
     return [stream.getbuffer(), *pickler.buffers]
 
 
-def unpack(parcel: SharedObject, *, at_once: bool = True) -> Any:
-    """Rebuild the object graph; its large arrays are views of the parcel, copied page by page when written to.
+def unpack(shared: SharedObject, *, at_once: bool = True) -> Any:
+    """Rebuild the object graph; its large arrays are views of the shared memory, copied page by page on write.
 
     Read-only numpy arrays come back read-only. What two tensors shared, they share again.
 
     Args:
-        parcel: from :func:`share`.
+        shared: from :func:`share`.
         at_once: map all of its pages now, rather than each when it is looked at.
     """
-    # ACCESS_COPY: a receiver may normalise its data set in place, and no other one must see that.
-    pages = mmap.mmap(parcel.fd, parcel.size_bytes, access=mmap.ACCESS_COPY)
+    # ACCESS_COPY: a receiver may normalise its data set in place, which must not change that of others.
+    pages = mmap.mmap(shared.fd, shared.size_bytes, access=mmap.ACCESS_COPY)
     # All pages are there; mapped one by one as samples are drawn, they would cost a page fault each in every process.
     if at_once:
         with contextlib.suppress(OSError):  # before Linux 5.14
@@ -158,7 +157,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
 
 def _offsets(sizes: list[int]) -> list[int]:
-    """Where each part starts, after the count and the sizes; last, where all ends."""
+    """Return where each part starts, after the count and the sizes, and where the last one ends."""
     return list(accumulate((aligned(n) for n in sizes), initial=aligned(_INT * (len(sizes) + 1))))
 
 
@@ -167,7 +166,7 @@ def _write(target: memoryview, offset: int, part: memoryview) -> None:
 
 
 def _pieces(offsets: Sequence[int], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """No larger than what is written out at once, each with where it goes."""
+    """Cut parts into pieces that are small enough to be written out at once; yield each with its offset."""
     for offset, part in zip(offsets, parts, strict=False):
         for start in range(0, len(part), PIECE_BYTES):
             yield offset + start, part[start : start + PIECE_BYTES]
@@ -195,23 +194,23 @@ def _typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
 
 
 LEAST_BYTES = 1 << 20
-"""Of the memory, which at least doubles when it is too small."""
+"""Smallest size of a channel's memory, which at least doubles when it is too small."""
 
 _LARGE = b"-"
 
 
 class ObjectSender:
-    """Where one process writes what others are to have."""
+    """Sends objects from one process to others."""
 
     def __init__(self) -> None:
         self._segment: SharedMemory | None = None
 
     def post(self, obj: object, links: Sequence[socket.socket]) -> list[bool]:
-        """Send an object graph to all who read this box; whether each of them is still there.
+        """Send an object graph to all receivers; return for each whether its socket is still open.
 
         Args:
-            obj: what cloudpickle can carry.
-            links: of kind SOCK_SEQPACKET; the same each time.
+            obj: anything that cloudpickle can pickle.
+            links: sockets of kind SOCK_SEQPACKET; the same each time.
 
         Raises:
             InputError: a part of it can't be pickled.
@@ -229,7 +228,7 @@ class ObjectSender:
         return [_sent(link, message, fds) for link in links]
 
     def _roomy(self, size_bytes: int) -> tuple[SharedMemory, list[int]]:
-        """The memory, and, where it is new, what others map it by."""
+        """Return memory of that size, and, if it is new, the descriptor for the receivers."""
         before = self._segment
         if before is not None and before.size_bytes >= size_bytes:
             return before, []
@@ -239,17 +238,17 @@ class ObjectSender:
         return made, [made.fd]
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
 
 
 class ObjectReceiver:
-    """Where what comes through a link is read.
+    """Receives the objects of one sender.
 
     Args:
-        link: its reading end.
+        link: the other end of the sender's socket.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -257,10 +256,10 @@ class ObjectReceiver:
         self._segment: SharedMemory | None = None
 
     def collect(self) -> Any:
-        """Wait for the next object graph; raises EOFError where the other side has gone."""
+        """Wait for the next object graph; raise EOFError if the sender has closed its end."""
         message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 1)
         if not message:
-            raise EOFError("the other side has gone")
+            raise EOFError("the sender has closed its end")
         if fds:
             self.close()
             self._segment = SharedMemory.attach(fds[0], os.fstat(fds[0]).st_size)
@@ -268,19 +267,19 @@ class ObjectReceiver:
             return pickle.loads(message)
         sizes = [size for (size,) in struct.iter_unpack("<Q", message[1:])]
         assert self._segment is not None, "its descriptor came with the first"
-        with self._segment.buffer as source:  # copied out of it, since the next one is written there too
+        with self._segment.buffer as source:  # copied: the next object is written to the same memory
             stream, *arrays = (bytearray(source[a : a + n]) for a, n in zip(_ends(sizes), sizes, strict=False))
         return pickle.loads(stream, buffers=arrays)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Unmap the memory."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
 
 
 def _ends(sizes: Sequence[int]) -> list[int]:
-    """Where each part starts, and last, where all ends."""
+    """Return where each part starts, and where the last one ends."""
     return list(accumulate(map(aligned, sizes), initial=0))
 
 

@@ -11,7 +11,7 @@ from paceline.comm.fork_server import ForkServer
 sys.path.append(str(Path(__file__).parent))  # handed over to the children, which import scenes by it
 from shm_ranks import Ranks
 
-PRELOADED = ["drop_in_scenes", "paceline.comm.backends", "shm_ranks"]
+PRELOADED = ["drop_in_scenes", "paceline.comm.hierarchical", "shm_ranks"]
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ from paceline.comm.shm import collectives
 from paceline.comm.shm.collectives import cut, vector, written_back
 from paceline.comm.shm.p2p import Receive, RecvMatching, SendQueue
 from paceline.comm.shm.progress import Operation, Work, Works, own_progress
-from paceline.comm.shm.region import Region
+from paceline.comm.shm.region import Region, rendezvous
 from paceline.comm.shm.staging import CollectiveKind, ReduceRule, StagedRounds, Steps, check_rule, rule_of
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
@@ -332,6 +332,14 @@ class ShmProcessGroup(PythonProcessGroup):
         if len(lists) != 1 or len(lists[0]) != self._region.size:
             raise InputError(f"{name} takes one list of {self._region.size} tensors, one a rank")
         return lists[0]
+
+
+def create(options: Any, _backend_options: Any) -> ShmProcessGroup:
+    """Create a group, for torch.distributed."""
+    timeout_s = options.timeout.total_seconds()
+    ranks = list(options.global_ranks_in_group or range(options.group_size))
+    region = rendezvous(options.store, options.group_id, options.group_rank, ranks, timeout_s)
+    return ShmProcessGroup(region, timeout_s)
 
 
 def _all_reduce() -> str:

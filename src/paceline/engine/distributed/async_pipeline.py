@@ -171,7 +171,9 @@ class AsyncPipelineClient(RankClient):
         table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
         # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
         communicator = self._shard.communicator
-        self._pending.append((table, None if communicator is None else communicator.begin(table), self.attempt))
+        self._pending.append(
+            (table, None if communicator is None else communicator.start_all_reduce(table), self.attempt)
+        )
 
     def _complete(self) -> None:
         """Wait for the oldest exchange and let the coordinator count its step."""

@@ -113,7 +113,7 @@ class Overlap:
 
     def __init__(self, buckets: tuple[Bucket, ...], buffer: ReduceBuffer, communicator: Communicator) -> None:
         self._cuts, self._communicator, self._vectors = buckets, communicator, buffer.state.parameters
-        self._sends = [communicator.there(vector) for vector in self._vectors]
+        self._sends = [communicator.to_device(vector) for vector in self._vectors]
         """The vectors as the backend sums them: themselves, or copies on another device."""
         pairs = zip(buffer.state.layout.parameters, self._sends, strict=True)
         self._views = [view for block, vector in pairs for view in block.views(vector)]
@@ -172,7 +172,7 @@ class Overlap:
             part.zero_()
         elif weight != 1.0:
             part.mul_(weight)
-        self._works.append(self._communicator.begin(part))
+        self._works.append(self._communicator.start_all_reduce(part))
 
     def _reset(self) -> None:
         self._works: list[Any] = []

@@ -162,7 +162,7 @@ class ModelParallelShard(RankShard):
         else:
             needed = job.program.clip_norm is not None or job.noise_scale
             names = ranks.state.layout.parameter_names if needed else ()
-            counted = [name for name in names if is_counted_on(ranks.lies.get(name), ranks.place.shard)]
+            counted = [name for name in names if is_counted_on(ranks.placements.get(name), ranks.place.shard)]
         self.coordinate, self.state = ranks.place, ranks.state
         self.parameter_bytes = ranks.state.layout.parameter_bytes
         gather = FullStateGather(ranks.state, ranks.whole, ranks.stages, ranks.rank, communicator)

@@ -14,7 +14,7 @@ from paceline.core.types import Seconds
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankContext, SubGroups, extended_timeout
 from paceline.engine.spmd.shared_model import build_once_per_host
-from paceline.engine.spmd.tensor_parallel_rank import GroupShards
+from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
 from paceline.program import Program, Tree
 from paceline.replica.base import Batch
 from paceline.replica.capture.capture import Captured, capture
@@ -149,7 +149,7 @@ class _ShardModel:
         strategy = request.strategy
         communicator = SubGroups.of(strategy.mesh, context.communicator).shards
         assert communicator is not None, "one worker answers by itself"
-        shards = GroupShards(communicator, context.world.rank)
+        shards = ProcessGroupTP(communicator, context.world.rank)
         self._first = context.world.rank == 0
         with extended_timeout(context):
             self.captured = capture(module, inputs, operators=True, training=False)
@@ -177,7 +177,7 @@ class _StageModel:
         strategy = self._strategy = replace(request.strategy, **plain)
         self._mesh, self._place = strategy.mesh, strategy.mesh.coordinate(context.world.rank)
         communicator = SubGroups.of(self._mesh, context.communicator).shards
-        self._shards = None if communicator is None else GroupShards(communicator, self._mesh.shard(self._place))
+        self._shards = None if communicator is None else ProcessGroupTP(communicator, self._mesh.shard(self._place))
         samples, count = batch_size(inputs), strategy.micro_batch_count
         with extended_timeout(context):
             made = self._cut(module, select_rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))

@@ -197,7 +197,7 @@ class ShardIO:
         """
         if buffer not in self._reads:
             full = self._arena.readonly_version(buffer)
-            self._reads[buffer] = ShardViews(self._state, full, self._stage.lies, self._shard)
+            self._reads[buffer] = ShardViews(self._state, full, self._stage.placements, self._shard)
         before = self._control.versions[buffer]
         self._reads[buffer].take()
         after = self._control.versions[buffer]  # as a seqlock: the same version on both sides of the copy
@@ -220,7 +220,7 @@ class ShardIO:
         measured = self._inner.finish(self._delta)
         if slot not in self._writes:
             full = self._arena.delta(self._place.replica, slot)
-            self._writes[slot] = ShardViews(self._delta, full, self._stage.lies, self._shard, self._names)
+            self._writes[slot] = ShardViews(self._delta, full, self._stage.placements, self._shard, self._names)
         self._writes[slot].put()
         return PartDone(self._version, measured.finite, measured.samples, measured.loss)
 

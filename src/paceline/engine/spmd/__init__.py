@@ -1,1 +1,1 @@
-"""Ranks that work together: how they meet, what they send each other, and how a failure of one reaches all."""
+"""SPMD runtime over torch.distributed: launch, rendezvous, collectives, watchdog, and a rank's part of the model."""

@@ -1,10 +1,7 @@
 """Point-to-point messages between the stages of a replica, over a torch.distributed process group.
 
-Waits that can't be given up and made again, made in a thread of their own, so that who waits can look around.
-
-Gloo's messages are such: a wait for one that times out closes the connection (torch 2.13).
-
-Values between the stages of a replica, as messages of torch.distributed.
+A wait for a message of Gloo can't be given up and made again: one that times out closes the connection (torch 2.13). So
+such waits are made on a helper thread, and the caller can check for failures meanwhile.
 """
 
 import queue
@@ -28,7 +25,9 @@ from paceline.replica.pipeline.base import P2P, PendingRecv
 
 @dataclass(frozen=True)
 class Routes:
-    """One worker's.
+    """Ranks to which one worker sends, and from which it receives.
+
+    Stages may have different numbers of shards: shard i of n sends to the shards i, i + n, ... of the other stage.
 
     Args:
         mesh: of all ranks.
@@ -39,18 +38,18 @@ class Routes:
     place: Coordinate
 
     def to(self, column: int) -> list[int]:
-        """The ranks of a column that take this one's values.
+        """Return the ranks of a column that receive this one's values.
 
         >>> Routes(Mesh(1, (1, 2)), Coordinate(0, 0)).to(1), Routes(Mesh(1, (2, 1)), Coordinate(0, 0, 1)).to(1)
         ([1, 2], [])
         >>> Routes(Mesh(1, (2, 2), (2, 1)), Coordinate(0, 0, 1)).to(2)
         [2, 3]
         """
-        mine, shard = self.mesh.shards(self.place.stage), self.mesh.shard(self.place)
-        return [rank for other, rank in enumerate(self._ranks(column)) if other % mine == shard]
+        shards, shard = self.mesh.shards(self.place.stage), self.mesh.shard(self.place)
+        return [rank for other, rank in enumerate(self._ranks(column)) if other % shards == shard]
 
     def source(self, column: int) -> int:
-        """The rank of a column whose values this one takes.
+        """Return the rank of a column whose values this one receives.
 
         >>> Routes(Mesh(1, (1, 2)), Coordinate(0, 1, 1)).source(0), Routes(Mesh(1, (2, 1)), Coordinate(0, 1)).source(0)
         (0, 0)
@@ -62,65 +61,64 @@ class Routes:
         return self.mesh.stage_replica_ranks(self.place.replica, self.mesh.stage_replicas.at(column))
 
 
-Asked: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
-"""Waits, and who wants to know what came of them; None: no more."""
+WaitRequests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+"""Waits, and the futures of their results; None ends the thread."""
 
-
-LEAVE_S: Seconds = 2.0
-"""How long the thread may take to end: at once, but where it waits for somebody who has died."""
+JOIN_S: Seconds = 2.0
+"""Longest wait for the helper thread to end: it ends at once unless its own wait is for a process that has died."""
 
 
 class WaitThread:
-    """One thread, which makes one wait after the other; it ends when nobody holds this any more.
+    """One thread that makes one wait after the other; it ends when this object is no longer referenced.
 
-    The end of the process waits for it: a thread that is stopped while it lets go of a message aborts the process
+    The end of the process waits for it: a thread that is stopped while it frees a message aborts the process
     (torch 2.13).
     """
 
     def __init__(self) -> None:
-        self._asked: Asked = queue.SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(self._asked,), name="paceline: waits", daemon=True)
+        self._requests: WaitRequests = queue.SimpleQueue()
+        thread = threading.Thread(target=_serve_waits, args=(self._requests,), name="paceline: waits", daemon=True)
         thread.start()
-        weakref.finalize(self, _end, self._asked, thread)
+        weakref.finalize(self, _end_thread, self._requests, thread)
 
-    def begin(self, wait: Callable[[], Any]) -> "Waiting":
-        """Have it made."""
+    def begin(self, wait: Callable[[], Any]) -> "ThreadedWait":
+        """Have the thread make a wait, after those before it."""
         future: Future[Any] = Future()
-        self._asked.put((wait, future))
-        return Waiting(future)
+        self._requests.put((wait, future))
+        return ThreadedWait(future)
 
 
-def _end(asked: Asked, thread: threading.Thread) -> None:
-    asked.put(None)
+def _end_thread(requests: WaitRequests, thread: threading.Thread) -> None:
+    requests.put(None)
     if thread is not threading.current_thread():
-        thread.join(LEAVE_S)
+        thread.join(JOIN_S)
 
 
-def _serve(asked: Asked) -> None:
-    while (wanted := asked.get()) is not None:
-        _make(*wanted)
-        del wanted  # it holds a message, which is to be let go of now
+def _serve_waits(requests: WaitRequests) -> None:
+    while (request := requests.get()) is not None:
+        _make_wait(*request)
+        del request  # it holds a message, which is to be freed now
 
 
-def _make(wait: Callable[[], Any], future: "Future[Any]") -> None:
+def _make_wait(wait: Callable[[], Any], future: "Future[Any]") -> None:
     try:
         future.set_result(wait())
     except BaseException as error:
         future.set_exception(error)
 
 
-class Waiting:
-    """A wait under way, in the form of torch's Work."""
+class ThreadedWait:
+    """A wait on the helper thread, in the form of torch's Work."""
 
     def __init__(self, future: "Future[Any]") -> None:
         self._future = future
 
     def is_completed(self) -> bool:
-        """Whether it is over, well or badly."""
+        """Return whether it has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raises RuntimeError when it is not over in time, and what it has raised itself."""
+        """Raise RuntimeError if it does not end in time, or what it has raised itself."""
         try:
             self._future.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError as error:
@@ -130,33 +128,33 @@ class Waiting:
         return True
 
 
-IN_SLICES = ("nccl", "shm")
-"""Backends on which a wait for a message may be given up and made again."""
+WAITS_AGAIN = ("nccl", "shm")
+"""Backends on which a wait for a message that has timed out may be made again."""
 
 
 @final
 class ProcessGroupP2P(P2P):
-    """One worker's.
+    """Messages of one worker.
 
     Args:
-        communicator: of the run; counts what is sent.
-        routes: to the workers of this replica, in the run's group, which has all ranks.
+        communicator: of the whole run; counts the bytes.
+        routes: to the workers of this replica, as ranks of the run.
     """
 
     def __init__(self, communicator: Communicator, routes: Routes) -> None:
         self._communicator, self._group, self._routes = communicator, communicator.group.handle, routes
-        self._aside = None if communicator.group.backend in IN_SLICES else WaitThread()
-        self._tells = communicator.group.backend == "shm"
-        self._sent: deque[_Sent] = deque()
+        self._wait_thread = None if communicator.group.backend in WAITS_AGAIN else WaitThread()
+        self._polls = communicator.group.backend == "shm"
+        self._sends: deque[_Send] = deque()
 
     def isend(self, tensor: Tensor, destination: int, description: str) -> None:
-        while self._sent and all(work.is_completed() for work in self._sent[0].works):
-            self._sent.popleft()
+        while self._sends and all(work.is_completed() for work in self._sends[0].works):
+            self._sends.popleft()
         if tensor.numel():
-            moved = self._communicator.there(tensor)
+            moved = self._communicator.to_device(tensor)
             ranks = self._routes.to(destination)
-            works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend, but for its checks
-            self._sent.append(_Sent(works, moved, description))
+            works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend without its checks
+            self._sends.append(_Send(works, moved, description))
             self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
@@ -165,39 +163,39 @@ class ProcessGroupP2P(P2P):
         return _Message(self, work, buffer, description)
 
     def wait_sends(self, newest: int = 0) -> None:
-        while len(self._sent) > newest:
-            oldest = self._sent.popleft()
+        while len(self._sends) > newest:
+            oldest = self._sends.popleft()
             for work in oldest.works:
-                self.wait(work, oldest.what)
+                self.wait(work, oldest.description)
 
-    def wait(self, work: Any, what: str) -> None:
+    def wait(self, work: Any, description: str) -> None:
         """Wait for a message."""
-        if self._tells and work.is_completed() and work.is_success():
-            return
-        self._communicator.wait(work if self._aside is None else self._aside.begin(work.wait), what)
+        if self._polls and work.is_completed() and work.is_success():
+            return  # without the watchdog: most messages have arrived by now
+        self._communicator.wait(work if self._wait_thread is None else self._wait_thread.begin(work.wait), description)
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """As backends take it; the same memory."""
+    """Return a view that backends take: they know no complex numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class _Sent(NamedTuple):
-    """On its way; the tensor must stay as it is until it has gone."""
+class _Send(NamedTuple):
+    """A message on its way; the tensor must not change until it has been sent."""
 
     works: list[Any]
-    """To each who takes it."""
+    """One for each destination."""
     tensor: Tensor
-    what: str
+    description: str
 
 
 @final
 class _Message(PendingRecv):
-    def __init__(self, wire: ProcessGroupP2P, work: Any, buffer: Tensor, what: str) -> None:
-        self._wire, self._work, self._buffer, self._what = wire, work, buffer, what
+    def __init__(self, p2p: ProcessGroupP2P, work: Any, buffer: Tensor, description: str) -> None:
+        self._p2p, self._work, self._buffer, self._description = p2p, work, buffer, description
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._wire.wait(self._work, self._what)
+            self._p2p.wait(self._work, self._description)
             self._work = None
         return self._buffer

@@ -1,9 +1,4 @@
-"""One rank of a pipeline: its parts of the model, made ready, and what computes Δ with them.
-
-A model divided among the ranks of its pipeline, as one of them sees it.
-
-What computes Δ on one rank of a pipeline.
-"""
+"""One rank of a pipeline: its parts of the model and of A, its subgroups, and the replica that computes Δ with them."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +12,7 @@ from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
 from paceline.engine.spmd.shard_views import StageSharding
-from paceline.engine.spmd.tensor_parallel_rank import GroupShards
+from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
@@ -36,12 +31,12 @@ from paceline.trace.recorder import AnyRecorder
 
 
 @final
-class GroupCopies(StageReplicaGroup):
-    """One rank's.
+class ProcessGroupReplicas(StageReplicaGroup):
+    """The replicas of one stage, over a process group of these alone.
 
     Args:
-        communicator: of the run, whose group has these copies alone; counts what is sent.
-        copy: which of them this is.
+        communicator: of that group; counts the bytes.
+        copy: number of this replica of the stage.
     """
 
     def __init__(self, communicator: Communicator, copy: int) -> None:
@@ -49,15 +44,15 @@ class GroupCopies(StageReplicaGroup):
         self._communicator, self._copy = communicator, copy
 
     def all_reduce(self, vector: Tensor, description: str) -> None:
-        self._communicator.all_reduce([vector], f"{description}, from those who take turns with copy {self._copy}")
+        self._communicator.all_reduce([vector], f"{description}, from the stage replicas next to replica {self._copy}")
 
 
 NORMS = ("running_mean", "running_var", "num_batches_tracked")
-"""How the running statistics of a BatchNorm are called."""
+"""Names of the running statistics of a BatchNorm."""
 
 
 class PipelineRank:
-    """One rank's view; all ranks make it together.
+    """A rank's parts of the model and of A; all ranks create it together.
 
     Args:
         rank_setup: the rank at the start of the run.
@@ -73,65 +68,67 @@ class PipelineRank:
         self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
         shards = self.subgroups.shards
         self._column, self._shard = self.mesh.stage_replica(self.place), self.mesh.shard(self.place)
-        self.shards = None if shards is None else GroupShards(shards, self._shard)
-        """Who share this rank's column; None: it has one for itself."""
+        self.shards = None if shards is None else ProcessGroupTP(shards, self._shard)
+        """Collectives with the other shards of this stage; None: it has one shard."""
         copies = self.subgroups.copies
-        self.copies = None if copies is None else GroupCopies(copies, self._column.copy)
-        """Who take turns at this rank's stage; None: nobody else does."""
+        self.copies = None if copies is None else ProcessGroupReplicas(copies, self._column.copy)
+        """Collectives with the other replicas of this stage; None: it has one replica."""
         batch = first_batch(job)
         with extended_timeout(rank_setup.context):
             self.cut = prepare_cut(job.program, job.strategy, rank_setup.module, batch, self._agreement()).cut
             self.needs = part_dependencies(job.program, self.cut, rank_setup.module, batch)
-            """Which parts need which."""
+            """Parts whose values each part needs."""
             held = [list(tensors_of(part.module)) for part in self.cut.parts]
             self._division = self._divided(rank_setup.module, batch)
         self.whole = rank_setup.layout
-        """The layout of A."""
+        """Layout of A."""
         self._refuse_running(held)
         self.stages = [self._stage(stage, held) for stage in range(len(self.mesh.stage_workers))]
-        """How the part of A of each stage lies among its shards."""
+        """How each stage's part of A is divided among its shards."""
         self.state = read(merged_module(self.parts), self.layout.new())
-        """This rank's part of A_0."""
+        """Initial values of this rank's part of A."""
         if self.shards is not None:
-            _let_go(rank_setup.module, self.parts)
+            _free_unused(rank_setup.module, self.parts)
         if rank_setup.context.communicator is not None:
             rank_setup.context.communicator.sent_bytes = 0
 
     @property
     def layout(self) -> FlatLayout:
-        """Of this rank's part of A."""
+        """Layout of this rank's part of A."""
         return self.stages[self.place.stage].parts[self._shard]
 
     @property
     def parts(self) -> list[Part]:
-        """This rank's."""
+        """This rank's parts of the model."""
         return [self._division.parts[number] for number in self._numbers(self.place.stage)]
 
     @property
     def shared(self) -> list[str]:
-        """The parameters of which each shard of this stage has a term of the gradient."""
-        return [name for name, how in self.stages[self.place.stage].lies.items() if how == PARTIAL_GRAD]
+        """Names of the parameters of which each shard of this stage computes a term of the gradient."""
+        return [
+            name for name, placement in self.stages[self.place.stage].placements.items() if placement == PARTIAL_GRAD
+        ]
 
     def counted(self, *, of_each_copy: bool) -> list[str]:
-        """The parameters that count here in the norm of Δ, if that is asked for: what several have counts once.
+        """Return the parameters that this rank counts in the norm of Δ, if a norm is needed; each counts on one rank.
 
         Args:
-            of_each_copy: whether those who take turns at a stage each count them, as where each has a piece of Δ.
+            of_each_copy: True if each replica of a stage counts them, as when each has a piece of Δ.
         """
         job = self.run_context.job
-        asked = job.program.clip_norm is not None or job.noise_scale
-        if not asked or (self._column.copy and not of_each_copy):
+        needed = job.program.clip_norm is not None or job.noise_scale
+        if not needed or (self._column.copy and not of_each_copy):
             return []
         first = {name: min(self._stage_of(part) for part in parts) for name, parts in self.cut.tied.items()}
-        stage, lies = self.place.stage, self.stages[self.place.stage].lies
+        stage, placements = self.place.stage, self.stages[self.place.stage].placements
         return [
             name
             for name in self.layout.parameter_names
-            if first.get(name, stage) == stage and is_counted_on(lies.get(name), self._shard)
+            if first.get(name, stage) == stage and is_counted_on(placements.get(name), self._shard)
         ]
 
     def setup(self, recorder: AnyRecorder) -> PipelineSetup:
-        """Return what this rank's part of a replica is made of, with a recorder for its spans."""
+        """Return the components of this rank's part of a replica; ``recorder`` records its spans."""
         job, communicator = self.run_context.job, self.context.communicator
         strategy = job.strategy
         return PipelineSetup(
@@ -149,11 +146,11 @@ class PipelineRank:
         )
 
     def holders(self, name: str) -> list[int]:
-        """The stages that hold a parameter of several parts; of any other, none."""
+        """Return the stages that hold a parameter of several parts; none for any other parameter."""
         return sorted({self._stage_of(part) for part in self.cut.tied.get(name, ())})
 
     def _divided(self, module: nn.Module, batch: Batch) -> ShardedParts:
-        """All parts, those of this rank rewritten as its shards."""
+        """Return all parts, those of this rank rewritten as its shards."""
         job, parts = self.run_context.job, self.cut.parts
         workers = [self.mesh.shards(self._stage_of(part.number)) for part in parts]
         if max(workers) == 1:
@@ -164,28 +161,27 @@ class PipelineRank:
         return shard_parts(request, own, self.context.gather)
 
     def _stage(self, stage: int, held: Sequence[Sequence[str]]) -> StageSharding:
-        """Of all parts of a stage together; what two of them have lies the same way in both."""
+        """Return the sharding of all parts of a stage; a tensor of two of them has the same placement in both."""
         workers, numbers = self.mesh.shards(stage), self._numbers(stage)
-        lies = {name: how for number in numbers for name, how in self._division.placements[number].items()}
+        placements = {name: each for number in numbers for name, each in self._division.placements[number].items()}
         whole = self.whole.part({name for number in numbers for name in held[number]})
         if workers > 1 and self._steps_on_parts:
-            refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, lies, workers)
-        parts = [shard_layout(whole, lies, shard) for shard in range(workers)]
-        return StageSharding(lies, parts, self.mesh.stage_replicas.copies[stage])
+            refuse_unless_elementwise(self.run_context.job.program.optimizer, whole, placements, workers)
+        parts = [shard_layout(whole, placements, shard) for shard in range(workers)]
+        return StageSharding(placements, parts, self.mesh.stage_replicas.copies[stage])
 
     def _refuse_running(self, held: Sequence[Sequence[str]]) -> None:
-        """Where several take turns, none sees all micro-batches in their order."""
+        """Refuse running buffers in a replicated stage: none of its replicas sees all micro-batches in their order."""
         strategy = self.run_context.job.strategy
         running = {entry.name for block in self.whole.buffers for entry in block.entries}
         deferred = NORMS if strategy.batchnorm == "mini-batch" else ()
         for part, names in enumerate(held):
             count = strategy.copies[self._stage_of(part)]
-            found = next((n for n in names if n in running and not n.endswith(deferred)), None)
-            if count > 1 and found is not None:
-                batchnorm = found.endswith(NORMS)
-                other = "batchnorm=mini-batch, or " if batchnorm else ""
+            name = next((n for n in names if n in running and not n.endswith(deferred)), None)
+            if count > 1 and name is not None:
+                other = "batchnorm=mini-batch, or " if name.endswith(NORMS) else ""
                 raise InputError(
-                    f"stages={list(strategy.copies)}: {found} of stage {self._stage_of(part)} moves with each "
+                    f"stages={list(strategy.copies)}: {name} of stage {self._stage_of(part)} moves with each "
                     f"micro-batch, in their order, but {count} take turns at them and each sees its own alone; write "
                     f"{other}stages={len(strategy.copies)}"
                 )
@@ -197,22 +193,22 @@ class PipelineRank:
         return self.order.worker_of(part, len(self.mesh.stage_workers))
 
     def _agreement(self) -> Agree:
-        """What the first rank chooses; where there are too few cores for all, the others begin when it has chosen."""
+        """Return how all ranks agree on rank 0's partition; if cores are few, the others start after it has chosen."""
         world = self.context.world
         if world.rank == 0:
-            return lambda choose: self._said(choose())
+            return lambda choose: self._first_choice(choose())
         if world.local_size <= len(os.sched_getaffinity(0)):
-            return lambda _: self._said(())
-        said = self._said(())
-        return lambda _: said
+            return lambda _: self._first_choice(())
+        chosen = self._first_choice(())
+        return lambda _: chosen
 
-    def _said(self, mine: Boundaries) -> Boundaries:
-        said: Boundaries = self.context.gather(mine, "where the model is cut")[0]
-        return said
+    def _first_choice(self, own: Boundaries) -> Boundaries:
+        chosen: Boundaries = self.context.gather(own, "where the model is cut")[0]
+        return chosen
 
 
-def _let_go(module: nn.Module, parts: Sequence[Part]) -> None:
-    """Of the memory of what this rank has no part of, or a part that is its own."""
+def _free_unused(module: nn.Module, parts: Sequence[Part]) -> None:
+    """Free the tensors of the whole model that this rank's parts do not use."""
     kept = {id(tensor) for part in parts for tensor in tensors_of(part.module).values()}
     for tensor in tensors_of(module).values():
         if id(tensor) not in kept:
@@ -220,12 +216,12 @@ def _let_go(module: nn.Module, parts: Sequence[Part]) -> None:
 
 
 def pipelined(pipeline: PipelineRank, micro_steps: int, recorder: AnyRecorder) -> Pipelined:
-    """A rank's part of a replica.
+    """Create this rank's part of a replica, which computes Δ.
 
     Args:
-        pipeline: as this rank sees it.
-        micro_steps: batches of one Δ.
-        recorder: of this rank's spans.
+        pipeline: this rank's parts.
+        micro_steps: batches in one Δ.
+        recorder: records this rank's spans.
     """
     partial_grads = None
     if pipeline.shards is not None:

@@ -1,14 +1,8 @@
-"""The launch environment of this process, rendezvous, and the process group by which the ranks of a run communicate.
-
-How processes that somebody on this host has made become the ranks of a process group.
-
-The group by which the ranks of one run talk, opened and closed in one place.
-"""
+"""The launch environment, rendezvous and process groups of the ranks of a run; groups open and close here alone."""
 
 import contextlib
 import importlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,26 +21,26 @@ from paceline.engine.base import Job
 from paceline.strategy import Device
 
 OURS = ("hierarchical", "shm")
-"""How bytes may move: through memory inside each host and sockets between hosts, or inside one host alone."""
+"""Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone."""
 
 BACKENDS = ("gloo", "nccl", *OURS)
-"""Also: between CPUs, between GPUs."""
+"""All backends: torch's for CPUs and for GPUs, and Paceline's own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """One process among those that torchrun started."""
+    """A process among those that torchrun started."""
 
     rank: int
     size: int
     local_size: int
-    """How many of them are on this host; all, where nothing is said of it."""
+    """Number of them on this host; all, if the environment does not tell."""
     one_host: bool = False
-    """Whether all are known to be on this host."""
+    """True if all are known to be on this host."""
 
     @classmethod
     def found(cls) -> "LaunchEnv":
-        """What the process group says, or the environment; a process that nobody launched is alone."""
+        """Return that of the initialized process group, or of the environment; without either, the process is alone."""
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()
         else:
@@ -56,26 +50,25 @@ class LaunchEnv:
 
     @property
     def alone(self) -> bool:
-        """Whether there is nobody to talk to."""
         return self.size == 1
 
 
-def backend_for(device: Device, asked: str | None, world: LaunchEnv) -> str:
-    """By what ranks that compute on ``device`` reach each other, where nothing else is asked for.
+def backend_for(device: Device, requested: str | None, world: LaunchEnv) -> str:
+    """Return the backend of ranks that compute on ``device``: the one that is requested, or the best for them.
 
     >>> two = LaunchEnv(rank=0, size=2, local_size=2, one_host=True)
     >>> backend_for("cpu", None, two), backend_for("cuda", None, two), backend_for("cuda", "gloo", two)
     ('shm', 'nccl', 'gloo')
     """
-    if asked is not None:
-        return asked
+    if requested is not None:
+        return requested
     if device == "cuda":
         return "nccl"
     return "shm" if world.one_host and sys.platform == "linux" else "gloo"
 
 
 def refuse_backend(backend: str, job: Job, world: LaunchEnv) -> None:
-    """Raise InputError where this backend can't carry the job."""
+    """Raise InputError if this backend can't run the job."""
     device = job.strategy.device
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
@@ -93,7 +86,7 @@ def refuse_backend(backend: str, job: Job, world: LaunchEnv) -> None:
 
 
 def refuse_size(job: Job, world: LaunchEnv) -> None:
-    """Raise InputError where the job has not a process for each worker."""
+    """Raise InputError if there is not one process for each worker of the job."""
     strategy, workers = job.strategy, job.strategy.workers
     if workers == world.size:
         return
@@ -108,45 +101,41 @@ def refuse_size(job: Job, world: LaunchEnv) -> None:
     )
 
 
-def host_name() -> str:
-    """This host, as people know it."""
-    return socket.gethostname()
-
-
 BACKEND = "shm"
-"""What carries their messages."""
+"""Backend of ranks that main has spawned on this host."""
 
 
 def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None:
-    """Make this process one of so many ranks.
+    """Make this process a rank of the default process group, by a file that all its ranks open.
 
     Args:
-        rank: which.
-        size: how many there are.
-        path: of a file by which they find each other.
-        timeout_s: the longest wait for the others.
+        rank: this one.
+        size: number of ranks.
+        path: of the file.
+        timeout_s: longest wait for the others.
     """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # torch's word for a store that no rank keeps
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # in torch: no rank keeps the store
     register()
     store = FileStore(path, size)  # torch's TCPStore would listen on every interface
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
-_names = 0
-"""How many have been given; every rank gives the same ones."""
+_prefixes = 0
+"""Number of store prefixes in use; every rank uses the same ones in the same order."""
 
-_met: Store | None = None
-"""The job's store, once the ranks have met in it."""
+_job_store: Store | None = None
+"""The job's store, after the rendezvous."""
 
 
 class ProcessGroup:
-    """One run's.
+    """The process group of a run, or a subgroup of it.
 
     Args:
-        handle: torch's process group of all ranks.
-        store: where ranks leave notes for each other, under names of this run alone.
-        backend: what moves the bytes.
+        handle: torch's process group.
+        store: the job's, with a prefix of this run.
+        backend: of the group.
+        bound: timeout of the backend.
     """
 
     def __init__(self, handle: Any, store: Store, backend: str, bound: timedelta) -> None:
@@ -155,15 +144,15 @@ class ProcessGroup:
         self._for_ever = False
 
     def split(self, groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
-        """A group of some ranks, in which this one is; all ranks of this group make all groups together.
+        """Create subgroups, and return this rank's; all ranks of this group call it together.
 
         Args:
-            groups: the ranks of each, every rank in one of them.
+            groups: ranks of each subgroup; every rank is in one of them.
 
         Returns:
-            None: this rank's has nobody else in it.
+            None: this rank's subgroup has no other rank.
         """
-        rank, found = dist.get_rank(self.handle), None
+        rank, own = dist.get_rank(self.handle), None
         for ranks in groups:
             if len(ranks) == dist.get_world_size(self.handle):
                 return self
@@ -172,25 +161,25 @@ class ProcessGroup:
             handle = dist.new_group(list(ranks), backend=_in_torch(self.backend), timeout=self._bound)
             if rank in ranks:
                 self._subgroups.append(handle)
-                found = ProcessGroup(handle, self.store, self.backend, self._bound)
-        if found is not None and self._for_ever:
-            found.wait_for_ever()
-        return found
+                own = ProcessGroup(handle, self.store, self.backend, self._bound)
+        if own is not None and self._for_ever:
+            own.wait_for_ever()
+        return own
 
     def handles(self) -> list[Any]:
-        """Of all groups that were made of it, itself last."""
+        """Return the groups that were split from it, and itself at the end."""
         return [*self._subgroups, self.handle]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank says, in their order."""
-        found: list[Any] = [None] * dist.get_world_size(self.handle)
-        dist.all_gather_object(found, value, group=self.handle)
-        return found
+        """Return each rank's value, in their order; all ranks call it together."""
+        values: list[Any] = [None] * dist.get_world_size(self.handle)
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
 
     def wait_for_ever(self) -> None:
-        """Let somebody else bound the waits from now on: a rank may be slow because it was asked to be."""
+        """Extend the backend's timeout: the watchdog bounds each wait, and knows which ranks are slow on purpose."""
         self._for_ever = True
-        if self.backend != "shm":  # there each wait says how long it may last
+        if self.backend != "shm":  # each wait of which has a timeout of its own
             dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
         if self.backend == "hierarchical":
             self.handle.wait_for_ever()
@@ -198,7 +187,7 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[ProcessGroup | None]:
-    """The group of a run; None for who is alone.
+    """Context manager: the process group of a run; None if this process is alone.
 
     A process group that the user has initialised stays as it is, and the run has a group of its own next to it. Where
     there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails.
@@ -217,12 +206,12 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     else:
         _initialise(world, backend, bound)
         handle = dist.group.WORLD
-    group = ProcessGroup(handle, _named(dist.distributed_c10d._get_default_store()), backend, bound)
+    group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store()), backend, bound)
     try:
         yield group
     except BaseException:
         for each in group.handles():
-            _break_off(each)
+            _abort(each)
         raise
     finally:
         for each in group.handles():
@@ -231,7 +220,7 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
 
 def _initialise(world: LaunchEnv, backend: str, bound: timedelta) -> None:
     try:
-        store = _named(_job_store(world, bound))
+        store = _own_prefix(_rendezvous(world, bound))
         dist.init_process_group(_in_torch(backend), store=store, rank=world.rank, world_size=world.size, timeout=bound)
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise WaitTimeoutError(
@@ -240,27 +229,27 @@ def _initialise(world: LaunchEnv, backend: str, bound: timedelta) -> None:
         ) from error
 
 
-def _job_store(world: LaunchEnv, bound: timedelta) -> Store:
-    """The job's store, met once: torch 2.13 would find the addresses of the group before in it if it met there anew."""
-    global _met
-    if _met is None:
-        _met = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
-    return _met
+def _rendezvous(world: LaunchEnv, bound: timedelta) -> Store:
+    """Return the job's store; one for all groups: torch 2.13 finds the addresses of the last group in a second one."""
+    global _job_store
+    if _job_store is None:
+        _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
+    return _job_store
 
 
-def _named(store: Store) -> Store:
-    """Names that no other run uses."""
-    global _names
-    _names += 1
-    return PrefixStore(f"paceline/{_names}", store)
+def _own_prefix(store: Store) -> Store:
+    """Return the store with a prefix that no other run uses."""
+    global _prefixes
+    _prefixes += 1
+    return PrefixStore(f"paceline/{_prefixes}", store)
 
 
 def _in_torch(backend: str) -> str:
-    """With NCCL, what lies in the host's memory (words, figures, questions) goes by Gloo."""
+    """Return torch's name of a backend: with NCCL, tensors in the host's memory go through Gloo."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
 
 
-def _break_off(handle: Any) -> None:
-    """End what other ranks will never answer; else destroying the group waits for it."""
-    with contextlib.suppress(Exception):  # a backend may have nothing to break off
+def _abort(handle: Any) -> None:
+    """Abort collectives that other ranks will never join; else destroying the group waits for them."""
+    with contextlib.suppress(Exception):  # a backend may have nothing to abort
         handle.abort()

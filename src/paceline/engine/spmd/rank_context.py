@@ -1,28 +1,22 @@
-"""The ranks of one run, as one of them sees them: its communicator, its watchdog, its subgroups of the mesh.
+"""One rank of a run: its context among the others, its setup, and its subgroups of the mesh.
 
-One rank at the start of a run.
-
-The ranks with which one shares something: a stage, or the same part of A.
-
-::
+Subgroups are ranks that share something: a stage, or the same part of the parameters A::
 
     replicas=2 stages=2 shards=2
 
                  replica 0            replica 1
-    stage 0     (0    1)             (4    5)          shards: who work on one stage of one replica
+    stage 0     (0    1)             (4    5)          shards: the workers of one stage of one replica
     stage 1     (2    3)             (6    7)          peers: 0 and 4, 1 and 5, 2 and 6, 3 and 7
 
     stages=[2,1] shards=[2,1]
 
-    stage 0     (0    1)  (2    3)                     shards: who share a column
-    stage 1     (4)                                    copies: who take turns at a stage, 0 and 2, 1 and 3
+    stage 0     (0    1)  (2    3)                     shards: the workers of one replica of the stage
+    stage 1     (4)                                    copies: replicas of a stage, 0 and 2, 1 and 3
 
     replicas=2 stages=[2,1]
 
-    stage 0      0    1               3    4           holders: who have the same part of A anywhere, 0, 1, 3 and 4
+    stage 0      0    1               3    4           holders: all ranks with the same part of A, 0, 1, 3 and 4
     stage 1      2                    5                and 2 and 5
-
-Time to capture, cut and check a model before training, which may take longer than any wait in it.
 """
 
 import contextlib
@@ -48,17 +42,20 @@ from paceline.engine.spmd.watchdog import CollectiveWatchdog, RankRegistry, Stor
 from paceline.replica.flat_state import FlatLayout
 
 LINGER_S: Seconds = 5.0
-"""How long rank 0, where it keeps the job's store, stays for the others to read why the run ended."""
+"""Longest time that rank 0, if it keeps the job's store, stays for the others to read why the run ended."""
+
+PREPARATION_S: Seconds = 1800.0
+"""Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once."""
 
 
 class RankContext:
-    """What one rank has of the others; alone, nobody.
+    """A rank's communicator, store and peers.
 
     Args:
-        world: which rank this is.
-        registry: who they are.
-        communicator: collectives.
-        store_signals: what is said outside them.
+        world: its launch environment.
+        registry: processes of all ranks.
+        communicator: collectives of the whole run; None: the rank is alone.
+        store_signals: failures and signs of life outside the collectives; None: the rank is alone.
     """
 
     def __init__(
@@ -70,57 +67,57 @@ class RankContext:
     ) -> None:
         self.world, self.registry, self.communicator, self.store_signals = world, registry, communicator, store_signals
 
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """What each rank says, in their order."""
-        if self.communicator is None:
+    def gather(self, value: Any, description: str) -> list[Any]:
+        """Return each rank's value, in their order; all ranks call it together."""
+        communicator = self.communicator
+        if communicator is None:
             return [value]
-        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = [int(size) for size in self._gather(torch.tensor([len(mine)]), [1] * self.world.size, what)]
+
+        def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
+            # dist.all_gather_object would wait without the watchdog.
+            gathered = [torch.empty_like(own) for _ in range(self.world.size)]
+            work = dist.all_gather(gathered, own, group=communicator.group.handle, async_op=True)
+            communicator.wait(work, description)
+            return gathered
+
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = [int(size) for size in all_gather(torch.tensor([len(pickled)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(mine)] = mine
-        parts = self._gather(padded, [len(padded)] * self.world.size, what)
+        padded[: len(pickled)] = pickled
+        parts = all_gather(padded)
         return [pickle.loads(part[:size].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def agree_on_failure(self, error: BaseException) -> BaseException:
-        """What all ranks raise, where this one has met an error."""
+        """Return the error that all ranks raise after this one has met ``error``: the first that was reported."""
         dead = None if isinstance(error, PacelineError) else self.registry.first_exited()
-        if dead is not None:  # a collective of somebody else's broke
-            told: PacelineError = WorkerError(f"{dead} ended while {self.registry.own} was at work with it: {error}")
+        if dead is not None:  # the error is that of a collective that broke when a peer died
+            failure: PacelineError = WorkerError(f"{dead} ended while {self.registry.own} was at work with it: {error}")
+        elif isinstance(error, PacelineError):
+            failure = error
         else:
-            told = error if isinstance(error, PacelineError) else WorkerError(_told(self.world.rank, error))
+            failure = WorkerError(failure_text(json.loads(encode_failure(self.world.rank, error))))
         if self.store_signals is not None:
-            told = self._agreed(self.store_signals, told)
-        return told if isinstance(error, Exception) else error
-
-    def _agreed(self, store_signals: StoreSignals, told: PacelineError) -> PacelineError:
-        try:
-            verdict = store_signals.report_failure(told)
-            store_signals.acknowledge(self.world.rank)
-            if self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                store_signals.await_acknowledgements(LINGER_S)
-        except RuntimeError:  # the store has gone with who kept it
-            return told
-        return verdict
-
-    def _gather(self, mine: torch.Tensor, sizes: list[int], what: str) -> list[torch.Tensor]:
-        assert self.communicator is not None, "nobody is there"
-        found = [torch.empty(size, dtype=mine.dtype) for size in sizes]
-        self.communicator.wait(dist.all_gather(found, mine, group=self.communicator.group.handle, async_op=True), what)
-        return found
+            with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
+                first = self.store_signals.report_failure(failure)
+                self.store_signals.acknowledge()
+                if self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                    self.store_signals.await_acknowledgements(LINGER_S)  # the store ends with this process
+                failure = first
+        return failure if isinstance(error, Exception) else error
 
 
 @contextlib.contextmanager
 def open_rank_context(
     world: LaunchEnv, backend: str, device: str, timeout_s: Seconds, *, watched: bool
 ) -> Iterator[RankContext]:
-    """The team of one run, while that lasts; what any rank raises inside, all raise.
+    """Context manager: this rank's context in one run. An error that any rank raises inside, all ranks raise.
 
     Args:
-        world: which rank this is.
-        backend: moves the bytes.
-        device: where this rank computes.
-        timeout_s: the longest wait.
-        watched: whether :class:`CollectiveWatchdog` waits for collectives; else the backend itself must bound them.
+        world: this rank's launch environment.
+        backend: of the process group.
+        device: of this rank's tensors.
+        timeout_s: longest wait.
+        watched: True if :class:`CollectiveWatchdog` waits for all collectives; else the backend must bound them.
     """
     with opened(world, backend, timeout_s) as group, contextlib.ExitStack() as closing:
         registry = RankRegistry(world, group)
@@ -137,56 +134,63 @@ def open_rank_context(
         try:
             yield context
         except BaseException as error:
-            said = context.agree_on_failure(error)
-            if said is error:
+            agreed = context.agree_on_failure(error)
+            if agreed is error:
                 raise
-            raise said from error
+            raise agreed from error
 
 
-def _told(rank: int, error: BaseException) -> str:
-    return failure_text(json.loads(encode_failure(rank, error)))
+@contextlib.contextmanager
+def extended_timeout(context: RankContext) -> Iterator[None]:
+    """Context manager: the watchdog does not time this rank out while it prepares the model."""
+    store_signals, offset_ns = context.store_signals, context.registry.clock_offset_ns
+    if store_signals is not None:
+        store_signals.extend_timeout(time.monotonic_ns() + offset_ns + int(PREPARATION_S * 1e9))
+    yield
+    if store_signals is not None:
+        store_signals.extend_timeout(0)
 
 
 @dataclass(frozen=True)
 class RankSetup:
-    """One rank at the start of a run."""
+    """A rank that is being set up, at the start of a run."""
 
     run_context: RunContext
     context: RankContext
     backend: str
     module: nn.Module
-    """With the values of A_0; of this process, though not all of it need lie in its memory."""
+    """The model with the values of A_0; of this process, though not all of it need be in its memory."""
     layout: FlatLayout
-    """Of A."""
+    """Layout of A."""
     replica: ReplicaId | None = None
-    """The one that is all of the team; None: the team has all replicas."""
+    """The replica whose workers are all ranks of the context; None: the context has all replicas."""
 
     @property
     def mesh(self) -> Mesh:
-        """Of the team's ranks."""
+        """Mesh of the context's ranks."""
         mesh = self.run_context.job.strategy.mesh
         return mesh if self.replica is None else replace(mesh, replicas=1)
 
     @property
     def steps_on_parts(self) -> bool:
-        """Whether each rank steps on its part of A, with an optimizer for that."""
+        """True if each rank has an optimizer for its part of A."""
         return self.replica is None or self.run_context.local_sgd
 
 
 @dataclass(frozen=True)
 class SubGroups:
-    """One rank's; None where it is alone."""
+    """Communicators of one rank; None where the subgroup has no other rank."""
 
     shards: Communicator | None
-    """With those who work on the same column of the same replica."""
+    """Tensor-parallel: the workers of the same replica of the same stage."""
     copies: Communicator | None
-    """With those who have the same part of A in other columns of the same stage and replica."""
+    """Ranks with the same part of A in other replicas of the same stage, in the same replica of the model."""
     peers: Communicator | None
-    """With those who have the same part of A in other replicas."""
+    """Data-parallel: ranks with the same part of A in other replicas of the model."""
 
     @classmethod
     def of(cls, mesh: Mesh, communicator: Communicator | None) -> "SubGroups":
-        """Those of a mesh; all ranks make them together."""
+        """Create those of a mesh; all ranks call it together."""
         if communicator is None:
             return cls(None, None, None)
         replicas, stages = range(mesh.replicas), range(len(mesh.stage_workers))
@@ -199,26 +203,24 @@ class SubGroups:
 
 
 class SubGroup(NamedTuple):
-    """Some ranks, as one of them sees it."""
+    """A subgroup, and this rank's number in it."""
 
     communicator: Communicator | None
-    """None: it is alone."""
+    """None: the rank is alone."""
     rank: int
-    """Which of them it is."""
 
 
 def holders(mesh: Mesh, rank: int, communicator: Communicator, peers: Communicator | None) -> SubGroup:
-    """Who have the same part of A, in any column of any replica; all ranks make it together.
+    """Create the group of ranks with the same part of A in any replica of any stage; all ranks call it together.
 
     Args:
         mesh: of all ranks.
-        rank: whose.
+        rank: this one's.
         communicator: of the whole run.
-        peers: those in other replicas, who are all where nobody takes turns.
+        peers: ranks with the same part in other replicas; no others have it if no stage is replicated.
     """
     place, replicas = mesh.coordinate(rank), range(mesh.replicas)
-    mine, copies = mesh.stage_replica(place), mesh.stage_replicas.copies[place.stage]
-    number = place.replica * copies + mine.copy
+    number = place.replica * mesh.stage_replicas.copies[place.stage] + mesh.stage_replica(place).copy
     if max(mesh.stage_replicas.copies) == 1:
         return SubGroup(peers, number)
     stages = range(len(mesh.stage_workers))
@@ -227,20 +229,5 @@ def holders(mesh: Mesh, rank: int, communicator: Communicator, peers: Communicat
 
 
 def _columns(mesh: Mesh, replica: int, stage: int) -> list[list[int]]:
-    """The ranks of each column of a stage."""
+    """Return the ranks of each replica of a stage."""
     return [mesh.stage_replica_ranks(replica, column) for column in mesh.stage_replicas if column.stage == stage]
-
-
-PREPARATION_S: Seconds = 1800.0
-"""How long that may take before it counts as a hang; a rank that dies meanwhile is missed at once."""
-
-
-@contextlib.contextmanager
-def extended_timeout(context: RankContext) -> Iterator[None]:
-    """While it is entered, nobody takes this rank's silence for a hang."""
-    store_signals, offset_ns = context.store_signals, context.registry.clock_offset_ns
-    if store_signals is not None:
-        store_signals.extend_timeout(time.monotonic_ns() + offset_ns + int(PREPARATION_S * 1e9))
-    yield
-    if store_signals is not None:
-        store_signals.extend_timeout(0)

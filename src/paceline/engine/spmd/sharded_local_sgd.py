@@ -1,4 +1,4 @@
-"""Own steps of a replica of several workers: each moves its part of the parameters with an optimizer of its own."""
+"""Local SGD in a replica of several workers: each steps its part of the parameters with an optimizer of its own."""
 
 import math
 from collections.abc import Callable, Collection
@@ -18,7 +18,7 @@ from paceline.replica.local_sgd import mix
 
 @final
 class ShardedLocalSGD(Replica):
-    """One worker's part of what :class:`~paceline.replica.local_sgd.LocalSGD` is for a replica of one worker.
+    """One worker's part of the replica; the counterpart of :class:`~paceline.replica.local_sgd.LocalSGD`.
 
     Args:
         program: gives optimizer, scheduler and clipping.
@@ -52,7 +52,7 @@ class ShardedLocalSGD(Replica):
         self._losses, self._samples = 0.0, 0
 
     def forget(self) -> None:
-        """Begin anew with the A that is sent next."""
+        """Start from the A that is sent next."""
         self._own = None
 
     def adopt(self, state: FlatState) -> None:

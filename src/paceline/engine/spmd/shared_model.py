@@ -1,11 +1,11 @@
-"""A model made once on each host and mapped by all ranks there: no worker of a replica needs room for all of it.
+"""Build the model once on each host and map it in all its ranks: no rank needs memory for all of it.
 
 ::
 
-    first rank of a host    make() -> parcel --+
-    the others              ... wait           +--> map it, copy-on-write
+    first rank of a host    make() -> shared memory --+
+    the others              ... wait                  +--> map it, copy-on-write
 
-A model that can't travel as it is, each rank makes for itself.
+A model that can't be pickled as it is, each rank builds for itself.
 """
 
 import contextlib
@@ -20,61 +20,56 @@ from paceline.comm.shared_pickle import SharedObject, share, unpack
 from paceline.engine.spmd.rank_context import RankContext, extended_timeout
 
 STATEFUL = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
-"""Methods by which a module may leave something behind when it travels."""
+"""Methods by which a module may leave something out when it is pickled."""
 
 Make: TypeAlias = Callable[[SpillAllocator], nn.Module]
 
 
 @contextlib.contextmanager
 def build_once_per_host(make: Make, context: RankContext) -> Iterator[nn.Module]:
-    """The model, on all ranks; they enter and leave it together. It stays good afterwards.
+    """Context manager: the model, on all ranks, which enter and leave it together. The model outlives it.
 
     Args:
-        make: the same model wherever it is called.
-        context: all ranks.
+        make: builds the same model on every rank.
+        context: of all ranks.
     """
     registry = context.registry
     first = next(peer for peer in registry.peers if peer.kernel == registry.own.kernel)
     with contextlib.ExitStack() as closing, extended_timeout(context):
-        where, own = _offered(make, closing) if first == registry.own else (None, None)
-        where = context.gather(where, "the making of A_0")[first.rank]
-        found = _found(where) if own is None else own
-        yield make(SpillAllocator()) if found is None else found
+        path, own = _build_and_share(make, closing) if first == registry.own else (None, None)
+        path = context.gather(path, "the making of A_0")[first.rank]
+        module = _map_shared(path) if own is None else own
+        yield make(SpillAllocator()) if module is None else module
         context.gather(None, "the others' copy of A_0")
 
 
-def _offered(make: Make, closing: contextlib.ExitStack) -> tuple[str | None, nn.Module | None]:
-    """Where others find what this rank has made, as a path; if they can't, the model for this rank alone."""
+def _build_and_share(make: Make, closing: contextlib.ExitStack) -> tuple[str | None, nn.Module | None]:
+    """Return the path of the shared model; if it can't be shared, None and the model for this rank alone."""
     spill = SpillAllocator()
     module = make(spill)
-    parcel = _shipped(module, spill)
-    if parcel is None:
+    if any(_pickles_itself(type(part)) for part in module.modules()):
         return None, module
-    closing.callback(parcel.close)
-    return f"/proc/{os.getpid()}/fd/{parcel.fd}", None
+    try:
+        shared = share(module, spill)
+    except Exception:  # any error of a module that can't be pickled, as of a parametrized one
+        return None, module
+    closing.callback(shared.close)
+    return f"/proc/{os.getpid()}/fd/{shared.fd}", None
 
 
-def _shipped(module: nn.Module, spill: SpillAllocator) -> SharedObject | None:
-    if any(_tells_by_itself(type(part)) for part in module.modules()):
-        return None
-    with contextlib.suppress(Exception):  # whatever a module raises that can't be pickled, as a parametrized one does
-        return share(module, spill)
-    return None
-
-
-def _tells_by_itself(kind: type) -> bool:
-    """Whether a module's class says what of it is to be sent: that may be less than all."""
+def _pickles_itself(kind: type) -> bool:
+    """Return whether a module's class decides what of it is pickled: that may be less than all."""
     users = (base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch."))
     return any(name in vars(base) for base in users for name in STATEFUL)
 
 
-def _found(where: str | None) -> nn.Module | None:
-    """What the first rank of this host has made, where that can be read."""
-    if where is None:
+def _map_shared(path: str | None) -> nn.Module | None:
+    """Map the model that the first rank of this host has built; None if another user's or container's."""
+    if path is None:
         return None
     with contextlib.suppress(OSError):
-        parcel = SharedObject(os.open(where, os.O_RDONLY))
-        with contextlib.closing(parcel):
-            module: nn.Module = unpack(parcel, at_once=False)
+        shared = SharedObject(os.open(path, os.O_RDONLY))
+        with contextlib.closing(shared):
+            module: nn.Module = unpack(shared, at_once=False)
             return module
     return None

@@ -1,7 +1,4 @@
-"""The shards of a replica as ranks of torch.distributed.
-
-A model whose operators are divided among ranks, as one of them sees it.
-"""
+"""One rank of a tensor-parallel replica: its collectives with the other shards, and its shard of the model."""
 
 import contextlib
 import time
@@ -21,8 +18,7 @@ from paceline.replica.flat_state import read
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import OnRank, Shard, shard_layout
-from paceline.replica.tensor.placements import Placement as Lies
+from paceline.replica.tensor.placements import OnRank, Placement, Shard, shard_layout
 from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import SingleRankTP, TPCollectives
@@ -30,12 +26,12 @@ from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 
 @final
-class GroupShards(TPCollectives):
-    """One shard's.
+class ProcessGroupTP(TPCollectives):
+    """Collectives of one shard, over a process group of the shards alone.
 
     Args:
-        communicator: of the run, whose group has these shards alone; counts what is sent.
-        rank: which shard this is.
+        communicator: of that group; counts the bytes.
+        rank: number of this shard.
     """
 
     def __init__(self, communicator: Communicator, rank: int) -> None:
@@ -43,46 +39,46 @@ class GroupShards(TPCollectives):
         self._communicator, self._group = communicator, communicator.group.handle
         self._others = " and ".join(str(shard) for shard in range(self.count) if shard != rank)
         self.recorder: AnyRecorder = NullRecorder()
-        """Of the spans of what is sent: each lies within that of its forward or backward pass."""
+        """Records a span for each collective, within that of its forward or backward pass."""
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         with self._timed(ring_bytes(tensor.nbytes, self.count)):
-            return self._communicator.combined(tensor, self._waited_for(what), largest=largest)
+            return self._communicator.reduced(tensor, self._described(what), largest=largest)
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         sizes = [prod(shape) for shape in shapes]
-        mine = _padded(part, max(sizes))
-        rows = mine.new_empty(self.count, max(sizes))
-        with self._timed((self.count - 1) * mine.nbytes):
-            self._wait(self._communicator.all_gather(rows, mine), what)
+        own = _padded(part, max(sizes))
+        rows = own.new_empty(self.count, max(sizes))
+        with self._timed((self.count - 1) * own.nbytes):
+            self._wait(self._communicator.all_gather(rows, own), what)
         return [row[:size].view(*shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         longest, own = max(part.numel() for part in parts), parts[self.rank]
         rows = torch.stack([_padded(part, longest) for part in parts])
-        mine = rows.new_empty(longest)
-        with self._timed((self.count - 1) * mine.nbytes):
-            self._wait(self._communicator.reduce_scatter(rows, mine), what)
-        return mine[: own.numel()].view(own.shape)
+        total = rows.new_empty(longest)
+        with self._timed((self.count - 1) * total.nbytes):
+            self._wait(self._communicator.reduce_scatter(rows, total), what)
+        return total[: own.numel()].view(own.shape)
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        made = tensor.clone(memory_format=torch.contiguous_format)
-        with self._timed(made.nbytes if owner == self.rank else 0) as sent:
-            self._wait(dist.broadcast(made, group=self._group, group_src=owner, async_op=True), what)
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        with self._timed(result.nbytes if owner == self.rank else 0) as sent:
+            self._wait(dist.broadcast(result, group=self._group, group_src=owner, async_op=True), what)
         self._communicator.sent_bytes += sent
-        return made
+        return result
 
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        made = tensor.clone(memory_format=torch.contiguous_format)
-        with self._timed(0 if owner == self.rank else made.nbytes) as sent:
-            self._wait(dist.reduce(made, group=self._group, group_dst=owner, async_op=True), what)
+        result = tensor.clone(memory_format=torch.contiguous_format)
+        with self._timed(0 if owner == self.rank else result.nbytes) as sent:
+            self._wait(dist.reduce(result, group=self._group, group_dst=owner, async_op=True), what)
         self._communicator.sent_bytes += sent
-        return made
+        return result
 
     def _wait(self, work: Any, what: str) -> None:
-        self._communicator.wait(work, self._waited_for(what))
+        self._communicator.wait(work, self._described(what))
 
-    def _waited_for(self, what: str) -> str:
+    def _described(self, what: str) -> str:
         when = f"in step {self.step}" if self.step else "before the first step"
         return f"{what}, from shard {self._others} for shard {self.rank} {when}"
 
@@ -94,13 +90,13 @@ class GroupShards(TPCollectives):
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
-    """As a vector that is as long as the longest: collectives send equal parts."""
+    """Flatten a part, padded to the longest one: collectives send equal parts."""
     flat = part.reshape(-1)
     return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
 
 
 class TensorParallelRank:
-    """One rank's view; all ranks make it together.
+    """A rank's shard of the model and of A; all ranks create it together.
 
     Args:
         rank_setup: the rank at the start of the run.
@@ -112,32 +108,32 @@ class TensorParallelRank:
         self.place = self.mesh.coordinate(self.rank)
         self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
         self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
-        among = self.subgroups.shards
-        self.shards: SingleRankTP | GroupShards = (
-            SingleRankTP() if among is None else GroupShards(among, self.place.shard)
+        communicator = self.subgroups.shards
+        self.shards: SingleRankTP | ProcessGroupTP = (
+            SingleRankTP() if communicator is None else ProcessGroupTP(communicator, self.place.shard)
         )
         self.whole = rank_setup.layout
-        """The layout of A."""
-        self.prepared = self._made(rank_setup)
-        self.lies = self.prepared.shard.parameters
-        """How the tensors of A lie among the shards, by name."""
-        parts = [shard_layout(self.whole, self.lies, shard) for shard in range(self.shards.count)]
-        self.stages = [StageSharding(self.lies, parts)]
+        """Layout of A."""
+        self.prepared = self._prepare(rank_setup)
+        self.placements = self.prepared.shard.parameters
+        """Placements of the tensors of A among the shards, by name."""
+        parts = [shard_layout(self.whole, self.placements, shard) for shard in range(self.shards.count)]
+        self.stages = [StageSharding(self.placements, parts)]
         self.layout = parts[self.place.shard]
-        """Of this rank's part of A."""
+        """Layout of this rank's part of A."""
         self.state = read(self.prepared.shard.module, self.layout.new())
-        """This rank's part of A_0."""
-        _let_go(rank_setup.module, self.lies, self.place.shard)
+        """Initial values of this rank's part of A."""
+        _free_unused(rank_setup.module, self.placements, self.place.shard)
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, loose: GradientHandoff | None = None) -> TensorParallel:
-        """What computes Δ here.
+        """Create the replica that computes this rank's part of Δ.
 
         Args:
-            micro_steps: batches of one Δ.
+            micro_steps: batches in one Δ.
             recorder: of this rank's spans.
-            loose: takes the gradients; None: they are written into the slot.
+            loose: receives the gradients; None: they are written to the Δ buffer.
         """
-        if isinstance(self.shards, GroupShards):
+        if isinstance(self.shards, ProcessGroupTP):
             self.shards.recorder = recorder
         return TensorParallel(
             self.run_context.job.program,
@@ -151,28 +147,25 @@ class TensorParallelRank:
             loose=loose,
         )
 
-    def _made(self, rank_setup: RankSetup) -> PreparedShard:
-        """This rank's shard of the model; what it takes to find and check it is not counted as training's."""
-        job, communicator, rules = (
-            self.run_context.job,
-            self._context.communicator,
-            self.run_context.job.strategy.shard_rules,
-        )
+    def _prepare(self, rank_setup: RankSetup) -> PreparedShard:
+        """Create and verify this rank's shard of the model; the bytes of that are not counted as training's."""
+        job, communicator = self.run_context.job, self._context.communicator
+        rules = job.strategy.shard_rules
         with extended_timeout(self._context):
-            made = prepare_shard(
+            shard = prepare_shard(
                 job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules
             )
             if rank_setup.steps_on_parts:
-                lies = made.shard.parameters
-                refuse_unless_elementwise(job.program.optimizer, self.whole, lies, self.shards.count)
+                placements = shard.shard.parameters
+                refuse_unless_elementwise(job.program.optimizer, self.whole, placements, self.shards.count)
         if communicator is not None:
             communicator.sent_bytes = 0
-        return made
+        return shard
 
 
-def _let_go(module: nn.Module, lies: Mapping[str, Lies], shard: int) -> None:
-    """Of the memory of tensors that no shard has whole, or not this one: the shard's are its own."""
+def _free_unused(module: nn.Module, placements: Mapping[str, Placement], shard: int) -> None:
+    """Free the tensors of the whole model that this shard does not use as they are."""
     for name, tensor in tensors_of(module).items():
-        how = lies.get(name)
-        if isinstance(how, Shard) or (isinstance(how, OnRank) and how.shard != shard):
+        placement = placements.get(name)
+        if isinstance(placement, Shard) or (isinstance(placement, OnRank) and placement.shard != shard):
             tensor.data = tensor.data.new_empty(0)

@@ -14,7 +14,7 @@ from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Seconds
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankContext
-from paceline.engine.spmd.tensor_parallel_rank import GroupShards
+from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
@@ -129,7 +129,7 @@ class MessageTime(NamedTuple):
 def time_collectives(context: RankContext, calls: Iterable[CollectiveCall]) -> Mapping[CollectiveCall, Seconds]:
     """Measure each kind and size of collective; all ranks measure the same ones together."""
     assert context.communicator is not None, "there are at least two ranks"
-    shards, times = GroupShards(context.communicator, context.world.rank), dict[CollectiveCall, Seconds]()
+    shards, times = ProcessGroupTP(context.communicator, context.world.rank), dict[CollectiveCall, Seconds]()
     for call in dict.fromkeys(calls):
         samples: list[Seconds] = []
         for _ in range(REPEATS):

@@ -1,4 +1,4 @@
-"""Waits in threads that nobody has ended when the process does."""
+"""Ends a process whose wait threads are still running."""
 
 import torch
 import torch.distributed as dist
@@ -7,10 +7,10 @@ from paceline.engine.spmd.p2p import WaitThread
 
 dist.init_process_group("gloo")
 other = 1 - dist.get_rank()
-asides = [WaitThread() for _ in range(3)]
-for aside in asides * 20:
+threads = [WaitThread() for _ in range(3)]
+for thread in threads * 20:
     sent, received = torch.ones(8), torch.empty(8)
     for work in (dist.isend(sent, other), dist.irecv(received, other)):
-        aside.begin(work.wait).wait()
+        thread.begin(work.wait).wait()
     assert torch.equal(sent, received)
 dist.barrier()
