@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
 from paceline.planner.calibration import rows
-from paceline.planner.calibration.calibrate_memory import Room
+from paceline.planner.calibration.calibrate_memory import MemoryPrediction
 from paceline.planner.calibration.corrections import Case, Corrections
 from paceline.planner.calibration.row_shapes import precision, shape
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
@@ -242,10 +242,10 @@ def test_operations_of_a_model_are_what_other_rows_tell() -> None:
 
 
 def test_a_device_of_80_gb_has_80_gib_and_one_that_is_not_told_all_that_it_may_have() -> None:
-    assert fits(PublishedRow({"gpu_mem_gb": "80"}), Room(80 * GIB, 0, 0))
-    assert not fits(PublishedRow({"gpu_mem_gb": "80"}), Room(80.1 * GIB, 0, 0))
-    assert fits(PublishedRow({"hw": "A100"}), Room(85 * GIB, 75 * GIB, 0))
-    assert not fits(PublishedRow({"hw": "A100"}), Room(95 * GIB, 81 * GIB, 0))
+    assert fits(PublishedRow({"gpu_mem_gb": "80"}), MemoryPrediction(80 * GIB, 0, 0))
+    assert not fits(PublishedRow({"gpu_mem_gb": "80"}), MemoryPrediction(80.1 * GIB, 0, 0))
+    assert fits(PublishedRow({"hw": "A100"}), MemoryPrediction(85 * GIB, 75 * GIB, 0))
+    assert not fits(PublishedRow({"hw": "A100"}), MemoryPrediction(95 * GIB, 81 * GIB, 0))
 
 
 def test_precisions_are_known_by_part_of_their_names() -> None:

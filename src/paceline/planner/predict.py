@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from paceline.core.errors import InputError
 from paceline.planner.calibration.calibrate import Calibration, calibrated
-from paceline.planner.calibration.calibrate_memory import MemoryCalibration, Room, calibrated_memory
+from paceline.planner.calibration.calibrate_memory import MemoryCalibration, MemoryPrediction, calibrated_memory
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.devices import SHEETS
 
@@ -71,7 +71,7 @@ def blank(row: PublishedRow) -> PublishedRow:
     return PublishedRow({column: "" if column in OUTCOMES else text for column, text in row.told.items()})
 
 
-def fits(row: PublishedRow, room: Room) -> bool:
+def fits(row: PublishedRow, room: MemoryPrediction) -> bool:
     """Return True if a worker's device has so much; where a row does not say, False only if it surely has less."""
     size_gib = row.number("gpu_mem_gb")
     return room.bytes <= size_gib * GIB if size_gib else room.low_bytes <= largest_bytes(row)

@@ -1,7 +1,7 @@
-"""Foretell what a worker holds from published measurements of others: as calibrate.py does for times.
+"""Predict the memory of a worker from published measurements of others, as calibrate.py does for times.
 
-Two corrections: what activations and buffers really take beside what is counted, and what the runtime holds beside all
-else (libraries, a device's context, buffers of collectives, what the allocator can't use).
+Two corrections: what activations and buffers take compared with what is counted, and what the runtime holds in addition
+(libraries, a device's context, buffers of collectives, what the allocator can't use).
 """
 
 from collections.abc import Sequence
@@ -32,27 +32,27 @@ SCALES = Scales(
     noise=0.05,
     own=2.0,
 )
-"""Of logarithms: what is held can be counted, so sources differ less than in time."""
+"""Standard deviations of logarithms: bytes can be counted, so sources differ less than in time."""
 
 DEVICE_CONTEXT_BYTES, HOST_CONTEXT_BYTES = 4 * GIB, 0.5 * GIB
-"""Of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU."""
+"""The context of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU."""
 SPREADS = (0.25, 0.2)
-"""Of the logarithms of the context and of what activations take."""
+"""Standard deviations of the logarithms of the context and of activations."""
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a worker holds at the most."""
+class MemoryPrediction:
+    """The most that a worker is predicted to hold."""
 
     bytes: float
     low_bytes: float
     high_bytes: float
-    """Nine of ten are to lie between them."""
+    """Nine of ten are to be between them."""
 
 
 @dataclass(frozen=True)
 class MemoryCalibration:
-    """What rows teach; none of them told anything where ``effects`` is None.
+    """What was learnt from rows; nothing where ``effects`` is None.
 
     Args:
         deviations: of context and activations, in standard deviations.
@@ -64,21 +64,21 @@ class MemoryCalibration:
     effects: Effects | None
     intervals: Intervals | None
 
-    def forecast(self, row: PublishedRow) -> Room:
-        """Of a row, whatever it tells."""
+    def forecast(self, row: PublishedRow) -> MemoryPrediction:
+        """Predict the memory of a row; its own outcome, if there is one, is ignored."""
         case = Case.of(row)
-        found, slopes = straight(lambda x: logarithms([row], [case], x), self.deviations)
+        logs, slopes = straight(lambda x: logarithms([row], [case], x), self.deviations)
         off, half = 0.0, _UNKNOWN
         if self.effects and self.intervals:
             own = traits(row, SCALES.noise)._replace(slopes=tuple(slopes[0]))
             off, deviation = self.effects.of(own)
             half = self.intervals.width(own) * deviation
-        middle = exp(found[0] + off)
-        return Room(middle, middle * exp(-half), middle * exp(half))
+        middle = exp(logs[0] + off)
+        return MemoryPrediction(middle, middle * exp(-half), middle * exp(half))
 
 
 _UNKNOWN = 0.33
-"""Where no row told: what counting alone is off in the rows that did (benchmarks/planner)."""
+"""Half the width if no row has memory: what counting alone is off in the rows that have it (benchmarks/planner)."""
 
 
 def corrections(row: PublishedRow, deviations: Array) -> tuple[float, float]:
@@ -88,7 +88,7 @@ def corrections(row: PublishedRow, deviations: Array) -> tuple[float, float]:
 
 
 def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float:
-    """Before effects."""
+    """Return the bytes that a worker holds, before effects."""
     context, activations = corrections(row, deviations)
     if case is None:
         return context + _states(row)
@@ -98,20 +98,20 @@ def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float
 
 
 def _states(row: PublishedRow) -> float:
-    """Of a model without a shape: bytes of its parameters, divided as far as its row says."""
-    many, at = rows.whole(row), arrangement(row)
+    """Return the bytes of a shapeless model's states, divided as far as its row says."""
+    parameters, at = rows.whole(row), arrangement(row)
     of = numerics(row, replace(at, divided=0))
     among = at.shards * at.stages * max(at.experts, at.replicas if at.divided == 3 else 1)
-    return many / among * (of.total if at.divided == 0 else of.parameter + of.gradient)
+    return parameters / among * (of.total if at.divided == 0 else of.parameter + of.gradient)
 
 
-def told_bytes(row: PublishedRow) -> float | None:
-    """What a row tells of memory: what was measured; or, where more is computed than there is room for although it
-    ran, that it filled its device as far as others do."""
+def measured_bytes(row: PublishedRow) -> float | None:
+    """Return the memory of a row as measured; if it ran although more is computed than its device has, the part of the
+    device that others fill."""
     room = row.number("gpu_mem_gb")
     if row.held_bytes or not room or not row.step_s or row.doubtful:
         return row.held_bytes
-    bound = _FILLED * room * GIB
+    bound = _FILLED * room * GIB  # the row ran, so it held no more than this
     return bound if held_bytes(row, Case.of(row), np.zeros(len(SPREADS))) > bound else None
 
 
@@ -130,19 +130,19 @@ _INFERRED = 0.15
 
 
 def calibrated_memory(rows: Sequence[PublishedRow], *, steps: int = 5) -> MemoryCalibration:
-    """From rows that tell of memory; from none, what is expected."""
-    told = {row.name: told_bytes(row) for row in rows}
-    used = [row for row in rows if told[row.name]]
+    """Calibrate on the rows that have memory; without any, return what is expected."""
+    held = {row.name: measured_bytes(row) for row in rows}
+    used = [row for row in rows if held[row.name]]
     cases = [Case.of(row) for row in used]
     if not used:
         return MemoryCalibration(np.zeros(len(SPREADS)), None, None)
-    measured = np.array([log(told[row.name] or 1.0) for row in used])
+    measured = np.array([log(held[row.name] or 1.0) for row in used])
     common = [traits(row, _noise(row)) for row in used]
     mixed = Mixed(lambda x: logarithms(used, cases, x), measured, common, SCALES)
-    found, effects = mixed.fitted(np.zeros(len(SPREADS)), steps)
-    return MemoryCalibration(found, effects, intervals(effects))
+    deviations, effects = mixed.fitted(np.zeros(len(SPREADS)), steps)
+    return MemoryCalibration(deviations, effects, intervals(effects))
 
 
 def logarithms(rows: Sequence[PublishedRow], cases: Sequence[Case | None], deviations: Array) -> Array:
-    """Of what is counted of each row with these deviations of the corrections."""
+    """Return the logarithm of each row's counted bytes with these deviations of the corrections."""
     return np.log([held_bytes(row, case, deviations) for row, case in zip(rows, cases, strict=True)])

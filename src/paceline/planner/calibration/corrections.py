@@ -1,9 +1,7 @@
-"""Published rows counted layer by layer, and the few numbers that a calibration finds from them.
+"""Published rows counted layer by layer, and the ten numbers that a calibration finds from them.
 
-The few numbers that a calibration finds, each with what it is expected to be before any row is seen.
-
-All are above 0 and stand as factors of what is expected: 1 says that nothing was learnt. They act where costs are
-computed (blocks.py, cost.py), never on what comes out.
+Each number is a factor of what is expected before any row is seen: 1 says that nothing was learnt. They act where costs
+are computed (blocks.py, cost.py), never on results.
 """
 
 from collections.abc import Sequence
@@ -37,67 +35,71 @@ class Case:
 
     @classmethod
     def of(cls, row: PublishedRow) -> "Case | None":
-        """None: there is no shape."""
-        found = row_shapes.shape(row)
-        return None if found is None else _settled(row, found)
+        """Return the case of a row, what it leaves open settled; None if it has no shape."""
+        shape = row_shapes.shape(row)
+        return None if shape is None else _settled(row, shape)
 
     @property
     def workload(self) -> DescribedWorkload:
-        """Of it, as expected of its device."""
-        told = row_shapes.precision(self.row)
-        return DescribedWorkload(self.shape, self.cluster.device, 1, told, kernels=self.kernels, held_as=self.numerics)
+        """The workload, as expected of its device."""
+        precision = row_shapes.precision(self.row)
+        return DescribedWorkload(
+            self.shape, self.cluster.device, 1, precision, kernels=self.kernels, held_as=self.numerics
+        )
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """As many blocks on each stage, the embedding on the first and the head on the last."""
+        """The cuts: as many blocks on each stage, the embedding on the first and the head on the last."""
         parts = self.arrangement.stages * self.arrangement.chunks
         return tuple(1 + round(part * self.shape.layers / parts) for part in range(1, parts))
 
-    def cost(self, workload: DescribedWorkload, cluster: Cluster, overlap_model: OverlapModel) -> Cost:
-        """Of a step."""
+    def cost(self, workload: DescribedWorkload, cluster: Cluster, overlap: OverlapModel) -> Cost:
+        """Return the cost of a step."""
         layers = workload.layers(self.arrangement)
         row = stages_of(layers, self.cuts, self.arrangement, cluster)
-        return cost(workload, cluster, self.arrangement, overlap_model, StageDivision(layers, self.cuts, row))
+        return cost(workload, cluster, self.arrangement, overlap, StageDivision(layers, self.cuts, row))
 
 
 def _settled(row: PublishedRow, shape: Shape) -> Case:
-    """With what the row leaves open: the first that fits, or the last."""
-    found = row_shapes.arrangement(row)
-    where, divided = row_shapes.cluster(row, found.workers), _levels(row, found.divided)
-    again: tuple[Recomputed, ...] = (found.recompute,) if _told(row) or row_shapes.newer(row) else ("none", "full")
-    for recompute, samples, level in product(again, _samples(row, found), divided):
-        many = max(1, round(found.samples / found.replicas / samples))
-        tried = replace(found, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
+    """Return the first way to settle what the row leaves open that fits its device, or the last."""
+    given = row_shapes.arrangement(row)
+    cluster, levels = row_shapes.cluster(row, given.workers), _levels(row, given.divided)
+    again: tuple[Recomputed, ...] = (
+        (given.recompute,) if _says_recomputation(row) or row_shapes.newer(row) else ("none", "full")
+    )
+    for recompute, samples, level in product(again, _samples(row, given), levels):
+        many = max(1, round(given.samples / given.replicas / samples))
+        tried = replace(given, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
         case = Case(
-            row, shape, tried, where, row_shapes.numerics(row, tried), row_shapes.kernels(row), row_shapes.newer(row)
+            row, shape, tried, cluster, row_shapes.numerics(row, tried), row_shapes.kernels(row), row_shapes.newer(row)
         )
-        if case.cost(case.workload, where, OverlapModel()).peak.total < _FILLED * where.device.memory_bytes:
+        if case.cost(case.workload, cluster, OverlapModel()).peak.total < _FILLED * cluster.device.memory_bytes:
             break
     return case
 
 
-def _levels(row: PublishedRow, told: int) -> tuple[int, ...]:
-    """What may be divided among replicas: Megatron-Core's distributed optimizer is often written down as none."""
+def _levels(row: PublishedRow, given: int) -> tuple[int, ...]:
+    """Return the levels of ZeRO that a row may mean: Megatron-Core's distributed optimizer is often written down as none."""
     if not row.text("zero"):
         return (0, 1, 3)
-    if told == 3 and row_shapes.keeps_whole(row):
+    if given == 3 and row_shapes.keeps_whole(row):
         return (1,)
-    return (0, 1) if told == 0 and row_shapes.newer(row) else (told,)
+    return (0, 1) if given == 0 and row_shapes.newer(row) else (given,)
 
 
-def _samples(row: PublishedRow, found: Arrangement) -> tuple[float, ...]:
-    """Of a micro-batch, where a row does not tell: as many as fit, but no more than are likely."""
+def _samples(row: PublishedRow, given: Arrangement) -> tuple[float, ...]:
+    """Return the micro-batch sizes to try if a row leaves it open: the largest that fits, of the likely ones."""
     if row.text("mbs") or not row.text("gbs"):
-        return (found.micro_batch,)
-    return tuple(samples for samples in (4.0, 2.0, 1.0) if samples <= found.micro_batch) or (found.micro_batch,)
+        return (given.micro_batch,)
+    return tuple(samples for samples in (4.0, 2.0, 1.0) if samples <= given.micro_batch) or (given.micro_batch,)
 
 
 _FILLED = 0.9
 """Of a device's memory: the rest is the runtime's."""
 
 
-def _told(row: PublishedRow) -> bool:
-    """Whether a row says what is computed again, if only that it is not all: ``unknown (selective/none)``."""
+def _says_recomputation(row: PublishedRow) -> bool:
+    """Return whether a row says what is recomputed, if only that not everything is: ``unknown (selective/none)``."""
     text = row.text("recompute")
     return bool(text) and (not text.startswith("unknown") or "none" in text)
 
@@ -125,36 +127,36 @@ class Corrections:
     overlap: float = 1.0
     """Of the part of computing that gathering divided parameters hides in."""
     micro_batch: float = 1.0
-    """Of what a micro-batch takes beside all else."""
+    """Of what a micro-batch takes in addition."""
     step: float = 1.0
-    """Of what a step takes beside all else."""
+    """Of what a step takes in addition."""
     scores: float = 1.0
     """Of what attention that is fused gets of the rate of products."""
 
     @classmethod
     def names(cls) -> list[str]:
-        """Of each, in order."""
+        """Return the name of each, in order."""
         return [each.name for each in fields(cls)]
 
     @classmethod
     def of(cls, deviations: Sequence[float]) -> "Corrections":
-        """From how many standard deviations each is off what is expected, in logarithms."""
+        """Return the corrections that are so many standard deviations off what is expected, in logarithms."""
         return cls(*(exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True)))
 
 
 SPREADS = (0.08, 0.3, 0.5, 0.5, 0.15, 0.3, 0.2, 0.4, 0.4, 0.4)
-"""Of the logarithm of each: what is expected of a device is known better than what a framework adds."""
+"""Standard deviations of logarithms: what a device does is known better than what a framework adds."""
 
-EXPECTED_HABITS = OverlapModel(overlap=0.7, step_s=5e-3, micro_batch_s=2e-3)
+EXPECTED_OVERLAP = OverlapModel(overlap=0.7, step_s=5e-3, micro_batch_s=2e-3)
 EXPECTED_INSIDE, EXPECTED_BETWEEN = 0.8, 0.7
 LATENCY_S, BETWEEN_LATENCY_S = 1.5e-5, 3e-5
 """Of a round of NCCL, roughly what 8 A100 take for a small all_reduce among them."""
 
 
 def predicted(case: Case, corrections: Corrections) -> Cost:
-    """What a step of it takes and holds, as corrected."""
+    """Return what a step of a case takes and holds, as corrected."""
     work = replace(case.workload, kernels=kernels(case.kernels, corrections))
-    return case.cost(work, corrected(case.cluster, corrections), habits_of(case, corrections))
+    return case.cost(work, corrected(case.cluster, corrections), overlap_of(case, corrections))
 
 
 def kernels(expected: DeviceEfficiency, corrections: Corrections) -> DeviceEfficiency:
@@ -170,7 +172,7 @@ def kernels(expected: DeviceEfficiency, corrections: Corrections) -> DeviceEffic
 
 
 def corrected(cluster: Cluster, corrections: Corrections) -> Cluster:
-    """With the bandwidths that collectives get."""
+    """Return the cluster with the bandwidths that collectives get."""
     assert isinstance(cluster.messages, Described), "a row's cluster is described"
     links = cluster.messages.links
     inside = links.inside_bytes_per_s * EXPECTED_INSIDE * corrections.inside
@@ -178,12 +180,12 @@ def corrected(cluster: Cluster, corrections: Corrections) -> Cluster:
     return replace(cluster, messages=Described(Links(inside, between, LATENCY_S, BETWEEN_LATENCY_S)))
 
 
-def habits_of(case: Case, corrections: Corrections) -> OverlapModel:
-    """Of the framework; older ones sum gradients after backward."""
+def overlap_of(case: Case, corrections: Corrections) -> OverlapModel:
+    """Return the framework's overlap model; older ones sum gradients after backward."""
     return replace(
-        EXPECTED_HABITS,
-        added_moves=0.0 if row_shapes.adds_in_products(case.row) else EXPECTED_HABITS.added_moves,
-        overlap=min(1.0, EXPECTED_HABITS.overlap * corrections.overlap) if case.newer else 0.0,
-        step_s=EXPECTED_HABITS.step_s * corrections.step,
-        micro_batch_s=EXPECTED_HABITS.micro_batch_s * corrections.micro_batch,
+        EXPECTED_OVERLAP,
+        added_moves=0.0 if row_shapes.adds_in_products(case.row) else EXPECTED_OVERLAP.added_moves,
+        overlap=min(1.0, EXPECTED_OVERLAP.overlap * corrections.overlap) if case.newer else 0.0,
+        step_s=EXPECTED_OVERLAP.step_s * corrections.step,
+        micro_batch_s=EXPECTED_OVERLAP.micro_batch_s * corrections.micro_batch,
     )
