@@ -56,4 +56,4 @@ def timed(
 def _timed(made: PublishedRow, corrections: Corrections, off: float) -> PublishedRow:
     case = Case.of(made)
     assert case is not None
-    return PublishedRow({**made.told, "step_time_s": repr(predicted(case, corrections).step_s * exp(off))})
+    return PublishedRow({**made.cells, "step_time_s": repr(predicted(case, corrections).step_s * exp(off))})

@@ -55,7 +55,7 @@ def test_an_interval_holds_nine_of_ten(learnt_rows: list[PublishedRow]) -> None:
 def test_a_source_whose_models_disagree_has_wider_intervals_for_one_that_nobody_saw() -> None:
     off = {"gpt-12-1024": 0.5, "gpt-12-2048": -0.5, "gpt-24-1024": 0.5, "gpt-24-2048": -0.5}
     calm, torn = timed(grid("calm"), Corrections()), timed(grid("torn"), Corrections())
-    torn = [PublishedRow({**r.told, "step_time_s": repr((r.step_s or 0.0) * exp(off[r.model]))}) for r in torn]
+    torn = [PublishedRow({**r.cells, "step_time_s": repr((r.step_s or 0.0) * exp(off[r.model]))}) for r in torn]
     found = calibrated(calm + torn)
     new = {"model": "gpt-18-1536", "layers": 18, "hidden": 1536, "n_devices": 8, "dp": 8, "tp": 1, "pp": 1}
     asked = [row("a", source_id=source, mbs=1, ga=8, gbs=64, **new) for source in ("calm", "torn")]
@@ -196,7 +196,7 @@ def test_a_row_far_off_its_like_gets_more_noise_and_others_do_not() -> None:
 def test_memory_of_rows_that_were_told_teaches_others() -> None:
     rows = grid()
     plain = calibrated_memory([])
-    told = [PublishedRow({**each.told, "mem_gib": repr(1.3 * plain.forecast(each).bytes / GIB)}) for each in rows]
+    told = [PublishedRow({**each.cells, "mem_gib": repr(1.3 * plain.forecast(each).bytes / GIB)}) for each in rows]
     found = calibrated_memory(told[::2])
     errors = [abs(found.forecast(blank(each)).bytes / (each.held_bytes or 0) - 1) for each in told[1::2]]
     # They were made a third larger without noise; corrections and effects take nearly all of it.

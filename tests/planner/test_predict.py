@@ -25,11 +25,11 @@ ROOT = Path(__file__).parents[2] / "src"
 
 def write(path: Path, rows: list[PublishedRow]) -> Path:
     """A CSV file with all columns of all rows."""
-    columns = list(dict.fromkeys(column for each in rows for column in each.told))
+    columns = list(dict.fromkeys(column for each in rows for column in each.cells))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(each.told for each in rows)
+        writer.writerows(each.cells for each in rows)
     return path
 
 
@@ -37,7 +37,7 @@ def write(path: Path, rows: list[PublishedRow]) -> Path:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Times and, of some, memory."""
     rows = timed(grid(), Corrections(host=1.3))
-    told = [PublishedRow({**each.told, "mem_gib": "12" if at % 4 == 0 else ""}) for at, each in enumerate(rows)]
+    told = [PublishedRow({**each.cells, "mem_gib": "12" if at % 4 == 0 else ""}) for at, each in enumerate(rows)]
     return write(tmp_path_factory.mktemp("rows") / "measured.csv", told)
 
 
@@ -85,7 +85,7 @@ def test_answers_are_numbers_above_0(written: dict[str, dict[str, str]], name: s
 
 
 def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = PublishedRow({**STRANGE[0].told, **dict.fromkeys(OUTCOMES, "1"), "status": "oom"})
+    told = PublishedRow({**STRANGE[0].cells, **dict.fromkeys(OUTCOMES, "1"), "status": "oom"})
     lines = []
     for table in ([STRANGE[0]], [told]):
         assert main([str(write(measured.parent / "one.csv", table)), "--calibrate", str(measured)]) == 0
@@ -97,8 +97,8 @@ def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest
 def test_a_device_with_less_memory_than_is_needed_is_foretold(
     measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [PublishedRow({**each.told, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
-    named = [PublishedRow({**each.told, "row_id": str(at)}) for at, each in enumerate(rows)]
+    rows = [PublishedRow({**each.cells, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
+    named = [PublishedRow({**each.cells, "row_id": str(at)}) for at, each in enumerate(rows)]
     assert main([str(write(measured.parent / "small.csv", named)), "--calibrate", str(measured)]) == 0
     status = [line.rsplit(",", 1)[1] for line in capsys.readouterr().out.splitlines()[1:]]
     assert status == ["ok"] * 4 + ["oom"] * 4
@@ -132,8 +132,8 @@ CELLS = ("", "0", "1", "3", "16", "0.5", "64", "4096", "fp8", "full", "A100", "?
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_stands_in_cells_has_an_answer_or_a_reason(foreteller: RowPredictor, data: st.DataObject) -> None:
-    columns = data.draw(st.dictionaries(st.sampled_from(sorted(STRANGE[0].told)), st.sampled_from(CELLS), max_size=4))
-    asked = PublishedRow({**data.draw(st.sampled_from(STRANGE)).told, **columns, "row_id": "a"})
+    columns = data.draw(st.dictionaries(st.sampled_from(sorted(STRANGE[0].cells)), st.sampled_from(CELLS), max_size=4))
+    asked = PublishedRow({**data.draw(st.sampled_from(STRANGE)).cells, **columns, "row_id": "a"})
     reason = _refusal(foreteller, asked)
     assert not reason or reason.startswith("row a: ")
 

@@ -68,7 +68,7 @@ class RowPredictor:
 
 def blank(row: PublishedRow) -> PublishedRow:
     """Return the row without its outcomes."""
-    return PublishedRow({column: "" if column in OUTCOMES else text for column, text in row.told.items()})
+    return PublishedRow({column: "" if column in OUTCOMES else text for column, text in row.cells.items()})
 
 
 def fits(row: PublishedRow, room: MemoryPrediction) -> bool:

@@ -29,7 +29,7 @@ from paceline.core.types import Seconds
 from paceline.planner.calibration import row_shapes
 from paceline.planner.calibration import rows as work
 from paceline.planner.calibration.corrections import SPREADS, Case, Corrections, predicted
-from paceline.planner.calibration.mixed_effects import Array, Effects, Mixed, Scales, Traits, sloped, straight
+from paceline.planner.calibration.mixed_effects import Array, Effects, Mixed, Scales, Traits, linearised, sloped
 from paceline.planner.calibration.rows import PublishedRow
 
 COVERED = 0.9
@@ -232,7 +232,7 @@ class Calibration:
     def forecast(self, row: PublishedRow) -> CalibratedPrediction:
         """Predict the step time of a row; its own outcome, if there is one, is ignored."""
         case, own = Case.of(row), traits(row, expected_noise(row, self.flops_of))
-        logs, slopes = straight(lambda x: logarithms([row], [case], x, self.flops_of), np.array(self.deviations))
+        logs, slopes = linearised(lambda x: logarithms([row], [case], x, self.flops_of), np.array(self.deviations))
         own = sloped(own, slopes[0], DEVICE)
         off, deviation = self.effects.of(own)
         middle = exp(logs[0] + off)

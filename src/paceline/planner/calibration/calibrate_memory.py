@@ -13,7 +13,7 @@ import numpy as np
 from paceline.planner.calibration import rows
 from paceline.planner.calibration.calibrate import DOUBTFUL, Intervals, intervals, traits
 from paceline.planner.calibration.corrections import Case, Corrections, predicted
-from paceline.planner.calibration.mixed_effects import Array, Effects, Mixed, Scales, straight
+from paceline.planner.calibration.mixed_effects import Array, Effects, Mixed, Scales, linearised
 from paceline.planner.calibration.row_shapes import HOSTS, arrangement, numerics
 from paceline.planner.calibration.rows import GIB, PublishedRow
 
@@ -67,7 +67,7 @@ class MemoryCalibration:
     def forecast(self, row: PublishedRow) -> MemoryPrediction:
         """Predict the memory of a row; its own outcome, if there is one, is ignored."""
         case = Case.of(row)
-        logs, slopes = straight(lambda x: logarithms([row], [case], x), self.deviations)
+        logs, slopes = linearised(lambda x: logarithms([row], [case], x), self.deviations)
         off, half = 0.0, _UNKNOWN
         if self.effects and self.intervals:
             own = traits(row, SCALES.noise)._replace(slopes=tuple(slopes[0]))

@@ -79,7 +79,7 @@ def _settled(row: PublishedRow, shape: Shape) -> Case:
 
 
 def _levels(row: PublishedRow, given: int) -> tuple[int, ...]:
-    """Return the levels of ZeRO that a row may mean: Megatron-Core's distributed optimizer is often written down as none."""
+    """Return the ZeRO levels that a row may mean: Megatron-Core's distributed optimizer is often written as none."""
     if not row.text("zero"):
         return (0, 1, 3)
     if given == 3 and row_shapes.keeps_whole(row):

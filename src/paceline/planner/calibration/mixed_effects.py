@@ -1,14 +1,22 @@
 """Generalised least squares with random effects: few corrections fitted to rows that have something in common.
 
-Fit few corrections to many rows that have something in common: generalised least squares with a prior.
+What rows that have something in common are off by together is an effect, and each effect is shrunk towards none::
 
-::
+    e_i = Σ effects of what row i has + g_i · d + ε_i
+    effect ~ N(0, s²) for each value of each key, d ~ N(0, s_own²) for each source, ε_i ~ N(0, n_i²)
+    K_ij = Σ s_key² [same value] + s_like² [same source] exp(-|z_i - z_j|² / 2) + s_own² [same source] g_i · g_j
+    ê* = k*ᵀ (K + N)⁻¹ e        variance = k** + n² - k*ᵀ (K + N)⁻¹ k*
 
-    minimise  (y - f(x))ᵀ V⁻¹ (y - f(x)) + xᵀx        x deviations of the corrections from what is expected
-                                                       V = K + N of effects.py
+A mixed model, with effects integrated out (C. E. Rasmussen, C. K. I. Williams, Gaussian Processes for Machine Learning,
+2006, equations 2.25 and 2.26): few rows of a source move its effect little, many rows wholly. d is by how much a source
+deviates from all in what is corrected, g_i by how much that shows in row i: a source with slow links informs about rows
+that wait for links, and about others little. A family's effect likewise acts on the share in which its devices compute.
 
-by Gauss's and Newton's steps, in two rounds: with each row's noise as expected, and then as what it is off its like
-says.
+The corrections x are pulled towards what is expected of them::
+
+    minimise  (y - f(x))ᵀ V⁻¹ (y - f(x)) + xᵀx        V = K + N
+
+by Gauss-Newton steps, in two rounds: first with each row's noise as expected, then with more for outliers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,10 +31,10 @@ Array: TypeAlias = NDArray[np.float64]
 
 
 class Traits(NamedTuple):
-    """Of a row: what it may have in common with others."""
+    """What a row may have in common with others."""
 
     keys: tuple[Any, ...]
-    """In the order of :attr:`Scales.keys`."""
+    """Values in the order of :attr:`Scales.keys`."""
     source: str
     place: tuple[float, ...]
     """Logarithms of its sizes, in units in which rows are alike within 1."""
@@ -37,7 +45,7 @@ class Traits(NamedTuple):
     slopes: tuple[float, ...] = ()
     """g: by how much the logarithm of what is computed grows with each correction, in its standard deviations."""
     share: float = 1.0
-    """Of what is computed, the part that hangs on the device alone."""
+    """The part of the computed time that depends on the device alone."""
 
 
 @dataclass(frozen=True)
@@ -48,37 +56,36 @@ class Scales:
     like: float
     noise: float
     own: float = 0.0
-    """Of what a source has of its own in each correction, in what is expected of all."""
+    """Deviation of a source's own corrections, in units of what is expected of all."""
     device: str = ""
-    """The key whose effect acts on the share of a row that hangs on the device."""
+    """The key whose effect acts on the share of a row that depends on the device."""
 
 
 def covariance(first: Sequence[Traits], second: Sequence[Traits], scales: Scales) -> Array:
-    """K, one row for each of the first."""
-    found = np.zeros((len(first), len(second)))
+    """Return K: one row for each of the first, one column for each of the second."""
+    result = np.zeros((len(first), len(second)))
     shares = np.outer([each.share for each in first], [each.share for each in second])
     for at, (name, scale) in enumerate(scales.keys.items()):
         same = _same([each.keys[at] for each in first], [each.keys[at] for each in second])
-        found += scale**2 * (same * shares if name == scales.device else same)
+        result += scale**2 * (same * shares if name == scales.device else same)
     same = _same([each.source for each in first], [each.source for each in second])
-    return found + same * (scales.like**2 * _alike(first, second) + scales.own**2 * _steep(first, second))
+    return result + same * (scales.like**2 * _proximity(first, second) + scales.own**2 * _slope_products(first, second))
 
 
 def _same(first: Sequence[Any], second: Sequence[Any]) -> Array:
     numbers: dict[Any, int] = {}
     left = np.array([numbers.setdefault(each, len(numbers)) for each in first])
     right = np.array([numbers.setdefault(each, len(numbers)) for each in second])
-    found: Array = np.equal(left[:, None], right[None, :]).astype(np.float64)
-    return found
+    return np.asarray(np.equal(left[:, None], right[None, :]), dtype=np.float64)
 
 
-def _alike(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
+def _proximity(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
     left, right = (np.array([each.place for each in rows], dtype=np.float64) for rows in (first, second))
     apart = np.square(left[:, None, :] - right[None, :, :]).sum(axis=2)
     return np.asarray(np.exp(-apart / 2), dtype=np.float64)
 
 
-def _steep(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
+def _slope_products(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
     left, right = (np.array([each.slopes for each in rows], dtype=np.float64) for rows in (first, second))
     return np.asarray(left @ right.T)
 
@@ -89,20 +96,20 @@ _ROUNDS = 3
 
 
 def noise(errors: Array, shared: Array, expected: Array) -> Array:
-    """n² of each row: as expected, and more of those that are far off."""
-    found = expected**2
+    """Return n² of each row: as expected, and more for outliers (reweighted as for Huber's loss)."""
+    variances = expected**2
     for _ in range(_ROUNDS):
-        own = np.abs(found * np.linalg.solve(shared + np.diag(found), errors))
-        found = expected**2 * np.maximum(1.0, own / (_TOLERATED * expected))
-    return found
+        own = np.abs(variances * np.linalg.solve(shared + np.diag(variances), errors))
+        variances = expected**2 * np.maximum(1.0, own / (_TOLERATED * expected))
+    return variances
 
 
 @dataclass(frozen=True)
 class Effects:
-    """Fitted to rows.
+    """Effects that were fitted to rows.
 
     Args:
-        traits: of each.
+        traits: of each row.
         errors: e, logarithms of measured over computed.
         noises: n².
         scales: as above.
@@ -114,20 +121,20 @@ class Effects:
     scales: Scales
 
     def of(self, row: Traits) -> tuple[float, float]:
-        """ê* of a row and its standard deviation."""
+        """Return ê* of a row and its standard deviation."""
         shared = covariance([row], self.traits, self.scales)[0]
         weights = self.inverse @ shared
         own = float(covariance([row], [row], self.scales)[0, 0]) + row.noise**2
         return float(weights @ self.errors), float(np.sqrt(max(own - shared @ weights, row.noise**2)))
 
     def left_out(self, together: Sequence[Hashable]) -> tuple[Array, Array]:
-        """Of each row: by how much it is off what all but those of its kind foretell, and that error's deviation.
+        """Return by how much each row is off what the rows of other kinds predict, and that error's deviation.
 
-        Equations 5.12 of the same book, for several rows at a time: e_B - ê_B = ([V⁻¹]_BB)⁻¹ [V⁻¹e]_B, which varies by
-        ([V⁻¹]_BB)⁻¹, with V = K + N; of its own noise only what is expected of it.
+        Equations 5.12 of the same book, for several rows at a time: e_B - ê_B = ([V⁻¹]_BB)⁻¹ [V⁻¹e]_B, with variance
+        ([V⁻¹]_BB)⁻¹; of its own noise only what is expected of it.
 
         Args:
-            together: of each row, what those have alike that are left out with it.
+            together: for each row, the kind of the rows that are left out with it.
         """
         errors, variances = np.zeros(len(self.errors)), np.zeros(len(self.errors))
         weighed = self.inverse @ self.errors
@@ -140,25 +147,25 @@ class Effects:
 
     @cached_property
     def inverse(self) -> Array:
-        """V⁻¹: a few hundred rows, with noise on the diagonal, so it is well conditioned."""
+        """The inverse V⁻¹: a few hundred rows, with noise on the diagonal, so it is well conditioned."""
         whole = covariance(self.traits, self.traits, self.scales) + np.diag(self.noises)
         return np.asarray(np.linalg.inv(whole))
 
 
-Straight: TypeAlias = tuple[Array, Sequence[Traits]]
+Linearised: TypeAlias = tuple[Array, Sequence[Traits]]
 """Errors, and the rows with their slopes, for some x."""
 
 
 @dataclass
 class Mixed:
-    """What is fitted.
+    """A fit of corrections and effects.
 
     Args:
         computed: x -> f, the logarithm of each row.
         measured: y.
         traits: of each row, without slopes.
         scales: of effects.
-        device: what each slope counts in the share of a row that hangs on its device; empty: all of it does.
+        device: the weight of each slope in the share of a row that depends on its device; empty: all of it does.
     """
 
     computed: Callable[[Array], Array]
@@ -168,56 +175,56 @@ class Mixed:
     device: Sequence[float] = ()
 
     def fitted(self, start: Array, steps: int) -> tuple[Array, Effects]:
-        """x, and the effects of what is left.
+        """Return x, and the effects that remain.
 
         Args:
-            start: where to begin; zeros, or what was found for nearly the same rows.
+            start: where to begin; zeros, or the result for nearly the same rows.
             steps: of each round, at the most; each computes all rows once for each correction.
         """
         expected = np.array([each.noise for each in self.traits])
-        found, here, noises = start, self._at(start), expected**2
+        x, linear, noises = start, self._at(start), expected**2
         for _ in range(2):
-            found, here = self._round(found, here, noises, steps)
-            errors, traits = here
+            x, linear = self._round(x, linear, noises, steps)
+            errors, traits = linear
             noises = noise(errors, covariance(traits, traits, self.scales), expected)
-        return found, Effects(traits, errors, noises, self.scales)
+        return x, Effects(traits, errors, noises, self.scales)
 
-    def _round(self, found: Array, here: Straight, noises: Array, steps: int) -> tuple[Array, Straight]:
-        """The best of a straight line through the errors, and again from there."""
+    def _round(self, x: Array, linear: Linearised, noises: Array, steps: int) -> tuple[Array, Linearised]:
+        """Make Gauss-Newton steps with these noises."""
         for _ in range(steps):
-            errors, traits = here
+            errors, traits = linear
             root = np.linalg.cholesky(covariance(traits, traits, self.scales) + np.diag(noises))
             slopes = np.array([each.slopes for each in traits])
-            rows = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(found))])
-            wanted = np.concatenate([np.linalg.solve(root, errors), -found])
-            step = np.linalg.lstsq(rows, wanted, rcond=None)[0]
-            found = found + step * min(1.0, FARTHEST / max(FARTHEST, float(np.abs(step).max())))
-            here = self._at(found)
+            rows = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(x))])
+            target = np.concatenate([np.linalg.solve(root, errors), -x])  # the prior pulls x towards 0
+            step = np.linalg.lstsq(rows, target, rcond=None)[0]
+            x = x + step * min(1.0, FARTHEST / max(FARTHEST, float(np.abs(step).max())))
+            linear = self._at(x)
             if np.abs(step).max() < DIFFERENCE:
                 break
-        return found, here
+        return x, linear
 
-    def _at(self, found: Array) -> Straight:
-        """y - f, and the rows with their slopes there."""
-        computed, steep = straight(self.computed, found)
-        traits = [sloped(each, own, self.device) for each, own in zip(self.traits, steep, strict=True)]
+    def _at(self, x: Array) -> Linearised:
+        """Return y - f at x, and the rows with their slopes there."""
+        computed, slopes = linearised(self.computed, x)
+        traits = [sloped(each, own, self.device) for each, own in zip(self.traits, slopes, strict=True)]
         return np.asarray(self.measured - computed), traits
 
 
 def sloped(row: Traits, slopes: Array, device: Sequence[float] = ()) -> Traits:
-    """With its slopes, and the share that hangs on its device; all of what no correction touches does."""
+    """Return a row with its slopes and the share that depends on its device."""
     share = float(slopes @ np.array(device)) if device and np.any(slopes) else 1.0
     return row._replace(slopes=tuple(slopes), share=share)
 
 
-def straight(computed: Callable[[Array], Array], found: Array) -> tuple[Array, Array]:
-    """The logarithm of each row, and by how much it grows with each deviation."""
-    here = computed(found)
-    moved = [computed(found + DIFFERENCE * each) for each in np.eye(len(found))]
-    return here, np.stack([(other - here) / DIFFERENCE for other in moved], axis=1)
+def linearised(computed: Callable[[Array], Array], x: Array) -> tuple[Array, Array]:
+    """Return the logarithm of each row at x, and by how much it grows with each deviation (finite differences)."""
+    logs = computed(x)
+    moved = [computed(x + DIFFERENCE * each) for each in np.eye(len(x))]
+    return logs, np.stack([(other - logs) / DIFFERENCE for other in moved], axis=1)
 
 
 FARTHEST = 1.0
-"""Standard deviations in one step: beyond, a straight line says little."""
+"""Standard deviations in one step: beyond, the linearisation is poor."""
 DIFFERENCE = 0.05
 """Of a standard deviation, for slopes: products of few words are of whole ones, so a smaller one would see steps."""

@@ -1,9 +1,6 @@
 """A published row as a shape, a cluster and an arrangement; what its columns leave open is chosen by rules stated here.
 
-What a published row was trained on: as told, by data sheets where it is not.
-
-A published row as a shape and an arrangement; what its columns leave open is chosen by rules stated here.
-
+- Devices are as the columns say, and by data sheets where they are blank.
 - Whether a model is gated, tied, has fewer heads of keys, or learned positions is not in the columns: what brings its
   parameters nearest to ``n_params`` is taken.
 - Without layers, a model has the width that Megatron's table (2104.04473, table 1) has for so many parameters, and as
@@ -27,13 +24,13 @@ from paceline.planner.shapes.shape import Shape
 
 
 def recompute(row: PublishedRow) -> Recomputed:
-    """By the first word."""
+    """Return what is recomputed, by the first word of the column."""
     text = row.text("recompute")
     return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
 
 
 def newer(row: PublishedRow) -> bool:
-    """Whether a framework of 2023 or later, on a device of its time: it sums gradients while it computes."""
+    """Return whether the framework is of 2023 or later, on a newer device: it sums gradients while it computes."""
     return (row.framework not in _OLDER or row.source.startswith("mcore")) and row.family not in _EARLIER
 
 
@@ -43,8 +40,8 @@ _EARLIER = ("V100", "P100", "P40", "T4", "A64FX")
 
 
 def kernels(row: PublishedRow) -> DeviceEfficiency:
-    """Newer frameworks never write attention's scores, and keep no copy of logits in full precision; torchtitan, with
-    PyTorch's own loss, does."""
+    """Return how a framework uses its device: newer ones never write attention's scores and keep no copy of logits in
+    full precision; torchtitan, with PyTorch's own loss, does."""
     fused = newer(row)
     titan = row.framework == TITAN
     return DeviceEfficiency(fused_scores=fused, every_second=titan, fused_loss=fused and not titan, plain_loss=titan)
@@ -54,7 +51,7 @@ TITAN = "torchtitan"
 
 
 def adds_in_products(row: PublishedRow) -> bool:
-    """Whether a product of matrices adds the gradient that it makes to those before: Megatron's own, not DeepSpeed's.
+    """Return whether a matrix product adds the gradient that it makes to those before: Megatron's own, not DeepSpeed's.
 
     >>> [adds_in_products(PublishedRow({"framework": name})) for name in ("NeMo/Megatron-Core", "Megatron-DeepSpeed")]
     [True, False]
@@ -63,20 +60,20 @@ def adds_in_products(row: PublishedRow) -> bool:
 
 
 def sequence_divided(row: PublishedRow) -> bool:
-    """Whether shards divide what lies between operators as well: newer ones do, and whoever says so."""
+    """Return whether shards divide activations between operators as well."""
     return newer(row) or "seqpar" in row.text("recompute")
 
 
 def precision(row: PublishedRow) -> str:
-    """In Paceline's words.
+    """Return the precision in Paceline's terms.
 
     >>> [precision(PublishedRow({"precision": text})) for text in ("fp16", "amp_bf16", "MXFP8", "NVFP4", "tf32", "")]
     ['fp16-mixed', 'bf16-mixed', 'fp8-mixed', 'fp4-mixed', 'tf32', 'fp16-mixed']
     """
     text = row.text("precision").lower()
-    for name, found in _PRECISIONS.items():
+    for name, value in _PRECISIONS.items():
         if name in text:
-            return found
+            return value
     return "fp16-mixed"
 
 
@@ -85,12 +82,14 @@ _PRECISIONS = {"fp8": "fp8-mixed", "float8": "fp8-mixed", "fp4": "fp4-mixed", "b
 
 
 def numerics(row: PublishedRow, at: Arrangement) -> Numerics:
-    """Megatron keeps gradients in full precision, FSDP a single copy of parameters.
+    """Return the bytes of a parameter's states by framework.
+
+    Megatron keeps gradients in full precision, FSDP one copy of parameters.
 
     DeepSpeed keeps gradients in half; ZeRO makes a copy in full of those that a worker updates (its stage_1_and_2.py,
     ``single_grad_partition``), and without ZeRO they are laid out once more to be summed (its engine.py,
     ``buffered_allreduce_fallback``). With stages torchtitan brings parameters together once a step, and keeps gradients
-    of all until the last micro-batch beside the divided ones: :func:`keeps_whole`.
+    of all until the last micro-batch in addition to the divided ones: :func:`keeps_whole`.
     """
     whole = precision(row) in ("fp32", "tf32")
     if row.framework == "Megatron-DeepSpeed":
@@ -106,7 +105,7 @@ def numerics(row: PublishedRow, at: Arrangement) -> Numerics:
 
 
 def _laid_out(row: PublishedRow, at: Arrangement) -> float:
-    """The part of gradients that DeepSpeed lays out at a time; none where there is nobody to sum with."""
+    """Return the part of gradients that DeepSpeed copies at a time; none without other replicas to sum with."""
     own = rows.whole(row) / at.shards / at.stages
     return min(1.0, _AT_A_TIME / own) if at.replicas > 1 else 0.0
 
@@ -116,34 +115,34 @@ _AT_A_TIME = 5e8
 
 
 def keeps_whole(row: PublishedRow) -> bool:
-    """Whether divided parameters stay together for a whole step: torchtitan's do where there are stages."""
+    """Return whether divided parameters stay gathered for a whole step: torchtitan's do where there are stages."""
     return row.framework == TITAN and row.whole("pp", 1) > 1
 
 
 def sheet(row: PublishedRow) -> Sheet | None:
-    """Of its device; None: a family without one."""
-    found = [each for name, each in SHEETS.items() if name.upper().startswith(row.family)] if row.family else []
+    """Return the data sheet of its device; None: a family without one."""
+    candidates = [each for name, each in SHEETS.items() if name.upper().startswith(row.family)] if row.family else []
     memory = (row.number("gpu_mem_gb") or 0) * GIB
-    return min(found, key=lambda each: abs(each.memory_bytes - memory)) if found else None
+    return min(candidates, key=lambda each: abs(each.memory_bytes - memory)) if candidates else None
 
 
 def plain_flops_per_s(row: PublishedRow) -> float:
-    """Of its device, at 16 bits where it is trained with fewer."""
-    found = device(
-        PublishedRow({**row.told, "precision": "bf16"} if precision(row) in ("fp8-mixed", "fp4-mixed") else row.told)
+    """Return the operations per second of its device, at 16 bits where it is trained with fewer."""
+    plain = device(
+        PublishedRow({**row.cells, "precision": "bf16"} if precision(row) in ("fp8-mixed", "fp4-mixed") else row.cells)
     )
-    return min(found.flops_per_s, device(row).flops_per_s)
+    return min(plain.flops_per_s, device(row).flops_per_s)
 
 
 def device(row: PublishedRow) -> Device:
-    """By what the row says, by its data sheet where it doesn't, or else an A100's."""
+    """Return the device as the row says, by its data sheet where it doesn't, or else an A100."""
     known = sheet(row) or SHEETS["A100-80GB"]
-    told = precision(row)
+    name = precision(row)
     peak = (row.number("peak_tflops") or 0) * 1e12
     base = known.flops_per_s.get("bf16") or max(known.flops_per_s.values())
-    peak = peak or known.flops_per_s.get(told.removesuffix("-mixed"), base)
-    if told in ("fp8-mixed", "fp4-mixed"):
-        peak = max(peak, known.flops_per_s.get(told.removesuffix("-mixed"), 0.0))
+    peak = peak or known.flops_per_s.get(name.removesuffix("-mixed"), base)
+    if name in ("fp8-mixed", "fp4-mixed"):
+        peak = max(peak, known.flops_per_s.get(name.removesuffix("-mixed"), 0.0))
     memory = (row.number("gpu_mem_gb") or 0) * GIB or known.memory_bytes
     kind: Literal["cpu", "cuda"] = "cpu" if row.family in HOSTS else "cuda"
     return Device(row.text("hw"), peak, memory, known.memory_bytes_per_s, {}, known.multiprocessors, kind)
@@ -154,7 +153,7 @@ HOSTS = ("A64FX", "CPU")
 
 
 def cluster(row: PublishedRow, workers: int) -> Cluster:
-    """Hosts with links as told, or as usual beside its device."""
+    """Return hosts with links as the row says, or as usual for its device."""
     known = sheet(row) or SHEETS["A100-80GB"]
     per_host = row.whole("dev_per_node", known.devices_per_host)
     devices = row.whole("n_devices", workers)
@@ -169,28 +168,28 @@ TABLE = ((24, 2304, 24), (30, 3072, 32), (36, 4096, 32), (40, 6144, 48), (48, 81
 
 
 def shape(row: PublishedRow) -> Shape | None:
-    """Of the model; None: it is no transformer of blocks that are alike, or nothing is known of it."""
+    """Return the shape of the model; None: it is no transformer of equal blocks, or nothing is known of it."""
     layers, hidden = row.whole("layers", 0), row.whole("hidden", 0)
     if layers and hidden:
         return _nearest(row, layers, hidden, _heads(hidden, row.whole("heads", max(1, hidden // 128))))
-    many = row.number("n_params") or rows.dense(row)
-    if not many or not row.number("seq"):
+    parameters = row.number("n_params") or rows.dense(row)
+    if not parameters or not row.number("seq"):
         return None
-    layers, hidden, heads = min(TABLE, key=lambda each: abs(log2(12 * each[0] * each[1] ** 2 / many)))
-    return _nearest(row, max(1, round(many / (12 * hidden**2))), hidden, heads)
+    layers, hidden, heads = min(TABLE, key=lambda each: abs(log2(12 * each[0] * each[1] ** 2 / parameters)))
+    return _nearest(row, max(1, round(parameters / (12 * hidden**2))), hidden, heads)
 
 
-def _heads(hidden: int, told: int) -> int:
-    """As told, or the nearest number that goes into hidden: some rows' heads were guessed by who wrote them down."""
-    return min((many for many in range(1, hidden + 1) if hidden % many == 0), key=lambda many: abs(many - told))
+def _heads(hidden: int, given: int) -> int:
+    """Return the divisor of hidden nearest to the given heads: in some rows they were guessed."""
+    return min(_divisors(hidden), key=lambda heads: abs(heads - given))
 
 
 def _nearest(row: PublishedRow, layers: int, hidden: int, heads: int) -> Shape:
-    """Of all that the columns leave open; the plain one where parameters are not told or are near enough."""
-    many = row.number("n_params") or 0.0
+    """Return the shape with the nearest parameters; the plain one if they are blank or near enough."""
+    given = row.number("n_params") or 0.0
     plain, *others = _open(row, layers, hidden, heads)
-    near = min(others, key=lambda each: abs(each.parameters - many))
-    return near if abs(near.parameters - many) < _NEAR * many < abs(plain.parameters - many) else plain
+    near = min(others, key=lambda each: abs(each.parameters - given))
+    return near if abs(near.parameters - given) < _NEAR * given < abs(plain.parameters - given) else plain
 
 
 _NEAR = 0.03
@@ -215,7 +214,7 @@ def _open(row: PublishedRow, layers: int, hidden: int, heads: int) -> Iterator[S
 
 
 def arrangement(row: PublishedRow) -> Arrangement:
-    """How it was divided; replicas are as many as there are devices for."""
+    """Return how the row was divided; replicas are as many as there are devices for."""
     shards, stages = _divided(row)
     context = row.whole("cp", 1)
     devices = row.whole("n_devices", row.whole("dp", 1) * shards * stages * context)
@@ -241,12 +240,12 @@ def arrangement(row: PublishedRow) -> Arrangement:
 
 
 MOST_PARTS = 1000
-"""Of a model whose layers are not told."""
+"""The limit for a model whose layers are blank."""
 
 
 def _divided(row: PublishedRow) -> tuple[int, int]:
-    """t and p; where neither is told, nor how many replicas there are, as many as parameters need, in a host first, of
-    those that leave no device out."""
+    """Return t and p; if both and the replicas are blank, as many as the parameters need, within a host first, of those
+    that leave no device out."""
     if any(row.text(column) for column in ("tp", "pp", "dp")):
         return row.whole("tp", 1), row.whole("pp", 1)
     needed = (row.number("n_params") or 0.0) * _STATES / device(row).memory_bytes
@@ -265,7 +264,7 @@ _STATES = 18 / 0.6
 
 
 def _micro_batches(row: PublishedRow, replicas: int, stages: int) -> tuple[float, int]:
-    """b and m: as told, or by the rule b · m · R = B."""
+    """Return b and m: as the row says, or by b · m · R = B."""
     batch, b, m = row.number("gbs"), row.number("mbs"), row.number("ga")
     if batch and not b:
         b, m = min(batch / replicas, _likely(row, batch / replicas, stages)), None
@@ -275,7 +274,7 @@ def _micro_batches(row: PublishedRow, replicas: int, stages: int) -> tuple[float
 
 
 def _likely(row: PublishedRow, samples: float, stages: int) -> float:
-    """b where a row does not tell: torchtitan makes as many micro-batches as there are stages (its default of
+    """Return b where a row leaves it open: torchtitan makes as many micro-batches as there are stages (its default of
     ``pipeline_parallel_microbatches``), others as small ones as can be; without stages a few samples."""
     if stages == 1:
         return _FEW

@@ -3,13 +3,11 @@
 Columns are those of a calibration file: ``row_id, source_id, framework, hw, gpu_mem_gb, peak_tflops, n_devices,
 dev_per_node, intra_bw_GBps, inter_bw_GBps_per_dev, model, n_params, layers, hidden, heads, ffn, vocab, seq, dp, tp, pp,
 vpp, cp, ep, zero, mbs, ga, gbs, precision, recompute, schedule`` and the outcomes ``step_time_s, samples_per_s,
-tflops_per_dev, mem_gib, status``; others are not looked at. Any but the first may be blank.
+tflops_per_dev, mem_gib, status``; others are ignored. Any but the first may be blank.
 
-Operations of models that have no shape: mixtures of experts by name, convolutions, or what other rows tell.
+The operations of a model without a shape, for a sample, follow from the first of these that is available:
 
-A model's operations for a sample follow from the first of these that there is:
-
-1. rows that tell operations and samples in a second of a model of this name;
+1. rows that give operations and samples in a second of a model of this name;
 2. 6 operations for each active parameter and word (2001.08361, section 2.1): "Qwen3_30B_a3B" has 3 · 10⁹ active ones;
 3. what is published of it, below.
 """
@@ -34,7 +32,7 @@ MOST = {
     **dict.fromkeys(("ffn", "vocab", "n_devices", "dp", "pp", "cp", "ep", "mbs", "ga"), 1e7),
     **dict.fromkeys(("seq", "gbs"), 1e9),
 }
-"""What no row goes beyond: columns that were mixed up do."""
+"""Upper bounds: columns that were mixed up exceed them."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +44,18 @@ class PublishedRow:
     (8.0, None, 1, 'H100')
     """
 
-    told: Mapping[str, str]
+    cells: Mapping[str, str]
 
     def text(self, column: str) -> str:
-        """What stands there; empty where nothing does, or only what tables write for nothing."""
-        found = (self.told.get(column) or "").strip()
-        return "" if found.lower() in ("nan", "na", "n/a", "null") else found
+        """Return the text of a cell; empty if the cell is blank or says that there is none."""
+        text = (self.cells.get(column) or "").strip()
+        return "" if text.lower() in ("nan", "na", "n/a", "null") else text
 
     def number(self, column: str) -> float | None:
-        """The same as a number.
+        """Return a cell as a number; None if it is blank.
 
         Raises:
-            InputError: it is none, below 0, or more than anything has.
+            InputError: it is no number, below 0, or above the column's bound.
         """
         text = self.text(column)
         try:
@@ -76,67 +74,67 @@ class PublishedRow:
         return found
 
     def whole(self, column: str, otherwise: int) -> int:
-        """The same as a whole number of at least 1."""
-        found = self.number(column)
-        return max(1, round(found)) if found else otherwise
+        """Return a cell as a whole number of at least 1, or else ``otherwise``."""
+        value = self.number(column)
+        return max(1, round(value)) if value else otherwise
 
     @property
     def name(self) -> str:
-        """Of the row."""
+        """The row's id."""
         return self.text("row_id")
 
     @property
     def source(self) -> str:
-        """Who published it."""
+        """The publication."""
         return self.text("source_id")
 
     @property
     def model(self) -> str:
-        """What it is called there."""
+        """The model's name in the publication."""
         return self.text("model")
 
     @property
     def family(self) -> str:
-        """Of its device: the first of those that are known whose name is in ``hw``, or else what stands there."""
+        """The device family: the first known name that ``hw`` contains, or else ``hw`` itself."""
         text = self.text("hw").upper()
         return next((name for name in FAMILIES if name in text), text)
 
     @property
     def framework(self) -> str:
-        """Its first word: what follows are versions and options."""
+        """The framework's name, without versions and options."""
         return self.text("framework").split(" ")[0].split("/")[0]
 
     @property
     def step_s(self) -> float | None:
-        """Measured, or by samples in a second; None: not known."""
+        """The step time, measured or from samples per second; None: not known."""
         step_s, rate, batch = self.number("step_time_s"), self.number("samples_per_s"), self.number("gbs")
         return step_s or (batch / rate if batch and rate else None)
 
     @property
     def held_bytes(self) -> float | None:
-        """Measured on the worker that held the most."""
-        found = self.number("mem_gib")
-        return found * GIB if found else None
+        """The memory of the worker that held the most; None: not known."""
+        memory = self.number("mem_gib")
+        return memory * GIB if memory else None
 
     @property
     def doubtful(self) -> bool:
-        """Whether its source's numbers contradict each other, or leave open what its time hangs on."""
+        """Whether its source's numbers contradict each other, or leave open what its time depends on."""
         unfilled = self.whole("pp", 1) > 1 and not self.number("mbs")
         undivided = self.whole("n_devices", 1) > 1 and not any(map(self.text, ("dp", "tp", "pp")))
         return self.text("status") == "suspect" or unfilled or undivided
 
     @property
     def group(self) -> tuple[str, str]:
-        """What is left out together: rows of one source about one model."""
+        """The rows that are left out together: those of one source about one model."""
         return self.source, self.model
 
 
 FAMILIES = ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100", "P100", "P40", "T4", "A64FX")
-"""The first that is found counts: GB200 before B200."""
+"""The first match counts: GB200 before B200."""
 
 
 def read(path: Path) -> list[PublishedRow]:
-    """All of a file.
+    """Return all rows of a file.
 
     Raises:
         InputError: it can't be read, has no column ``row_id``, or names a row twice.
@@ -146,7 +144,7 @@ def read(path: Path) -> list[PublishedRow]:
             table = csv.DictReader(file)
             if "row_id" not in (table.fieldnames or ()):
                 raise InputError(f"{path} has no column row_id; write one with a name of its own for each row.")
-            rows = [PublishedRow({name: text for name, text in told.items() if name}) for told in table]
+            rows = [PublishedRow({name: text for name, text in cells.items() if name}) for cells in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} can't be read ({error}); write the path of a CSV file.") from None
     _refuse(rows, path)
@@ -174,35 +172,35 @@ ACTIVE: Mapping[str, float] = {
     "mixtral_8x22b": 39e9,
 }
 """Active parameters, by the models' own reports: DeepSeek-V3 (2412.19437), Mixtral (2401.04088) and the cards of the
-others, rounded; only where no row tells more."""
+others, rounded; used if no row says more."""
 
 FORWARD: Mapping[str, float] = {"resnet50": 7.6e9, "resnet101": 15.2e9, "resnet152": 22.6e9}
-"""Forward of an image of 224 × 224: table 1 of 1512.03385, a product and a sum each."""
+"""Operations of forward on an image of 224 × 224: table 1 of 1512.03385, a product and a sum each."""
 
 UNKNOWN_PARAMETERS = 1e9
 
 
 def rates(rows: Iterable[PublishedRow]) -> dict[str, float]:
-    """Model -> operations of a word, or of a sample where samples have no words, as rows tell them.
+    """Return operations for a word by model, or for a sample if samples have no words, as rows give them.
 
-    >>> told = {"model": "M", "n_devices": "8", "samples_per_s": "4", "tflops_per_dev": "100", "seq": "1000"}
-    >>> rates([PublishedRow(told)])
+    >>> cells = {"model": "M", "n_devices": "8", "samples_per_s": "4", "tflops_per_dev": "100", "seq": "1000"}
+    >>> rates([PublishedRow(cells)])
     {'m': 200000000000.0}
     """
-    found: dict[str, list[float]] = {}
+    by_model: dict[str, list[float]] = {}
     for row in rows:
         operations, samples = row.number("tflops_per_dev"), row.number("samples_per_s")
         if operations and samples:
             words = samples * row.whole("seq", 1)
-            found.setdefault(row.model.lower(), []).append(operations * 1e12 * row.whole("n_devices", 1) / words)
-    return {model: median(many) for model, many in found.items()}
+            by_model.setdefault(row.model.lower(), []).append(operations * 1e12 * row.whole("n_devices", 1) / words)
+    return {model: median(many) for model, many in by_model.items()}
 
 
-def flops(row: PublishedRow, told: Mapping[str, float]) -> float:
-    """Of one sample, forward and backward; at worst as of a model of 10⁹ parameters."""
+def flops(row: PublishedRow, flops_of: Mapping[str, float]) -> float:
+    """Return the operations for one sample, forward and backward; at worst those of a model of 10⁹ parameters."""
     words = row.whole("seq", 1)
-    if row.model.lower() in told:
-        return told[row.model.lower()] * words
+    if row.model.lower() in flops_of:
+        return flops_of[row.model.lower()] * words
     for name, forward in FORWARD.items():
         if name in row.model.lower():
             return 3 * forward
@@ -210,7 +208,7 @@ def flops(row: PublishedRow, told: Mapping[str, float]) -> float:
 
 
 def active(row: PublishedRow) -> float:
-    """Parameters that a word goes through.
+    """Return the parameters that a word passes through.
 
     >>> names = ("Qwen3_30B_a3B", "DeepSeekV3 (w/o MTP)", "Nemotron-340B", "gpt-350m")
     >>> [active(PublishedRow({"model": name})) for name in names]
@@ -224,7 +222,7 @@ def active(row: PublishedRow) -> float:
 
 
 def sized(row: PublishedRow) -> bool:
-    """Whether anything says how large a model is.
+    """Return whether anything says how large a model is.
 
     >>> [sized(PublishedRow({"model": name})) for name in ("gpt-350m", "DeepSeekV3", "resnet50", "Abacus")]
     [True, True, True, False]
@@ -235,7 +233,7 @@ def sized(row: PublishedRow) -> bool:
 
 
 def hidden(row: PublishedRow) -> float:
-    """As told, or of a transformer with a hundredth as many layers, 12 layers · hidden² parameters.
+    """Return the hidden size as given, or from 12 · layers · hidden² parameters with layers = hidden / 100.
 
     >>> hidden(PublishedRow({"hidden": "4096"})), round(hidden(PublishedRow({"n_params": "8.05e9"})))
     (4096.0, 4063)
@@ -244,7 +242,7 @@ def hidden(row: PublishedRow) -> float:
 
 
 def dense(row: PublishedRow) -> float | None:
-    """Parameters that a name tells, all of which each word goes through; None: it has experts, or tells no size.
+    """Return the parameters that a dense model's name gives; None: it has experts, or its name gives no size.
 
     >>> names = ("Nemotron-340B", "Qwen3_30B_a3B", "Mixtral 8x7B", "DeepSeekV3", "resnet50")
     >>> [dense(PublishedRow({"model": name})) for name in names]
@@ -259,7 +257,7 @@ _EXPERTS = r"a\d+(\.\d+)?b|\d+x\d+|\d+e(?![a-z0-9])|moe"
 
 
 def whole(row: PublishedRow) -> float:
-    """All parameters, as told or as the model's name says.
+    """Return all parameters, as given or by the model's name.
 
     >>> [whole(PublishedRow({"model": name})) for name in ("Qwen3_30B_a3B", "gpt-350m", "resnet")]
     [30000000000.0, 350000000.0, 1000000000.0]
