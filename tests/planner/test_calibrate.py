@@ -87,7 +87,7 @@ def test_beyond_eight_times_as_large_a_model_the_interval_is_wider(learnt_rows: 
 
 
 def test_too_few_rows_are_refused() -> None:
-    with pytest.raises(InputError, match="2 rows tell step_time_s; write a calibration file with at least 3"):
+    with pytest.raises(InputError, match="2 rows have step_time_s; write a calibration file with at least 3"):
         calibrated(timed(grid()[:2], Corrections()))
 
 

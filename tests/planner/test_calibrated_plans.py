@@ -20,11 +20,11 @@ CLUSTER = "1x8 A100-80GB"
 
 def write(folder: Path, rows: list[PublishedRow]) -> Path:
     path = folder / "rows.csv"
-    names = list(dict.fromkeys(name for each in rows for name in each.told))
+    names = list(dict.fromkeys(name for each in rows for name in each.cells))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, names)
         writer.writeheader()
-        writer.writerows(dict(each.told) for each in rows)
+        writer.writerows(dict(each.cells) for each in rows)
     return path
 
 
@@ -55,7 +55,9 @@ def test_runs_of_twice_the_time_make_plans_of_twice_the_time(shape: Path, tmp_pa
 def test_memory_that_was_measured_scales_memory(shape: Path, tmp_path: Path) -> None:
     own = timed(grid("own", framework="Paceline", recompute="none"), Corrections())
     small, large = (
-        plan(shape, cluster=CLUSTER, calibrate=write(tmp_path, [PublishedRow({**r.told, "mem_gib": gib}) for r in own]))
+        plan(
+            shape, cluster=CLUSTER, calibrate=write(tmp_path, [PublishedRow({**r.cells, "mem_gib": gib}) for r in own])
+        )
         for gib in ("10", "40")
     )
     peaks = {str(each.strategy): each.cost.peak.total for each in small}

@@ -158,7 +158,7 @@ def foreteller(measured: Path) -> RowPredictor:
 def test_a_calibration_without_times_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path / "empty.csv", grid()[:5])
     assert main([str(path), "--calibrate", str(path)]) == 2
-    assert "0 rows tell step_time_s" in capsys.readouterr().err
+    assert "0 rows have step_time_s" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.planner.base import Arrangement, OverlapModel, Plan, WorkerMemory
 from paceline.planner.calibration.calibrate import Calibration, calibrated, computed
 from paceline.planner.calibration.calibrate_memory import MemoryCalibration, calibrated_memory, corrections, held_bytes
-from paceline.planner.calibration.corrections import Case, corrected, habits_of, kernels
+from paceline.planner.calibration.corrections import Case, corrected, kernels, overlap_of
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.cluster import Cluster, Described
 from paceline.planner.shapes.shape_file import DescribedWorkload
@@ -70,7 +70,7 @@ class PlanCalibration:
         case = Case.of(row)
         assert case is not None, "it has a shape"
         context, activations = corrections(row, self.memory.deviations)
-        return replace(habits_of(case, self.times.corrections), context_bytes=context, fragmentation=activations)
+        return replace(overlap_of(case, self.times.corrections), context_bytes=context, fragmentation=activations)
 
     def row(self, a: Arrangement) -> PublishedRow:
         """Return an arrangement as a row of a table; schedules that tables don't have count as 1F1B."""
@@ -115,7 +115,7 @@ class PlanCalibration:
         row = self.row(plan.arrangement)
         case, time, room = Case.of(row), self.times.forecast(row), self.memory.forecast(row)
         # The row's effects alone: the corrections are in the plan already.
-        slower = time.step_s / computed(row, case, self.times.corrections, self.times.told)
+        slower = time.step_s / computed(row, case, self.times.corrections, self.times.flops_of)
         larger = room.bytes / held_bytes(row, case, self.memory.deviations)
         memory = tuple(
             WorkerMemory(*(larger * getattr(each, part.name) for part in fields(WorkerMemory)))
