@@ -224,6 +224,7 @@ class Coordinator:
 
     def _check_held(self, arrivals: Sequence[Arrival]) -> None:
         """Raise unless each of these Δs is held, and named once."""
+        # The usual case, without building sets.
         if len(arrivals) == 1 and (arrivals[0].replica, arrivals[0].clock) in self._held:
             return
         names = {(a.replica, a.clock) for a in arrivals}

@@ -192,6 +192,7 @@ class RunLoop:
             return None
         self.evaluate_if_due(now)
         self.display(now)
+        # A budget in steps or epochs is evaluated as Δs arrive, so the next point is no time to wake at.
         next_point = self._schedule.next if self.timed else math.inf
         return max(0.0, min(next_point, self.end_s, now + TICK_S) - now)
 
@@ -236,7 +237,7 @@ class RunLoop:
 
     def handled(self, now: Seconds) -> None:
         """Note that an event was handled; steps and epochs are counted by events, so evaluate here if due."""
-        self.last_event_s = now
+        self.last_event_s = now  # after the decision: an update may have taken time
         if not self.timed:
             self.evaluate_if_due(now)
 

@@ -122,7 +122,7 @@ class ServerOptimizer:
         for j, (delta, weight) in enumerate(deltas):
             for i, total in enumerate(self.combined):
                 vector = delta.parameters[i] - self.state.parameters[i] if self._distance else delta.parameters[i]
-                if j:
+                if j:  # in the order given, so that a run is reproducible
                     total.add_(vector, alpha=weight)
                 else:
                     torch.mul(vector, weight, out=total)

@@ -52,7 +52,7 @@ class Preconditioner:
     measured.
 
     Args:
-        optimizer: whose second moments are used; None: this process steps nothing.
+        optimizer: its second moments are used; None: this process has no optimizer.
     """
 
     def __init__(self, optimizer: FlatOptimizer | None) -> None:
@@ -117,8 +117,8 @@ class MicroNorms:
         return MicroStepNorms(self._squares / self._samples, self._pieces)
 
 
-class Seen(NamedTuple):
-    """One Δ of an update, with its measurements."""
+class ObservedDelta(NamedTuple):
+    """One Δ of an update, with what the estimate needs."""
 
     delta: FlatState
     weight: float
@@ -129,10 +129,14 @@ class Seen(NamedTuple):
 
 
 class NoiseEstimator:
-    """Estimates the noise scale of one run whose server receives all Δs.
+    """Estimates the noise scale in a process that applies all Δs of a run.
 
-    An update of several Δs is an observation. An update of one is an observation by its micro-steps; if it has
-    none, two such updates in a row are one (:func:`~paceline.core.noise_scale.differenced`).
+    An update of several Δs is observed by itself. An update of one Δ is observed by its micro-steps; if it has one
+    micro-step, two such updates in a row are taken together (:func:`~paceline.core.noise_scale.differenced`)::
+
+        update   Δ1   Δ2   Δ3   Δ4
+        kept     Δ1        Δ3          a copy, until the next has come
+        observed      1,2       3,4
 
     Args:
         accumulator: takes the observations.
@@ -140,63 +144,60 @@ class NoiseEstimator:
 
     def __init__(self, accumulator: NoiseAccumulator) -> None:
         self._accumulator = accumulator
-        self._measure = Preconditioner(None)
+        self._preconditioner = Preconditioner(None)
         self._scales: Scales | None = None
         self._updates = 0
         self._parts: list[tuple[Part, Version]] = []
         self._square: float | None = None
-        self._before: tuple[list[Tensor], Part, Version] | None = None
+        self._kept: tuple[list[Tensor], Part, Version] | None = None
 
-    def measure_by(self, stepper: FlatOptimizer) -> None:
-        """Use the second moments of the optimizer that steps on the Δs."""
-        self._measure = Preconditioner(stepper)
+    def measure_by(self, optimizer: FlatOptimizer) -> None:
+        """Set the optimizer that steps on the observed Δs."""
+        self._preconditioner = Preconditioner(optimizer)
 
-    def through(self, seen: Iterable[Seen], count: int) -> Iterator[tuple[FlatState, float]]:
-        """Yield the Δs of one update and their weights, each measured before it is yielded.
+    def through(self, deltas: Iterable[ObservedDelta], count: int) -> Iterator[tuple[FlatState, float]]:
+        """Yield the Δs of one update and their weights, each observed before.
 
         Args:
-            seen: may compute each one when it is requested.
+            deltas: may compute each when it is taken.
             count: how many there are.
         """
         self._parts, self._square = [], None
-        measures = self._measure.ready(self._updates)
-        self._scales = self._measure.scales() if measures else None
-        for each in seen:
-            if measures:
+        ready = self._preconditioner.ready(self._updates)
+        self._scales = self._preconditioner.scales() if ready else None
+        for each in deltas:
+            if ready:
                 self._observe(each, alone=count == 1)
             yield each.delta, each.weight
 
     def combined(self, total: list[Tensor]) -> None:
-        """Take the combination of the Δs of the update."""
+        """Observe what the Δs of the update were combined to."""
         if len(self._parts) > 1:
             self._square = square(total, self._scales)
 
     def updated(self) -> None:
-        """Note that the update has been made."""
+        """End an update."""
         self._updates += 1
         if self._square is not None:
             biased = len({version for _, version in self._parts}) > 1
             self._accumulator.add(observation([part for part, _ in self._parts], self._square, biased=biased))
-            self._before = None
+            self._kept = None
 
-    def _observe(self, seen: Seen, *, alone: bool) -> None:
-        whole = square(seen.delta.parameters, self._scales)
-        pieces = seen.micro if self._measure.plain else None
-        part = Part(seen.samples, seen.weight, *(pieces or (whole, 1)))
+    def _observe(self, seen: ObservedDelta, *, alone: bool) -> None:
+        norm = square(seen.delta.parameters, self._scales)
+        # Norms of micro-steps are not preconditioned.
+        pieces = seen.micro if self._preconditioner.plain else None
+        part = Part(seen.samples, seen.weight, *(pieces or (norm, 1)))
         self._parts.append((part, seen.version))
         if alone and part.pieces > 1:
-            self._accumulator.add(observation([part], whole * seen.weight**2))
+            self._accumulator.add(observation([part], norm * seen.weight**2))
+        elif alone and part.samples and self._kept is None:
+            self._kept = [v.clone() for v in seen.delta.parameters], part, seen.version
         elif alone and part.samples:
-            self._pair(seen, part)
-
-    def _pair(self, seen: Seen, part: Part) -> None:
-        """Keep every other Δ until the next one."""
-        if self._before is None:
-            self._before = [v.clone() for v in seen.delta.parameters], part, seen.version
-            return
-        (vectors, first, version), self._before = self._before, None
-        first = first._replace(square=square(vectors, self._scales))
-        share = first.samples / (first.samples + part.samples)
-        mean = [torch.lerp(new, old, share) for new, old in zip(seen.delta.parameters, vectors, strict=True)]
-        biased = version != seen.version
-        self._accumulator.add(differenced(first, part, square(mean, self._scales), biased=biased))
+            assert self._kept is not None
+            (vectors, first, version), self._kept = self._kept, None
+            first = first._replace(square=square(vectors, self._scales))
+            share = first.samples / (first.samples + part.samples)
+            mean = [torch.lerp(new, old, share) for new, old in zip(seen.delta.parameters, vectors, strict=True)]
+            biased = version != seen.version
+            self._accumulator.add(differenced(first, part, square(mean, self._scales), biased=biased))

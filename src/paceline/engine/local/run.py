@@ -261,7 +261,7 @@ class LocalRun:
         self._faults.inject(replica, done.attempt, "taken")
 
     def _worker_ended(self, worker: int) -> None:
-        """Handle the end of a process: unless it was told to end, its replica leaves."""
+        """Handle the end of a process: unless main has ended it, its replica leaves."""
         gone = self._workers.handle_exit(worker)
         if gone is None:
             return

@@ -17,7 +17,7 @@ from paceline.engine.run_context import RunContext
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
-from paceline.replica.noise_estimator import NoiseEstimator, Seen
+from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -180,7 +180,9 @@ class SharedMemoryServer:
             owner.apply(deltas, action.rate, alone=action.alone, out=self._arena.version(destination))
         else:
             pairs = zip(held, deltas, strict=True)
-            seen = [Seen(delta, weight, a.samples, a.version, micro) for (a, _, micro, _), (delta, weight) in pairs]
+            seen = [
+                ObservedDelta(delta, weight, a.samples, a.version, micro) for (a, _, micro, _), (delta, weight) in pairs
+            ]
             observed = estimator.through(seen, len(deltas))
             owner.apply(observed, action.rate, alone=action.alone, out=self._arena.version(destination))
             estimator.updated()

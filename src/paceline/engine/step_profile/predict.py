@@ -104,7 +104,7 @@ def forecast(job: Job, fork_server: ForkServer | None = None) -> Forecast:
     """Measure the components of a job's step, in processes that end before it returns.
 
     Args:
-        job: whose step.
+        job: the one to predict.
         fork_server: starts the processes, and has imported :data:`NEEDS`; None: one for this forecast alone.
 
     Returns:

@@ -58,7 +58,7 @@ class ReplicaTiming:
         """Yield the spans of a pipeline's workers.
 
         Args:
-            replica: whose.
+            replica: its number.
             step: of its clock.
             at: when it begins to compute.
             alone: what one process would take.
@@ -75,7 +75,7 @@ def replica_timing(job: Job, *, measured: bool) -> ReplicaTiming:
     """Compute the timing of a job's replicas.
 
     Args:
-        job: whose strategy says how a replica is divided.
+        job: its strategy says how a replica is divided.
         measured: True to give each stage the time measured for its part of the model; else all take the same, and the
             run is reproducible.
 

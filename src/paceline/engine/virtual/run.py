@@ -37,7 +37,7 @@ from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import VmapComputer, stackable
 from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatState, write
-from paceline.replica.noise_estimator import NoiseEstimator, Seen
+from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.trace.spans import SERVER, Span
 
 
@@ -199,7 +199,7 @@ class VirtualRun:
         if self._job.trace and self._now > began:
             self._spans.append(virtual_span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
 
-    def _take(self, arrival: Arrival, weight: float) -> Seen:
+    def _take(self, arrival: Arrival, weight: float) -> ObservedDelta:
         attempt = self._arrived.pop((arrival.replica, arrival.clock))
         if not self._eager:
             self._computer.compute(attempt)
@@ -208,7 +208,7 @@ class VirtualRun:
         assert measured is not None
         if not self._eager:
             self._loop.history.add_loss(measured.loss, measured.samples)
-        return Seen(attempt.out, weight, measured.samples, attempt.version, measured.micro)
+        return ObservedDelta(attempt.out, weight, measured.samples, attempt.version, measured.micro)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
