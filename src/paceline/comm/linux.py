@@ -1,6 +1,9 @@
 """Linux system calls that Python lacks, the scheduler, and the memory that is available to this process.
 
 Available memory is bounded by the machine, and by the limits of the cgroups of this process.
+
+Pythons built against an old C library (those of uv and conda, up to 2026) leave ``os.memfd_create`` and
+``os.pidfd_open`` out although the kernel has the calls; there they are made by number.
 """
 
 import contextlib

@@ -7,6 +7,10 @@ A worker needs some data whole for a while, as the model before it is partitione
 The kernel evicts pages of files when memory is short, under a container's limit too, once they have been written out.
 It writes them late, and under a limit it may kill the process instead; so filled pages are written out at once. Spilled
 data makes a process slower at worst, while ordinary memory would have it killed.
+
+Shared memory has no name in any file system: it is a file descriptor that is passed on, and it is freed with the last
+process that holds or maps it, however that process ends. So there is nothing to unlink and nothing to leak. The same
+holds for memory on disk, whose pages the system may write out and read back whenever memory is short.
 """
 
 import contextlib

@@ -9,6 +9,15 @@ A group that was not measured follows from one that was, by the bytes that a wor
 
 Source: the bytes of rings are those of nccl-tests' PERFORMANCE.md ("bus bandwidth"). Rounds that grow with log2 n fit
 NCCL on the 8 A100 of a host best, of n - 1, √n, log2 n and none.
+
+::
+
+    time |                           x        beyond the last: by the bandwidth of the last few
+         |                       .  ´
+         |                 x  ´               between two knots: a straight line, so each piece has a latency and a
+         |        x  .  ´                     bandwidth of its own (α + bytes / β)
+         |  x  ´                              below the first: its piece's line, but no faster than proportional
+         +--------------------------- bytes
 """
 
 from bisect import bisect_right

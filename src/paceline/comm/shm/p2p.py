@@ -2,6 +2,12 @@
 
 A message is taken out of its ring by the first receive that was posted for its source and tag. A message that no
 receive matches stays in its slots, unless a receive waits for one behind it: then it is set aside.
+
+::
+
+    sender     writes a piece into a free slot, counts it, wakes the receiver
+    slots      | piece | piece | free | free |           written - read pieces are on their way
+    receiver   copies it to its destination, counts it, wakes the sender
 """
 
 import ctypes

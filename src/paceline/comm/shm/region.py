@@ -4,6 +4,14 @@ Two kinds of segment are shared. The *region* belongs to a group and holds its c
 page* belongs to a process and holds one word, on which the process sleeps whatever group the news comes from, since it
 can sleep on one word only. Members find both through ``/proc/PID/fd/N`` of the owner, so that nothing has a name that
 could outlive the job. Linux only.
+
+::
+
+    | token | posted | failures | headers | notes | stages | channels |
+              N        N          2 x N     2 x N   2 x N    N x N         N ranks; 2: even and odd rounds
+
+A round's headers, notes and stages are those of its parity, so that a fast rank can write the next round while a slow
+one still reads this one.
 """
 
 import json

@@ -4,6 +4,17 @@ Its client continues at once and receives the statuses of a step L steps later::
 
     rank of stage 0   F1 F2 B1 step F3 B2 step ...      status of step s --+--> all-reduce, awaited in step s + L
     rank of stage 1      F1 B1 step F2 B2 step ...      status of step s --+
+
+::
+
+    rank 0   F3 B1 U1 | status 3 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~.               | take the statuses of step 3 - L
+    rank 1   F3 B2 U2 | status 3 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~+-> all ranks'  |  ...
+    rank 2   F3 B3 U3 | status 3 ~~~~~~~~~~~~~~~~~~~~~~~~~~~~'               |
+
+So that all ranks count alike and end at the same step, each sends a status a step, which travels while they go on. It
+is taken L = ceil((p - 1) / m) + 1 steps later, which costs no waiting: the first rank ends step t + L with the
+backward pass of micro-batch (t + L)·m + m - 1 - (p - 1), no earlier one than the last of step t, and that has passed
+all the others.
 """
 
 import time

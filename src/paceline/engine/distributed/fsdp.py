@@ -15,6 +15,19 @@ The number of samples of all ranks is known only in the exchange after backward:
 samples, and the sum is divided then. Each parameter is cut along its first dim. The collectives of torch go through the
 run's own communicator, which watches and counts them. The idea: Rajbhandari et al. 2019, arXiv 1910.02054 (ZeRO-3),
 and Zhao et al. 2023, arXiv 2304.11277.
+
+::
+
+    model = Sequential(Embedding, Block, Block, ..., Linear)
+
+    Embedding   a unit: gathered before its forward and freed after it; again so in backward
+    Block       a unit, with all that is in it
+    Linear      a unit
+    model       the last unit: what is in no other
+
+A unit must own what it gathers: no other module's forward may use it. So a tied weight belongs to the smallest unit
+that contains all its uses, and torch's MultiheadAttention, which reads the weight of a member without calling it, is
+never divided. It is no unit either: it returns a view, and torch 2.13 warns that a unit's view must not be written.
 """
 
 import importlib

@@ -7,6 +7,14 @@
 
 Each rank leaves the rows of the others zero, so one all-reduce sums Δ and spreads all statuses. Where a replica has
 several ranks, they exchange the table alone, and the ranks that have the same part of A in other replicas sum Δ.
+
+The table of statuses has a row for each rank. A rank fills its own and leaves the others zero, so their sum is the
+whole table::
+
+    rank 0   | kind | samples | finite | stop | loss | when | counters |     + zeros
+    rank 1     zeros                                                              + | kind | ...
+
+Whole numbers that may be large are stored as digits that float32 represents exactly.
 """
 
 import math

@@ -1,4 +1,18 @@
-"""The parameter arena in shared memory, laid out alike in every process, and the pool of its version buffers."""
+"""The parameter arena in shared memory, laid out alike in every process, and the pool of its version buffers.
+
+::
+
+    version v     v = 0 .. P+1: an A that a replica reads, or the next one; the main process, or idle replicas, write it
+                  while it is not read, and never after it has been granted to a replica
+    Δ slots r     one, or several where a replica goes on while its Δ waits in the buffer; written by its replica
+                  between a grant that names it and its completion
+    memory        the optimizer's state, twice, and Σ weight·Δ: where replicas make the updates
+
+P replicas read at most P versions, and one is the current A: among P + 2 one is always free. So an update is written
+where no process reads, a grant names a version and copies nothing, nothing is locked and nothing is torn. Pages that
+were never touched cost nothing: lockstep training needs two versions. Replicas map versions read-only: a worker that
+writes A there is killed, and can't corrupt what the others read.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property

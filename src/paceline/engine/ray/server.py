@@ -1,4 +1,12 @@
-"""The server's actor: a session for each run, and the server's calls of the other actors."""
+"""The server's actor: a session for each run, and the server's calls of the other actors.
+
+::
+
+    replica   first .................. push ............................ push
+    server    begin: answer with A_0   decide; answer with A once released    ...    answer: training has ended
+
+A call of a replica is answered when F releases that replica.
+"""
 
 import asyncio
 import inspect

@@ -5,6 +5,11 @@ budget and late replicas::
 
     replica --- push ---> take --> RunLoop.arrived --> reply with A, or keep the replica waiting
     run()   --- every tick, or when woken ----------> evaluate, end the budget, check for hangs
+
+::
+
+    starting --> training --> scoring --> done
+                        \\ ends early: the budget is spent, the condition met, Ctrl-C, a failure
 """
 
 import asyncio

@@ -2,6 +2,12 @@
 
 A wait for a message of Gloo can't be given up and made again: one that times out closes the connection (torch 2.13). So
 such waits are made on a helper thread, and the caller can check for failures meanwhile.
+
+Shards of one stage all have the same activations, so each shard of the next stage receives from one of them::
+
+    2 shards -> 1        1 shard -> 2        2 -> 2
+    0 -> 0               0 -> 0              0 -> 0
+    1                    0 -> 1              1 -> 1
 """
 
 import queue

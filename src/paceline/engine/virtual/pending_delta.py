@@ -1,4 +1,9 @@
-"""Δs under way in virtual time: computed when they are needed and not before; their data; each replica's timeline."""
+"""Δs under way in virtual time: computed when they are needed and not before; their data; each replica's timeline.
+
+When an attempt begins, the A that it read and the batches that it will see are fixed, so its Δ may be computed at any
+time later. Most policies depend on nothing but the order of arrivals; their Δs are computed when an update needs them,
+and those that are discarded or cancelled never.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

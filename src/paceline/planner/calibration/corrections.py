@@ -2,6 +2,9 @@
 
 Each number is a factor of what is expected before any row is seen: 1 says that nothing was learnt. They act where costs
 are computed (blocks.py, cost.py), never on results.
+
+Where a row does not say what is divided among replicas, what is recomputed, or how many samples a micro-batch has, it
+is taken for the least that fits its device, since it was trained so.
 """
 
 from collections.abc import Sequence

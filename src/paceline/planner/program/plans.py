@@ -3,6 +3,10 @@
 Plans of a program for this host: what was measured of it, every arrangement, and the best few foretold anew.
 
 strategy="auto": the best plan of a program for this host, and in one line why.
+
+Closed forms rank what may be done; the best of it differs by little. So the best few are measured: computing of every
+stage or shard as it is cut for them, their collectives, messages, copies and updates, put together as
+``times="measured"`` does, and what a short run of the same kind took compared with its own components.
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,17 @@ Where all workers alternate in a common rhythm, whole slots are computed at once
 become periodic are skipped: thousands of micro-batches take as long as a few. Where stages have replicas there is no
 such rhythm, and the step is simulated event by event. :mod:`paceline.schedule.simulate` records every action as well,
 and takes fifty times as long.
+
+Schedules whose workers keep a common rhythm are simulated slot by slot. What worker w does in slot k, each counted in
+its order: F forwards, B backwards, W gradients of weights::
+
+    1f1b, zero-bubble    F k, B k - (p - 1 - w), W k - (p - 1)    F needs worker w - 1's of this slot, B worker w + 1's
+                                                                  of the one before
+    interleaved          F k - w, B k - (v + 1) p + 2 + w         both need what the worker before made in the slot
+                                                                  before, and the first of them what the last made
+
+Times of a slot follow from those of the one before by maxima and sums alone. So once a whole rhythm has delayed all of
+them by the same time, each one to come does too, and they are taken at once.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,15 @@
-"""Asynchronous pipelines (PipeDream): one worker whose weights move within a stream of micro-batches."""
+"""Asynchronous pipelines (PipeDream): one worker whose weights move within a stream of micro-batches.
+
+Weight stashing keeps one worker's weights after each of its updates as long as a micro-batch needs them::
+
+    version     3             4             5
+    weights   | vectors | -> | vectors | -> | vectors |     an update writes its result into vectors that are free
+                ^ micro-batch 5, in flight    ^ newest
+
+A parameter is pointed at the version that a pass needs before that pass. Backward needs that too: of a parameter itself
+autograd saves no values, but the parameter (torch 2.13); of a view of it, a transposed weight say, it saves the values
+in place, which are not written as long as the version is kept.
+"""
 
 import math
 import time

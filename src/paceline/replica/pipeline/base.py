@@ -2,6 +2,13 @@
 
 Replicas of a stage take turns: each runs its own micro-batches. So each has a term of every gradient, of the loss and
 of the statistics of a mini-batch, and all of them are summed.
+
+::
+
+    input leaves --> part 0 --a--> part 1 --b--> part 2 --> output
+                        `------------c------------^          c: straight from its producer to its consumer
+
+Later parts need what earlier ones make, never the other way round.
 """
 
 from abc import ABC, abstractmethod

@@ -8,6 +8,10 @@
 
 Products and convolutions with a parameter, which are nearly all of the work, are replaced by functions whose backward
 computes dx and defers dW. Other parameters (of norms, embeddings) get their gradients with dx.
+
+Nodes of a captured graph get another target. Modules that are called whole (children of an nn.Sequential) keep theirs;
+but those inside whose forward is known to call such functions, as nn.Linear calls ``F.linear``, get a forward of the
+same code in which ``F`` stands for other functions.
 """
 
 from collections import deque
