@@ -6,14 +6,6 @@
     worker 0     idle ............................. slice 0 of A and of the optimizer's state ... idle
     worker 2     idle ............................. slice 1 ..................................... idle
 
-With clipping there are two tasks: Σ weight·Δ with its norm, then the step on the scaled sum.
-
-::
-
-    main      describes the task, assigns parts, wakes --- waits --------------------------- the new A is complete
-    worker 0  waits for its grant ... makes part 0: reads Δs and the old A, writes the new one ... waits on
-    worker 1  waits for its grant ... makes part 1
-
 What is read stays as it was until all parts are made: A, the optimizer's state and the Δs; what is written is read by
 no process. So a part can be made again by another one if its worker died, and an update is neither lost nor made
 twice. With clipping there are two tasks: Σ weight·Δ with its norm, then the step.

@@ -5,11 +5,6 @@
     leader     grant --> Adopt --> advance own part --> Finish --> write own part of Δ --> completion
                            |           |                   |
     follower 1             +-- read    +-- advance         +-- write its part of Δ --> PartDone
-
-::
-
-    leader      Adopt --- Advance, samples --- ... --- Finish ---------- next attempt ... --- End
-    follower                         (loss)                  its report
 """
 
 import math
