@@ -16,11 +16,12 @@ class Thorough(NamedTuple):
 
 
 PROGRAMS = "runs whole programs; `make test` runs the README's and one example"
-PARITY = "the same parity over many meshes and models; `make test` keeps one of each kind"
+PARITY = "the same parity over many meshes and models; `make test` keeps the first of each kind"
 STATISTICS = "10^5 updates, to hold means against closed forms"
-KILLS = "kills and hangs at many moments; `make test` keeps the first of each kind"
-BENCHMARKS = "a benchmark in small, in processes of its own"
-PLANNER = "profiles programs, or tries small planning problems in full"
+KILLS = "kills, hangs and failures at many moments; `make test` keeps the first of each kind"
+BENCHMARK = "a benchmark in small, in processes of its own"
+PLANNER = "profiles programs on idle cores, or tries planning problems in full"
+COMMANDS = "whole commands in processes of their own; `make test` keeps the first"
 
 TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_examples.py", PROGRAMS),
@@ -28,7 +29,58 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/test_readme.py::test_programs_in_the_text_run_as_they_stand", PROGRAMS, but_first=True),
     Thorough("tests/test_readme.py::test_examples_run_from_anywhere", PROGRAMS, but_first=True),
     Thorough("tests/test_planning_page.py", PROGRAMS),
+    Thorough("tests/test_predict.py::test_the_output_is_that_of_one_process", PARITY, but_first=True),
+    Thorough("tests/test_predict.py::test_a_run_a_folder_and_a_state_say_what_is_asked", COMMANDS),
+    Thorough("tests/test_predict.py::test_ranks_that_torchrun_started_all_have_the_output", COMMANDS),
+    Thorough("tests/test_predict.py::test_the_command_refuses_what_is_no_input", COMMANDS),
+    Thorough("tests/cli/test_end_to_end.py", COMMANDS, but_first=True),
+    Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
+    Thorough("tests/benchmarks/test_hybrid.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_data_parallel.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_pipeline.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_tensor.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_collectives.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_smooth_switch_engines.py", BENCHMARK),
+    Thorough("tests/schedule/test_identities.py::test_the_bubble_of_interleaved_parts", STATISTICS, but_first=True),
     Thorough("tests/engine/test_closed_forms.py", STATISTICS),
+    Thorough("tests/engine/test_virtual_determinism.py::test_two_processes_agree_to_the_byte", COMMANDS),
+    Thorough("tests/engine/test_tensor_parity.py::test_equals_one_process", PARITY, but_first=True),
+    Thorough("tests/engine/test_pipeline_parity.py::test_equals_one_process", PARITY, but_first=True),
+    Thorough("tests/engine/test_hybrid_parity.py", PARITY),
+    Thorough("tests/engine/test_replicated_stages.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_overlap.py", PARITY),
+    Thorough("tests/engine/test_distributed_fsdp.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_zero1.py::test_it_equals_one_process", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_noise_scale.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_runs.py", "counts the bytes of real TCP connections"),
+    Thorough("tests/engine/test_distributed_hosts.py", "two hosts, each in a network namespace"),
+    Thorough("tests/engine/test_distributed_failures.py", KILLS),
+    Thorough("tests/engine/test_distributed_sharded_failures.py", KILLS),
+    Thorough("tests/engine/test_distributed_async_pipeline.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_pipeline_failures.py", KILLS, but_first=True),
+    Thorough("tests/engine/test_tensor_faults.py", KILLS, but_first=True),
+    Thorough("tests/engine/test_step_profile.py", PLANNER, but_first=True),
+    Thorough("tests/engine/test_virtual_memory.py", "measures the memory of processes of their own"),
+    Thorough("tests/engine/test_virtual_data.py::test_torchs_loader_with_workers_of_its_own", PARITY, but_first=True),
+    Thorough("tests/engine/local/test_local_command.py", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_local_resources.py::test_files_do_not_pile_up", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_local_loops.py::test_without_a_guard", COMMANDS, but_first=True),
+    Thorough("tests/engine/local/test_local_loops.py::test_a_script_may_train_as_often_as_it_likes", COMMANDS),
+    Thorough("tests/engine/local/test_local_models.py", "25 workers, and a million parameters", but_first=True),
+    Thorough(
+        "tests/engine/local/test_replica_group.py::test_pipelines_do_what_virtual_time_says", PARITY, but_first=True
+    ),
+    Thorough("tests/engine/local/test_replica_group.py::test_and_so_do_shards", PARITY, but_first=True),
+    Thorough("tests/engine/ray/test_ray_clusters.py", "a Ray cluster of two nodes"),
+    Thorough("tests/engine/ray/test_ray_failures.py", KILLS, but_first=True),
+    Thorough("tests/planner/test_auto.py", PLANNER),
+    Thorough("tests/planner/test_short_runs.py", PLANNER),
+    Thorough("tests/planner/test_probe.py", PLANNER),
+    Thorough("tests/planner/test_verify.py", PLANNER),
+    Thorough("tests/planner/test_calibrate.py", "calibrates 303 published rows, each source and model left out"),
+    Thorough("tests/planner/test_search.py", PLANNER, but_first=True),
+    Thorough("tests/replica/tensor/test_recurrent.py", PARITY, but_first=True),
+    Thorough("tests/replica/tensor/test_vision_models.py", PARITY),
 )
 
 
