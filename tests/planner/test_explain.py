@@ -193,7 +193,7 @@ def test_a_policy_that_changes_has_the_pace_of_its_change() -> None:
     assert found[1].batches == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4), rel=0.01)  # of 1,041 updates
 
 
-def test_only_waiting_is_carried_between_hosts() -> None:
+def test_only_waiting_is_supported_between_hosts() -> None:
     made = CostCache(Plain(), cluster(hosts=4, per_host=1)).plan(Arrangement(4, micro_batch=2))
     assert list(policies(made, cluster(hosts=4, per_host=1))) == ["synchronous"]
     assert "asynchronous" in list(policies(made, cluster()))
@@ -208,7 +208,7 @@ def test_an_answer_where_nothing_fits_says_what_would() -> None:
     assert (said.plans, said.gains, said.rules, said.beyond, said.fit.fits) == ((), (), (), None, False)
 
 
-def test_what_is_better_but_not_carried_is_named() -> None:
+def test_what_is_better_but_not_supported_is_named() -> None:
     on = cluster(bytes_per_s=1e12, latency_s=0.0)
     on = replace(on, device=replace(on.device, kind="cuda"))
     workload = Plain(milliseconds=(8.0,), global_batch=1)

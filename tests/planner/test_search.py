@@ -86,12 +86,8 @@ def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) ->
             made = replace(size, schedule=schedule, chunks=v, recompute=recompute, divided=divided, accumulated=a)
             if size.stages == 1 and (recompute == "stage" or a > 1):  # the whole model again, for nothing
                 continue
-            refusals = (
-                supported.refusal(made),
-                supported.device_refusal(made, on.device.kind, asked.engine),
-                workload.refusal(made),
-            )
-            if refusals == (None, None, None):
+            runs = supported.supports(made) and supported.supports(made, on.device.kind, asked.engine)
+            if runs and workload.refusal(made) is None:
                 yield made
 
 

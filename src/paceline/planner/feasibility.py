@@ -84,7 +84,7 @@ def _fastest(
         best_s = inf if best is None else best[1].step_s
         if bounds.memory_bytes(frame, option) > max_bytes or bounds.step_s(frame, option) > best_s:
             continue
-        if supported.refusal(a) is not None or cost_cache.workload.refusal(a) is not None:
+        if not supported.supports(a) or cost_cache.workload.refusal(a) is not None:
             continue
         if not is_supported(cluster, objectives, a) or not cost_cache.divisions.fits(a):
             continue

@@ -63,7 +63,7 @@ def foretell(plans: Sequence[Plan], program: Program, profile: Profile, tell: Te
 
 
 def _foretold(plan: Plan, program: Program, profile: Profile, fork_server: ForkServer) -> Plan:
-    assert plan.strategy is not None, "what is not carried is not foretold"
+    assert plan.strategy is not None, "a plan that is not supported can't be measured"
     run = profile.runs.get(kind(plan.arrangement))
     if run is not None and run.arrangement == plan.arrangement:
         return with_pieces(plan, run.pieces, run)

@@ -157,7 +157,7 @@ class _Kind:
 
     @property
     def job(self) -> Job:
-        assert self.plan.strategy is not None, "what is not carried is not run"
+        assert self.plan.strategy is not None, "a plan that is not supported can't be run"
         seconds = max(RUN_S, STEPS * self.plan.cost.step_s)
         return replace(job_for(self.program, self.plan.strategy), budget=Budget("seconds", seconds, seconds))
 

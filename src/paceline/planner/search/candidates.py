@@ -233,14 +233,14 @@ def arrangement(frame: Frame, option: Option, cluster: Cluster, objectives: Obje
         *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
         option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
     )  # fmt: skip
-    if supported.refusal(result) is not None:
+    if not supported.supports(result):
         return None
     return result if is_supported(cluster, objectives, result) else None
 
 
 def is_supported(cluster: Cluster, objectives: Objectives, arrangement: Arrangement) -> bool:
     """Return True if such devices support it, or unsupported plans are requested."""
-    return objectives.unbuilt or supported.device_refusal(arrangement, cluster.device.kind, objectives.engine) is None
+    return objectives.unbuilt or supported.supports(arrangement, cluster.device.kind, objectives.engine)
 
 
 def supports_zero(cluster: Cluster, objectives: Objectives) -> bool:

@@ -91,7 +91,7 @@ def plan_of(
         step_s * (1 + spread),
         samples_per_s,
         None if flops is None else flops * samples_per_s / peak_flops_per_s,
-        None if supported.refusal(arrangement) else supported.strategy(arrangement, cluster.device.kind),
+        supported.strategy(arrangement, cluster.device.kind) if supported.supports(arrangement) else None,
         simulated,
         merged(workload.provenance, cluster.provenance, cluster.device.provenance),
     )
