@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.api.compare import compare
-from paceline.comparison import Comparison, load_comparison, slug
+from paceline.comparison import Comparison, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import Record, ReplicaExit
 from paceline.engine.base import Engine, Job, Outcome, Watcher
@@ -347,6 +347,7 @@ def test_a_run_that_is_gone_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "../..", "a/b", "x" * 500, "<lambda>"])
 def test_a_folder_name_is_one_plain_name(text: str) -> None:
-    assert "/" not in slug(text)
-    assert 0 < len(slug(text)) <= 80
-    assert not slug(text).startswith(".")
+    folder, round_, *rest = run_folder(3, text, 0).split("/")
+    assert (round_, rest) == ("round-0", [])
+    assert folder.startswith("3-")
+    assert 0 < len(folder) - 2 <= 80

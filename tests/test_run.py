@@ -19,9 +19,9 @@ import paceline.run
 from paceline.aggregation import SmoothSwitch
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, Record, ReplicaExit
+from paceline.core.safe_files import check_out, new_folder
 from paceline.program import Program
-from paceline.run import Run, check_out, load
-from paceline.safe_files import load_state, new_folder, save_state
+from paceline.run import Run, load, load_state, save_state
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from paceline import InputError, Strategy, show_mesh
-from paceline.api.show import Drawing, drawn
+from paceline.api.mesh_drawing import MeshDrawing, draw_mesh
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.p2p import Routes
 from paceline.engine.spmd.rank_context import SubGroups
@@ -37,13 +37,13 @@ class Remembers:
         self.asked.append(groups)
 
 
-def ranks(drawing: Drawing, kind: str) -> set[tuple[int, ...]]:
+def ranks(drawing: MeshDrawing, kind: str) -> set[tuple[int, ...]]:
     return {group.ranks for group in drawing.groups if group.kind == kind}
 
 
 @pytest.mark.parametrize("strategy", MESHES)
 def test_groups_are_those_that_the_engine_makes(strategy: str) -> None:
-    mesh, drawing, engine = Strategy.parse(strategy).mesh, drawn(strategy), Remembers()
+    mesh, drawing, engine = Strategy.parse(strategy).mesh, draw_mesh(strategy), Remembers()
     SubGroups.of(mesh, cast(Communicator, engine))
     for kind, made in zip(("shards", "copies", "peers"), engine.asked, strict=True):
         assert ranks(drawing, kind) == {tuple(circle) for circle in made if len(circle) > 1}, kind
@@ -74,7 +74,7 @@ def test_each_rank_stands_once_where_the_mesh_has_it(strategy: str) -> None:
 def test_those_who_take_turns_are_apart_in_the_drawing() -> None:
     shown = show_mesh("stages=[2,1] shards=2")
     assert "stage 0  0 1 + 2 3" in shown
-    assert "+ is between those who take turns at a stage" in shown
+    assert "+ is between workers that take turns at a stage" in shown
     assert re.search(r"copies of a stage +once a step +0-2 1-3 ", shown)
 
 
@@ -82,11 +82,11 @@ def test_as_many_hosts_as_replicas_keep_all_but_peers_inside() -> None:
     shown = show_mesh("replicas=2 stages=2 shards=2", hosts=2)
     assert "4 of 4 between hosts" in shown
     assert shown.count("each inside a host") == 2
-    assert not drawn("replicas=2 stages=2 shards=2", hosts=2).warnings
+    assert not draw_mesh("replicas=2 stages=2 shards=2", hosts=2).warnings
 
 
 def test_shards_on_several_hosts_are_warned_of_with_the_line_to_write() -> None:
-    made = drawn("replicas=2 shards=4", hosts=[6, 2])
+    made = draw_mesh("replicas=2 shards=4", hosts=[6, 2])
     [said] = made.warnings
     assert said == (
         "warning: the shards of replica 1, stage 0 (ranks 4-5-6-7) are on hosts 0 and 1: every operator that is "
@@ -94,13 +94,13 @@ def test_shards_on_several_hosts_are_warned_of_with_the_line_to_write() -> None:
     )
     assert str(made).splitlines()[-1] == said
     assert "4 5 | 6 7" in str(made)
-    assert "start 2 ranks on each host" in drawn("replicas=3 shards=2", hosts=[3, 3]).warnings[0]
+    assert "start 2 ranks on each host" in draw_mesh("replicas=3 shards=2", hosts=[3, 3]).warnings[0]
 
 
 def test_torchrun_says_which_ranks_are_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert drawn("replicas=2 stages=2 shards=2").hosts == (range(4), range(4, 8))
+    assert draw_mesh("replicas=2 stages=2 shards=2").hosts == (range(4), range(4, 8))
     with pytest.raises(InputError, match=re.escape("= 4 workers, but hosts=[4, 4] have 8; write as many")):
         show_mesh("replicas=4")
 
@@ -112,7 +112,7 @@ def test_replicas_at_their_own_pace_meet_in_a_and_have_no_peers() -> None:
 
 
 def test_json_is_plain_and_complete() -> None:
-    read: Any = json.loads(json.dumps(drawn("replicas=2 stages=2 shards=2", hosts=2).to_json()))
+    read: Any = json.loads(json.dumps(draw_mesh("replicas=2 stages=2 shards=2", hosts=2).to_json()))
     assert read["hosts"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     fifth = read["ranks"][5]
     assert (fifth["host"], fifth["replica"], fifth["stage"], fifth["shard"]) == (1, 1, 0, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline import InputError, Program, Strategy, show_shards, train
-from paceline.api.show import divided
+from paceline.api.show import sharding_of
 from paceline.engine.base import Budget, Job
 from paceline.engine.run_context import first_batch
 from paceline.replica import hybrid
@@ -74,7 +74,7 @@ def whys(shown: ShardingReport) -> dict[tuple[str, str], str]:
 
 
 def test_a_pair_of_layers_is_cut_by_column_and_by_row_and_sends_once_each_way() -> None:
-    shown = divided(program(), "shards=2 shard_rules=3:whole")
+    shown = sharding_of(program(), "shards=2 shard_rules=3:whole")
     assert cuts(shown)["0", "linear"] == "column"
     assert cuts(shown)["2", "linear"] == "row"
     assert whys(shown)["3", "layer_norm"] == "shard_rules say so"
@@ -84,7 +84,9 @@ def test_a_pair_of_layers_is_cut_by_column_and_by_row_and_sends_once_each_way() 
 
 
 def test_bytes_are_those_of_the_programs_batch() -> None:
-    sent = [divided(program(batch_size=size), "shards=2 shard_rules=3:whole,4:row").sent_bytes for size in (8, 16, 32)]
+    sent = [
+        sharding_of(program(batch_size=size), "shards=2 shard_rules=3:whole,4:row").sent_bytes for size in (8, 16, 32)
+    ]
     assert sent[0] > 0
     assert sent[2] - sent[1] == 2 * (sent[1] - sent[0]) > 0
 
@@ -93,7 +95,7 @@ def test_bytes_are_those_of_the_programs_batch() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_what_it_says_is_what_shards_hold_and_do(name: str, k: int) -> None:
     given = program(MODELS[name])
-    shown = divided(given, f"shards={k}")
+    shown = sharding_of(given, f"shards={k}")
     batch = first_batch(Job(given, Strategy(shards=k), Budget("steps", 1, 1)))
     captured, made = plan_program(given, given.build(), batch, k)
     inputs = captured.flatten((batch.input, batch.target))
@@ -115,7 +117,7 @@ def test_what_it_says_is_what_shards_hold_and_do(name: str, k: int) -> None:
 
 def test_a_run_keeps_to_its_rules_and_holds_what_the_table_says() -> None:
     strategy = "shards=2 shard_rules=0:row,4:whole"
-    shown = divided(program(), strategy)
+    shown = sharding_of(program(), strategy)
     assert (cuts(shown)["0", "linear"], cuts(shown)["4", "linear"]) == ("row", "whole")
     run = train(program(), strategy, steps=1, progress=False)
     assert run.summary["parameter_bytes"] == [4 * held for held in shown.parameters_by_shard]
@@ -155,7 +157,7 @@ def forward_and_backward(plan: ShardingPlan, run: PartRun, shards: TPCollectives
 
 
 def shards_of(made: Program, strategy: str) -> StagedSharding:
-    shown = divided(made, strategy)
+    shown = sharding_of(made, strategy)
     assert isinstance(shown, StagedSharding)
     return shown
 
@@ -201,20 +203,20 @@ class Fork(nn.Module):
 
 
 def test_what_stays_whole_says_why() -> None:
-    assert whys(divided(program(Unruled), "shards=2"))["bend", "bilinear"] == "no rule for bilinear"
-    assert whys(divided(program(encoder), "shards=3"))["2.self_attn", "scaled_dot_product_attention"] == (
+    assert whys(sharding_of(program(Unruled), "shards=2"))["bend", "bilinear"] == "no rule for bilinear"
+    assert whys(sharding_of(program(encoder), "shards=3"))["2.self_attn", "scaled_dot_product_attention"] == (
         "2 heads can't be divided among 3"
     )
     narrow = program(lambda: nn.Sequential(nn.Linear(8, 9), nn.Unflatten(1, (3, 3)), nn.Conv1d(3, 3, 1, groups=3),
                                            nn.Flatten(1), nn.Linear(9, 2)))  # fmt: skip
-    assert whys(divided(narrow, "shards=4"))["2", "conv1d"] == "3 groups can't be divided among 4"
-    assert whys(divided(program(encoder), "shards=2 shard_rules=2.linear1:whole"))["2.linear1", "linear"] == (
+    assert whys(sharding_of(narrow, "shards=4"))["2", "conv1d"] == "3 groups can't be divided among 4"
+    assert whys(sharding_of(program(encoder), "shards=2 shard_rules=2.linear1:whole"))["2.linear1", "linear"] == (
         "shard_rules say so"
     )
 
 
 def test_the_text_has_each_row_and_what_they_come_to() -> None:
-    shown = divided(program(), "shards=2")
+    shown = sharding_of(program(), "shards=2")
     lines = str(shown).splitlines()
     assert lines[0] == "2 shards; bytes: what a shard sends for one batch, forward and backward"
     assert lines[2].startswith("module  operator  ")
@@ -226,7 +228,7 @@ def test_the_text_has_each_row_and_what_they_come_to() -> None:
 
 
 def test_json_has_the_same_rows_in_plain_types() -> None:
-    shown = divided(program(), "shards=2")
+    shown = sharding_of(program(), "shards=2")
     read = json.loads(json.dumps(shown.to_json()))
     assert [row["cut"] for row in read["rows"]] == [row.cut for row in shown.rows]
     assert read["sent_bytes"] == shown.sent_bytes == sum(row["sent_bytes"] for row in read["rows"])

@@ -1,10 +1,14 @@
-"""The table of support: each row is reached, its sentence is complete, and engines say what they support."""
+"""The table of support: each row is reached, its sentence is complete, and the README's table is made from it."""
 
+import os
 import string
+from itertools import groupby
+from pathlib import Path
 
 import pytest
 
 from paceline import support
+from paceline.aggregation import Aggregation, registered
 from paceline.core.errors import InputError
 from paceline.strategy import Strategy
 from paceline.support import ENGINES, Case
@@ -91,3 +95,63 @@ def test_an_engine_that_supports_nothing_special_runs_replicas_in_lockstep() -> 
     assert support.reason(Case.of(Strategy(replicas=4), "new", nothing)) is None
     for strategy in ("replicas=2 aggregation=asynchronous", "stages=2", "shards=2", "device=cuda"):
         assert support.reason(Case.of(Strategy.parse(strategy), "new", nothing)) is not None
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+START, END = "<!-- support -->\n", "<!-- end of support -->\n"
+
+WHAT_IT_IS = {
+    "virtual": "one process, simulated time, real gradients, reproducible",
+    "local": "one process for each worker, shared memory, real time",
+    "ray": "one actor for each worker and for the server of A, on one host or many",
+    "distributed": "the processes that torchrun started, on one host or many; no server",
+}
+
+FEATURES = {
+    "`stages`": "replicas=2 stages=2",
+    "`stages` that never flush": "stages=2 schedule=pipedream",
+    "`shards`": "replicas=2 shards=2",
+    "`stages` × `shards`": "replicas=2 stages=2 shards=2",
+    "`compression`": "replicas=2 compression=fp16",
+    "`shard_optimizer`": "replicas=2 shard_optimizer=true",
+    "`shard_optimizer` of stages and shards": "replicas=2 stages=2 shards=2 shard_optimizer=true",
+    "`shard_parameters`": "replicas=2 shard_parameters=true",
+    "`device=cuda`": "replicas=2 device=cuda",
+    "`noise_scale=True`": "replicas=2",
+}
+"""Row of the README's table -> strategy that has the feature, with two replicas where it can have them."""
+
+
+def readme_table() -> str:
+    """Return the table of what each engine runs, in Markdown."""
+    policies = sorted(registered(Aggregation), key=lambda name: (name != "synchronous", name))
+    rows: dict[str, list[str]] = {"what it is": list(WHAT_IT_IS.values())}
+    # Policies that run on the same engines share a row.
+    for runs, alike in groupby(sorted(policies, key=lambda name: -on_engines(name).count("yes")), on_engines):
+        rows[", ".join(sorted(alike))] = list(runs)
+    for title, strategy in FEATURES.items():
+        rows[title] = supported(strategy, noise_scale=title.startswith("`noise_scale"))
+    head = " | ".join(f'`engine="{engine}"`' for engine in WHAT_IT_IS)
+    lines = [f"| | {head} |", "|---" * (1 + len(WHAT_IT_IS)) + "|"]
+    return "\n".join([*lines, *(f"| {title} | {' | '.join(cells)} |" for title, cells in rows.items()), ""])
+
+
+def on_engines(policy: str) -> tuple[str, ...]:
+    return tuple(supported(f"replicas=2 aggregation={policy}"))
+
+
+def supported(strategy: str, **options: bool) -> list[str]:
+    cases = (Case.of(Strategy.parse(strategy), engine, **options) for engine in WHAT_IT_IS)
+    return ["no" if support.reason(case) else "yes" for case in cases]
+
+
+def test_the_readmes_table_is_made_from_the_table() -> None:
+    text = README.read_text(encoding="utf-8")
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    expected = f"{before}{START}{readme_table()}{END}{after}"
+    if os.environ.get("PACELINE_REWRITE_GOLDENS"):
+        README.write_text(expected, encoding="utf-8")
+        return
+    assert text == expected

@@ -52,7 +52,7 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
         ({"steps": None, "seconds": float("nan")}, "seconds=nan must be a number above 0"),
         ({"steps": None, "epochs": 0}, "epochs=0 must be a number above 0"),
         ({"evaluate_every": 0}, "evaluate_every=0 must be a number above 0"),
-        ({"steps": None, "until": "train_loss<=1"}, "alone says not how often to look; write evaluate_every=1"),
+        ({"steps": None, "until": "train_loss<=1"}, "alone does not say how often to evaluate; write evaluate_every=1"),
         ({"until": "accuracy"}, "until='accuracy' is no condition; write until='test_accuracy>=0.97'"),
         ({"until": "train_loss<=1.2.3"}, "is no condition"),
         ({"until": "train_loss<=e"}, "is no condition"),
@@ -76,7 +76,7 @@ def refused(match: str, program: Any = None, strategy: Any = "replicas=2", **set
         ({"delay": 0.5}, "delay=0.5 is no Delay and no text; write delay='fraction=0.5 normal"),
         ({"on_nonfinite": "ignore"}, "unknown on_nonfinite 'ignore'"),
         ({"timeout_s": 0}, "timeout_s=0 must be a number of seconds above 0; write timeout_s=60"),
-        ({"tensorboard": True}, "tensorboard=True writes beside the saved run; write out='runs/a' too"),
+        ({"tensorboard": True}, "tensorboard=True writes next to the saved run; write out='runs/a' too"),
     ],
 )
 def test_settings(engine: VirtualEngine, settings: dict[str, Any], match: str) -> None:
@@ -233,7 +233,7 @@ def test_what_is_no_program(engine: VirtualEngine, program: Any) -> None:
     [
         ({"steps": None, "epochs": 1}, "replicas=2", {}, "epochs= needs a training set of known length"),
         ({}, "replicas=2 partition=disjoint", {}, "partition=disjoint needs a training set to divide"),
-        ({}, "replicas=2", {"batch_size": None, "global_batch_size": 8}, "global_batch_size= has no say"),
+        ({}, "replicas=2", {"batch_size": None, "global_batch_size": 8}, "global_batch_size= has no effect"),
     ],
 )
 def test_data_that_come_from_a_function(

@@ -1,9 +1,7 @@
-"""A comparison as plain text for a terminal.
-
-Comparison: several strategies from the same starts under the same budget, and its saved form.
+"""Comparison: several strategies from the same start under the same budget, its table, and its saved form.
 
 comparison.json              strategies, their rounds and means, baseline, differences
-0-synchronous/round-0/       the run of the first strategy in the first round, as ``Run.save`` writes it
+0-synchronous/round-0/       run of the first strategy in the first round, as ``Run.save`` writes it
 0-synchronous/round-1/
 1-asynchronous/round-0/ …
 """
@@ -18,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import InputError, unknown
+from paceline.core.safe_files import new_folder, read_json, reading, write_json
 from paceline.metrics.repeats import Estimate, difference, mean_summary
-from paceline.metrics.table_columns import BRIEF, Column, Entry, grid, labels
+from paceline.metrics.table_columns import BRIEF, Entry, grid, labels
 from paceline.program import Program
 from paceline.run import Run, load
-from paceline.safe_files import new_folder, read_json, reading, write_json
 from paceline.strategy import Strategy
 
 _GAP = "  "
@@ -34,63 +32,47 @@ def table(
     baseline: str,
     rounds: Mapping[str, int],
 ) -> str:
-    """One line a strategy, under a head that says what the figures are.
+    """Return a table for a terminal: one line per strategy, under a head that explains the figures.
 
     Args:
         mean: strategy -> mean over rounds of its summary.
-        difference: strategy -> its differences against the baseline.
-        baseline: which strategy that is.
-        rounds: strategy -> how many rounds it has made.
+        difference: strategy -> its differences from the baseline.
+        baseline: text of the baseline strategy.
+        rounds: strategy -> number of its complete rounds.
     """
     names = labels(list(mean))
     entries = [Entry(names[t], mean[t], None if t == baseline else difference[t], rounds[t]) for t in mean]
     columns, cells = grid(BRIEF, entries)
-    lines = [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
-    head = _explain(names[baseline], sorted(set(rounds.values())))
-    return "\n".join([head, "", *_align(columns, lines)])
-
-
-def _explain(baseline: str, rounds: Sequence[int]) -> str:
-    many = " to ".join(map(str, dict.fromkeys((rounds[0], rounds[-1]))))
-    spread = ", ± half a 95 % interval" if rounds[-1] > 1 else ""
-    plural = "" if rounds[-1] == 1 else "s"
-    return f"{many} round{plural}; difference: of the mean over time, in points, against {baseline}{spread}"
-
-
-def _align(columns: Sequence[Column], lines: Sequence[Sequence[str]]) -> list[str]:
-    titles = ["strategy", *(column.title for column in columns)]
-    widths = [max(len(cell) for cell in cells) for cells in zip(titles, *lines, strict=True)]
-    groups = _groups(columns, widths)
-    return [groups, *(_line(cells, widths) for cells in (titles, *lines))]
-
-
-def _groups(columns: Sequence[Column], widths: list[int]) -> str:
-    """The line of group names; widens a group's last column where its name is longer than its columns."""
-    parts, at = [" " * widths[0]], 1
+    rows = [["strategy", *(column.title for column in columns)]]
+    rows += [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    # A group's name stands over its columns; the last of them is widened if the name is longer.
+    groups, start = [" " * widths[0]], 1
     for name, members in groupby(columns, key=lambda column: column.group):
         count = len(list(members))
-        width = sum(widths[at : at + count]) + len(_GAP) * (count - 1)
-        widths[at + count - 1] += max(0, len(name) - width)
-        parts.append(name.center(max(width, len(name)), "─") if name else " " * width)
-        at += count
-    return _GAP.join(parts).rstrip()
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    first, *rest = [
-        cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return _GAP.join([first, *rest]).rstrip()
+        width = sum(widths[start : start + count]) + len(_GAP) * (count - 1)
+        widths[start + count - 1] += max(0, len(name) - width)
+        groups.append(name.center(max(width, len(name)), "─") if name else " " * width)
+        start += count
+    lines = [_GAP.join(groups)]
+    for label, *figures in rows:
+        aligned = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append(_GAP.join([label.ljust(widths[0]), *aligned]))
+    fewest, most = min(rounds.values()), max(rounds.values())
+    count_text = f"{most} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
+    spread = ", ± half a 95 % interval" if most > 1 else ""
+    head = f"{count_text}; difference: of the mean over time, in points, against {names[baseline]}{spread}"
+    return "\n".join([head, "", *(line.rstrip() for line in lines)])
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What ``compare`` returns.
+    """Result of ``compare``.
 
     Args:
-        runs: text of a strategy -> its runs, round by round; strategies in the order they were given.
-        baseline: the text of the strategy that the others are held against.
-        interrupted: whether Ctrl-C ended it; the round it hit is complete for the first strategies only.
+        runs: text of a strategy -> its runs, round by round; strategies in the order in which they were given.
+        baseline: text of the strategy from which differences are taken.
+        interrupted: True if Ctrl-C ended the comparison; its last round is then complete for the first strategies only.
     """
 
     runs: Mapping[str, Sequence[Run]]
@@ -99,12 +81,12 @@ class Comparison:
 
     @property
     def strategies(self) -> list[str]:
-        """The strategies' texts, in the order they were given."""
+        """Texts of the strategies, in the order in which they were given."""
         return list(self.runs)
 
     @cached_property
     def mean(self) -> dict[str, dict[str, Any]]:
-        """The mean over rounds of each strategy's summary."""
+        """Mean over rounds of each strategy's summary."""
         return {text: mean_summary([run.summary for run in runs]) for text, runs in self.runs.items()}
 
     @cached_property
@@ -113,16 +95,22 @@ class Comparison:
         return self.against(self.baseline)
 
     def against(self, baseline: str) -> dict[str, dict[str, Estimate | None]]:
-        """Strategy minus ``baseline`` of test accuracy, test loss and training loss, each averaged over the whole
-        interval (the paper's measure), mean over the rounds that both have made."""
+        """Return strategy minus ``baseline`` for each other strategy.
+
+        Differences are those of test accuracy (a fraction), test loss and training loss, each averaged over the whole
+        interval of training (the measure of the Smooth Switch paper), then over the rounds that both have completed.
+
+        Args:
+            baseline: text of one of the strategies.
+        """
         summaries = {text: [run.summary for run in runs] for text, runs in self.runs.items()}
         return {t: difference(s, summaries[baseline]) for t, s in summaries.items() if t != baseline}
 
     def table(self, baseline: str | None = None) -> str:
-        """The results as text, one line a strategy.
+        """Return the results as text, one line per strategy.
 
         Args:
-            baseline: hold the others against this strategy instead.
+            baseline: take differences from this strategy instead.
 
         Raises:
             InputError: the baseline is none of the strategies.
@@ -132,7 +120,7 @@ class Comparison:
         return table(self.mean, self.against(chosen), chosen, rounds)
 
     def to_json(self) -> dict[str, Any]:
-        """What ``paceline compare --json`` prints."""
+        """Return the object that ``paceline compare --json`` prints."""
         return {
             "strategies": [
                 {"strategy": text, "rounds": [run.results() for run in runs], "mean": self.mean[text]}
@@ -148,6 +136,10 @@ class Comparison:
     def save(self, path: str | Path, *, tensorboard: bool = False) -> None:
         """Write the comparison as a new folder, which appears whole or not at all.
 
+        Args:
+            path: path of the folder; it must not exist.
+            tensorboard: also write each history as TensorBoard events.
+
         Raises:
             InputError: the folder exists or can't be made, or tensorboard is not installed.
         """
@@ -158,12 +150,16 @@ class Comparison:
                     run.save(folder / run_folder(index, text, number), tensorboard=tensorboard)
 
     def write(self, folder: Path) -> None:
-        """Write ``comparison.json`` into a folder, in the place of an older one."""
+        """Write ``comparison.json`` into a folder, replacing an older one."""
         write_json(folder / "comparison.json", self.to_json())
 
 
 def load_comparison(path: str | Path, program: Program | None = None) -> Comparison:
-    """Read a saved comparison; with its program, the runs have their models.
+    """Read a saved comparison.
+
+    Args:
+        path: the folder that :meth:`Comparison.save` wrote.
+        program: the program of its runs; with it, the runs have their models.
 
     Raises:
         InputError: a file is missing or damaged; names it.
@@ -181,7 +177,7 @@ def load_comparison(path: str | Path, program: Program | None = None) -> Compari
 
 
 def find_baseline(text: str, strategies: Sequence[str]) -> str:
-    """The one of ``strategies`` that ``text`` means; raises InputError, with the nearest one, where there is none."""
+    """Return the strategy that ``text`` means; raise InputError, with the nearest one, if it is none of them."""
     if text in strategies:
         return text
     with suppress(InputError):
@@ -192,14 +188,10 @@ def find_baseline(text: str, strategies: Sequence[str]) -> str:
 
 
 def run_folder(index: int, text: str, number: int) -> str:
-    """Where, in a comparison's folder, the run of a strategy in a round lies."""
-    return f"{index}-{slug(text)}/round-{number}"
+    """Return the path, within a comparison's folder, of round ``number`` of a strategy.
 
-
-def slug(text: str) -> str:
-    """A strategy as a short name for a folder.
-
-    >>> slug("replicas=8 aggregation=smooth-switch:every=500")
-    'replicas-8-aggregation-smooth-switch-every-500'
+    >>> run_folder(1, "replicas=8 aggregation=smooth-switch:every=500", 0)
+    '1-replicas-8-aggregation-smooth-switch-every-500/round-0'
     """
-    return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "strategy"
+    name = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "strategy"
+    return f"{index}-{name}/round-{number}"

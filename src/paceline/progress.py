@@ -1,4 +1,4 @@
-"""A live display of a run, on stderr: how far it is, how fast it goes, what it has reached."""
+"""Live display of a run on stderr: its fraction of the budget, its rates, its newest scores."""
 
 import contextlib
 import sys
@@ -19,11 +19,17 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Progress, Watcher
 
 REDRAW_S: Seconds = 0.2
-"""Seconds between two redraws, which the thread that drives the run makes: it has better things to do."""
+"""Least time between two redraws; they are made by the thread that drives the run, and cost it time."""
+
+_STATISTICS = (
+    ("noise_scale", "noise scale {:,.0f}"),
+    ("efficiency", "efficiency {:.0%}"),
+    ("goodput_samples_per_s", "goodput {:,.0f}/s"),
+)
 
 
 def figures(progress: Progress) -> str:
-    """What is known of the run at this moment, in one line.
+    """Return the known figures of a run in one line.
 
     >>> figures(Progress("training", 0.5, time_s=2.0, updates=500, threshold=3, staleness_mean=4.25, loss=0.5))
     '250 updates/s  loss 0.5000  K 3  staleness 4.2'
@@ -40,20 +46,15 @@ def figures(progress: Progress) -> str:
     parts.append(f"K {progress.threshold}")
     if progress.staleness_mean is not None:
         parts.append(f"staleness {progress.staleness_mean:.1f}")
-    told = {**(progress.record.statistics if progress.record else {}), **progress.statistics}
-    return "  ".join([*parts, *(form.format(value) for k, form in _TOLD if (value := told.get(k)) is not None)])
-
-
-_TOLD = (
-    ("noise_scale", "noise scale {:,.0f}"),
-    ("efficiency", "efficiency {:.0%}"),
-    ("goodput_samples_per_s", "goodput {:,.0f}/s"),
-)
-"""What is told of gradients; goodput by the newest record."""
+    # Goodput is known at evaluation points only, so it is that of the newest record.
+    values = {**(progress.record.statistics if progress.record else {}), **progress.statistics}
+    return "  ".join(
+        [*parts, *(form.format(value) for key, form in _STATISTICS if (value := values.get(key)) is not None)]
+    )
 
 
 def clock(seconds: Seconds) -> str:
-    """A duration as people read it.
+    """Return a duration as hours, minutes and seconds.
 
     >>> clock(7.6), clock(75), clock(7275)
     ('8 s', '1:15', '2:01:15')
@@ -67,10 +68,10 @@ def clock(seconds: Seconds) -> str:
 
 
 class LiveProgress:
-    """Shows the newest :class:`Progress` it was given, from ``with`` to the end of the block.
+    """Display of the newest :class:`Progress`, from ``with`` to the end of the block.
 
     Args:
-        title: says which run this is.
+        title: names the run.
         console: where to draw; stderr by default, so that results on stdout stay clean.
         now: a monotonic clock in seconds.
     """
@@ -83,7 +84,7 @@ class LiveProgress:
         self._newest = Progress("starting", None)
         self._drawn_s = -REDRAW_S
         self._training_since_s: Seconds | None = None
-        # What the program prints on stdout is drawn above the display only where both are the same screen.
+        # Output of the program on stdout is drawn above the display only if both are the same screen.
         self._live = Live(
             console=console or Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty()
         )
@@ -100,7 +101,7 @@ class LiveProgress:
         self._live.stop()
 
     def update(self, progress: Progress) -> None:
-        """Take the newest state; draws it unless the last drawing is younger than ``REDRAW_S``."""
+        """Take the newest state; draw it unless the last drawing is younger than ``REDRAW_S``."""
         entered = progress.phase != self._newest.phase
         self._newest = progress
         if self._training_since_s is None and progress.phase == "training":
@@ -109,7 +110,7 @@ class LiveProgress:
             self._draw()
 
     def left_s(self) -> Seconds | None:
-        """Wall time to the end of the budget at the pace so far; None where it can't be told yet."""
+        """Return the wall time to the end of the budget at the rate so far; None as long as it is unknown."""
         fraction = self._newest.fraction
         if self._newest.phase != "training" or self._training_since_s is None or not fraction:
             return None
@@ -117,59 +118,43 @@ class LiveProgress:
 
     def _draw(self) -> None:
         self._drawn_s = self._now()
-        self._live.update(
-            Group(Text(self._title, style="bold"), self._bar(), Text(figures(self._newest))), refresh=True
-        )
-
-    def _bar(self) -> Table:
         fraction, left_s = self._newest.fraction, self.left_s()
-        bar = ProgressBar(total=1.0, completed=fraction or 0.0, pulse=fraction is None, width=32)
         row = Table.grid(padding=(0, 1))
         row.add_row(
             f"{self._newest.phase:<8}",
-            bar,
+            ProgressBar(total=1.0, completed=fraction or 0.0, pulse=fraction is None, width=32),
             "" if fraction is None else f"{min(fraction, 1.0):4.0%}",
             "" if left_s is None else f"{clock(left_s)} left",
         )
-        return row
-
-
-def _unwatched(progress: Progress) -> None:
-    del progress
+        self._live.update(Group(Text(self._title, style="bold"), row, Text(figures(self._newest))), refresh=True)
 
 
 @contextlib.contextmanager
 def watcher(progress: bool | None, title: str) -> Iterator[Watcher]:
-    """What an engine is to call with each :class:`Progress`; draws nothing where ``progress`` is False.
+    """Yield the function that an engine calls with each :class:`Progress`.
 
     Args:
-        progress: whether to draw; None: only where stderr is a terminal.
-        title: says which run this is.
+        progress: True to draw; None to draw only if stderr is a terminal; False not to draw.
+        title: names the run.
     """
-    if progress is None:
-        progress = sys.stderr.isatty()
-    if not progress:
-        yield _unwatched
+    if not (sys.stderr.isatty() if progress is None else progress):
+        yield lambda *_: None
         return
     with LiveProgress(title) as live:
         yield live.update
 
 
-def _untold(what: str, done: float) -> None:
-    del what, done
-
-
-Tell: TypeAlias = Callable[[str, float], None]
-"""(what is done now, the part of all that is done)."""
+Report: TypeAlias = Callable[[str, float], None]
+"""(what is being measured, completed fraction of all measurements)."""
 
 
 @contextlib.contextmanager
-def measuring(progress: bool | None, title: str) -> Iterator[Tell]:
-    """What is to be called as measurements go on; draws nothing where ``progress`` is False, as :func:`watcher`."""
+def measuring(progress: bool | None, title: str) -> Iterator[Report]:
+    """Yield the function to call as measurements proceed; it draws under the same conditions as :func:`watcher`."""
     if not (sys.stderr.isatty() if progress is None else progress):
-        yield _untold
+        yield lambda *_: None
         return
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=1.0)
-        yield lambda what, done: bar.update(task, description=f"{title}: {what}", completed=done)
+        yield lambda step, done: bar.update(task, description=f"{title}: {step}", completed=done)

@@ -1,47 +1,43 @@
-"""Run: what ``train`` returns, and its saved form, a folder of plain files.
+"""Run: the result of ``train``, and its saved form, a folder of plain files.
 
-    strategy.toml      how it was trained, by which engine, which program
+    strategy.toml      the strategy, the engine's name and the program's name
     history.csv        one line per record
-    spans.jsonl        one line per span; empty where nothing was traced
-    summary.json       the summary, and under "left" the replicas that died
+    spans.jsonl        one line per span; empty if nothing was traced
+    summary.json       the summary, and under "left" the replicas that left before the end
     model.safetensors  parameters and buffers by full name
 
-Nothing in it is pickled, so reading a stranger's run runs none of his code.
+Nothing in it is pickled, so reading the run of a stranger executes none of the stranger's code.
 """
 
 import csv
 import json
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, STATISTICS, Record, ReplicaExit
+from paceline.core.safe_files import new_folder, read_json, reading, write_json
 from paceline.metrics.summary import json_safe
 from paceline.program import Program
-from paceline.safe_files import (
-    State,
-    check_out,
-    load_into,
-    load_state,
-    new_folder,
-    read_json,
-    reading,
-    save_state,
-    write_json,
-)
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span, read_spans, write_spans
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Run", "check_out", "load"]
+__all__ = ["Run", "load"]
+
+State: TypeAlias = Mapping[str, Tensor]
+"""Parameters and buffers by full name."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +45,15 @@ class Run:
     """One finished run.
 
     Args:
-        program_name: what reports call the program.
-        strategy: as it was run; its text where it was loaded and names a policy that is not known here.
-        engine: the engine's name.
-        state: the trained parameters and buffers by full name, on the CPU.
-        summary: the figures of :func:`paceline.metrics.summary.summarize`.
+        program_name: name of the program in reports.
+        strategy: the strategy of the run; its text if the run was loaded and names a policy that is not registered.
+        engine: name of the engine.
+        state: trained parameters and buffers by full name, on the CPU.
+        summary: figures of :func:`paceline.metrics.summary.summarize`, units in the keys.
         history: records in order of time.
-        left: replicas that died.
-        spans: what happened, when, on which worker; empty unless traced.
-        model: the trained module; None where it was loaded without its program.
+        left: replicas that left before the end.
+        spans: start and end of each action of each worker, in nanoseconds; empty unless traced.
+        model: the trained module; None if the run was loaded without its program.
     """
 
     program_name: str
@@ -71,19 +67,22 @@ class Run:
     model: nn.Module | None = None
 
     def history_frame(self) -> "pd.DataFrame":
-        """The history as a pandas table, one row a record; raises InputError where pandas is not installed."""
+        """Return the history as a pandas table, one row per record.
+
+        Raises:
+            InputError: pandas is not installed.
+        """
         _require("pandas", "history_frame()")
         import pandas as pd
 
-        return pd.DataFrame([record.row() for record in self.history], columns=list(_columns(self.history)))
+        return pd.DataFrame([record.row() for record in self.history], columns=self._columns())
 
     def to_json(self) -> dict[str, Any]:
-        """What ``paceline train --json`` prints."""
-        head = {"strategy": str(self.strategy), "engine": self.engine}
-        return head | self.results()
+        """Return the object that ``paceline train --json`` prints."""
+        return {"strategy": str(self.strategy), "engine": self.engine} | self.results()
 
     def results(self) -> dict[str, Any]:
-        """Summary, history and departures, ready for JSON."""
+        """Return summary, history and departures, ready for JSON."""
         return {
             "summary": json_safe(self.summary),
             "history": [json_safe(record.row()) for record in self.history],
@@ -94,7 +93,7 @@ class Run:
         """Write the run as a new folder, which appears whole or not at all.
 
         Args:
-            path: of the folder; it must not exist.
+            path: path of the folder; it must not exist.
             tensorboard: also write the history as TensorBoard events.
 
         Raises:
@@ -102,19 +101,35 @@ class Run:
         """
         if tensorboard:
             require_tensorboard()
-        with new_folder(path) as folder:
-            self.write(folder)
-            if tensorboard:
-                _write_events(self.history, folder)
-
-    def write(self, folder: Path) -> None:
-        """Write the files into a folder that is there."""
-        (folder / "strategy.toml").write_text(_toml(self), encoding="utf-8")
-        _write_history(self.history, folder / "history.csv")
-        write_spans(folder / "spans.jsonl", self.spans)
+        head = {"program": self.program_name, "engine": self.engine, "strategy": str(self.strategy)}
+        # A JSON string is a TOML string, except for DEL, which JSON leaves as it is and TOML refuses.
+        lines = [
+            f"{key} = {json.dumps(text, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for key, text in head.items()
+        ]
+        if isinstance(self.strategy, Strategy):
+            lines.append(f"\n# field by field\n{self.strategy.to_toml()}")
         results = self.results()
-        write_json(folder / "summary.json", results["summary"] | {"left": results["left"]})
-        save_state(self.state, folder / "model.safetensors")
+        with new_folder(path) as folder:
+            (folder / "strategy.toml").write_text("".join(lines), encoding="utf-8")
+            with (folder / "history.csv").open("w", encoding="utf-8", newline="") as file:
+                writer = csv.DictWriter(file, self._columns(), lineterminator="\n")
+                writer.writeheader()
+                writer.writerows(record.row() for record in self.history)
+            write_spans(folder / "spans.jsonl", self.spans)
+            write_json(folder / "summary.json", results["summary"] | {"left": results["left"]})
+            save_state(self.state, folder / "model.safetensors")
+            # Not at the top: it is an extra, and slow to import.
+            if tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                with SummaryWriter(str(folder)) as events:
+                    for record in self.history:
+                        for name, value in record.row().items():
+                            if value is not None:
+                                events.add_scalar(name, value, record.updates, walltime=record.time_s)
+
+    def _columns(self) -> list[str]:
+        return list(dict.fromkeys([*RECORD_FIELDS, *(key for record in self.history for key in record.row())]))
 
 
 def load(path: str | Path, program: Program | None = None) -> Run:
@@ -122,7 +137,10 @@ def load(path: str | Path, program: Program | None = None) -> Run:
 
     Args:
         path: the folder that :meth:`Run.save` wrote.
-        program: the program it was a run of; with it, ``.model`` is the trained module, without it None.
+        program: the program of the run; with it, ``.model`` is the trained module, without it None.
+
+    Returns:
+        The run.
 
     Raises:
         InputError: a file is missing or damaged, or the parameters don't fit the program's model; names the file.
@@ -133,101 +151,91 @@ def load(path: str | Path, program: Program | None = None) -> Run:
     if (folder / "comparison.json").exists():
         one = next((run.parent for run in sorted(folder.glob("*/round-*/summary.json"))), folder / "…" / "round-0")
         raise InputError(f"{path} holds a comparison, not a run; write the path of one of its runs, {one}")
-    name, engine, strategy = _read_toml(folder / "strategy.toml")
+    with reading(folder / "strategy.toml"):
+        head = tomllib.loads((folder / "strategy.toml").read_text(encoding="utf-8"))
+        name, engine, strategy = str(head["program"]), str(head["engine"]), _parse_strategy(str(head["strategy"]))
     summary = read_json(folder / "summary.json")
     with reading(folder / "summary.json"):
         left = [ReplicaExit(**row) for row in summary.pop("left")]
     weights = folder / "model.safetensors"
-    state = load_state(weights)
-    return Run(
-        program_name=name,
-        strategy=strategy,
-        engine=engine,
-        state=state,
-        summary=summary,
-        history=_read_history(folder / "history.csv"),
-        left=left,
-        spans=read_spans(folder / "spans.jsonl"),
-        model=None if program is None else load_into(program.build(), state, weights),
-    )
+    state, model = load_state(weights), None
+    if program is not None:
+        model = program.build()
+        try:
+            model.load_state_dict(dict(state))
+        except RuntimeError as error:
+            raise InputError(f"{weights} does not fit the program's model: {error}") from error
+    history, spans = _read_history(folder / "history.csv"), read_spans(folder / "spans.jsonl")
+    return Run(name, strategy, engine, state, summary, history, left, spans, model)
+
+
+def save_state(state: State, path: Path) -> None:
+    """Write tensors as safetensors; tied ones once, with their other names in the metadata under ``tied``."""
+    kept, tied = dict[str, Tensor](), dict[str, str]()
+    first: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        view = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        owner = first.setdefault(view, name) if tensor.numel() else name
+        if owner != name:
+            tied[name] = owner
+            continue
+        tensor = tensor.detach().cpu()
+        storage = tensor.untyped_storage().data_ptr()
+        # safetensors refuses tensors that are not contiguous, and two tensors in one storage.
+        shared = storage in storages
+        kept[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
+        storages.add(storage)
+    save_file(kept, path, metadata={"tied": json.dumps(tied)})
+
+
+def load_state(path: Path) -> dict[str, Tensor]:
+    """Return the tensors that :func:`save_state` wrote; tied names share one tensor again."""
+    with reading(path):
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
+                tied = json.loads((file.metadata() or {}).get("tied", "{}"))
+                return state | {name: state[other] for name, other in tied.items()}
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
 
 
 def require_tensorboard() -> None:
-    """Raise InputError, with the line to run, where TensorBoard events can't be written."""
+    """Raise InputError, with the line to run, if TensorBoard events can't be written."""
     _require("tensorboard", "tensorboard=True")
 
 
-def _require(package: str, what: str) -> None:
+def _require(package: str, feature: str) -> None:
     if find_spec(package) is None:
-        raise InputError(f"{what} needs {package}, which is not installed; run: pip install 'paceline[{package}]'")
+        raise InputError(f"{feature} needs {package}, which is not installed; run: pip install 'paceline[{package}]'")
 
 
-def _toml(run: Run) -> str:
-    told = {"program": run.program_name, "engine": run.engine, "strategy": str(run.strategy)}
-    # A JSON string is a TOML string, but for DEL, which JSON leaves as it is and TOML refuses.
-    lines = [
-        f"{key} = {json.dumps(said, ensure_ascii=False)}\n".replace("\x7f", "\\u007f") for key, said in told.items()
-    ]
-    fields = "" if isinstance(run.strategy, str) else f"\n# field by field\n{run.strategy.to_toml()}"
-    return "".join(lines) + fields
-
-
-def _read_toml(path: Path) -> tuple[str, str, Strategy | str]:
-    """Program, engine and strategy."""
-    with reading(path):
-        told = tomllib.loads(path.read_text(encoding="utf-8"))
-        return str(told["program"]), str(told["engine"]), _strategy(str(told["strategy"]))
-
-
-def _strategy(text: str) -> Strategy | str:
+def _parse_strategy(text: str) -> Strategy | str:
     try:
         return Strategy.parse(text)
     except InputError:
-        # A policy or threshold that only the program's own code knows must not keep its figures from being read.
+        # The figures must stay readable even if only the program's own code knows the policy or threshold.
         Strategy.parse(" ".join(word for word in text.split() if not word.startswith("aggregation=")))
         return text
 
 
-def _columns(history: Sequence[Record]) -> dict[str, None]:
-    return dict.fromkeys([*RECORD_FIELDS, *(key for record in history for key in record.row())])
-
-
-def _write_history(history: Sequence[Record], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(_columns(history)), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(record.row() for record in history)
-
-
 def _read_history(path: Path) -> list[Record]:
+    def number(text: str) -> float | None:
+        return float(text) if text else None
+
+    readers: dict[str, Any] = {"time_s": float, "updates": int, "gradients": int, "threshold": int}
+    records: list[Record] = []
     with reading(path), path.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, strict=True)
         if tuple(rows.fieldnames or ())[: len(RECORD_FIELDS)] != RECORD_FIELDS:
             raise ValueError(f"its first line should begin with {','.join(RECORD_FIELDS)}")
-        return [_record(row) for row in rows]
-
-
-def _record(row: dict[str, str]) -> Record:
-    if None in row or None in row.values():
-        raise ValueError(f"a line does not have as many fields as the first: {row}")
-    fixed: dict[str, Any] = {key: _READERS.get(key, _number)(row.pop(key)) for key in RECORD_FIELDS}
-    told = {key: _number(row.pop(key)) for key in STATISTICS if key in row}
-    others = {key.removeprefix("test_"): float(text) for key, text in row.items() if text}
-    return Record(**fixed, test_metrics=others, statistics=told)
-
-
-def _number(text: str) -> float | None:
-    return float(text) if text else None
-
-
-_READERS: Mapping[str, Callable[[str], float]] = {"time_s": float, "updates": int, "gradients": int, "threshold": int}
-
-
-def _write_events(history: Sequence[Record], folder: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(str(folder)) as writer:
-        for record in history:
-            for name, value in record.row().items():
-                if value is not None:
-                    writer.add_scalar(name, value, record.updates, walltime=record.time_s)
+        for row in rows:
+            if None in row or None in row.values():
+                raise ValueError(f"a line does not have as many fields as the first: {row}")
+            # What is popped here is known; the rest are metrics of the program.
+            fixed = {key: readers.get(key, number)(row.pop(key)) for key in RECORD_FIELDS}
+            statistics = {key: number(row.pop(key)) for key in STATISTICS if key in row}
+            metrics = {key.removeprefix("test_"): float(text) for key, text in row.items() if text}
+            records.append(Record(**fixed, test_metrics=metrics, statistics=statistics))
+    return records

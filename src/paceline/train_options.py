@@ -1,4 +1,4 @@
-"""The words of a run, and every refusal: what can't be done is said here, before anything starts."""
+"""Options of a run, and the checks of all its arguments before anything starts."""
 
 import inspect
 import math
@@ -27,16 +27,16 @@ V = TypeVar("V", Delay, Times)
 
 _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0.01 transfer=0 apply=0 gradient=0"}
 
-_OURS = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
-"""What DataLoader could be told, but the program's batch size and seed say already."""
+_LOADER_RESERVED = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
+"""Arguments of DataLoader that follow from the program's batch size and seed."""
 
 POINTS = 20
-"""Evaluation points over a budget, beside the one at its start, where ``evaluate_every`` is not given."""
+"""Evaluation points over a budget after the one at its start, if ``evaluate_every`` is not given."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What :func:`~paceline.api.train.train` is told of a run, beside program, strategy and engine; see there."""
+    """Arguments of :func:`~paceline.api.train.train` about one run; see there."""
 
     steps: int | None = None
     epochs: float | None = None
@@ -51,8 +51,17 @@ class TrainOptions:
     loop: Callable[[Any], None] | None = None
     noise_scale: bool = False
 
+    def check(self) -> None:
+        """Raise InputError if an option has a value that it can't have."""
+        if self.on_nonfinite not in get_args(OnNonFinite):
+            raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
+        if not (_is_number(self.timeout_s) and self.timeout_s > 0):
+            raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
+        if not isinstance(self.noise_scale, bool):
+            raise InputError(f"noise_scale={self.noise_scale!r} is True or False; write noise_scale=True")
+
     def budget(self) -> Budget:
-        """How long the run may take; raises InputError where that is not said, or said twice."""
+        """Return the budget of the run; raise InputError if there is none, or more than one."""
         units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
         given: dict[BudgetUnit, float] = {u: a for u in units if (a := getattr(self, u)) is not None}
         unit: BudgetUnit
@@ -69,86 +78,91 @@ class TrainOptions:
             raise InputError(f"steps={self.steps} must be a whole number; write steps={max(1, round(self.steps))}")
         every = self.evaluate_every or (amount / POINTS if amount is not None else None)
         if every is None:
-            raise InputError(f"until={self.until!r} alone says not how often to look; write evaluate_every=1 (seconds)")
+            raise InputError(
+                f"until={self.until!r} alone does not say how often to evaluate; write evaluate_every=1 (seconds)"
+            )
         return Budget(unit, amount, every, _condition(self.until) if self.until is not None else None)
 
 
-def job_of(program: Program, strategy: Strategy | str, engine: Engine, settings: TrainOptions) -> Job:
-    """The job that these words mean, every refusal made."""
+def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: TrainOptions) -> Job:
+    """Return the checked and resolved job of a run.
+
+    Args:
+        program: model, loss, optimizer and data.
+        strategy: a value or its text.
+        engine: the engine that is to run it.
+        options: all other arguments.
+
+    Raises:
+        InputError: something can't be done as written.
+    """
     if not isinstance(program, Program):
         raise InputError(f"program is {type(program).__name__}, not a Program; write paceline.Program(model=…, …)")
     strategy = Strategy.coerce(strategy)
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
-    _refuse_settings(settings)
+    options.check()
     support.refuse(
         Case.of(
             strategy,
             engine.name,
             engine.features,
             clip_norm=program.clip_norm,
-            on_nonfinite=settings.on_nonfinite,
-            noise_scale=settings.noise_scale,
-            times=settings.times is not None,
+            on_nonfinite=options.on_nonfinite,
+            noise_scale=options.noise_scale,
+            times=options.times is not None,
         )
     )
     if strategy.pipelined:
         strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
-    budget = settings.budget()
-    _refuse_data(program, strategy, budget)
+    budget = options.budget()
+    _check_data(program, strategy, budget)
     draft = Job(program, strategy, budget)
+    # One step in this process shows what only the model's own code knows.
     seen = dry_run(program, first_batch(draft))
-    _refuse_condition(budget, program, seen, settings)
-    _refuse_writing(strategy, seen)
+    _check_condition(budget, program, seen, options)
+    if seen.written and isinstance(strategy.aggregation.delta, Gradient):
+        raise InputError(
+            f"the model writes its parameter {seen.written[0]} in forward or backward (an Embedding with max_norm=, "
+            f"a clamp_?), but under aggregation={text_of(strategy.aggregation)} replicas only read A; do it to a copy "
+            "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
+        )
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
     job = replace(
         draft,
         program=replace(program, metrics=seen.metrics),
         strategy=replace(strategy, aggregation=aggregation),
         running_buffers=seen.running_buffers,
-        delay=_read(Delay, "delay", settings.delay),
-        times=_read(Times, "times", settings.times),
-        trace=settings.trace,
-        on_nonfinite=settings.on_nonfinite,
-        timeout_s=settings.timeout_s,
-        loop=settings.loop,
-        noise_scale=settings.noise_scale,
+        delay=_parsed(Delay, "delay", options.delay),
+        times=_parsed(Times, "times", options.times),
+        trace=options.trace,
+        on_nonfinite=options.on_nonfinite,
+        timeout_s=options.timeout_s,
+        loop=options.loop,
+        noise_scale=options.noise_scale,
     )
     engine.refuse(job)
     return job
 
 
-def _read(kind: type[V], name: str, given: V | str | None) -> V | None:
-    if isinstance(given, str):
-        return kind.parse(given)
-    if given is not None and not isinstance(given, kind):
-        raise InputError(f"{name}={given!r} is no {kind.__name__} and no text; write {name}='{_EXAMPLES[name]}'")
-    return given
+def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:
+    if isinstance(value, str):
+        return kind.parse(value)
+    if value is not None and not isinstance(value, kind):
+        raise InputError(f"{name}={value!r} is no {kind.__name__} and no text; write {name}='{_EXAMPLES[name]}'")
+    return value
 
 
-def _refuse_settings(settings: TrainOptions) -> None:
-    """Raise InputError where an option has a value that it can't have."""
-    if settings.on_nonfinite not in get_args(OnNonFinite):
-        raise unknown("on_nonfinite", str(settings.on_nonfinite), get_args(OnNonFinite))
-    if not (_is_number(settings.timeout_s) and settings.timeout_s > 0):
-        raise InputError(f"timeout_s={settings.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-    if not isinstance(settings.noise_scale, bool):
-        raise InputError(f"noise_scale={settings.noise_scale!r} is True or False; write noise_scale=True")
-
-
-def _refuse_loader(program: Program) -> None:
-    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_OURS}
+def _check_data(program: Program, strategy: Strategy, budget: Budget) -> None:
+    """Raise InputError for options of the data loader, or of data that is a function, that can't have an effect."""
+    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_LOADER_RESERVED}
     for name in program.loader:
-        if name in _OURS:
+        if name in _LOADER_RESERVED:
             raise InputError(
                 f"loader={{{name!r}: …}}: which samples make a batch is said by batch_size= and seed=; leave {name} out"
             )
         if name not in known:
             raise unknown("option of loader=", name, known)
-
-
-def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
-    _refuse_loader(program)
     if not is_source(program.train):
         return
     if budget.unit == "epochs" and budget.amount is not None:
@@ -162,43 +176,34 @@ def _refuse_data(program: Program, strategy: Strategy, budget: Budget) -> None:
         )
     if program.global_batch_size is not None:
         raise InputError(
-            "global_batch_size= has no say where train= is a function, which makes the batches; leave it out"
+            "global_batch_size= has no effect if train= is a function, which makes the batches; leave it out"
         )
 
 
 def _condition(text: str) -> Condition:
-    """``test_accuracy>=0.97`` as a value.
+    """Return the value of a text such as ``test_accuracy>=0.97``.
 
     >>> _condition("train_loss <= 0.1")
     Condition(field='train_loss', above=False, bound=0.1)
     """
-    found = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", str(text))
-    if found is None or found[3].count(".") > 1:
+    match = re.fullmatch(r"\s*(\w+)\s*(>=|<=)\s*([-+]?[\d.]+(?:[eE][-+]?\d+)?)\s*", str(text))
+    if match is None or match[3].count(".") > 1:
         raise InputError(f"until={text!r} is no condition; write until='test_accuracy>=0.97'")
-    return Condition(found[1], found[2] == ">=", float(found[3]))
+    return Condition(match[1], match[2] == ">=", float(match[3]))
 
 
-def _refuse_writing(strategy: Strategy, seen: DryRun) -> None:
-    """A replica that sends gradients computes from an A that others read as well."""
-    if seen.written and isinstance(strategy.aggregation.delta, Gradient):
-        raise InputError(
-            f"the model writes its parameter {seen.written[0]} in forward or backward (an Embedding with max_norm=, "
-            f"a clamp_?), but under aggregation={text_of(strategy.aggregation)} replicas only read A; do it to a copy "
-            "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
-        )
-
-
-def _refuse_condition(budget: Budget, program: Program, seen: DryRun, settings: TrainOptions) -> None:
+def _check_condition(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:
     if budget.until is None:
         return
     known = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
     if program.test is not None:
         known += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
-    if settings.noise_scale:
+    if options.noise_scale:
         known += STATISTICS
     if budget.until.field not in known:
         raise unknown("history field in until=", budget.until.field, known)
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for a number; False for a bool and for NaN."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value

@@ -96,7 +96,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         ("paceline.datasets", "load_program", "the program"),
         ("paceline.api.train", "train", FakeRun()),
         ("paceline.api.show", "show_stages", "the table"),
-        ("paceline.api.show", "divided", FakeSharding()),
+        ("paceline.api.show", "sharding_of", FakeSharding()),
         ("paceline.api.compare", "compare", FakeComparison()),
         ("paceline.report", "write_report", None),
     ):

@@ -143,7 +143,7 @@ def test_a_stretch_of_a_pipelines_run_is_drawn_as_any_other(invoke: Any) -> None
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--step", "2", "--start", "0.1"), "--step 2 is one step, --start and --end are a stretch"),
+        (("--step", "2", "--start", "0.1"), "--step 2 is one step, --start and --end are a part"),
         (("--step", "7"), "step=7, but the run has steps 1 to 2; write step=1"),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.plan_tables import print_answer, print_shared
+from paceline.cli.plan import print_answer, print_shared
 from paceline.planner.answer import answer
 from paceline.planner.multi_job import SharedJob, shared
 from paceline.planner.search.objective import Objectives

@@ -144,8 +144,8 @@ def test_show_shards_prints_the_division_and_trains_nothing(invoke: Any, calls: 
     done = invoke("train", "mnist", "--strategy", "shards=2", "--show-shards", "--seed", "7")
     assert (done.exit_code, done.stdout) == (0, "the table of shards\n")
     assert calls.of("load_program") == (("mnist",), {"data": None, "seed": 7, "batch_size": None})
-    assert calls.of("divided") == (("the program", "shards=2"), {})
-    assert [name for name, *_ in calls.made] == ["load_program", "divided"]
+    assert calls.of("sharding_of") == (("the program", "shards=2"), {})
+    assert [name for name, *_ in calls.made] == ["load_program", "sharding_of"]
 
 
 def test_show_shards_json_is_a_list_of_rows(invoke: Any, calls: Any) -> None:
@@ -155,7 +155,7 @@ def test_show_shards_json_is_a_list_of_rows(invoke: Any, calls: Any) -> None:
 
 
 def test_show_shards_refuses_in_words(invoke: Any, calls: Any) -> None:
-    calls.results["divided"] = InputError("shards=1 leaves the operators whole")
+    calls.results["sharding_of"] = InputError("shards=1 leaves the operators whole")
     done = invoke("train", "mnist", "--show-shards", "--json")
     assert (done.exit_code, done.stdout, done.stderr) == (2, "", "error: shards=1 leaves the operators whole\n")
 

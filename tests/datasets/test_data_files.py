@@ -31,7 +31,7 @@ def test_nothing_there_names_all_files_and_places(tmp_path):
 
 def test_a_part_there_names_only_what_is_missing(tmp_path):
     write(tmp_path, "images.gz")
-    with pytest.raises(InputError, match=rf"also needs labels \(.gz or not\) in {tmp_path}, beside images.gz"):
+    with pytest.raises(InputError, match=rf"also needs labels \(.gz or not\) in {tmp_path}, next to images.gz"):
         find_files("mnist", tmp_path, NAMES, ("MNIST/raw", "."))
 
 

@@ -1,17 +1,19 @@
-"""compare: several strategies from the same starts, with the same data, under the same budget."""
+"""compare: several strategies from the same start, with the same data, under the same budget."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.api.train import check, open_engine, resolved, train
+from paceline.api.train import check, open_engine, resolve_auto, train
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
+from paceline.core.safe_files import check_out
 from paceline.engine.base import Engine
 from paceline.engine.run_context import is_main
 from paceline.program import Program
-from paceline.run import Run, check_out, require_tensorboard
+from paceline.run import Run, require_tensorboard
 from paceline.strategy import Strategy, is_auto
 from paceline.train_options import TrainOptions
 
@@ -33,98 +35,96 @@ def compare(
     """Train a program under each strategy in turn, round after round.
 
     Round r starts every strategy from the same A_0 and feeds it the same data, both from ``program.seed + r``. With
-    ``out``, each run is saved as soon as it is made. Ctrl-C ends the comparison: the runs that are complete count, the
-    one that it hit had less time and does not, but is saved beside them, as ``round-0-interrupted`` say. Where none is
-    complete, KeyboardInterrupt goes on.
+    ``out``, each run is saved as soon as it ends. Ctrl-C ends the comparison: complete runs count; the run that was
+    interrupted had less time and does not count, but is saved next to them, for instance as ``round-0-interrupted``.
 
     Args:
-        program: what is trained.
+        program: model, loss, optimizer and data.
         strategies: at least one, no two alike; all that combine several Δs must do it by one rule. ``auto`` among them
-            is chosen first, as ``train`` does; where it is one of the others, it is compared once.
-        engine: its name, or an open one.
-        rounds: how often each strategy is run.
-        baseline: which strategy the others are held against; the first where absent.
-        progress: whether to draw a live display; None: where stderr is a terminal.
-        out: a folder to save to; it must not exist.
-        tensorboard: also write TensorBoard events to it.
-        budget: what ``train`` takes besides: ``seconds=``, ``evaluate_every=``, ``delay=``, …
+            is chosen first, as ``train`` does; if the choice is one of the others, it is compared once.
+        engine: name of an engine, or an open engine.
+        rounds: number of runs of each strategy.
+        baseline: strategy from which differences are taken; None: the first.
+        progress: show a live display; None: if stderr is a terminal.
+        out: folder to save to; it must not exist.
+        tensorboard: also write TensorBoard events to ``out``.
+        budget: other keyword arguments of ``train``: ``seconds=``, ``evaluate_every=``, ``delay=``, …
+
+    Returns:
+        The comparison of all complete runs.
 
     Raises:
-        InputError: something can't be done as written; nothing has been started then.
+        InputError: something can't be done as written; nothing was started.
         PacelineError: two strategies of a round did not start from the same A_0.
+        KeyboardInterrupt: Ctrl-C before any run was complete.
     """
-    strategies, baseline = _resolved(program, strategies, baseline, engine, budget, progress)
+    strategies, baseline = _resolve_auto(program, strategies, baseline, engine, budget, progress)
     chosen = _distinct(strategies)
-    _check_rounds(rounds)
+    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
+        raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")
     _check_combine(chosen)
     against = next(iter(chosen)) if baseline is None else find_baseline(str(baseline), list(chosen))
-    _check_out(out, tensorboard)
+    if tensorboard:
+        require_tensorboard()
+    if out is not None:
+        check_out(out)
+    elif tensorboard:
+        raise InputError("tensorboard=True writes next to the saved runs; write out='runs/c' too")
+    # All strategies are checked before the first is trained.
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
-    with _opened(engine) as opened:
+    with _open(engine) as opened:
         folder = Path(out) if out is not None and is_main(opened.name) else None
-        book = Book(list(chosen), against, folder, tensorboard=tensorboard)
-        complete = _fill(book, program, chosen, opened, rounds, budget | {"progress": progress})
-    return book.comparison(interrupted=not complete)
+        running = RunningComparison(against, folder, tensorboard, {text: [] for text in chosen})
+        complete = running.run(program, chosen, opened, rounds, budget | {"progress": progress})
+    if not any(running.runs.values()):
+        raise KeyboardInterrupt("no run was complete")
+    return Comparison(running.runs, against, interrupted=not complete)
 
 
-def _fill(
-    book: "Book",
-    program: Program,
-    strategies: dict[str, Strategy],
-    engine: Engine,
-    rounds: int,
-    options: dict[str, Any],
-) -> bool:
-    """Make all runs; False where Ctrl-C ended them."""
-    for number in range(rounds):
-        job = program.seeded(program.seed + number)
-        for text, strategy in strategies.items():
-            try:
-                run = train(job, strategy, engine=engine, **options)
-            except KeyboardInterrupt:
-                return False
-            book.add(text, run)
-            if run.summary["interrupted"]:
-                return False
-        _check_starts(number, {text: made[number] for text, made in book.runs.items()})
-    return True
+@dataclass(frozen=True)
+class RunningComparison:
+    """Comparison in progress: complete runs by strategy, each saved at once if there is a folder."""
+
+    baseline: str
+    folder: Path | None
+    tensorboard: bool
+    runs: dict[str, list[Run]] = field(default_factory=dict[str, list[Run]])
+
+    def run(
+        self, program: Program, strategies: dict[str, Strategy], engine: Engine, rounds: int, options: dict[str, Any]
+    ) -> bool:
+        """Make all runs; return False if Ctrl-C ended them."""
+        for number in range(rounds):
+            # Rounds are the outer loop: a disturbance of the machine affects all strategies of a round alike, and
+            # Ctrl-C leaves as many runs of each.
+            job = program.seeded(program.seed + number)
+            for index, (text, strategy) in enumerate(strategies.items()):
+                try:
+                    run = train(job, strategy, engine=engine, **options)
+                except KeyboardInterrupt:
+                    return False
+                interrupted = bool(run.summary["interrupted"])
+                if not interrupted:
+                    self.runs[text].append(run)
+                if self.folder is not None:
+                    path = self.folder / run_folder(index, text, number)
+                    path = path.with_name(f"{path.name}-interrupted") if interrupted else path
+                    run.save(path, tensorboard=self.tensorboard)
+                    if not interrupted:
+                        Comparison(self.runs, self.baseline).write(self.folder)
+                if interrupted:
+                    return False
+            # Different starts would be compared instead of strategies.
+            digests = {text: runs[number].summary["start_digest"] for text, runs in self.runs.items()}
+            if len(set(digests.values())) > 1:
+                raise PacelineError(
+                    f"round {number} did not start all strategies from the same A_0; their digests: {digests}"
+                )
+        return True
 
 
-class Book:
-    """The runs of a comparison as they come, each saved at once where there is a folder.
-
-    Args:
-        strategies: their texts.
-        baseline: one of them.
-        folder: to make and fill; None: nothing is saved.
-        tensorboard: also write events.
-    """
-
-    def __init__(self, strategies: Sequence[str], baseline: str, folder: Path | None, *, tensorboard: bool) -> None:
-        self.runs: dict[str, list[Run]] = {text: [] for text in strategies}
-        self._baseline, self._folder, self._tensorboard = baseline, folder, tensorboard
-
-    def add(self, text: str, run: Run) -> None:
-        """One more run; one that was interrupted is saved, but does not count."""
-        number, index = len(self.runs[text]), list(self.runs).index(text)
-        complete = not run.summary["interrupted"]
-        if complete:
-            self.runs[text].append(run)
-        if self._folder is not None:
-            place = self._folder / run_folder(index, text, number)
-            run.save(place if complete else place.with_name(f"{place.name}-interrupted"), tensorboard=self._tensorboard)
-            if complete:
-                Comparison(self.runs, self._baseline).write(self._folder)
-
-    def comparison(self, *, interrupted: bool) -> Comparison:
-        """What has been compared; raises KeyboardInterrupt where no run is complete."""
-        if not any(self.runs.values()):
-            raise KeyboardInterrupt("no run was complete")
-        return Comparison(self.runs, self._baseline, interrupted=interrupted)
-
-
-def _resolved(
+def _resolve_auto(
     program: Program,
     strategies: Sequence[Strategy | str],
     baseline: Strategy | str | None,
@@ -132,18 +132,18 @@ def _resolved(
     budget: dict[str, Any],
     progress: bool | None,
 ) -> tuple[Sequence[Strategy | str], Strategy | str | None]:
-    """With the one that is chosen in place of ``auto``."""
+    """Return strategies and baseline with the chosen strategy in place of ``auto``, at most once."""
     if isinstance(strategies, str) or not any(is_auto(each) for each in [*strategies, baseline]):
         return strategies, baseline
-    with _opened(engine) as opened:
+    with _open(engine) as opened:
         auto = next(each for each in [*strategies, baseline] if is_auto(each))
-        chosen = Strategy.coerce(resolved(program, auto, opened, TrainOptions(**budget), progress))
+        chosen = Strategy.coerce(resolve_auto(program, auto, opened, TrainOptions(**budget), progress))
     others = [str(Strategy.coerce(each)) for each in strategies if not is_auto(each)]
     kept = [chosen if is_auto(each) else each for each in strategies if not (is_auto(each) and str(chosen) in others)]
     return kept, chosen if is_auto(baseline) else baseline
 
 
-def _opened(engine: str | Engine) -> AbstractContextManager[Engine]:
+def _open(engine: str | Engine) -> AbstractContextManager[Engine]:
     return nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine)
 
 
@@ -158,28 +158,13 @@ def _distinct(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:
     return chosen
 
 
-def _check_rounds(rounds: int) -> None:
-    if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
-        raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")
-
-
-def _check_out(out: str | Path | None, tensorboard: bool) -> None:
-    if tensorboard:
-        require_tensorboard()
-    if out is not None:
-        check_out(out)
-    elif tensorboard:
-        raise InputError("tensorboard=True writes beside the saved runs; write out='runs/c' too")
-
-
 def _check_combine(strategies: dict[str, Strategy]) -> None:
-    """One rule for all: ``sum`` multiplies the learning rate of ``mean``, and that alone would decide a comparison.
-
-    A policy that combines by another one (``over``) has its rule.
-    """
+    """Require one rule of combining for all: ``sum`` multiplies the learning rate of ``mean``, which alone would decide
+    a comparison."""
     rules: dict[str, str] = {}
     for text, strategy in strategies.items():
         policy = strategy.aggregation
+        # A policy that wraps another one (``over``) combines by the rule of that one.
         if rule := getattr(getattr(policy, "over", policy), "combine", None):
             rules.setdefault(rule, text)
     if len(rules) > 1:
@@ -188,9 +173,3 @@ def _check_combine(strategies: dict[str, Strategy]) -> None:
             f"{first!r} combines by {one} and {second!r} by {other}, but a comparison uses one rule for all its "
             f"strategies; write combine={one} in both"
         )
-
-
-def _check_starts(number: int, runs: dict[str, Run]) -> None:
-    digests = {text: run.summary["start_digest"] for text, run in runs.items()}
-    if len(set(digests.values())) > 1:
-        raise PacelineError(f"round {number} did not start all strategies from the same A_0; their digests: {digests}")

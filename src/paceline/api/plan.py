@@ -1,9 +1,9 @@
-"""plan: which strategy for a program or a shape, on this host or a described cluster; held to short runs if asked for.
+"""plan: the best strategies for a program or a model shape, on this host or a described cluster.
 
-Planning a shape on a described cluster imports no torch.
+Planning a shape on a described cluster imports no torch: the imports of what measures and runs programs are local.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from paceline.program import Program
 
 SHOWN = 5
-"""Plans of a text."""
+"""Number of plans in :meth:`Plans.text`."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +31,26 @@ class Plans(Sequence[Plan]):
     """Plans, the best first.
 
     Args:
-        name: what is planned.
-        plans: empty where nothing fits.
-        workload: what they were made for.
-        cluster: and on what.
-        asked: the objective and what was to be kept to.
-        verified: the first of them as they were run.
-        profile: what was measured of a program; None: of a shape there is none.
-        habits: that were assumed; None: what was measured has them.
-        known: what the search has found out of the workload on the cluster, for others to go on with.
+        name: name of the program or shape.
+        plans: empty if nothing fits.
+        workload: the work of one step.
+        cluster: devices and links.
+        objectives: the objective and the bounds of the search.
+        verified: measured runs of the first plans.
+        profile: measurements of a program; None: a shape has none.
+        overlap_model: assumptions about overlap; None: they are part of the measurements.
+        cost_cache: costs that the search has computed, for later searches of the same workload and cluster.
     """
 
     name: str
     plans: tuple[Plan, ...]
     workload: Workload
     cluster: Cluster
-    asked: Objectives
+    objectives: Objectives
     verified: "tuple[Verified, ...]" = ()
     profile: "Profile | None" = None
-    habits: OverlapModel | None = None
-    known: "CostCache | None" = field(default=None, repr=False, compare=False)
+    overlap_model: OverlapModel | None = None
+    cost_cache: "CostCache | None" = field(default=None, repr=False, compare=False)
 
     @overload
     def __getitem__(self, index: int) -> Plan: ...
@@ -67,16 +67,21 @@ class Plans(Sequence[Plan]):
 
     @property
     def best(self) -> Plan:
-        """The first; raises InputError where nothing fits."""
+        """The first plan; raises InputError if nothing fits."""
         if not self.plans:
             raise InputError(f"nothing fits: no way to train {self.name} on {self.cluster.name}; see its text()")
         return self.plans[0]
 
     def text(self) -> str:
-        """The best that differ, one a line, each but the first with why that is preferred; below them what was run."""
-        shown = alternatives(self.plans, self.workload, self.asked, SHOWN).plans
-        lines = [_line(plan) for plan in explained(shown, self.asked)] or ["nothing fits"]
-        return "\n".join([*lines, *map(str, self.verified)])
+        """Return the best plans that differ, one per line, each with the reason why the best is preferred to it."""
+        lines = []
+        shown = alternatives(self.plans, self.workload, self.objectives, SHOWN).plans
+        for plan in explained(shown, self.objectives):
+            step = f"{plan.cost.step_s * 1e3:.3g} ms ({plan.low_s * 1e3:.3g} to {plan.high_s * 1e3:.3g})"
+            memory = f"{plan.cost.peak.total / 2**20:,.0f} MiB"
+            reason = f"; {plan.why_not}" if plan.why_not else ""
+            lines.append(f"{plan.strategy}: {step}, {plan.samples_per_s:,.0f} samples/s, {memory} at the most{reason}")
+        return "\n".join([*(lines or ["nothing fits"]), *map(str, self.verified)])
 
 
 def plan(
@@ -94,27 +99,30 @@ def plan(
     data: Path | None = None,
     progress: bool | None = None,
 ) -> Plans:
-    """The best strategies, best first, with what a step takes and workers hold.
+    """Return the best strategies with the predicted time of a step and memory of each worker.
 
-    A program is measured first, on this host: at most a minute. On this host the best plans are then foretold once more
-    from their pieces, each measured by itself.
+    A program is measured first, on this host, for a minute at most. For this host the best plans are then re-estimated
+    from measured components of their own steps.
 
     Args:
         program: a Program, the name of one as on the command line, or the path of a shape's TOML file.
-        workers: at the most; None: all cores of this host, or all of the cluster.
-        cluster: a value, or a file or a name of one; None: this host.
+        workers: upper bound; None: all cores of this host, or all devices of the cluster.
+        cluster: a value, or the path or name of a cluster; None: this host.
         objective: ``throughput``, ``goodput``, ``memory`` or ``time-to-loss``.
-        noise_scale: X in samples, which the second and the last need.
-        delay: of some of the replicas, as for :func:`~paceline.train`; then policies compete.
-        unbuilt: whether to propose what is not carried on such devices yet.
-        verify: how many of the best are then run shortly, in turns, and laid beside what was foretold; on this host.
-        profile: a file to keep what was measured in; where there is one of this machine, nothing is measured.
-        calibrate: a CSV file of measured runs, by which the predictions of a shape are corrected.
+        noise_scale: X in samples, required by ``goodput`` and ``time-to-loss``.
+        delay: delays of some replicas, in seconds per gradient, as for :func:`~paceline.train`; then policies compete.
+        unbuilt: also propose strategies that are not supported on such devices yet.
+        verify: number of the best plans that are run for some seconds, in turns; on this host only.
+        profile: file that keeps the measurements; if it exists and fits, nothing is measured.
+        calibrate: CSV file of measured runs, by which the predictions of a shape are corrected.
         data: folder of a built-in program's files.
-        progress: whether to draw how far it is; None: where stderr is a terminal.
+        progress: show progress; None: if stderr is a terminal.
+
+    Returns:
+        The plans, best first; step times in seconds, memory in bytes.
 
     Raises:
-        InputError: what can't be done as written.
+        InputError: something can't be done as written.
 
     >>> from tempfile import TemporaryDirectory
     >>> shape = "[model]\\nlayers = 12\\nhidden = 768\\nheads = 12\\n[train]\\nglobal_batch = 64"
@@ -124,62 +132,49 @@ def plan(
     ...     print(plan(path, cluster="1x4 A100-80GB").best.arrangement.workers)
     4
     """
-    late = Delay.parse(delay) if isinstance(delay, str) else delay
-    asked = Objectives(objective, noise_scale, workers=workers, delay=late, unbuilt=unbuilt)
-    where = _cluster(cluster, program)
-    if _is_shape(program):
-        _refuse_verify(verify, "a shape has no code to run")
-        return _of_shape(Path(str(program)), where, asked, calibrate)
+    delay = Delay.parse(delay) if isinstance(delay, str) else delay
+    objectives = Objectives(objective, noise_scale, workers=workers, delay=delay, unbuilt=unbuilt)
+    shape = Path(program) if isinstance(program, (str, Path)) and str(program).endswith(".toml") else None
+    if cluster is not None and not isinstance(cluster, Cluster):
+        from paceline.planner import cluster_file
+        from paceline.planner.shapes import shape_file
+
+        # Devices have one rate per precision; a shape names the precision in which it is trained.
+        cluster = cluster_file.read(cluster, *([shape_file.read(shape).precision] if shape else []))
+    if verify and (shape or cluster):
+        reason = "a shape has no code to run" if shape else "plans for another machine can't be run on this one"
+        raise InputError(f"verify={verify}: {reason}; leave verify out")
+    if shape:
+        return _plan_shape(shape, cluster, objectives, calibrate)
     if calibrate is not None:
         raise InputError(
             f"calibrate={str(calibrate)!r}: a program is measured on this host, so its plans are not calibrated; leave "
             "calibrate out, or plan a shape's TOML file"
         )
-    made = _program(program, data)
-    if where is not None:
-        _refuse_verify(verify, "plans for another machine can't be run on this one")
-        return _elsewhere(made, where, asked, profile, progress)
-    return _here(made, asked, verify, profile, progress)
-
-
-def _line(plan: Plan) -> str:
-    took = f"{plan.cost.step_s * 1e3:.3g} ms ({plan.low_s * 1e3:.3g} to {plan.high_s * 1e3:.3g})"
-    held = f"{plan.cost.peak.total / 2**20:,.0f} MiB"
-    why = f"; {plan.why_not}" if plan.why_not else ""
-    return f"{plan.strategy}: {took}, {plan.samples_per_s:,.0f} samples/s, {held} at the most{why}"
-
-
-def _is_shape(program: Any) -> bool:
-    return isinstance(program, (str, Path)) and str(program).endswith(".toml")
-
-
-def _cluster(cluster: Cluster | str | Path | None, program: "Program | str | Path") -> Cluster | None:
-    """Its devices at the precision that a shape is trained in."""
-    if cluster is None or isinstance(cluster, Cluster):
-        return cluster
-    from paceline.planner import cluster_file
-    from paceline.planner.shapes import shape_file
-
-    if _is_shape(program):
-        return cluster_file.read(cluster, shape_file.read(Path(str(program))).precision)
-    return cluster_file.read(cluster)
-
-
-def _program(program: "Program | str | Path", data: Path | None) -> "Program":
+    # From here on torch is imported.
     from paceline.datasets import load_program
     from paceline.program import Program
 
     if isinstance(program, (str, Path)):
-        return load_program(str(program), data=data)
+        program = load_program(str(program), data=data)
     if not isinstance(program, Program):
         raise InputError(f"program is {type(program).__name__}, no Program and no name; write plan('digits')")
-    return program
+    if cluster is not None:
+        return _plan_elsewhere(program, cluster, objectives, profile, progress)
+    plans = _plan_here(program, objectives, profile, progress)
+    return verified(plans, program, verify, progress) if verify else plans
 
 
-def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives, calibrate: str | Path | None) -> Plans:
+def verified(plans: Plans, program: "Program", count: int, progress: bool | None = None) -> Plans:
+    """Return the same plans after short runs of the first ``count`` that this host supports, in turns."""
+    from paceline.api.plan_verification import run_in_turns
+
+    chosen = [each for each in plans if each.strategy is not None and not each.why_not][:count]
+    return replace(plans, verified=tuple(run_in_turns(chosen, program, progress=progress)))
+
+
+def _plan_shape(path: Path, cluster: Cluster | None, objectives: Objectives, calibrate: str | Path | None) -> Plans:
     from paceline.planner.cluster_file import assumed
-    from paceline.planner.search.cost_cache import CostCache
-    from paceline.planner.search.search import OF_EACH_KIND, search
     from paceline.planner.shapes import shape_file
 
     if cluster is None:
@@ -187,88 +182,81 @@ def _of_shape(path: Path, cluster: Cluster | None, asked: Objectives, calibrate:
             f"{path} is a shape, without code that could be measured here; write cluster='4x8 H100-80GB', or a file's "
             "path"
         )
-    cluster, habits = assumed(cluster)
-    workload, calibration = shape_file.read(path).workload(cluster.device), None
-    if calibrate is not None:
-        from paceline.planner.calibration.calibrated_plans import PlanCalibration
+    cluster, overlap_model = assumed(cluster)
+    workload = shape_file.read(path).workload(cluster.device)
+    plans = Plans(workload.name, (), workload, cluster, objectives, overlap_model=overlap_model)
+    if calibrate is None:
+        return _searched(plans)
+    from paceline.planner.calibration.calibrated_plans import PlanCalibration
 
-        calibration = PlanCalibration.read(Path(calibrate), workload, cluster)
-        workload, cluster, habits = calibration.workload, calibration.cluster, calibration.overlap_model
-    known = CostCache(workload, cluster, habits, None if calibration is None else calibration.plan)
-    plans = search(workload, cluster, asked, cost_cache=known, of_each_kind=OF_EACH_KIND).plans
-    return Plans(workload.name, plans, workload, cluster, asked, habits=habits, known=known)
-
-
-def _here(program: "Program", asked: Objectives, verify: int, path: str | Path | None, progress: bool | None) -> Plans:
-    from paceline.planner.program.closed_form import cores
-    from paceline.planner.program.plans import plans_here
-    from paceline.progress import measuring
-
-    with measuring(progress, f"{program.name}: planning") as tell:
-        known = _profile(program, asked.workers or cores(), path, tell)
-        found = plans_here(program, asked, known, tell)
-    plans = Plans(program.name, tuple(found.plans), found.workload, found.cluster, found.asked, profile=found.profile)
-    return verified(plans, program, verify, progress) if verify else plans
+    calibration = PlanCalibration.read(Path(calibrate), workload, cluster)
+    calibrated = replace(
+        plans,
+        workload=calibration.workload,
+        cluster=calibration.cluster,
+        overlap_model=calibration.overlap_model,
+    )
+    return _searched(calibrated, calibration.plan)
 
 
-def _elsewhere(
-    program: "Program", cluster: Cluster, asked: Objectives, path: str | Path | None, progress: bool | None
+def _plan_elsewhere(
+    program: "Program", cluster: Cluster, objectives: Objectives, path: str | Path | None, progress: bool | None
 ) -> Plans:
     from paceline.planner.cluster_file import assumed
     from paceline.planner.program.closed_form import cores
     from paceline.planner.program.measured_workload import elsewhere
-    from paceline.planner.search.cost_cache import CostCache
-    from paceline.planner.search.search import OF_EACH_KIND, search
     from paceline.progress import measuring
 
-    with measuring(progress, f"{program.name}: planning") as tell:
-        known = _profile(program, cores(), path, tell)
-    own = program.global_batch_size is None
-    asked = replace(asked, fixed="replica" if own else "global")
-    workload = elsewhere(known, cluster, program.global_batch_size or known.batch)
-    cluster, habits = assumed(cluster)
-    found = CostCache(workload, cluster, habits)
-    plans = search(workload, cluster, asked, cost_cache=found, of_each_kind=OF_EACH_KIND).plans
-    return Plans(program.name, plans, workload, cluster, asked, profile=known, habits=habits, known=found)
+    with measuring(progress, f"{program.name}: planning") as report:
+        profile = _profile(program, cores(), path, report)
+    objectives = replace(objectives, fixed="replica" if program.global_batch_size is None else "global")
+    workload = elsewhere(profile, cluster, program.global_batch_size or profile.batch)
+    cluster, overlap_model = assumed(cluster)
+    plans = Plans(program.name, (), workload, cluster, objectives, profile=profile, overlap_model=overlap_model)
+    return _searched(plans)
 
 
-def _profile(program: "Program", workers: int, path: str | Path | None, tell: Any) -> "Profile":
-    """From its file, or measured, and then kept there."""
+def _searched(plans: Plans, calibrate: Callable[[Plan], Plan] | None = None) -> Plans:
+    """Return the same with the plans of a search, each corrected by ``calibrate``."""
+    from paceline.planner.search.cost_cache import CostCache
+    from paceline.planner.search.search import OF_EACH_KIND, search
+
+    workload, cluster = plans.workload, plans.cluster
+    cache = CostCache(workload, cluster, plans.overlap_model, calibrate)
+    found = search(workload, cluster, plans.objectives, cost_cache=cache, of_each_kind=OF_EACH_KIND).plans
+    return replace(plans, plans=found, cost_cache=cache)
+
+
+def _plan_here(program: "Program", objectives: Objectives, path: str | Path | None, progress: bool | None) -> Plans:
+    from paceline.planner.program.closed_form import cores
+    from paceline.planner.program.plans import plans_here
+    from paceline.progress import measuring
+
+    with measuring(progress, f"{program.name}: planning") as report:
+        profile = _profile(program, objectives.workers or cores(), path, report)
+        found = plans_here(program, objectives, profile, report)
+    return Plans(program.name, tuple(found.plans), found.workload, found.cluster, found.asked, profile=found.profile)
+
+
+def _profile(program: "Program", workers: int, path: str | Path | None, report: Any) -> "Profile":
+    """Return the profile in a file, if it is of this program; or measure one, and keep it there."""
     from paceline.planner.program.profile import load, save
-    from paceline.planner.program.profiling import profile
-
-    if path is not None and Path(path).exists():
-        return _fitting(load(path), program, workers, path)
-    made = profile(program, workers, tell)
-    if path is not None:
-        save(made, path)
-    return made
-
-
-def _fitting(known: "Profile", program: "Program", workers: int, path: str | Path) -> "Profile":
-    """A profile that was kept, if it is this program's."""
     from paceline.planner.program.profiling import elements
+    from paceline.planner.program.profiling import profile as measure
 
-    parameters = elements(program)
-    if (known.program, known.parameters) != (program.name, parameters):
+    if path is None or not Path(path).exists():
+        profile = measure(program, workers, report)
+        if path is not None:
+            save(profile, path)
+        return profile
+    profile, parameters = load(path), elements(program)
+    if (profile.program, profile.parameters) != (program.name, parameters):
         raise InputError(
-            f"{path} is the profile of {known.program} with {known.parameters:,} parameters, not of {program.name} "
+            f"{path} is the profile of {profile.program} with {profile.parameters:,} parameters, not of {program.name} "
             f"with {parameters:,}; write another file"
         )
-    most = known.busy[-1].workers
+    # How much slower all workers are while others are busy was measured up to this number of them.
+    most = profile.busy[-1].workers
     if most < workers:
         raise InputError(f"{path} was measured with {most} workers, not {workers}; write another file")
-    return known
-
-
-def verified(plans: Plans, program: "Program", count: int, progress: bool | None = None) -> Plans:
-    """The same plans with the first so many run shortly, in turns."""
-    from paceline.api.plan_verification import run_in_turns
-
-    chosen = [each for each in plans if each.strategy is not None and not each.why_not][:count]
-    return replace(plans, verified=tuple(run_in_turns(chosen, program, progress=progress)))
-
-
-def _refuse_verify(verify: int, why: str) -> None:
-    if verify:
-        raise InputError(f"verify={verify}: {why}; leave verify out")
+    return profile

@@ -1,8 +1,8 @@
-"""Plans held to short runs: each is trained for some steps, in turns, and laid beside what was foretold.
+"""Plans verified by short runs: each is trained for some steps, in turns, and compared with its prediction.
 
 ::
 
-    round 0    plan 1 | plan 2 | plan 3        what disturbs the machine for a while disturbs all alike
+    round 0    plan 1 | plan 2 | plan 3        a disturbance of the machine affects all plans alike
     round 1    plan 3 | plan 2 | plan 1
 """
 
@@ -20,24 +20,24 @@ from paceline.run import Run
 ROUNDS = 3
 
 RUN_S: Seconds = 2.0
-"""A run is to train for so long, if it makes that in the steps it may take."""
+"""Training time of a run, unless the bounds on its steps make it shorter or longer."""
 
 LEAST_STEPS, MOST_STEPS = 8, 400
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A plan beside what it took."""
+    """A plan with the measured time and memory of its runs."""
 
     plan: Plan
     steps_s: tuple[Seconds, ...]
-    """Of each run the median of a step."""
+    """Median time of a step, of each run."""
     held_bytes: tuple[int, ...] = field(default=())
-    """Of each run what the worker held that held most."""
+    """Largest memory of a worker, of each run."""
 
     @property
     def step_s(self) -> Seconds:
-        """The median of the runs."""
+        """Median over the runs."""
         return median(self.steps_s)
 
     @property
@@ -47,7 +47,7 @@ class Verified:
 
     @property
     def memory_ratio(self) -> float | None:
-        """Measured / predicted bytes; None: it was not measured."""
+        """Measured / predicted bytes; None: memory was not measured."""
         return median(self.held_bytes) / self.plan.cost.peak.total if self.held_bytes else None
 
     def __str__(self) -> str:
@@ -63,47 +63,49 @@ class Verified:
 def run_in_turns(
     plans: Sequence[Plan], program: Program, *, rounds: int = ROUNDS, progress: bool | None = None
 ) -> list[Verified]:
-    """Run each plan once a round.
+    """Run each plan once per round, in the opposite order in every other round.
 
     Args:
-        plans: with strategies.
-        program: what they are for; it is not scored.
-        rounds: how often.
-        progress: whether to draw how far it is; None: where stderr is a terminal.
+        plans: plans with strategies.
+        program: program to train; it is not evaluated.
+        rounds: number of runs of each plan.
+        progress: show progress; None: if stderr is a terminal.
+
+    Returns:
+        The plans in their order, with what was measured.
 
     Raises:
-        KeyboardInterrupt: on Ctrl-C, which a run takes for its end.
+        KeyboardInterrupt: Ctrl-C, which a single run would take for its regular end.
     """
-    found: dict[int, list[Run]] = {number: [] for number in range(len(plans))}
-    bare, done = _unscored(program), 0
-    with measuring(progress, f"{program.name}: verifying") as tell:
+    runs: list[list[Run]] = [[] for _ in plans]
+    unscored, done = replace(program, test=None, metrics={}), 0
+    with measuring(progress, f"{program.name}: verifying") as report:
         for turn in range(rounds):
-            for number in list(found)[:: -1 if turn % 2 else 1]:
-                tell(str(plans[number].strategy), done / (rounds * len(plans)))
-                found[number].append(_run(plans[number], bare))
+            # Forth and back, so that no plan is always the first on a machine that is getting warmer or busier.
+            for number in range(len(plans))[:: -1 if turn % 2 else 1]:
+                plan = plans[number]
+                assert plan.strategy is not None, "a plan that is not supported can't be run"
+                report(str(plan.strategy), done / (rounds * len(plans)))
+                steps = steps_of(plan)
+                with open_engine("local") as engine:
+                    run = train(
+                        unscored, plan.strategy, engine=engine, steps=steps, evaluate_every=steps, progress=False
+                    )
+                # A single run returns after Ctrl-C; here Ctrl-C ends all runs.
+                if run.summary["interrupted"]:
+                    raise KeyboardInterrupt
+                runs[number].append(run)
                 done += 1
-    return [Verified(plan, *_figures(found[number])) for number, plan in enumerate(plans)]
+    return [
+        Verified(
+            plan,
+            tuple(run.summary["step_time_s"] for run in own),
+            tuple(max(run.summary["peak_memory_bytes"]) for run in own),
+        )
+        for plan, own in zip(plans, runs, strict=True)
+    ]
 
 
 def steps_of(plan: Plan) -> int:
-    """Of a run: as many as take about two seconds, of which half count."""
+    """Return the number of steps of a run, of which the second half is measured."""
     return max(LEAST_STEPS, min(MOST_STEPS, round(RUN_S / plan.cost.step_s)))
-
-
-def _run(plan: Plan, program: Program) -> Run:
-    assert plan.strategy is not None, "what is not carried is not run"
-    steps = steps_of(plan)
-    with open_engine("local") as engine:
-        run = train(program, plan.strategy, engine=engine, steps=steps, evaluate_every=steps, progress=False)
-    if run.summary["interrupted"]:
-        raise KeyboardInterrupt
-    return run
-
-
-def _unscored(program: Program) -> Program:
-    return replace(program, test=None, metrics={})
-
-
-def _figures(runs: Sequence[Run]) -> tuple[tuple[Seconds, ...], tuple[int, ...]]:
-    seconds = tuple(run.summary["step_time_s"] for run in runs)
-    return seconds, tuple(max(run.summary["peak_memory_bytes"]) for run in runs)

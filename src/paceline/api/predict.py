@@ -1,4 +1,4 @@
-"""predict: what a model gives for an input, computed by the workers of one replica."""
+"""predict and predictor: the output of a model for an input, computed by the workers of one replica."""
 
 import pickle
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import InputError, unknown
+from paceline.core.safe_files import reading
 from paceline.core.types import Seconds
 from paceline.engine.inference.predictors import (
     InProcessPredictor,
@@ -19,8 +20,7 @@ from paceline.engine.inference.worker import InferenceRequest
 from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd.process_group import LaunchEnv
 from paceline.program import Program, Tree
-from paceline.run import Run, load
-from paceline.safe_files import State, reading
+from paceline.run import Run, State, load
 from paceline.strategy import Strategy
 
 ENGINES = ("distributed", "local")
@@ -35,29 +35,29 @@ def predict(
     state: Run | State | str | Path | None = None,
     timeout_s: Seconds = 60.0,
 ) -> Tree:
-    """The output of a program's model, in evaluation mode: dropout is off, running statistics are used.
+    """Return the output of a program's model in evaluation mode: dropout is off, running statistics are used.
 
-    Shards also make a single sample quicker; stages work on several micro-batches at a time. What comes out is what
-    ``model.eval()(inputs)`` gives in one process, up to the order in which floating-point numbers are added. The model
-    is captured, cut and divided anew in each call, and checked against itself, by every worker: give many samples at
-    once, or keep the workers with :func:`predictor`.
+    Shards make a single sample faster, too; stages work on several micro-batches at a time. The output is that of
+    ``model.eval()(inputs)`` in one process, up to the order in which floating-point numbers are added. Each call
+    captures, cuts, divides and verifies the model anew on every worker: give many samples at once, or keep the workers
+    with :func:`predictor`.
 
     Args:
-        program: whose model it is; its data, loss and optimizer are not used.
-        inputs: a batch, as the model is called with it: a tensor, a tuple (``model(*inputs)``) or a dict
-            (``model(**inputs)``).
-        strategy: of one replica, a value or its text: ``"shards=2"``, ``"stages=2"``, ``"stages=2 shards=2"``. What it
-            says of training (schedule, aggregation) does not matter here.
-        engine: ``local`` (processes on this host), or ``distributed`` (those that torchrun started; each is given the
-            same inputs and returns the whole output).
+        program: program of the model; its data, loss and optimizer are not used.
+        inputs: a batch as the model is called with it: a tensor, a tuple (``model(*inputs)``) or a dict
+            (``model(**inputs)``), samples along the first dim.
+        strategy: one replica, a value or its text: ``"shards=2"``, ``"stages=2"``, ``"stages=2 shards=2"``. Fields
+            about training (schedule, aggregation) have no effect.
+        engine: ``local`` (processes on this host), or ``distributed`` (the processes that torchrun started; each is
+            given the same inputs and returns the whole output).
         state: parameters and buffers: of a run, of a run saved in a folder, or by full name; None: A_0.
-        timeout_s: bound on every wait of one worker for another.
+        timeout_s: bound in seconds on every wait of one worker for another.
 
     Returns:
         The whole output, on the CPU, without a graph.
 
     Raises:
-        InputError: what can't be done as written.
+        InputError: something can't be done as written.
         WorkerError: the model failed in a worker, or a worker ended.
 
     >>> import functools
@@ -68,10 +68,10 @@ def predict(
     >>> predict(program, torch.ones(3, 8)).shape
     torch.Size([3, 4])
     """
-    made = predictor(program, strategy, engine=engine, state=state, timeout_s=timeout_s)
-    refuse_inputs(inputs)  # before anything is started
-    with made as ask:
-        return ask(inputs)
+    opened = predictor(program, strategy, engine=engine, state=state, timeout_s=timeout_s)
+    refuse_inputs(inputs)  # before any process is started
+    with opened as call:
+        return call(inputs)
 
 
 def predictor(
@@ -82,20 +82,23 @@ def predictor(
     state: Run | State | str | Path | None = None,
     timeout_s: Seconds = 60.0,
 ) -> Predictor:
-    """What answers as :func:`predict` does, as often as it is called inside a ``with`` block.
+    """Return a callable that works as :func:`predict` does, any number of times inside one ``with`` block.
 
-    Its workers stay until the end of the block. The model is captured, cut and divided for the first inputs, and anew
-    for inputs of another form; another number of samples is none.
+    Its workers stay until the end of the block. The model is captured, cut and divided for the first inputs, and again
+    for inputs of another form; another number of samples is the same form.
 
     Args:
-        program: as for :func:`predict`.
-        strategy: of one replica.
+        program: program of the model, as for :func:`predict`.
+        strategy: one replica, as for :func:`predict`.
         engine: ``local`` or ``distributed``.
         state: parameters and buffers; None: A_0.
-        timeout_s: bound on every wait of one worker for another.
+        timeout_s: bound in seconds on every wait of one worker for another.
+
+    Returns:
+        A context manager: inputs -> output.
 
     Raises:
-        InputError: what can't be done as written.
+        InputError: something can't be done as written.
 
     >>> import functools
     >>> program = Program(
@@ -106,23 +109,41 @@ def predictor(
     (torch.Size([3, 4]), torch.Size([1, 4]))
     """
     strategy = Strategy.coerce(strategy)
-    _refuse(strategy)
-    question = InferenceRequest(program, strategy, _state(state), timeout_s)
+    if strategy.replicas > 1:
+        raise InputError(
+            f"replicas={strategy.replicas} are copies of one model, of which one answers; write replicas=1"
+        )
+    if strategy.device != "cpu":
+        raise InputError(f"device={strategy.device}: predict is for CPUs as yet; write device=cpu")
+    if isinstance(state, Run):
+        state = state.state
+    elif state is not None and not isinstance(state, Mapping):
+        state = load(state).state
+    request = InferenceRequest(program, strategy, state, timeout_s)
     kind, _, backend = engine.partition(":")
     if kind == "local":
         refuse_torchrun("local")
-        return InProcessPredictor(question) if strategy.workers == 1 else LocalPredictor(question)
+        return InProcessPredictor(request) if strategy.workers == 1 else LocalPredictor(request)
     if kind == "distributed":
-        _refuse_size(strategy)
-        return InProcessPredictor(question) if strategy.workers == 1 else TorchrunPredictor(question, backend or None)
+        # torchrun has started the processes already, so their number must be that of the workers.
+        world = LaunchEnv.found()
+        if world.size != strategy.workers:
+            raise InputError(
+                f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun "
+                f"started {world.size}; start {strategy.workers}"
+            )
+        return InProcessPredictor(request) if strategy.workers == 1 else TorchrunPredictor(request, backend or None)
     raise unknown("engine for predict", engine, ENGINES)
 
 
 def read_inputs(path: str | Path) -> Tree:
-    """What ``torch.save`` has written: a tree of tensors, read without unpickling code.
+    """Return the tree of tensors in a file of ``torch.save``, read without unpickling code.
+
+    Args:
+        path: path of the file.
 
     Raises:
-        InputError: the file is missing, damaged, or holds something else.
+        InputError: the file is missing, damaged, or holds anything but tensors.
     """
     if not Path(path).is_file():
         raise InputError(f"{path} is no file; write the path of what torch.save has written")
@@ -131,29 +152,3 @@ def read_inputs(path: str | Path) -> Tree:
             return torch.load(path, map_location="cpu", weights_only=True)
         except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
             raise ValueError(f"it holds no tensors that torch.save has written ({type(error).__name__})") from error
-
-
-def _refuse(strategy: Strategy) -> None:
-    if strategy.replicas > 1:
-        raise InputError(
-            f"replicas={strategy.replicas} are copies of one model, of which one answers; write replicas=1"
-        )
-    if strategy.device != "cpu":
-        raise InputError(f"device={strategy.device}: predict is for CPUs as yet; write device=cpu")
-
-
-def _refuse_size(strategy: Strategy) -> None:
-    world = LaunchEnv.found()
-    if world.size != strategy.workers:
-        raise InputError(
-            f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun started "
-            f"{world.size}; start {strategy.workers}"
-        )
-
-
-def _state(state: Run | State | str | Path | None) -> State | None:
-    if isinstance(state, Run):
-        return state.state
-    if state is None or isinstance(state, Mapping):
-        return state
-    return load(state).state

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import InputError, unknown
+from paceline.core.safe_files import check_out
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.engine.base import Engine, OnNonFinite
@@ -16,17 +17,20 @@ from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
 from paceline.program import Program
 from paceline.progress import measuring, watcher
-from paceline.run import Run, check_out, require_tensorboard
+from paceline.run import Run, require_tensorboard
 from paceline.strategy import Strategy, is_auto
 from paceline.train_options import TrainOptions, job_of
 
 
 def open_engine(name: str) -> Engine:
-    """Open the engine of a name; it is a context manager, to be closed after its last run.
+    """Open an engine by name.
 
     Args:
-        name: of one of the :data:`~paceline.engine.ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster
-            that is running, ``distributed:gloo``, ``:nccl``, ``:shm`` and ``:hierarchical`` set the backend.
+        name: one of the :data:`~paceline.engine.ENGINES`; ``ray:auto`` and ``ray:HOST:PORT`` join a Ray cluster that is
+            running, ``distributed:gloo``, ``:nccl``, ``:shm`` and ``:hierarchical`` set the backend.
+
+    Returns:
+        The engine, a context manager that is to be closed after its last run.
 
     Raises:
         InputError: no such engine, or what it needs is not installed.
@@ -62,71 +66,76 @@ def train(
     """Train a program under a strategy.
 
     Args:
-        program: what is trained.
-        strategy: how it is split and paced, a value or its text; ``auto``: whichever trains most samples a second on
-            this host's cores, which is measured first and takes some seconds.
+        program: model, loss, optimizer and data.
+        strategy: how training is split and paced, a value or its text; ``auto``: the strategy that trains most samples
+            per second on this host's cores, which is measured first and takes some seconds.
         engine: ``local`` (processes on this host), ``virtual`` (one process, simulated time), ``ray`` (actors of a Ray
-            that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of one that is running), ``distributed``
-            (the processes that torchrun started, this one among them; ``distributed:gloo`` and the like), or one that
-            is already open.
+            that is started on this host), ``ray:auto`` or ``ray:HOST:PORT`` (of a Ray that is running), ``distributed``
+            (the processes that torchrun started, this one among them; ``distributed:gloo`` and the like), or an engine
+            that is already open.
         steps: budget in steps of each replica.
         epochs: budget in passes over the training set by all replicas together.
-        seconds: budget in training time, wall or virtual; start-up and scoring are outside.
-        until: condition on a record that ends the run: ``"test_accuracy>=0.97"``; alone or beside a budget.
-        evaluate_every: distance of two evaluation points, in the budget's unit (seconds where there is only ``until``);
+        seconds: budget in training time, wall or virtual; start-up and evaluation don't count.
+        until: condition on a record that ends the run: ``"test_accuracy>=0.97"``; alone or in addition to a budget.
+        evaluate_every: distance of two evaluation points, in the budget's unit (seconds if there is only ``until``);
             by default 20 points over the budget.
         delay: slows some replicas: ``"fraction=0.5 normal:mean=0,std=0.25"``, in seconds per gradient.
-        times: of the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``; ``"measured"``: what
-            the pieces of a step take on this host.
+        times: durations in the virtual engine, in seconds: ``"compute=0.01 transfer=0 apply=0 gradient=0"``;
+            ``"measured"``: the measured times of a step's components on this host.
         trace: record spans.
-        progress: show it live; by default where standard error is a terminal.
-        out: folder to save the run in; must not exist.
+        progress: show a live display; None: if stderr is a terminal.
+        out: folder to save the run in; it must not exist.
         on_nonfinite: ``stop`` at a loss or gradient that is not finite, or ``skip`` it: discard and count.
-        timeout_s: bound on every wait for a worker that should answer at once, and on start-up.
+        timeout_s: bound in seconds on start-up and on every wait for a worker that should answer at once.
         tensorboard: also write TensorBoard events to ``out``.
         loop: the user's own loop, called with a worker on every replica; see :func:`launch`.
-        noise_scale: tell from the gradients how large a batch is worth its samples: the records, the summary and the
-            display then have the noise scale, the statistical efficiency and the goodput; see docs/efficiency.md.
+        noise_scale: estimate from the gradients up to which batch size samples are worth their cost: records, summary
+            and display then have the noise scale in samples, the statistical efficiency and the goodput; see
+            docs/efficiency.md.
 
     Returns:
-        The run; after Ctrl-C what there is of it, with ``summary["interrupted"]`` true.
+        The run; after Ctrl-C the part up to then, with ``summary["interrupted"]`` true.
 
     Raises:
-        InputError: what can't be done as written; nothing was started.
+        InputError: something can't be done as written; nothing was started.
         NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
         WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
-    settings = TrainOptions(
+    options = TrainOptions(
         steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop, noise_scale
     )
+    # Refused now rather than after hours of training.
     folder = check_out(out) if out is not None else None
     if tensorboard and folder is None:
-        raise InputError("tensorboard=True writes beside the saved run; write out='runs/a' too")
+        raise InputError("tensorboard=True writes next to the saved run; write out='runs/a' too")
     if tensorboard:
         require_tensorboard()
-    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
-        strategy = resolved(program, strategy, carrier, settings, progress)
-        job = replace(job_of(program, strategy, carrier, settings), out=folder)
-        with watcher(progress if is_main(carrier.name) else False, f"{program.name}: {job.strategy}") as watch:
-            outcome = carrier.run(job, watch)
+    # An engine that the caller has opened stays open.
+    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as opened:
+        strategy = resolve_auto(program, strategy, opened, options, progress)
+        job = replace(job_of(program, strategy, opened, options), out=folder)
+        with watcher(progress if is_main(opened.name) else False, f"{program.name}: {job.strategy}") as watch:
+            outcome = opened.run(job, watch)
+    summary = summarize(
+        outcome.account,
+        outcome.history,
+        host=opened.name != "virtual",  # times and memory of this process say nothing about simulated workers
+        spans=outcome.spans,
+        shards=job.strategy.tensor_parallel,
+    )
     run = Run(
         program_name=program.name,
         strategy=Strategy.coerce(strategy),
-        engine=carrier.name,
+        engine=opened.name,
         state=dict(outcome.state),
         model=outcome.model,
         history=list(outcome.history),
-        summary=summarize(
-            outcome.account,
-            outcome.history,
-            host=carrier.name != "virtual",
-            spans=outcome.spans,
-            shards=job.strategy.tensor_parallel,
-        ),
+        summary=summary,
         spans=list(outcome.spans),
         left=list(outcome.account.left),
     )
-    if folder is not None and is_main(carrier.name):
+    # Under torchrun every rank has the run; one of them saves it.
+    if folder is not None and is_main(opened.name):
         run.save(folder, tensorboard=tensorboard)
     return run
 
@@ -138,9 +147,17 @@ def launch(
 
     Args:
         loop: called with a :class:`~paceline.engine.worker.Worker`; may be a lambda or a notebook's function.
-        program: what is trained.
-        strategy: how it is split and paced.
-        settings: those of :func:`train`; without a budget each replica makes one pass (``epochs=1``).
+        program: model, loss, optimizer and data.
+        strategy: how training is split and paced, a value or its text.
+        settings: keyword arguments of :func:`train`; without a budget each replica makes one pass (``epochs=1``).
+
+    Returns:
+        The run, as :func:`train` returns it.
+
+    Raises:
+        InputError: something can't be done as written; nothing was started.
+        NonFiniteError: a Δ was not finite, under ``on_nonfinite="stop"``.
+        WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
     if not callable(loop):
         raise InputError(
@@ -151,44 +168,43 @@ def launch(
     return train(program, strategy, loop=loop, **settings)
 
 
-def resolved(
-    program: Program, strategy: Strategy | str, engine: Engine, settings: TrainOptions, progress: bool | None = None
+def resolve_auto(
+    program: Program, strategy: Strategy | str, engine: Engine, options: TrainOptions, progress: bool | None = None
 ) -> Strategy | str:
-    """``strategy`` itself; where it is ``auto``, the one that is chosen, after one line on stderr that says why.
+    """Return ``strategy`` itself, or, if it is ``auto``, the chosen one, after one line on stderr with the reason.
 
     Raises:
-        InputError: what ``train`` would refuse whatever is chosen, or an engine on which nothing can be chosen.
+        InputError: ``train`` would refuse whatever is chosen, or nothing can be chosen for this engine.
     """
     if not is_auto(strategy):
         return strategy
-    from paceline.planner.program.plans import choose  # not before: it imports all of the planner
+    # Not at the top: it imports all of the planner.
+    from paceline.planner.program.plans import choose, refuse
 
-    _check_auto(program, strategy, engine, settings)
-    with measuring(progress, f"{program.name}: planning") as tell:
-        chosen = choose(program, tell)
+    refuse(strategy, engine.name)
+    job_of(program, "replicas=1", engine, options)
+    with measuring(progress, f"{program.name}: planning") as report:
+        chosen = choose(program, report)
     print(chosen.why, file=sys.stderr)
     return chosen.strategy
 
 
-def _check_auto(program: Program, strategy: str, engine: Engine, settings: TrainOptions) -> None:
-    """What would be refused whatever is chosen."""
-    from paceline.planner.program.plans import refuse
-
-    refuse(strategy, engine.name)
-    job_of(program, "replicas=1", engine, settings)
-
-
 def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = "local", **settings: Any) -> None:
-    """Raise what :func:`train` with these words would refuse; start nothing.
+    """Raise the error with which :func:`train` would refuse these arguments; start nothing.
 
     Args:
-        program: what is to be trained.
-        strategy: how it is to be split and paced.
-        engine: by name, or open.
-        settings: those of :func:`train` that say what is run.
+        program: model, loss, optimizer and data.
+        strategy: how training is split and paced, a value or its text.
+        engine: name of an engine, or an open engine.
+        settings: keyword arguments of :func:`train` other than ``progress``, ``out`` and ``tensorboard``.
+
+    Raises:
+        InputError: something can't be done as written.
     """
-    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as carrier:
+    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as opened:
         if is_auto(strategy):
-            _check_auto(program, strategy, carrier, TrainOptions(**settings))
-        else:
-            job_of(program, strategy, carrier, TrainOptions(**settings))
+            from paceline.planner.program.plans import refuse
+
+            refuse(strategy, opened.name)
+            strategy = "replicas=1"  # refused like whatever would be chosen
+        job_of(program, strategy, opened, TrainOptions(**settings))

@@ -1,1 +1,1 @@
-"""The command line: one file a command. Nothing here imports torch before a command runs."""
+"""The command line: one file per command. Nothing in it imports torch before a command runs."""

@@ -29,13 +29,13 @@ def compare(
         from paceline.engine.run_context import is_main
         from paceline.report import write_report
 
-        tell = is_main(shared.engine)
+        reporting = is_main(shared.engine)
         comparison = compare(shared.program(program), strategy, rounds=rounds, baseline=baseline, **shared.keywords())
-        if shared.out is not None and tell:
+        if shared.out is not None and reporting:
             write_report([shared.out], shared.out / "report.html")
-    if json and tell:
+    if json and reporting:
         print_json(comparison.to_json())
-    elif tell:
+    elif reporting:
         typer.echo(comparison.table(baseline=baseline))
         if shared.out is not None:
             typer.echo(f"Report: {shared.out / 'report.html'}")

@@ -1,4 +1,4 @@
-"""What all commands share: what goes to stdout, what to stderr, and with which exit code a command ends."""
+"""Conventions of all commands: results on stdout, messages on stderr, exit codes."""
 
 import contextlib
 import json
@@ -13,20 +13,31 @@ import typer
 
 from paceline.core.errors import InputError, PacelineError
 
+# Exit codes. REFUSED: nothing was started, because the request can't be done as written; 130 is 128 + SIGINT.
 REFUSED = 2
-"""Exit code where nothing was started, because what was asked for can't be done as written."""
 FAILED = 1
 INTERRUPTED = 130
 
 
 @contextlib.contextmanager
 def session(*, json_output: bool) -> Iterator[None]:
-    """Errors of Paceline become one message on stderr and an exit code; ``--json`` keeps stdout clean meanwhile.
+    """Turn errors of Paceline into one message on stderr and an exit code; with ``json_output`` keep stdout clean.
 
-    ``PACELINE_TRACEBACK=1`` prints where the error was raised as well.
+    ``PACELINE_TRACEBACK=1`` also prints where the error was raised.
     """
     try:
-        with _stdout_to_stderr() if json_output else contextlib.nullcontext():
+        if json_output:
+            # File descriptor 1 is stderr for the block, so that output of worker processes does not join the JSON.
+            sys.stdout.flush()
+            stdout = os.dup(1)
+            os.dup2(2, 1)
+            try:
+                with contextlib.redirect_stdout(sys.stderr):
+                    yield
+            finally:
+                os.dup2(stdout, 1)
+                os.close(stdout)
+        else:
             yield
     except PacelineError as error:
         if os.environ.get("PACELINE_TRACEBACK") == "1":
@@ -38,34 +49,20 @@ def session(*, json_output: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-@contextlib.contextmanager
-def _stdout_to_stderr() -> Iterator[None]:
-    """File descriptor 1 is stderr for as long as this lasts, so nothing that workers print joins the JSON either."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on stdout, on one line."""
+    """Print one JSON object on stdout, on one line."""
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
 def end(*, interrupted: bool) -> None:
-    """Leave with exit code 130 where a run was cut short."""
+    """Exit with code 130 if a run was interrupted."""
     if interrupted:
         typer.secho("interrupted: the results are those up to then", fg="yellow", err=True)
         raise typer.Exit(INTERRUPTED)
 
 
 def write_target(option: str, path: Path) -> Path:
-    """``path``, if a file can be written there; raises InputError where its folder does not exist."""
+    """Return ``path`` if its folder exists, else raise InputError."""
     if not path.parent.is_dir():
         raise InputError(f"{option} {path}: there is no folder {path.parent}; write mkdir -p {path.parent} first")
     return path

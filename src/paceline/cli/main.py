@@ -1,4 +1,4 @@
-"""``paceline``: the commands, gathered."""
+"""``paceline``: the application with all its commands."""
 
 from typing import Annotated
 
@@ -24,8 +24,9 @@ app.command()(trace.trace)
 app.command()(report.report)
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def print_version(version: bool) -> None:
+    """Print the version and exit, if the option is given."""
+    if version:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -33,7 +34,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def paceline(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Train PyTorch models in parallel, any way they can be split, at any pace."""
@@ -41,5 +42,5 @@ def paceline(
 
 
 def main() -> None:
-    """The entry point of the ``paceline`` command."""
+    """Run the ``paceline`` command."""
     app()

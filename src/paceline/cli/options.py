@@ -1,4 +1,4 @@
-"""The options that ``train`` and ``compare`` have in common, declared once."""
+"""Options that ``train`` and ``compare`` have in common, declared once."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 DEFAULT_SECONDS = 10.0
-"""The budget where none is given."""
+"""Budget if none is given."""
 
 ProgramName = Annotated[
     str,
@@ -31,7 +31,7 @@ _BUDGET, _PACE, _DATA, _OUTPUT = "Budget", "Pace", "Data", "Output"
 
 @dataclass(frozen=True)
 class Shared:
-    """How a run is carried, for how long, on what data, and where its results go."""
+    """Engine, budget, pace, data and output of a run."""
 
     engine: Annotated[
         str,
@@ -55,7 +55,7 @@ class Shared:
     ] = None
     evaluate_every: Annotated[
         float | None,
-        Option(help="Seconds or steps between scores; 20 over the budget by default.", rich_help_panel=_BUDGET),
+        Option(help="Seconds or steps between evaluations; 20 over the budget by default.", rich_help_panel=_BUDGET),
     ] = None
     delay: Annotated[
         str | None, Option(help='Slow workers down: "fraction=0.5 normal:mean=0,std=0.25"', rich_help_panel=_PACE)
@@ -71,7 +71,7 @@ class Shared:
         bool,
         Option(
             "--noise-scale",
-            help="Tell how large a batch is worth its samples: noise scale, efficiency, goodput.",
+            help="Estimate the largest useful batch: noise scale, efficiency, goodput.",
             rich_help_panel=_OUTPUT,
         ),
     ] = False
@@ -84,9 +84,9 @@ class Shared:
     ] = None
     seed: Annotated[
         int | None,
-        Option(help="Of the start, the data order and delays, instead of the program's.", rich_help_panel=_DATA),
+        Option(help="Seed of the start, the data order and delays, instead of the program's.", rich_help_panel=_DATA),
     ] = None
-    out: Annotated[Path | None, Option(help="New folder for all that was recorded.", rich_help_panel=_OUTPUT)] = None
+    out: Annotated[Path | None, Option(help="New folder for the recorded run.", rich_help_panel=_OUTPUT)] = None
     trace: Annotated[bool, Option("--trace", help="Record spans for swimlanes.", rich_help_panel=_OUTPUT)] = False
     tensorboard: Annotated[
         bool, Option("--tensorboard", help="Also write TensorBoard events to the folder.", rich_help_panel=_OUTPUT)
@@ -95,31 +95,31 @@ class Shared:
         bool | None,
         Option(
             "--progress/--no-progress",
-            help="Show progress on stderr; by default where it is a terminal.",
+            help="Show progress on stderr; by default if it is a terminal.",
             show_default=False,
             rich_help_panel=_OUTPUT,
         ),
     ] = None
 
     def program(self, name: str) -> "Program":
-        """The program called ``name``, with the data, seed and batch size asked for."""
+        """Load the program called ``name``, with the data, seed and batch size of the options."""
         from paceline.datasets import load_program
 
         return load_program(name, data=self.data, seed=self.seed, batch_size=self.batch_size)
 
     def keywords(self) -> dict[str, Any]:
-        """The keyword arguments that ``paceline.train`` and ``paceline.compare`` both take."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _OF_PROGRAM}
+        """Return the keyword arguments that ``paceline.train`` and ``paceline.compare`` both take."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _PROGRAM_OPTIONS}
         if all(values[name] is None for name in ("steps", "epochs", "seconds", "until")):
             values["seconds"] = DEFAULT_SECONDS
         return values
 
 
-_OF_PROGRAM = ("data", "batch_size", "seed")
+_PROGRAM_OPTIONS = ("data", "batch_size", "seed")
 
 
 def with_shared(command: Callable[Concatenate[Shared, P], None]) -> Callable[..., None]:
-    """A command that takes a :class:`Shared` first, as a function of each option by itself, as Typer reads it."""
+    """Return a command that takes a :class:`Shared` first as a function of single options, as Typer needs it."""
     own = list(inspect.signature(command).parameters.values())[1:]
     common = [
         inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=f.type)
@@ -131,5 +131,6 @@ def with_shared(command: Callable[Concatenate[Shared, P], None]) -> Callable[...
         shared = Shared(**{parameter.name: values.pop(parameter.name) for parameter in common})
         command(shared, **values)  # type: ignore[call-arg]  # Typer passes all parameters by name
 
+    # Typer reads the options from the signature.
     flat.__signature__ = inspect.Signature([*own, *common])  # type: ignore[attr-defined]
     return flat

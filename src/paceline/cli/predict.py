@@ -13,16 +13,14 @@ from paceline.cli.options import Json, ProgramName
 def predict(
     program: ProgramName,
     *,
-    source: Annotated[
-        Path, Option("--input", help="What the model is called with, saved by torch.save: tensors alone.")
-    ],
+    source: Annotated[Path, Option("--input", help="Input of the model, saved by torch.save: tensors alone.")],
     out: Annotated[Path, Option(help="File for the output, to be read by torch.load.")],
     strategy: Annotated[str, Option(help='One replica: "shards=2", "stages=2", "stages=2 shards=2"')] = "replicas=1",
-    run: Annotated[Path | None, Option(help="Folder of a saved run, whose parameters are taken; else A_0.")] = None,
+    run: Annotated[Path | None, Option(help="Folder of a saved run, whose parameters are used; else A_0.")] = None,
     data: Annotated[Path | None, Option(help="Folder of the data set's standard files.")] = None,
     json: Json = False,
 ) -> None:
-    """Write what PROGRAM's model gives, in evaluation mode, computed by the workers of one replica."""
+    """Write the output of PROGRAM's model, in evaluation mode, computed by the workers of one replica."""
     with session(json_output=json):
         import torch
 
@@ -31,11 +29,11 @@ def predict(
         from paceline.program import leaves, map_tree
 
         target = write_target("--out", out)
-        given = load_program(program, data=data, seed=None, batch_size=None)
-        made = predict(given, read_inputs(source), strategy, state=run)
-        plain = map_tree(lambda leaf: leaf.clone(), made)
-        torch.save(plain, target)
-    shapes = [list(leaf.shape) for leaf in leaves(plain)]
+        output = predict(load_program(program, data=data), read_inputs(source), strategy, state=run)
+        # A tensor that is a view would be saved with its whole storage.
+        output = map_tree(lambda leaf: leaf.clone(), output)
+        torch.save(output, target)
+    shapes = [list(leaf.shape) for leaf in leaves(output)]
     if json:
         print_json({"strategy": strategy, "out": str(target), "shapes": shapes})
     else:

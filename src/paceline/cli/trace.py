@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.run import Run
 
 LEAST_WIDTH, GUTTER = 60, 16
-"""Characters of a pipeline's lanes where the terminal is narrow, and what stands beside them."""
+"""Least width of a pipeline's lanes in characters, and width of their labels."""
 
 
 def trace(
@@ -29,8 +29,9 @@ def trace(
     end: Annotated[float | None, Option(help="Draw all up to this second of the run.")] = None,
     json: Json = False,
 ) -> None:
-    """Draw who did what when in a recorded run, a pipeline's step beside its ideal; without options, as text."""
+    """Draw the actions of each worker of a recorded run, a pipeline's step next to its ideal; by default as text."""
     with session(json_output=json):
+        # Imported here: torch takes seconds, and --help needs none of it.
         from paceline.run import load
         from paceline.trace import swimlane
         from paceline.trace.perfetto import write_perfetto
@@ -39,28 +40,29 @@ def trace(
         spans = loaded.spans
         if not spans:
             raise InputError(f"{run} holds no spans; record the run with --trace")
-        beside = _beside(loaded, step, whole=start is not None or end is not None)
+        shown = _pipeline_step(loaded, step, whole=start is not None or end is not None)
         if svg is not None:
-            drawn = beside.svg() if beside else swimlane.svg(spans, start_s=start, end_s=end)
-            write_target("--svg", svg).write_text(drawn, encoding="utf-8")
+            drawing = shown.svg() if shown else swimlane.svg(spans, start_s=start, end_s=end)
+            write_target("--svg", svg).write_text(drawing, encoding="utf-8")
         if perfetto is not None:
-            write_perfetto(write_target("--perfetto", perfetto), spans, beside.ideal_spans() if beside else ())
+            write_perfetto(write_target("--perfetto", perfetto), spans, shown.ideal_spans() if shown else ())
         text = ""
         if svg is None and perfetto is None and not json:
-            text = beside.text(_width()) if beside else swimlane.text(spans, start_s=start, end_s=end)
+            width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - GUTTER)
+            text = shown.text(width) if shown else swimlane.text(spans, start_s=start, end_s=end)
     if json:
-        told: dict[str, Any] = {"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)}
-        print_json(told | ({"pipeline": beside.to_json()} if beside else {}))
+        files: dict[str, Any] = {"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)}
+        print_json(files | ({"pipeline": shown.to_json()} if shown else {}))
     else:
         typer.echo(text, nl=False)
 
 
-def _beside(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | None":
-    """A step of a pipeline; None where there is none, or a stretch of the whole run is asked for."""
+def _pipeline_step(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | None":
+    """Return a step of a pipeline; None if the run is of none, or a time window of the whole run is requested."""
     from paceline.metrics.pipeline_step import pipeline_step
 
     if whole and step is not None:
-        raise InputError(f"--step {step} is one step, --start and --end are a stretch of the run; write one of them")
+        raise InputError(f"--step {step} is one step, --start and --end are a part of the run; write one of them")
     found = None if whole else pipeline_step(run.spans, run.strategy, run.summary, step=step)
     if step is not None and found is None:
         raise InputError(
@@ -68,7 +70,3 @@ def _beside(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | Non
             "recorded; leave --step out"
         )
     return found
-
-
-def _width() -> int:
-    return max(LEAST_WIDTH, shutil.get_terminal_size().columns - GUTTER)

@@ -1,10 +1,6 @@
-"""``paceline train``: one program under one strategy.
-
-``paceline train``: one program under one strategy.
-"""
+"""``paceline train``: one program under one strategy, and the summary of the run as a table."""
 
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +16,6 @@ from paceline.metrics.efficiency import verdict
 
 if TYPE_CHECKING:
     from paceline.run import Run
-
 
 ROWS = (
     ("test accuracy", "test_accuracy", "{:.2%}"),
@@ -43,7 +38,7 @@ ROWS = (
 
 
 def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and figure of all that was measured.
+    """Return label and figure of each measured entry of a summary.
 
     >>> summary_rows({"test_accuracy": 0.9731, "updates": 12000, "test_loss": None})
     [('test accuracy', '97.31%'), ('updates of A', '12,000')]
@@ -52,25 +47,25 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def print_summary(run: "Run") -> None:
-    """The run in one short table on stdout, and the replicas that left it early."""
+    """Print the run as one short table on stdout, and the replicas that left before the end."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
     for label, figure in summary_rows(run.summary):
         table.add_row(label, figure)
     console = Console()
-    # As Text: square brackets in a strategy are no markup.
+    # As Text: rich would read square brackets in a strategy as markup.
     console.print(Text(str(run.strategy), style="bold"), soft_wrap=True)
     console.print(table)
-    if said := verdict(run.summary):
-        console.print(Text(said), soft_wrap=True)
+    if sentence := verdict(run.summary):
+        console.print(Text(sentence), soft_wrap=True)
     for departure in run.left:
         line = f"replica {departure.replica} left at {departure.time_s:.1f} s: {departure.reason}"
         console.print(Text(line, style="yellow"), soft_wrap=True)
 
 
 def default_strategy() -> str:
-    """One replica a core, at most 4: enough to see the effect, and no machine is filled unasked."""
+    """Return one replica per core, at most 4: enough to see the effect without filling a large machine."""
     return f"replicas={min(4, os.cpu_count() or 1)}"
 
 
@@ -93,7 +88,7 @@ def train(
         bool, Option("--show-shards", help="Print how operators are divided and what that sends, and train nothing.")
     ] = False,
     show_mesh: Annotated[
-        bool, Option("--show-mesh", help="Print ranks, hosts and who talks with whom, and train nothing.")
+        bool, Option("--show-mesh", help="Print ranks, hosts and which of them communicate, and train nothing.")
     ] = False,
     hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the ranks are spread.")] = None,
     json: Json = False,
@@ -101,68 +96,51 @@ def train(
     """Train PROGRAM under one strategy and print what it reached."""
     strategy = strategy or default_strategy()
     with session(json_output=json):
-        _refuse_both({"--show-stages": show_stages, "--show-shards": show_shards, "--show-mesh": show_mesh}, hosts)
-    if show_stages:
-        _show_stages(shared, program, strategy, json_output=json)
-        return
-    if show_shards:
-        _show_shards(shared, program, strategy, json_output=json)
-        return
-    if show_mesh:
-        _show_mesh(shared, program, strategy, hosts, json_output=json)
-        return
-    with session(json_output=json):
-        from paceline.api.train import train
-        from paceline.engine.run_context import is_main
+        shown = {"--show-stages": show_stages, "--show-shards": show_shards, "--show-mesh": show_mesh}
+        options = [option for option, given in shown.items() if given]
+        if len(options) > 1:
+            raise InputError(f"{' and '.join(options)} each print something else; write one of them")
+        if hosts is not None and not show_mesh:
+            raise InputError(f"--hosts {hosts} is for a drawing; write --show-mesh too, or leave it out")
+        if options:
+            text, values = _show(options[0], shared, program, strategy, hosts)
+        else:
+            from paceline.api.train import train
+            from paceline.engine.run_context import is_main
 
-        run = train(shared.program(program), strategy, **shared.keywords())
-    if json and is_main(shared.engine):
-        print_json(run.to_json())
-    elif is_main(shared.engine):
-        print_summary(run)
+            run = train(shared.program(program), strategy, **shared.keywords())
+    if options:
+        if json:
+            print_json({"strategy": strategy, **values})
+        else:
+            typer.echo(text)
+        return
+    # Under torchrun one rank prints.
+    if is_main(shared.engine):
+        if json:
+            print_json(run.to_json())
+        else:
+            print_summary(run)
     end(interrupted=run.summary["interrupted"])
 
 
-def _refuse_both(shown: Mapping[str, bool], hosts: int | None) -> None:
-    asked = [option for option, wanted in shown.items() if wanted]
-    if len(asked) > 1:
-        raise InputError(f"{' and '.join(asked)} each print something else; write one of them")
-    if hosts is not None and not shown["--show-mesh"]:
-        raise InputError(f"--hosts {hosts} is for a drawing; write --show-mesh too, or leave it out")
-
-
-def _show_stages(shared: Shared, program: str, strategy: str, *, json_output: bool) -> None:
-    with session(json_output=json_output):
+def _show(option: str, shared: Shared, program: str, strategy: str, hosts: int | None) -> tuple[str, dict[str, Any]]:
+    """Return what a ``--show-...`` option prints, as text and as JSON."""
+    if option == "--show-stages":
         from paceline.api.show import show_stages
 
         table = show_stages(shared.program(program), strategy)
-    if json_output:
-        print_json({"strategy": strategy, "table": table})
-    else:
-        typer.echo(table)
+        return table, {"table": table}
+    if option == "--show-shards":
+        from paceline.api.show import sharding_of
 
+        sharding = sharding_of(shared.program(program), strategy)
+        return str(sharding), sharding.to_json()
+    if shared.engine == "local" and hosts is None:
+        from paceline.api.train import check
 
-def _show_shards(shared: Shared, program: str, strategy: str, *, json_output: bool) -> None:
-    with session(json_output=json_output):
-        from paceline.api.show import divided
+        check(shared.program(program), strategy, steps=1)
+    from paceline.api.mesh_drawing import draw_mesh
 
-        made = divided(shared.program(program), strategy)
-    if json_output:
-        print_json({"strategy": strategy, **made.to_json()})
-    else:
-        typer.echo(made)
-
-
-def _show_mesh(shared: Shared, program: str, strategy: str, hosts: int | None, *, json_output: bool) -> None:
-    with session(json_output=json_output):
-        from paceline.api.show import drawn
-
-        if shared.engine == "local" and hosts is None:
-            from paceline.api.train import check
-
-            check(shared.program(program), strategy, steps=1)
-        made = drawn(strategy, hosts)
-    if json_output:
-        print_json({"strategy": strategy, **made.to_json()})
-    else:
-        typer.echo(made)
+    drawing = draw_mesh(strategy, hosts)
+    return str(drawing), drawing.to_json()

@@ -1,4 +1,4 @@
-"""Programs that are built in, and the resolver of PROGRAM. Torch is imported when one is loaded, not before."""
+"""Built-in programs, and the resolver of PROGRAM. Torch is imported when a program is loaded, not before."""
 
 from paceline.datasets.resolve import PROGRAMS, load_program
 

@@ -2,7 +2,6 @@
 
 import functools
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,54 +21,49 @@ _FILES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 
 
 def cifar10(*, data: Path | None, seed: int) -> Program:
-    """Colour photographs under the network of :func:`paceline.datasets.mnist.mnist`, here of 31,340 parameters.
+    """Return colour photographs under the network of :func:`paceline.datasets.mnist.mnist`, with 31,340 parameters.
 
     SGD, learning rate 0.01, batch 32.
 
     Args:
-        data: the folder with ``cifar-10-batches-py``, or that folder.
-        seed: of A_0 and the data order.
+        data: folder that contains ``cifar-10-batches-py``, or that folder.
+        seed: seed of A_0 and the data order.
 
     Raises:
-        InputError: where a file is absent or damaged, or asks for more than plain data.
+        InputError: a file is absent or damaged, or asks for more than plain data.
     """
     *batches, test = find_files("cifar10", data, _FILES, (_FOLDER, "."))
     return Program(
         model=functools.partial(cnn, 3, _SIDE),
         loss=torch.nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        train=_pair(batches),
-        test=_pair([test]),
+        train=_read(batches),
+        test=_read([test]),
         batch_size=32,
         seed=seed,
         name="cifar10",
     )
 
 
-def _pair(paths: list[Path]) -> tuple[Tensor, Tensor]:
-    pixels, labels = zip(*(_batch(path) for path in paths), strict=True)
-    images = np.concatenate(pixels).reshape(-1, 3, _SIDE, _SIDE)
-    return normalised(images, _MEAN, _STD), torch.cat(labels)
-
-
-def _batch(path: Path) -> tuple[NDArray[np.uint8], Tensor]:
-    """[n, 3072] bytes, channel first, and n labels."""
-    content = read_pickle(path)
-    if not isinstance(content, dict) or not {b"data", b"labels"} <= content.keys():
-        raise InputError(f"{path} is no dict with b'data' and b'labels'; put the original file there")
-    pixels = _pixels(path, content[b"data"])
-    return pixels, class_labels(path, _integers(path, content[b"labels"]), len(pixels))
-
-
-def _pixels(path: Path, value: Any) -> NDArray[np.uint8]:
-    pixels = value.value if isinstance(value, ByteArray) else None
-    if pixels is None or pixels.ndim != 2 or pixels.shape[1] != _BYTES or len(pixels) == 0:
-        what = type(value).__name__ if pixels is None else f"an array of shape {pixels.shape}"
-        raise InputError(f"{path} holds as data {what}, not bytes of shape [n, {_BYTES}]; put the original file there")
-    return pixels
-
-
-def _integers(path: Path, value: Any) -> NDArray[np.int64]:
-    if not isinstance(value, list) or not all(type(label) is int and label.bit_length() < 64 for label in value):
-        raise InputError(f"{path} holds labels that are no list of whole numbers; put the original file there")
-    return np.array(value, np.int64)
+def _read(paths: list[Path]) -> tuple[Tensor, Tensor]:
+    """Return images [n, 3, 32, 32] in float32 and labels [n] of all batch files together."""
+    images: list[NDArray[np.uint8]] = []
+    targets: list[Tensor] = []
+    for path in paths:
+        content = read_pickle(path)
+        if not isinstance(content, dict) or not {b"data", b"labels"} <= content.keys():
+            raise InputError(f"{path} is no dict with b'data' and b'labels'; put the original file there")
+        data, labels = content[b"data"], content[b"labels"]
+        pixels = data.value if isinstance(data, ByteArray) else None
+        if pixels is None or pixels.ndim != 2 or pixels.shape[1] != _BYTES or len(pixels) == 0:
+            kind = type(data).__name__ if pixels is None else f"an array of shape {pixels.shape}"
+            raise InputError(
+                f"{path} holds as data {kind}, not bytes of shape [n, {_BYTES}]; put the original file there"
+            )
+        # Not isinstance: True is an int, too.
+        if not isinstance(labels, list) or not all(type(label) is int and label.bit_length() < 64 for label in labels):
+            raise InputError(f"{path} holds labels that are no list of whole numbers; put the original file there")
+        images.append(pixels)
+        targets.append(class_labels(path, np.array(labels, np.int64), len(pixels)))
+    # Channels come first in the file: 1,024 red bytes, then green, then blue.
+    return normalised(np.concatenate(images).reshape(-1, 3, _SIDE, _SIDE), _MEAN, _STD), torch.cat(targets)

@@ -1,18 +1,15 @@
-"""Find and read the standard files of data sets: IDX, and pickles of arrays and nothing else.
+"""Find and read the standard files of data sets: IDX files, and pickles of arrays.
 
-IDX, the format of MNIST and the sets made after it (yann.lecun.com/exdb/mnist).
-
-::
+IDX is the format of MNIST and the sets made after it (yann.lecun.com/exdb/mnist)::
 
     byte   0  1  2     3           4 .. 4+4n-1        then
            0  0  0x08  n           n sizes            the unsigned bytes, last axis fastest
                  |     dimensions  big-endian uint32
                  unsigned byte
 
-Reading a pickle of byte arrays, bytes, numbers, lists and dicts, and of nothing else.
-
-A pickle is a program: it may import any name and call it. Here the few names that a pickled array needs stand for
-classes of this file, every other name is refused, and not even numpy's own unpickling runs on what the file says.
+A pickle is a program: it may import any name and call it. Only byte arrays, bytes, numbers, lists and dicts are read
+here: the few names that a pickled array needs are replaced by classes of this file, every other name is refused, and
+not even numpy's own unpickling runs on values from the file.
 """
 
 import gzip
@@ -34,47 +31,59 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def find_files(program: str, data: Path | None, names: Sequence[str], folders: Sequence[str]) -> list[Path]:
-    """The paths of ``names``, each plain or with ``.gz``, all from one folder.
+    """Return the paths of ``names``, each plain or with ``.gz``, all from one folder.
 
     Args:
-        program: who asks, for the message.
+        program: name of the program, for the message.
         data: the folder that the user gave.
-        names: the files that must be there.
-        folders: below ``data``, in the order in which they are tried; "." is ``data`` itself. The first that holds any
-            of the files is the one: two sets may use the same names, and must not be mixed.
+        names: the required files.
+        folders: folders below ``data``, in the order in which they are tried; "." is ``data`` itself. The first that
+            holds any of the files is the one: two sets may use the same names, and must not be mixed.
 
     Raises:
-        InputError: naming every missing file and where it was looked for.
+        InputError: names every missing file and the folders that were searched.
     """
+    listing = f"{', '.join(names)} (.gz or not)"
     if data is None:
+        below = "".join(f" or {folder}/ with them" for folder in folders if folder != ".")
         raise InputError(
             f"{program} is read from files; write --data DIR (in Python data=Path('DIR')), where DIR holds "
-            f"{_listing(names)}{_below(folders)}"
+            f"{listing}{below}"
         )
     data = data.expanduser()
     if not data.is_dir():
-        raise InputError(f"data={str(data)!r} is no folder; write --data DIR, the folder with {_listing(names)}")
-    found = [[_plain_or_gz(data / folder / name) for name in names] for folder in folders]
-    best = next((paths for paths in found if any(paths)), None)
-    if best is None:
-        raise InputError(
-            f"{program} needs {_listing(names)}, and none is in {_places(data, folders)}; "
-            "write --data DIR, the folder that holds them"
-        )
-    return _complete(program, names, best)
+        raise InputError(f"data={str(data)!r} is no folder; write --data DIR, the folder with {listing}")
+    for folder in folders:
+        paths = [
+            next((p for p in (data / folder / name, data / folder / f"{name}.gz") if p.is_file()), None)
+            for name in names
+        ]
+        present = [path for path in paths if path is not None]
+        if len(present) == len(names):
+            return present
+        if present:
+            missing = [name for name, path in zip(names, paths, strict=True) if path is None]
+            raise InputError(
+                f"{program} also needs {', '.join(missing)} (.gz or not) in {present[0].parent}, next to "
+                f"{present[0].name}; put it there"
+            )
+    raise InputError(
+        f"{program} needs {listing}, and none is in {' or '.join(str(data / folder) for folder in folders)}; "
+        "write --data DIR, the folder that holds them"
+    )
 
 
 def no_files(program: str, data: Path | None) -> None:
-    """Raises InputError where ``data`` was given to a program that reads no files."""
+    """Raise InputError if ``data`` was given to a program that reads no files."""
     if data is not None:
         raise InputError(f"{program} reads no files, so data={str(data)!r} would do nothing; leave it out")
 
 
 def read_bytes(path: Path) -> bytes:
-    """What the file holds, unpacked where its first bytes say that it is gzip's.
+    """Return the content of a file, unpacked if its first bytes are those of gzip.
 
     Raises:
-        InputError: where it can't be read or unpacked.
+        InputError: it can't be read or unpacked.
     """
     try:
         packed = path.read_bytes()
@@ -85,48 +94,32 @@ def read_bytes(path: Path) -> bytes:
         ) from error
 
 
-def _complete(program: str, names: Sequence[str], paths: Sequence[Path | None]) -> list[Path]:
-    present = [path for path in paths if path is not None]
-    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
-    if missing:
-        raise InputError(
-            f"{program} also needs {_listing(missing)} in {present[0].parent}, beside {present[0].name}; put it there"
-        )
-    return present
-
-
-def _plain_or_gz(path: Path) -> Path | None:
-    return next((p for p in (path, path.with_name(path.name + ".gz")) if p.is_file()), None)
-
-
-def _listing(names: Sequence[str]) -> str:
-    return f"{', '.join(names)} (.gz or not)"
-
-
-def _below(folders: Sequence[str]) -> str:
-    return "".join(f" or {folder}/ with them" for folder in folders if folder != ".")
-
-
-def _places(data: Path, folders: Sequence[str]) -> str:
-    return " or ".join(str(data / folder) for folder in folders)
-
-
 _UNSIGNED_BYTE = 0x08
 
 
 def read_idx(path: Path, item: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The samples of one IDX file, [n, *item], read-only.
+    """Return the samples of one IDX file, [n, *item], read-only.
 
     Args:
         path: the file, packed by gzip or not.
-        item: the shape of one sample: (28, 28) for images, () for labels.
+        item: shape of one sample: (28, 28) for images, () for labels.
 
     Raises:
-        InputError: where it is no IDX file of unsigned bytes with samples of this shape, or is empty, too short or too
-            long.
+        InputError: it is no IDX file of unsigned bytes with samples of this shape, or is empty, too short or too long.
     """
-    content = read_bytes(path)
-    shape = _shape(path, content, 1 + len(item))
+    content, dims = read_bytes(path), 1 + len(item)
+    if len(content) < 4 + 4 * dims:
+        raise InputError(
+            f"{path} is truncated: {len(content)} bytes, fewer than an IDX header of {4 + 4 * dims}; "
+            "put the original file there"
+        )
+    magic, expected = int.from_bytes(content[:4], "big"), _UNSIGNED_BYTE << 8 | dims
+    if magic != expected:
+        raise InputError(
+            f"{path} begins with 0x{magic:08x}, but an IDX file of unsigned bytes with {dims} "
+            f"dimension{'s' * (dims > 1)} begins with 0x{expected:08x}; put the original file there"
+        )
+    shape: tuple[int, ...] = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
     if shape[1:] != item:
         raise InputError(f"{path} holds samples of shape {shape[1:]}, not {item}; put the original file there")
     if shape[0] == 0:
@@ -141,27 +134,11 @@ def read_idx(path: Path, item: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
-def _shape(path: Path, content: bytes, dims: int) -> tuple[int, ...]:
-    if len(content) < 4 + 4 * dims:
-        raise InputError(
-            f"{path} is truncated: {len(content)} bytes, fewer than an IDX header of {4 + 4 * dims}; "
-            "put the original file there"
-        )
-    magic = int.from_bytes(content[:4], "big")
-    expected = _UNSIGNED_BYTE << 8 | dims
-    if magic != expected:
-        raise InputError(
-            f"{path} begins with 0x{magic:08x}, but an IDX file of unsigned bytes with {dims} "
-            f"dimension{'s' * (dims > 1)} begins with 0x{expected:08x}; put the original file there"
-        )
-    return struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
-
-
 def read_pickle(path: Path) -> Any:
-    """What the pickle holds; a numpy array in it comes back as a :class:`ByteArray`.
+    """Return the content of a pickle; a numpy array in it becomes a :class:`ByteArray`.
 
     Raises:
-        InputError: where it asks for a name that no plain data needs (which is not run), or is damaged.
+        InputError: it asks for a name that no plain data needs (which is not run), or is damaged.
     """
     content = read_bytes(path)
     try:
@@ -185,7 +162,7 @@ class ByteArray:
         self.fill(raw, dtype, shape, "F" if fortran else "C")
 
     def fill(self, raw: bytes, dtype: Any, shape: tuple[int, ...], order: str) -> "ByteArray":
-        """Takes the values from the bytes in the file."""
+        """Take the values from the bytes in the file."""
         if not isinstance(dtype, _DType) or dtype.code not in ("u1", b"u1"):
             raise InputError("holds an array that is not of unsigned bytes; put the original file there")
         if not isinstance(raw, (bytes, bytearray)) or math.prod(shape) != len(raw):
@@ -195,21 +172,13 @@ class ByteArray:
 
 
 class _DType:
-    """Stands for numpy.dtype; only its code matters, for the unsigned byte has no byte order."""
+    """Replacement of numpy.dtype; only its code matters, since the unsigned byte has no byte order."""
 
     def __init__(self, code: str | bytes, *_: Any) -> None:
         self.code = code
 
     def __setstate__(self, state: Any) -> None:
-        """Byte order, alignment and the like."""
-
-
-def _reconstruct(*_: Any) -> ByteArray:
-    return ByteArray()
-
-
-def _frombuffer(raw: bytes, dtype: Any, shape: tuple[int, ...], order: str) -> ByteArray:
-    return ByteArray().fill(raw, dtype, shape, order)
+        """Ignore byte order, alignment and the like."""
 
 
 def _encode(text: str, encoding: str) -> bytes:
@@ -218,21 +187,17 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-def _no_bytes() -> bytes:
-    return b""
-
-
 _ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
     ("numpy", "ndarray"): ByteArray,
     ("numpy", "dtype"): _DType,
     # Python 3 writes bytes so under protocol 2, and empty ones as a call without arguments.
     ("_codecs", "encode"): _encode,
-    ("__builtin__", "bytes"): _no_bytes,
+    ("__builtin__", "bytes"): lambda: b"",
     # numpy 1 and numpy 2; _frombuffer is protocol 5's.
-    ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-    ("numpy.core.numeric", "_frombuffer"): _frombuffer,
-    ("numpy._core.numeric", "_frombuffer"): _frombuffer,
+    ("numpy.core.multiarray", "_reconstruct"): lambda *_: ByteArray(),
+    ("numpy._core.multiarray", "_reconstruct"): lambda *_: ByteArray(),
+    ("numpy.core.numeric", "_frombuffer"): lambda *arguments: ByteArray().fill(*arguments),
+    ("numpy._core.numeric", "_frombuffer"): lambda *arguments: ByteArray().fill(*arguments),
 }
 
 

@@ -15,38 +15,37 @@ _FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx
 
 
 def mnist(*, data: Path | None, seed: int) -> Program:
-    """Handwritten digits under a small convolutional network of 21,840 parameters; SGD, learning rate 0.01, batch 32.
+    """Return handwritten digits under a convolutional network of 21,840 parameters; SGD, learning rate 0.01, batch 32.
 
     Args:
-        data: the folder with the four IDX files, or with torchvision's ``MNIST/raw``.
-        seed: of A_0 and the data order.
+        data: folder of the four IDX files, or one that contains torchvision's ``MNIST/raw``.
+        seed: seed of A_0 and the data order.
 
     Raises:
-        InputError: where a file is absent or damaged.
+        InputError: a file is absent or damaged.
     """
     return _program("mnist", data, seed, "MNIST/raw", mean=0.1307, std=0.3081)
 
 
 def fashion_mnist(*, data: Path | None, seed: int) -> Program:
-    """Pictures of clothes, otherwise as :func:`mnist`; torchvision's folder is ``FashionMNIST/raw``."""
+    """Return pictures of clothes, otherwise as :func:`mnist`; torchvision's folder is ``FashionMNIST/raw``."""
     return _program("fashion-mnist", data, seed, "FashionMNIST/raw", mean=0.2860, std=0.3530)
 
 
 def _program(name: str, data: Path | None, seed: int, folder: str, *, mean: float, std: float) -> Program:
-    images, labels, test_images, test_labels = find_files(name, data, _FILES, (folder, "."))
+    files = find_files(name, data, _FILES, (folder, "."))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    for images, labels in (files[:2], files[2:]):
+        pixels = read_idx(images, (_SIDE, _SIDE))
+        targets = class_labels(labels, read_idx(labels, ()), len(pixels))
+        pairs.append((normalised(pixels[:, None], [mean], [std]), targets))
     return Program(
         model=functools.partial(cnn, 1, _SIDE),
         loss=torch.nn.functional.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        train=_pair(images, labels, mean, std),
-        test=_pair(test_images, test_labels, mean, std),
+        train=pairs[0],
+        test=pairs[1],
         batch_size=32,
         seed=seed,
         name=name,
     )
-
-
-def _pair(images: Path, labels: Path, mean: float, std: float) -> tuple[Tensor, Tensor]:
-    pixels = read_idx(images, (_SIDE, _SIDE))
-    targets = class_labels(labels, read_idx(labels, ()), len(pixels))
-    return normalised(pixels[:, None], [mean], [std]), targets

@@ -1,7 +1,4 @@
-"""The small models of the built-in programs, and their input tensors.
-
-From the bytes of images and labels to the tensors of a program.
-"""
+"""Small models of the built-in programs, and their input tensors from the bytes of images and labels."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,7 +13,7 @@ from paceline.core.errors import InputError
 
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    """Linear layers from the first width to the last, with ``activation`` between them.
+    """Return linear layers from the first width to the last, with ``activation`` between them.
 
     >>> mlp(20, 64, 10)
     Sequential(
@@ -32,7 +29,7 @@ def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 
 
 def cnn(channels: int, side: int, classes: int = 10) -> nn.Sequential:
-    """Two convolutions and two linear layers for square images: [n, channels, side, side] -> [n, classes].
+    """Return two convolutions and two linear layers: [n, channels, side, side] -> [n, classes].
 
     With one channel of 28 × 28 it has 21,840 parameters.
 
@@ -56,7 +53,7 @@ def cnn(channels: int, side: int, classes: int = 10) -> nn.Sequential:
 
 
 def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(pixels / 255 - mean) / std in float32, [n, channels, side, side]; mean and std per channel, of values in [0, 1].
+    """Return (pixels / 255 - mean) / std in float32, [n, channels, side, side]; mean and std per channel.
 
     >>> normalised(np.full((1, 1, 1, 1), 255, np.uint8), [0.5], [0.25])
     tensor([[[[2.]]]])
@@ -68,10 +65,10 @@ def normalised(pixels: NDArray[np.uint8], mean: Sequence[float], std: Sequence[f
 
 
 def class_labels(path: Path, labels: NDArray[np.integer], images: int, classes: int = 10) -> Tensor:
-    """The labels in int64, [n].
+    """Return the labels in int64, [n].
 
     Raises:
-        InputError: where they are not one for each of ``images``, or one is not below ``classes``.
+        InputError: they are not one for each of ``images``, or one is not below ``classes``.
     """
     if len(labels) != images:
         raise InputError(f"{path} holds {len(labels)} labels for {images} images; put the original files there")

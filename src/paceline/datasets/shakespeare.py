@@ -1,4 +1,4 @@
-"""A small character transformer on one text: by custom Shakespeare's, the ``input.txt`` of karpathy/char-rnn."""
+"""A small character transformer on one text, usually Shakespeare's, the ``input.txt`` of karpathy/char-rnn."""
 
 import functools
 from pathlib import Path
@@ -18,20 +18,32 @@ _SHORTEST = 10 * (LENGTH + 1)
 
 
 def shakespeare(*, data: Path | None, seed: int) -> Program:
-    """Predicts each next character: two transformer blocks of width 64; AdamW, learning rate 0.001, batch 32.
+    """Return a text under two transformer blocks of width 64, which predict each next character.
+
+    AdamW, learning rate 0.001, batch 32.
 
     Args:
-        data: the folder with ``input.txt``, in UTF-8; its first 90 % are the training set.
-        seed: of A_0 and the data order.
+        data: folder of ``input.txt``, in UTF-8; its first 90 % are the training set.
+        seed: seed of A_0 and the data order.
 
     Raises:
-        InputError: where the file is absent, no UTF-8, or too short.
+        InputError: the file is absent, no UTF-8, or too short.
     """
     (path,) = find_files("shakespeare", data, ("input.txt",), (".",))
-    tokens, vocabulary = _encoded(path)
+    try:
+        text = read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is no UTF-8 text: {error}; write it in UTF-8") from error
+    if len(text) < _SHORTEST:
+        raise InputError(
+            f"{path} has {len(text)} characters, too few for windows of {LENGTH} in the last 10 % of it; "
+            f"give it at least {_SHORTEST}"
+        )
+    index = {character: i for i, character in enumerate(sorted(set(text)))}
+    tokens = torch.tensor([index[character] for character in text])
     split = len(tokens) * 9 // 10
     return Program(
-        model=functools.partial(transformer, vocabulary),
+        model=functools.partial(transformer, len(index)),
         loss=next_character_loss,
         optimizer=functools.partial(torch.optim.AdamW, lr=1e-3),
         train=Windows(tokens[:split], LENGTH),
@@ -44,7 +56,7 @@ def shakespeare(*, data: Path | None, seed: int) -> Program:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """A text as (characters, next characters), [length] each: views of ``tokens`` that follow one another.
+    """Text as (characters, next characters), [length] each: consecutive views of ``tokens``.
 
     >>> windows = Windows(torch.arange(10), length=4)
     >>> len(windows), windows[1]
@@ -66,12 +78,12 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def next_character_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of scores [n, length, vocabulary] to characters [n, length], in nats, mean over all of them."""
+    """Return the cross-entropy of scores [n, length, vocabulary] to characters [n, length], in nats, mean over all."""
     return cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 def transformer(vocabulary: int, width: int = 64, heads: int = 4, blocks: int = 2) -> nn.Sequential:
-    """Characters [n, length <= LENGTH] -> scores of the next, [n, length, vocabulary]."""
+    """Return a model: characters [n, length <= LENGTH] -> scores of the next, [n, length, vocabulary]."""
     return nn.Sequential(
         Embed(vocabulary, width),
         *(Block(width, heads) for _ in range(blocks)),
@@ -81,7 +93,7 @@ def transformer(vocabulary: int, width: int = 64, heads: int = 4, blocks: int = 
 
 
 class Embed(nn.Module):
-    """Character and position: [n, length] -> [n, length, width]."""
+    """Embedding of character and position: [n, length] -> [n, length, width]."""
 
     def __init__(self, vocabulary: int, width: int) -> None:
         super().__init__()
@@ -94,7 +106,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, each behind a norm and beside a skip connection: [n, length, width] kept."""
+    """Causal attention and a perceptron, each after a norm and with a skip connection: [n, length, width] kept."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -104,27 +116,9 @@ class Block(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
+        projected = self.qkv(self.norm1(x))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in projected.chunk(3, dim=-1))
+        attention: Tensor = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attention.transpose(1, 2).flatten(2))
         change: Tensor = self.perceptron(self.norm2(x))
         return x + change
-
-    def attention(self, x: Tensor) -> Tensor:
-        """Each position looks at itself and those before it."""
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
-        mixed: Tensor = self.out(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        return mixed
-
-
-def _encoded(path: Path) -> tuple[Tensor, int]:
-    """The text as int64 indices into its sorted characters, and how many of these there are."""
-    try:
-        text = read_bytes(path).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is no UTF-8 text: {error}; write it in UTF-8") from error
-    if len(text) < _SHORTEST:
-        raise InputError(
-            f"{path} has {len(text)} characters, too few for windows of {LENGTH} in the last 10 % of it; "
-            f"give it at least {_SHORTEST}"
-        )
-    index = {character: i for i, character in enumerate(sorted(set(text)))}
-    return torch.tensor([index[character] for character in text]), len(index)

@@ -4,7 +4,6 @@ import functools
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from paceline.datasets.files import no_files
 from paceline.datasets.models import mlp
@@ -14,22 +13,25 @@ FEATURES, CLASSES = 20, 10
 
 
 def synthetic(*, data: Path | None, seed: int, samples: int = 10_000, clusters: int = 2) -> Program:
-    """20 features, 10 classes, split 80:20, under a 20-64-10 perceptron; SGD, learning rate 0.01, batch 32.
+    """Return 20 features and 10 classes, split 80:20, under a 20-64-10 perceptron; SGD, learning rate 0.01, batch 32.
 
     The paper does not say how it drew its samples. Here each class is a few clusters; their centres are drawn from the
     standard normal distribution in each feature, and samples from one around their cluster's centre.
 
     Args:
-        data: must be None, for nothing is read.
-        seed: of the samples, of A_0 and of the data order. ``seeded`` changes the last two: the samples stay.
-        samples: how many, training and test set together; at least 5.
-        clusters: of each class; with one, a linear model would do.
+        data: must be None; no files are read.
+        seed: seed of the samples, of A_0 and of the data order. ``seeded`` changes the last two: the samples stay.
+        samples: number of samples, training and test set together; at least 5.
+        clusters: number of clusters of each class; with one, a linear model would do.
 
     Raises:
-        InputError: where ``data`` is given.
+        InputError: ``data`` is given.
     """
     no_files("synthetic", data)
-    inputs, targets = _drawn(seed, samples, clusters)
+    generator = torch.Generator().manual_seed(seed % 2**63)  # Program refuses a seed out of range
+    centres = torch.randn(CLASSES * clusters, FEATURES, generator=generator)
+    cluster = torch.randint(len(centres), (samples,), generator=generator)
+    inputs, targets = centres[cluster] + torch.randn(samples, FEATURES, generator=generator), cluster % CLASSES
     split = samples * 4 // 5
     return Program(
         model=functools.partial(mlp, FEATURES, 64, CLASSES),
@@ -41,10 +43,3 @@ def synthetic(*, data: Path | None, seed: int, samples: int = 10_000, clusters: 
         seed=seed,
         name="synthetic",
     )
-
-
-def _drawn(seed: int, samples: int, clusters: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed % 2**63)  # One out of range is refused by Program.
-    centres = torch.randn(CLASSES * clusters, FEATURES, generator=generator)
-    cluster = torch.randint(len(centres), (samples,), generator=generator)
-    return centres[cluster] + torch.randn(samples, FEATURES, generator=generator), cluster % CLASSES

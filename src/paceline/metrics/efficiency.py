@@ -1,4 +1,4 @@
-"""What a batch size costs: how far each sample of it advances training.
+"""Costs of a batch size: how far each of its samples advances training.
 
 φ, the noise scale, is what a run measures with ``noise_scale=True`` (:mod:`paceline.core.noise_scale`). From it, with B
 samples in an update (McCandlish et al. 2018, arXiv 1812.06162, section 2; φ stands for B_crit)::
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def gain(noise_scale: float, batch: float, reference: float) -> float:
-    """How many updates of ``reference`` samples one of ``batch`` samples is worth: AdaScale's gain.
+    """Return the number of updates of ``reference`` samples that one of ``batch`` samples is worth: AdaScale's gain.
 
     (σ² + μ²)/(σ²/s + μ²) with s = batch/reference, σ²/μ² = φ/reference (Johnson et al. 2020, arXiv 2007.05105); it is
     s · :func:`efficiency`, and what AdaScale multiplies the learning rate by.
@@ -43,7 +43,7 @@ def gain(noise_scale: float, batch: float, reference: float) -> float:
 
 
 def waste_of_doubling(noise_scale: float, batch: float) -> float:
-    """Which share of its samples a batch twice as large spends for nothing: 1 - (φ + B)/(φ + 2B).
+    """Return the fraction of its samples that a batch twice as large wastes: 1 - (φ + B)/(φ + 2B).
 
     Raises:
         InputError: a batch of no samples, or a φ below 0 or not finite.
@@ -56,7 +56,7 @@ def waste_of_doubling(noise_scale: float, batch: float) -> float:
 
 
 def useful_batch(noise_scale: float) -> int:
-    """The largest batch that is worth its samples: φ, where updates and samples are each twice the least.
+    """Return the largest batch that is worth its samples: φ, where updates and samples are each twice the least.
 
     >>> useful_batch(511.6), useful_batch(0.2)
     (512, 1)
@@ -66,7 +66,7 @@ def useful_batch(noise_scale: float) -> int:
 
 
 def useful_batch_text(noise_scale: float) -> str:
-    """As people read it.
+    """Return :func:`useful_batch` as a sentence.
 
     >>> useful_batch_text(511.6)
     'useful batch ≤ 512; beyond it each doubling wastes 33 % of its samples, and up to 50 %'
@@ -78,7 +78,7 @@ def useful_batch_text(noise_scale: float) -> str:
 
 
 def verdict(summary: Mapping[str, Any]) -> str | None:
-    """What a run's summary says of batch sizes, in one line; None where its gradients were not looked at.
+    """Return the conclusion of a run's summary about batch sizes, in one line; None if gradients were not measured.
 
     >>> verdict({"noise_scale_mean": 511.6, "noise_scale_error": 0.04, "noise_scale_biased": 0.0})
     'useful batch ≤ 512; beyond it each doubling wastes 33 % of its samples, and up to 50 % (± 4 %)'
@@ -90,10 +90,10 @@ def verdict(summary: Mapping[str, Any]) -> str | None:
     noise_scale, error = summary["noise_scale_mean"], summary.get("noise_scale_error")
     if noise_scale is None:
         return "noise scale: the gradient could not be told from its noise; look at more updates, or at larger ones"
-    known = f" (± {100 * error:.0f} %)" if error is not None else ""
+    uncertainty = f" (± {100 * error:.0f} %)" if error is not None else ""
     biased = summary.get("noise_scale_biased") or 0.0
-    how = f"; {100 * biased:.0f} % of it from gradients of different A: rather too large" if biased else ""
-    return f"{useful_batch_text(noise_scale)}{known}{how}"
+    caveat = f"; {100 * biased:.0f} % of it from gradients of different A: rather too large" if biased else ""
+    return f"{useful_batch_text(noise_scale)}{uncertainty}{caveat}"
 
 
 def _refuse(noise_scale: float, batch: float) -> None:

@@ -1,4 +1,4 @@
-"""One step of a pipeline beside what its schedule allows, and the figures of the whole run."""
+"""One step of a pipeline next to what its schedule allows, and the figures of the whole run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,23 +23,13 @@ NOTHING: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """What one worker did, over all steps."""
+    """Figures of one worker over all steps."""
 
     stage: int
     shard: int
     figures: PipelineWorkerFigures
     peak_saved_bytes: int | None
-    """The most that was kept for backward at one time; None: it was not counted."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "stage": self.stage,
-            "shard": self.shard,
-            "utilisation": self.figures.utilisation,
-            "bubble": self.figures.bubble,
-            "exposed_communication_s": self.figures.exposed_communication_s,
-            "peak_saved_bytes": self.peak_saved_bytes,
-        }
+    """Largest memory kept for backward at one time; None: it was not counted."""
 
 
 @dataclass(frozen=True)
@@ -48,20 +38,20 @@ class PipelineStep:
 
     step: int
     steps: int
-    """How many were recorded."""
+    """Number of recorded steps."""
     began_ns: Nanoseconds
-    """On the clock of the run's spans."""
+    """Start of the step on the clock of the run's spans."""
     measured: Panel
     ideal: Panel
     pace: Pace
-    """Of all steps."""
+    """Measured and ideal time over all steps."""
     stages: tuple[StageRow, ...]
 
     def text(self, width: int) -> str:
-        """Both panels, and below them the figures.
+        """Return both panels, and below them the figures, as text.
 
         Args:
-            width: characters of a lane, its label not counted.
+            width: characters of a lane without its label.
         """
         rows = self.table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -69,16 +59,16 @@ class PipelineStep:
         return "\n".join([panels_text([self.measured, self.ideal], width), self.sentence(), "", *lines]) + "\n"
 
     def svg(self) -> str:
-        """The same as a picture."""
+        """Return both panels and the figures as an SVG element."""
         return panels_svg([self.measured, self.ideal], self.sentence(), self.table())
 
     def sentence(self) -> str:
-        """The pace in words."""
+        """Return measured and ideal time in words."""
         measured, best = duration(self.pace.step_s * 1e9), duration(self.pace.ideal_s * 1e9)
         return f"step time, median of {self.steps}: {measured}; ideal: {best}; measured / ideal: {self.pace.ratio:.2f}"
 
     def table(self) -> list[tuple[str, ...]]:
-        """Titles, a line for each worker, their means; a column that is empty is left out."""
+        """Return titles, a line for each worker, and their means; the last column is left out if it is empty."""
         figures = [row.figures for row in self.stages]
         mean = PipelineWorkerFigures(
             fmean(each.utilisation for each in figures),
@@ -86,26 +76,41 @@ class PipelineStep:
             fmean(each.exposed_communication_s for each in figures),
         )
         split = any(row.shard for row in self.stages)
-        names = (f"{row.stage}.{row.shard}" if split else str(row.stage) for row in self.stages)
-        saved = ("" if row.peak_saved_bytes is None else amount(row.peak_saved_bytes) for row in self.stages)
-        lines = [_cells(*line) for line in zip(names, figures, saved, strict=True)]
+        named = [
+            (f"{r.stage}.{r.shard}" if split else str(r.stage), r.figures, r.peak_saved_bytes) for r in self.stages
+        ]
+        lines: list[tuple[str, ...]] = [_TITLES]
+        for name, each, saved in [*named, ("mean", mean, None)]:
+            shares = (f"{share:.1%}".replace("%", " %") for share in (each.utilisation, each.bubble))
+            exposed = duration(each.exposed_communication_s * 1e9)
+            lines.append((name, *shares, exposed, "" if saved is None else amount(saved)))
         kept = len(_TITLES) - all(row.peak_saved_bytes is None for row in self.stages)
-        return [line[:kept] for line in (_TITLES, *lines, _cells("mean", mean, ""))]
+        return [line[:kept] for line in lines]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures."""
+        """Return the figures, ready for JSON."""
         return {
             "step": self.step,
             "steps": self.steps,
             "step_time_s": self.pace.step_s,
             "ideal_step_time_s": self.pace.ideal_s,
             "measured_over_ideal": self.pace.ratio,
-            "stages": [row.to_json() for row in self.stages],
+            "stages": [
+                {
+                    "stage": row.stage,
+                    "shard": row.shard,
+                    "utilisation": row.figures.utilisation,
+                    "bubble": row.figures.bubble,
+                    "exposed_communication_s": row.figures.exposed_communication_s,
+                    "peak_saved_bytes": row.peak_saved_bytes,
+                }
+                for row in self.stages
+            ],
         }
 
     def ideal_spans(self) -> list[Span]:
-        """The ideal on the clock of the run, beginning when the step did."""
-        return [_moved(span, self.began_ns) for span in self.ideal.spans]
+        """Return the spans of the ideal on the clock of the run, from the start of the step."""
+        return [_shifted(span, self.began_ns) for span in self.ideal.spans]
 
 
 def pipeline_step(
@@ -116,15 +121,15 @@ def pipeline_step(
     step: int | None = None,
     replica: int = 0,
 ) -> PipelineStep | None:
-    """A step of a pipeline; None where the strategy is for none, or no whole step was recorded.
+    """Return a step of a pipeline; None if the strategy is no pipeline, or no whole step was recorded.
 
     Args:
-        spans: of one run, in any order.
-        strategy: that it followed.
-        summary: of the run. It says the most that each worker kept for backward, and which parts of the model need
-            which; without it each needs the one before it.
-        step: which one; by default the first of median length.
-        replica: whose.
+        spans: spans of one run, in any order.
+        strategy: strategy of the run.
+        summary: summary of the run, with the memory that each worker kept for backward and the dependencies among the
+            model's parts; without it each part needs the one before it.
+        step: number of the step; by default the first of median length.
+        replica: number of the replica.
 
     Raises:
         InputError: no such step.
@@ -138,61 +143,39 @@ def pipeline_step(
     dependencies = None if needs is None else Dependencies.parse(order.parts(workers), needs)
     try:
         best = ideal(spans, order, workers, m, replica, columns, dependencies)
-    except InputError:  # a run that was interrupted early
+    except InputError:  # a run that was interrupted before its first step ended
         return None
-    chosen = _typical(found) if step is None else step
+    middle = median_low(end - start for start, end in found.values())
+    typical = next(number for number, (start, end) in found.items() if end - start == middle)
+    chosen = typical if step is None else step
     if chosen not in found:
-        raise InputError(
-            f"step={chosen}, but the run has steps {min(found)} to {max(found)}; write step={_typical(found)}"
-        )
-    position = 0 if order.flushes else sorted(found).index(chosen)
+        raise InputError(f"step={chosen}, but the run has steps {min(found)} to {max(found)}; write step={typical}")
+    # An ideal that never flushes is one stream of micro-batches: m of them are a step.
+    ideal_steps = [replace(span, step=span.micro_batch // m) for span in best]
+    ideal_window = windows(ideal_steps)[0 if order.flushes else sorted(found).index(chosen)]
+    title = f"ideal, {strategy.schedule} with {m} micro-batch{'es' if m > 1 else ''}"
+    saved, rows = summary.get(SAVED), list[StageRow]()
+    for place, figures in worker_figures(spans, replica).items():
+        rank = strategy.mesh.rank(Coordinate(replica, *place))
+        rows.append(StageRow(*place, figures, saved[rank] if saved else None))
     return PipelineStep(
         chosen,
         len(found),
         found[chosen][0],
         _panel(f"measured, step {chosen}", [s for s in spans if s.replica == replica], found[chosen]),
-        _panel(
-            f"ideal, {strategy.schedule} with {m} micro-batch{'es' if m > 1 else ''}",
-            _stepped(best, m),
-            windows(_stepped(best, m))[position],
-        ),
+        _panel(title, ideal_steps, ideal_window),
         pace(spans, best, flushes=order.flushes, replica=replica),
-        tuple(_rows(spans, strategy, summary.get(SAVED), replica)),
+        tuple(rows),
     )
 
 
-def _typical(found: dict[int, Interval]) -> int:
-    """The first step of median length."""
-    middle = median_low(end - start for start, end in found.values())
-    return next(step for step, (start, end) in found.items() if end - start == middle)
-
-
-def _stepped(best: Sequence[Span], micro_batches: int) -> list[Span]:
-    """A stream of micro-batches as steps of so many each, from 0 on."""
-    return [replace(span, step=span.micro_batch // micro_batches) for span in best]
-
-
 def _panel(title: str, spans: Sequence[Span], window: Interval) -> Panel:
-    """What lies in a window; of steps that overlap with others all that does."""
+    """Return all spans inside a window, also those of other steps that overlap with it."""
     start, end = window
     inside = (span for span in spans if span.start_ns < end and span.end_ns > start)
     cut = (replace(s, start_ns=max(s.start_ns, start), end_ns=min(s.end_ns, end)) for s in inside)
-    return Panel(f"{title}: {duration(end - start)}", [_moved(span, -start) for span in cut], end - start)
+    return Panel(f"{title}: {duration(end - start)}", [_shifted(span, -start) for span in cut], end - start)
 
 
-def _moved(span: Span, by_ns: Nanoseconds) -> Span:
+def _shifted(span: Span, by_ns: Nanoseconds) -> Span:
     return replace(span, start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
-
-
-def _rows(
-    spans: Sequence[Span], strategy: Strategy, saved_bytes: Sequence[int | None] | None, replica: int
-) -> list[StageRow]:
-    found = worker_figures(spans, replica)
-    ranks = {place: strategy.mesh.rank(Coordinate(replica, *place)) for place in found}
-    saved = {place: saved_bytes[rank] for place, rank in ranks.items()} if saved_bytes else {}
-    return [StageRow(*place, figures, saved.get(place)) for place, figures in found.items()]
-
-
-def _cells(name: str, figures: PipelineWorkerFigures, saved: str) -> tuple[str, ...]:
-    shares = (f"{share:.1%}".replace("%", " %") for share in (figures.utilisation, figures.bubble))
-    return (name, *shares, duration(figures.exposed_communication_s * 1e9), saved)

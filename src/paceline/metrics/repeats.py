@@ -1,7 +1,4 @@
-"""Statistics over the repeats of a comparison: means, and paired differences with their uncertainty.
-
-Figures over several rounds: means, and differences paired by round with their uncertainty.
-"""
+"""Statistics over time and over the rounds of a comparison: means, and paired differences with their uncertainty."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,17 +9,17 @@ from typing import Any
 
 
 def interval_mean(times_s: Sequence[float], values: Sequence[float | None]) -> float | None:
-    """Mean over time of the broken line through the points (trapezoid rule), so points may lie at any distance.
+    """Return the mean over time of the broken line through the points (trapezoid rule), at any distances.
 
         1/(t_n - t_1) · Σ (t_{k+1} - t_k) · (v_k + v_{k+1}) / 2
 
     Args:
         times_s: ascending, seconds.
-        values: as many; a None was not scored and is skipped, so the line runs straight from its neighbours.
+        values: as many; a None was not scored and is skipped, so the line runs straight between its neighbours.
 
     Returns:
-        The mean; that of the values where all times are equal; None where nothing was scored or where a value is not
-        finite: a run that diverged has no mean, rather than that of its better part.
+        The mean; if all times are equal, the mean of the values; None if nothing was scored or a value is not finite:
+        a run that diverged has no mean, rather than that of its better part.
 
     >>> interval_mean([0.0, 1.0, 4.0], [0.0, 1.0, 1.0])
     0.875
@@ -32,6 +29,7 @@ def interval_mean(times_s: Sequence[float], values: Sequence[float | None]) -> f
     points = [(t, v) for t, v in zip(times_s, values, strict=True) if v is not None]
     if not points or not all(math.isfinite(v) for _, v in points):
         return None
+    # math.fsum rounds once, so that the mean does not depend on the number of points.
     span = points[-1][0] - points[0][0]
     if span == 0:
         return math.fsum(v for _, v in points) / len(points)
@@ -39,7 +37,7 @@ def interval_mean(times_s: Sequence[float], values: Sequence[float | None]) -> f
 
 
 def weighted_mean(histogram: Iterable[tuple[int, int]]) -> float | None:
-    """Mean of a histogram of (value, count); None where it is empty.
+    """Return the mean of a histogram of (value, count); None if it is empty.
 
     >>> weighted_mean([(0, 3), (4, 1)])
     1.0
@@ -50,7 +48,7 @@ def weighted_mean(histogram: Iterable[tuple[int, int]]) -> float | None:
 
 
 MEASURES = ("test_accuracy_mean", "test_loss_mean", "train_loss_mean")
-"""What the paper compares: figures averaged over the whole interval of training."""
+"""Figures averaged over the whole interval of training, as the Smooth Switch paper compares them."""
 
 # Student's t, 97.5 % quantile, for 1, 2, … 30 degrees of freedom; beyond, the last one errs on the wide side.
 _T = (
@@ -72,7 +70,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Mean and uncertainty of at least one value.
+    """Return mean and uncertainty of at least one value.
 
     >>> estimate([1.0, 3.0])
     Estimate(mean=2.0, standard_error=1.0, low=-10.7062, high=14.7062, rounds=2)
@@ -80,6 +78,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     mean, rounds = fmean(values), len(values)
     if rounds == 1:
         return Estimate(mean, None, None, None, 1)
+    # Sample standard deviation, with n - 1, over √n.
     error = stdev(values) / math.sqrt(rounds)
     reach = _T[min(rounds - 1, len(_T)) - 1] * error
     return Estimate(mean, error, mean - reach, mean + reach, rounds)
@@ -88,25 +87,24 @@ def estimate(values: Sequence[float]) -> Estimate:
 def difference(
     ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]], measures: Sequence[str] = MEASURES
 ) -> dict[str, Estimate | None]:
-    """Ours minus theirs of each measure, paired by round; None where there is no pair or a round lacks the figure.
+    """Return ours minus theirs of each measure, paired by round; None if there is no pair or a round lacks the figure.
 
     Args:
-        ours: one summary a round; rounds that only one side has made are left out.
-        theirs: the baseline's.
+        ours: one summary per round; rounds that only one side has completed are left out.
+        theirs: the summaries of the baseline.
         measures: keys of a summary.
     """
     pairs = list(zip(ours, theirs, strict=False))
-
-    def over_rounds(measure: str) -> Estimate | None:
+    found: dict[str, Estimate | None] = {}
+    for measure in measures:
         values = [(a.get(measure), b.get(measure)) for a, b in pairs]
         differences = [a - b for a, b in values if a is not None and b is not None]
-        return estimate(differences) if pairs and len(differences) == len(pairs) else None
-
-    return {measure: over_rounds(measure) for measure in measures}
+        found[measure] = estimate(differences) if pairs and len(differences) == len(pairs) else None
+    return found
 
 
 def mean_summary(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Mean over rounds of each number, and of lists of numbers place by place; None where a round lacks the figure.
+    """Return the mean over rounds of each number, and of lists element by element; None if a round lacks the figure.
 
     >>> mean_summary([{"updates": 10, "utilisation": [0.5, 1.0], "start_digest": "a"},
     ...               {"updates": 20, "utilisation": [0.7, 1.0], "start_digest": "b"}])
@@ -122,7 +120,7 @@ def _mean(values: Sequence[Any]) -> Any:
     if any(value is None for value in values):
         return None
     if isinstance(values[0], list):
-        return [_mean(place) for place in zip(*values, strict=False)]
+        return [_mean(elements) for elements in zip(*values, strict=False)]
     return fmean(values)
 
 

@@ -2,72 +2,101 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
 from paceline.core.records import Account, Record, WorkerFigures
-from paceline.metrics.pipeline import IDLE, worker_figures
-from paceline.metrics.pipeline import PipelineWorkerFigures as Figures
+from paceline.metrics.pipeline import IDLE, PipelineWorkerFigures, worker_figures
 from paceline.metrics.repeats import interval_mean, weighted_mean
 from paceline.trace.spans import Span
 
-Row = Mapping[str, Any]
-
 SAVED = "peak_saved_bytes"
-"""Of a pipeline's workers, by rank: the most that each kept for backward at one time."""
+"""Key of the largest memory that each worker, by rank, kept for backward at one time."""
 
 NEEDS = "parts_need"
-"""Among the notes of a pipeline: which parts of the model need which."""
+"""Key, among the notes of a pipeline, of the dependencies among the model's parts."""
 
 
 def summarize(
     account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = (), shards: bool = False
 ) -> dict[str, Any]:
-    """The figures of one run, in a fixed order.
+    """Return the figures of one run, in a fixed order.
 
-    ``steps`` are those of the replica that made most; rates are per second of training time; ``utilisation`` is
-    busy / total time per worker. ``payload_bytes_per_step`` is what all workers send and receive while each makes one
-    step, ``payload_formula_bytes_per_step`` the sources' 2·|A|·P·b for it. ``train_loss``, ``test_loss``,
-    ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the interval of the
-    history, by the trapezoid rule. What was not measured, or is not finite, is None. Nothing is rounded.
+    ``steps`` are those of the replica with the most; rates are per second of training time; ``utilisation`` is
+    busy / total time per worker. ``payload_bytes_per_step`` is the sum over all workers of the bytes that each sends
+    and receives in one step, ``payload_formula_bytes_per_step`` the sources' 2·|A|·P·b for it. ``train_loss``,
+    ``test_loss``, ``test_accuracy`` and ``test_<name>`` are those of the last record, ``…_mean`` their mean over the
+    interval of the history, by the trapezoid rule. A figure that was not measured, or is not finite, is None. Nothing
+    is rounded.
 
-    ``optimizer_bytes`` is what each worker's own optimizer remembers at the end: 0 where the server of A has the only
-    one, of which ``notes`` tell, and None where a worker has one and does not say.
+    ``optimizer_bytes`` is the optimizer state of each worker at the end: 0 if the server of A has the only optimizer
+    (then ``notes`` has its size), None if a worker has one of unknown size.
 
-    Where replicas are pipelines or shards, ``peak_saved_bytes`` is the most that each worker kept for backward at one
-    time. Of pipelines with spans, ``pipeline_utilisation`` is their coloured area / total area, compute / time of the
-    steps over all workers, those who take turns at a stage too, and ``bubble`` the share of that time in which workers
-    neither compute nor update. Where operators are divided, these two are left out: shards wait for each other within
-    what is recorded as compute.
+    If replicas are pipelines or shards, ``peak_saved_bytes`` is the largest memory that each worker kept for backward
+    at one time. For pipelines with spans, ``pipeline_utilisation`` is compute / time of the steps over all workers,
+    those that take turns at a stage too, and ``bubble`` the fraction of that time in which workers neither compute nor
+    update. If operators are divided, these two are left out: shards wait for each other within recorded compute.
 
-    Where gradients were looked at, ``noise_scale`` is as it stood at the end; ``noise_scale_mean`` with its relative
-    standard error ``noise_scale_error``, the share of it that is biased, ``efficiency`` and ``goodput_samples_per_s``
-    are over the whole run (:data:`paceline.core.records.STATISTICS`).
+    If gradients were measured, ``noise_scale`` is the estimate at the end; ``noise_scale_mean`` with its relative
+    standard error ``noise_scale_error``, the fraction of it that is biased, ``efficiency`` and
+    ``goodput_samples_per_s`` are over the whole run (:data:`paceline.core.records.STATISTICS`).
 
     Args:
-        account: what happened.
-        history: in order of time.
-        host: whether time and memory are those of a real machine; without it ``step_time_s``, payload, memory and
-            parameter bytes are left out.
-        spans: what was recorded.
-        shards: whether operators of some stage are divided.
+        account: counts and times of the run.
+        history: records in order of time.
+        host: True if time and memory are those of a real machine; else ``step_time_s``, payload, memory and parameter
+            bytes are left out.
+        spans: recorded spans.
+        shards: True if operators of some stage are divided.
     """
-    rows = [record.row() for record in history]
-    figures = _counts(account) | _rates(account) | _workers(account, host=host) | _staleness(account)
+    workers, seconds = account.workers, account.seconds
+    figures: dict[str, Any] = {
+        "steps": max((w.steps for w in workers), default=0),
+        "updates": account.updates,
+        "gradients": account.gradients,
+        "applied": account.applied,
+        "discarded": account.discarded,
+        "cancelled": account.cancelled,
+        "nonfinite": account.nonfinite,
+        "seconds": seconds,
+    }
+    for name, count in (
+        ("samples_per_s", account.samples),
+        ("updates_per_s", account.updates),
+        ("gradients_per_s", account.gradients),
+    ):
+        figures[name] = count / seconds if seconds > 0 else None
     if host:
-        figures |= _bytes(account.workers)
-    if any(w.peak_saved_bytes is not None for w in account.workers):
-        figures |= _areas(account.workers, () if shards else spans)
-        figures[SAVED] = [w.peak_saved_bytes for w in account.workers]
+        times = [w.step_time_s for w in workers if w.step_time_s is not None]
+        figures["step_time_s"] = median(times) if times else None
+    figures["utilisation"] = [w.busy_s / seconds if seconds > 0 else None for w in workers]
+    histogram = sorted(account.staleness.items())
+    figures["staleness_mean"] = weighted_mean(histogram)
+    figures["staleness_max"] = histogram[-1][0] if histogram else None
+    figures["staleness"] = {str(staleness): count for staleness, count in histogram}
+    # Workers that did not count their messages are left out of the sums, not counted as 0.
+    if host:
+        sent = [w.payload_bytes / w.steps for w in workers if w.payload_bytes is not None and w.steps]
+        sizes = [w.parameter_bytes for w in workers]
+        known = [size for size in sizes if size is not None]
+        figures["payload_bytes_per_step"] = sum(sent) if sent else None
+        figures["payload_formula_bytes_per_step"] = 2 * sum(known) if known else None
+        figures["peak_memory_bytes"] = [w.peak_memory_bytes for w in workers]
+        figures["parameter_bytes"] = sizes
+        figures["optimizer_bytes"] = [w.optimizer_bytes for w in workers]
+    # Shards wait for each other inside spans of compute, so that their utilisation would be too high.
+    if any(w.peak_saved_bytes is not None for w in workers):
+        figures |= _areas(workers, () if shards else spans)
+        figures[SAVED] = [w.peak_saved_bytes for w in workers]
     figures |= account.statistics
-    figures |= _scores(rows)
+    figures |= _scores([record.row() for record in history])
     figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}
 
 
 def json_safe(value: Any) -> Any:
-    """The value with what JSON has no word for (NaN, infinities) as None, at any depth.
+    """Return the value with None for floats that JSON lacks (NaN, infinities), at any depth.
 
     >>> json_safe({"loss": [1.5, float("nan")], "note": "inf"})
     {'loss': [1.5, None], 'note': 'inf'}
@@ -81,61 +110,12 @@ def json_safe(value: Any) -> Any:
     return value
 
 
-def _counts(account: Account) -> dict[str, Any]:
-    return {
-        "steps": max((w.steps for w in account.workers), default=0),
-        "updates": account.updates,
-        "gradients": account.gradients,
-        "applied": account.applied,
-        "discarded": account.discarded,
-        "cancelled": account.cancelled,
-        "nonfinite": account.nonfinite,
-        "seconds": account.seconds,
-    }
-
-
-def _rates(account: Account) -> dict[str, Any]:
-    def per_second(count: int) -> float | None:
-        return count / account.seconds if account.seconds > 0 else None
-
-    return {
-        "samples_per_s": per_second(account.samples),
-        "updates_per_s": per_second(account.updates),
-        "gradients_per_s": per_second(account.gradients),
-    }
-
-
-def _workers(account: Account, *, host: bool) -> dict[str, Any]:
-    times = [w.step_time_s for w in account.workers if w.step_time_s is not None]
-    step_time = {"step_time_s": median(times) if times else None} if host else {}
-    seconds = account.seconds
-    return step_time | {"utilisation": [w.busy_s / seconds if seconds > 0 else None for w in account.workers]}
-
-
-def _staleness(account: Account) -> dict[str, Any]:
-    histogram = sorted(account.staleness.items())
-    return {
-        "staleness_mean": weighted_mean(histogram),
-        "staleness_max": histogram[-1][0] if histogram else None,
-        "staleness": {str(staleness): count for staleness, count in histogram},
-    }
-
-
-def _bytes(workers: Sequence[WorkerFigures]) -> dict[str, Any]:
-    return {
-        "payload_bytes_per_step": _total(workers, _per_step),
-        "payload_formula_bytes_per_step": _total(workers, lambda w: w.parameter_bytes, 2),
-        "peak_memory_bytes": [w.peak_memory_bytes for w in workers],
-        "parameter_bytes": [w.parameter_bytes for w in workers],
-        "optimizer_bytes": [w.optimizer_bytes for w in workers],
-    }
-
-
 def _areas(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str, Any]:
-    """Of pipelines: one that recorded nothing is left out, a worker of another that recorded nothing was idle."""
-    each: list[Figures] = []
+    """Return utilisation and bubble over all workers of the pipelines of which anything was recorded."""
+    each: list[PipelineWorkerFigures] = []
     for replica, count in Counter(w.replica for w in workers).items():
         found = worker_figures(spans, replica).values()
+        # Of a pipeline that was recorded, a worker without spans was idle.
         each += [*found, *[IDLE] * (count - len(found) if found else 0)]
     if not each:
         return {}
@@ -145,21 +125,9 @@ def _areas(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str,
     }
 
 
-def _per_step(worker: WorkerFigures) -> float | None:
-    return None if worker.payload_bytes is None or not worker.steps else worker.payload_bytes / worker.steps
-
-
-def _total(
-    workers: Sequence[WorkerFigures], figure: Callable[[WorkerFigures], float | None], factor: int = 1
-) -> float | None:
-    measured = [v for v in map(figure, workers) if v is not None]
-    return factor * sum(measured) if measured else None
-
-
-def _scores(rows: Sequence[Row]) -> dict[str, Any]:
+def _scores(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     fixed = ["train_loss", "test_loss", "test_accuracy"]
-    others = sorted({key for row in rows for key in row if key.startswith("test_")} - set(fixed))
-    names = fixed + others
+    names = fixed + sorted({key for row in rows for key in row if key.startswith("test_")} - set(fixed))
     times = [row["time_s"] for row in rows]
     last = {name: rows[-1].get(name) if rows else None for name in names}
     return last | {f"{name}_mean": interval_mean(times, [row.get(name) for row in rows]) for name in names}

@@ -1,4 +1,4 @@
-"""The columns of a table of strategies, as text: one set of words for the terminal and for the report page."""
+"""Columns of a table of strategies, as text: one set of titles for the terminal and for the report page."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ NONE = "–"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One strategy's line."""
+    """One line of the table, for one strategy."""
 
     label: str
     mean: Mapping[str, Any]
-    """Mean over rounds of its summary."""
+    """Mean over rounds of the strategy's summary."""
     difference: Mapping[str, Estimate | None] | None
-    """Against the baseline; None: it is the baseline."""
+    """Differences from the baseline; None: the strategy is the baseline."""
     rounds: int
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: ``group`` is written once over neighbours that share it."""
+    """One column; ``group`` is written once over neighbours that share it."""
 
     group: str
     title: str
@@ -35,7 +35,7 @@ Grid: TypeAlias = tuple[Sequence[Column], list[list[str]]]
 
 
 def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
-    """Cells that show one figure of the mean summary."""
+    """Return cells that show one figure of the mean summary."""
 
     def cell(entry: Entry) -> str:
         value = entry.mean.get(key)
@@ -45,7 +45,7 @@ def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
 
 
 def versus(measure: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
-    """Cells that show a difference, and half of its 95 % interval where there are rounds to tell it from."""
+    """Return cells that show a difference, and half of its 95 % interval if there is more than one round."""
 
     def cell(entry: Entry) -> str:
         if entry.difference is None:
@@ -69,14 +69,14 @@ PACE = (
     Column("", "gradients/s", figure("gradients_per_s", ",.0f")),
     Column("", "staleness", figure("staleness_mean", ".2f")),
 )
-"""How fast a strategy went."""
+"""Rates of a strategy."""
 BRIEF = (
     *_ACCURACY,
     Column("mean over time", "test loss", figure("test_loss_mean", ".4f")),
     Column("mean over time", "train loss", figure("train_loss_mean", ".4f")),
     *PACE,
 )
-"""What a strategy reached and how fast it went, in the width of a terminal."""
+"""Scores and rates of a strategy, in the width of a terminal."""
 REACHED = (
     *_ACCURACY,
     *(
@@ -89,32 +89,32 @@ REACHED = (
         )
     ),
 )
-"""What a strategy reached, in full."""
+"""All scores of a strategy."""
 
 
 def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> Grid:
-    """The columns that have a figure for any strategy, and the cells of each line."""
+    """Return the columns that have a figure for any strategy, and the cells of each line."""
     cells = [[column.cell(entry) for column in columns] for entry in entries]
     kept = [i for i in range(len(columns)) if any(line[i] != NONE for line in cells)]
     return [columns[i] for i in kept], [[line[i] for i in kept] for line in cells]
 
 
 def labels(strategies: Sequence[str]) -> dict[str, str]:
-    """Short names for strategies: what sets each apart from the others, a policy by its name alone.
+    """Return short names for strategies: the fields in which they differ; policies alone by their text.
 
     >>> list(labels(["replicas=8", "replicas=8 aggregation=buffered:k=4"]).values())
     ['synchronous', 'buffered:k=4']
     >>> list(labels(["replicas=8 aggregation=hogwild", "replicas=4 aggregation=hogwild"]).values())
     ['replicas=8', 'replicas=4']
     """
-    words = {text: _fields(text) for text in strategies}
+    # The policy is a field even if the text leaves it out.
+    words = {
+        text: {"aggregation": "synchronous"} | dict(word.split("=", 1) for word in text.split() if "=" in word)
+        for text in strategies
+    }
     keys = dict.fromkeys(key for fields in words.values() for key in fields if key != "aggregation")
+    # The policy comes last: it is the longest.
     apart = [key for key in (*keys, "aggregation") if len({fields.get(key) for fields in words.values()}) > 1]
     if apart in ([], ["aggregation"]):
         return {text: fields["aggregation"] for text, fields in words.items()}
     return {t: " ".join(f"{key}={fields[key]}" for key in apart if key in fields) or t for t, fields in words.items()}
-
-
-def _fields(text: str) -> dict[str, str]:
-    """The fields of a strategy's text form; the policy is there even where the text leaves it out."""
-    return {"aggregation": "synchronous"} | dict(word.split("=", 1) for word in text.split() if "=" in word)

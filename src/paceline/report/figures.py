@@ -1,8 +1,7 @@
-"""Figures of a report: curves over time, and bars for each strategy, as SVG.
+"""Figures of a report as SVG: curves over time, and a row of bars for each strategy.
 
-Figures over time: accuracy, losses and K, each strategy's mean over rounds with the range between them.
-
-Figures with a row for each strategy: how stale the gradients were, how busy the workers.
+Curves show each strategy's mean over rounds with the range between them; bars show how stale the gradients were and
+how busy the workers.
 """
 
 import io
@@ -60,38 +59,43 @@ _STYLE: Any = {  # matplotlib's type for it lists the names that its newest vers
 }
 
 
+Numbers = NDArray[np.float64]
+
+_LOG_FROM = 30.0
+"""Ratio of the largest mean to the smallest from which a loss is drawn on a logarithmic axis."""
+
+_ROW_IN, _REST_IN = 0.95, 0.8
+"""Heights in inches: of one row of bars, and of title and axis together."""
+
+_BINS = 48
+"""Largest number of bars of a histogram."""
+
+_BINNED = 0.99
+"""Fraction of the gradients that have bars of their own."""
+
+
 def drawn(draw: Callable[[list[Axes]], None], title: str, *, rows: int = 1, height_in: float = 3.1, says: str) -> str:
-    """An SVG element with ``rows`` axes, one below the other, that ``draw`` has filled.
+    """Return an SVG element with ``rows`` axes, one below the other, that ``draw`` has filled.
 
     Args:
-        draw: gets the axes, from top to bottom.
-        title: what is shown, with its unit.
-        rows: how many axes; they share what runs along x.
-        height_in: of the whole figure, inches; its width is always the same.
-        says: what the figure shows, for those who can't see it.
+        draw: function of the axes, from top to bottom.
+        title: title with the unit.
+        rows: number of axes; they share the x axis.
+        height_in: height of the whole figure in inches; its width is always the same.
+        says: description of the figure, for readers who can't see it.
     """
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left")
         draw(list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0]))
-        text = io.StringIO()
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return _inline(text.getvalue(), says)
-
-
-def _inline(svg: str, says: str) -> str:
-    """The element alone, as wide as the page lets it."""
-    element = svg[svg.index("<svg") :]
-    element = re.sub(r"<metadata>.*?</metadata>", "", element, count=1, flags=re.DOTALL)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    # Keep the element alone, without its size: the page sets the width.
+    text = file.getvalue()
+    element = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], count=1, flags=re.DOTALL)
     element = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", element, count=1)
     element = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", element, count=1)
     return element.replace("<svg", f'<svg role="img" aria-label="{says}"', 1)
-
-
-Numbers = NDArray[np.float64]
-
-_LOG_FROM = 30.0
-"""Largest over smallest mean from which a loss is drawn on a logarithmic axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +109,20 @@ class Band:
 
 
 def band(histories: Sequence[Sequence[Record]], key: str, *, steps: bool = False) -> Band | None:
-    """Mean, least and largest over the rounds, at every time at which any of them was scored.
+    """Return mean, least and largest over the rounds, at every time at which any of them was scored.
 
-    Between its own records a round is taken to run straight (``steps``: to stay as it was). Where rounds ended at
-    different times the band ends with the first of them. None where no round has the figure.
+    Between its own records a round is interpolated linearly (``steps``: stays constant). If rounds ended at different
+    times, the band ends with the first of them.
+
+    Returns:
+        The band; None if no round has the figure.
     """
-    rounds = [points for history in histories if len((points := _points(history, key))[0])]
+    rounds: list[tuple[Numbers, Numbers]] = []
+    for history in histories:
+        rows = [record.row() for record in history]
+        points = [(row["time_s"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
+        if points:
+            rounds.append((np.array([t for t, _ in points], float), np.array([v for _, v in points], float)))
     if not rounds:
         return None
     start, end = max(times[0] for times, _ in rounds), min(times[-1] for times, _ in rounds)
@@ -118,118 +130,119 @@ def band(histories: Sequence[Sequence[Record]], key: str, *, steps: bool = False
     times = times[(times >= start) & (times <= end)]
     if not len(times):
         return None
-    values = np.stack([_at(times, *points, steps=steps) for points in rounds])
+    # A step curve has at each time the value of the newest record; a time is never before the first one here.
+    values = np.stack(
+        [
+            own_values[np.searchsorted(own_times, times, side="right") - 1]
+            if steps
+            else np.interp(times, own_times, own_values)
+            for own_times, own_values in rounds
+        ]
+    )
     return Band(times, values.mean(0), values.min(0), values.max(0))
 
 
 def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, scale: float = 1.0) -> str | None:
-    """One figure over time as SVG; None where no run has it.
+    """Return one figure over time as SVG; None if no run has it.
 
     Args:
         groups: the strategies.
-        key: of a history record.
-        title: with the unit.
-        time: what the time axis is called.
-        scale: what to multiply the figure by.
+        key: key of a history record.
+        title: title with the unit.
+        time: label of the time axis.
+        scale: factor of the figure.
     """
     steps = key == "threshold"
     bands = [(group, band([run.history for run in group.runs], key, steps=steps)) for group in groups]
-    if all(found is None for _, found in bands):
+    found = [(group, each) for group, each in bands if each is not None]
+    if not found:
         return None
 
-    def draw(axes: list[Axes]) -> None:
-        for group, found in bands:
-            if found is not None:
-                _draw(axes[0], group, found, scale, steps)
-        axes[0].set_xlabel(time)
-        _scale(axes[0], key, [found for _, found in bands if found is not None])
+    def draw(rows: list[Axes]) -> None:
+        axes = rows[0]
+        line: dict[str, Any] = {"drawstyle": "steps-post"} if steps else {}
+        fill: dict[str, Any] = {"step": "post"} if steps else {}
+        for group, each in found:
+            if len(group.runs) > 1:
+                low, high = scale * each.low, scale * each.high
+                axes.fill_between(each.times_s, low, high, color=group.colour, alpha=0.16, linewidth=0, **fill)
+            axes.plot(each.times_s, scale * each.mean, group.dash, color=group.colour, **line)
+        axes.set_xlabel(time)
+        # K counts gradients, and its axis starts at 0; losses over orders of magnitude need a logarithm.
+        if key == "threshold":
+            axes.set_ylim(bottom=0)
+            axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        elif key.endswith("_loss"):
+            least, most = min(each.low.min() for _, each in found), max(each.mean.max() for _, each in found)
+            if least > 0 and most / least > _LOG_FROM:
+                axes.set_yscale("log")
+                axes.yaxis.set_major_formatter("{x:g}")
+                axes.yaxis.set_minor_formatter(NullFormatter())
+            elif least >= 0:
+                axes.set_ylim(bottom=0)
 
     return drawn(draw, title, says=f"{title}, over time, for each strategy")
 
 
-def _points(history: Sequence[Record], key: str) -> tuple[Numbers, Numbers]:
-    rows = [record.row() for record in history]
-    pairs = [(row["time_s"], row[key]) for row in rows if row.get(key) is not None and math.isfinite(row[key])]
-    return np.array([t for t, _ in pairs], dtype=float), np.array([v for _, v in pairs], dtype=float)
-
-
-def _at(times: Numbers, own: Numbers, values: Numbers, *, steps: bool) -> Numbers:
-    if steps:
-        return values[np.searchsorted(own, times, side="right") - 1]
-    return np.interp(times, own, values)
-
-
-def _draw(axes: Axes, group: StrategyRuns, found: Band, scale: float, steps: bool) -> None:
-    line: dict[str, Any] = {"drawstyle": "steps-post"} if steps else {}
-    fill: dict[str, Any] = {"step": "post"} if steps else {}
-    if len(group.runs) > 1:
-        low, high = scale * found.low, scale * found.high
-        axes.fill_between(found.times_s, low, high, color=group.colour, alpha=0.16, linewidth=0, **fill)
-    axes.plot(found.times_s, scale * found.mean, group.dash, color=group.colour, **line)
-
-
-def _scale(axes: Axes, key: str, bands: Sequence[Band]) -> None:
-    if key == "threshold":
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    elif key.endswith("_loss"):
-        least, most = min(b.low.min() for b in bands), max(b.mean.max() for b in bands)
-        if least > 0 and most / least > _LOG_FROM:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_minor_formatter(NullFormatter())
-        elif least >= 0:
-            axes.set_ylim(bottom=0)
-
-
-_ROW_IN, _REST_IN = 0.95, 0.8
-_BINS = 48
-"""Most bars that a histogram has."""
-
-_TOLD_APART = 0.99
-"""The share of the gradients that the bars tell apart."""
-
-
 def staleness(groups: Sequence[StrategyRuns]) -> str | None:
-    """Histograms of the staleness of applied Δs, all rounds together, as SVG; None where none was applied."""
-    found = {group.strategy: _added(group) for group in groups}
-    reach = max((_reach(histogram) for histogram in found.values() if histogram), default=None)
-    if reach is None:
+    """Return histograms of the staleness of applied Δs, all rounds together, as SVG; None if none was applied."""
+    histograms: dict[str, Counter[int]] = {}
+    for group in groups:
+        histogram = histograms[group.strategy] = Counter[int]()
+        for run in group.runs:
+            histogram.update({int(value): count for value, count in (run.summary.get("staleness") or {}).items()})
+    last = max((reach(histogram) for histogram in histograms.values() if histogram), default=None)
+    if last is None:
         return None
-    width = -(-(reach + 1) // _BINS)
-    more = any(max(histogram, default=0) > reach for histogram in found.values())
+    # Bins of whole numbers, the same for all strategies.
+    width = -(-(last + 1) // _BINS)
 
     def row(axes: Axes, group: StrategyRuns) -> None:
-        histogram = found[group.strategy]
+        histogram = histograms[group.strategy]
         if histogram:
-            at, shares = _binned(histogram, width, reach)
-            axes.bar(at, 100 * shares, width=0.86 * width, color=group.colour)
+            middles, shares = binned(histogram, width, last)
+            axes.bar(middles, 100 * shares, width=0.86 * width, color=group.colour)
             mean = weighted_mean(histogram.items())
             axes.set_title(f"mean {mean:.1f}, largest {max(histogram)}", loc="right", color=PALE)
 
-    beyond = f"; the last bar: more than {reach}" if more else ""
+    more = any(max(histogram, default=0) > last for histogram in histograms.values())
+    beyond = f"; the last bar: more than {last}" if more else ""
     return _rows(groups, row, "Staleness: share of the applied gradients, %", f"updates of A since it was read{beyond}")
 
 
+def reach(histogram: Mapping[int, int]) -> int:
+    """Return the staleness up to which bars are drawn: a few gradients of a delayed worker may be far off."""
+    total, below = sum(histogram.values()), 0
+    for value in sorted(histogram):
+        below += histogram[value]
+        if below >= _BINNED * total:
+            return value
+    return 0
+
+
+def binned(histogram: Mapping[int, int], width: int, reach: int) -> tuple[Numbers, Numbers]:
+    """Return the middles of the bins and the fraction in each; values beyond ``reach`` are in one bin after it."""
+    last = reach // width + 1
+    counts = np.zeros(last + 1)
+    for value, count in histogram.items():
+        counts[last if value > reach else value // width] += count
+    return width * np.arange(last + 1, dtype=np.float64) + (width - 1) / 2, counts / counts.sum()
+
+
 def utilisation(groups: Sequence[StrategyRuns]) -> str | None:
-    """Busy / total time of each worker, mean over rounds, as SVG; None where it was not measured."""
-    found = {group.strategy: _busy(group) for group in groups}
+    """Return busy / total time of each worker, mean over rounds, as SVG; None if it was not measured."""
+    found = {g.strategy: mean_summary([run.summary for run in g.runs]).get("utilisation") or [] for g in groups}
     if not any(found.values()):
         return None
 
     def row(axes: Axes, group: StrategyRuns) -> None:
-        shares = found[group.strategy]
+        shares = [0.0 if share is None else share for share in found[group.strategy]]
         axes.set(ylim=(0, 100), yticks=(0, 50, 100))
         if shares:
             axes.bar(range(len(shares)), [100 * share for share in shares], width=0.78, color=group.colour)
             axes.set_title(f"mean {fmean(shares):.0%}", loc="right", color=PALE)
 
     return _rows(groups, row, "Busy time of each worker, %", "worker")
-
-
-def _busy(group: StrategyRuns) -> list[float]:
-    mean = mean_summary([run.summary for run in group.runs]).get("utilisation") or []
-    return [0.0 if share is None else share for share in mean]
 
 
 def _rows(groups: Sequence[StrategyRuns], draw: Callable[[Axes, StrategyRuns], None], title: str, xlabel: str) -> str:
@@ -243,30 +256,3 @@ def _rows(groups: Sequence[StrategyRuns], draw: Callable[[Axes, StrategyRuns], N
 
     height_in = _REST_IN + _ROW_IN * len(groups)
     return drawn(all_rows, title, rows=len(groups), height_in=height_in, says=f"{title}, for each strategy")
-
-
-def _added(group: StrategyRuns) -> dict[int, int]:
-    total: Counter[int] = Counter()
-    for run in group.runs:
-        total.update({int(value): count for value, count in (run.summary.get("staleness") or {}).items()})
-    return dict(total)
-
-
-def _reach(histogram: Mapping[int, int]) -> int:
-    """The staleness up to which bars are told apart: a few gradients of a worker that was held up may be far off."""
-    total, below = sum(histogram.values()), 0
-    for value in sorted(histogram):
-        below += histogram[value]
-        if below >= _TOLD_APART * total:
-            return value
-    return 0
-
-
-def _binned(histogram: Mapping[int, int], width: int, reach: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Middles of the bins, and which share of all fell into each; what lies beyond ``reach`` is in one bin after it."""
-    last = reach // width + 1
-    counts = np.zeros(last + 1)
-    for value, count in histogram.items():
-        counts[last if value > reach else value // width] += count
-    middles = width * np.arange(len(counts), dtype=np.float64) + (width - 1) / 2
-    return middles, counts / counts.sum()

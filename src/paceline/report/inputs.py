@@ -1,4 +1,4 @@
-"""What a report is about: runs, grouped by strategy, in sections that can be compared."""
+"""Contents of a report: runs, grouped by strategy, in sections that can be compared."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from paceline.metrics.table_columns import labels
 from paceline.run import Run, load
 
 Source: TypeAlias = str | Path | Run | Comparison
-"""A run, a comparison, or the folder that either was saved to."""
+"""A run, a comparison, or the folder of a saved one."""
 
 # Okabe and Ito's colours, for readers who see few: blue, vermilion, green, purple, orange, sky blue, black.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#E69F00", "#56B4E9", "#333333")
 DASHES = ("-", "--", ":")
-"""Where there are more strategies than colours, they come again with broken lines."""
+"""Line styles: if there are more strategies than colours, colours are repeated with broken lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,62 +38,45 @@ class Section:
     engine: str
     groups: Sequence[StrategyRuns]
     baseline: str | None
-    """The strategy that the others are held against; None: the runs come from no comparison."""
+    """Strategy from which differences are taken; None: the runs come from no comparison."""
 
 
 def sections(sources: Iterable[Source]) -> list[Section]:
-    """One section for each comparison, one for all single runs of a program on an engine.
+    """Return one section for each comparison, and one for all single runs of a program on an engine.
 
-    A strategy has one colour throughout.
+    A strategy has the same colour in all sections.
 
     Raises:
         InputError: nothing is given, a comparison has no complete run, or a folder can't be read.
     """
-    found = _collect(sources)
+    found: list[tuple[str | None, Mapping[str, Sequence[Run]]]] = []
+    single: dict[tuple[str, str], dict[str, list[Run]]] = {}
+    for source in sources:
+        loaded = source
+        if not isinstance(loaded, (Run, Comparison)):
+            saved_comparison = (Path(loaded) / "comparison.json").exists()
+            loaded = load_comparison(loaded) if saved_comparison else load(loaded)
+        if isinstance(loaded, Comparison):
+            complete = {text: runs for text, runs in loaded.runs.items() if runs}
+            if not complete:
+                raise InputError("the comparison was interrupted before its first run was complete; run it again")
+            found.append((loaded.baseline, complete))
+            continue
+        # Single runs can be compared if they trained one program on one engine.
+        key = (loaded.program_name, loaded.engine)
+        if key not in single:
+            found.append((None, single.setdefault(key, {})))
+        single[key].setdefault(str(loaded.strategy), []).append(loaded)
     if not found:
         raise InputError("a report needs at least one run; give the folder of a saved run or comparison")
-    looks = _looks(text for _, runs in found for text in runs)
-    return [_section(runs, baseline, looks) for baseline, runs in found]
-
-
-_Found: TypeAlias = tuple[str | None, Mapping[str, Sequence[Run]]]
-
-
-def _collect(sources: Iterable[Source]) -> list[_Found]:
-    found: list[_Found] = []
-    single: dict[tuple[str, str], dict[str, list[Run]]] = {}
-    for each in map(_opened, sources):
-        if isinstance(each, Comparison):
-            found.append((each.baseline, _complete(each)))
-            continue
-        place = (each.program_name, each.engine)
-        if place not in single:
-            found.append((None, single.setdefault(place, {})))
-        single[place].setdefault(str(each.strategy), []).append(each)
-    return found
-
-
-def _opened(source: Source) -> Run | Comparison:
-    if isinstance(source, (Run, Comparison)):
-        return source
-    return load_comparison(source) if (Path(source) / "comparison.json").exists() else load(source)
-
-
-def _complete(comparison: Comparison) -> dict[str, Sequence[Run]]:
-    runs = {text: made for text, made in comparison.runs.items() if made}
-    if not runs:
-        raise InputError("the comparison was interrupted before its first run was complete; run it again")
-    return runs
-
-
-def _looks(strategies: Iterable[str]) -> dict[str, tuple[str, str]]:
-    distinct = list(dict.fromkeys(strategies))
+    # Over all sections together, so that a strategy keeps its colour.
+    distinct = dict.fromkeys(text for _, runs in found for text in runs)
     colours = len(PALETTE)
-    return {t: (PALETTE[i % colours], DASHES[i // colours % len(DASHES)]) for i, t in enumerate(distinct)}
-
-
-def _section(runs: Mapping[str, Sequence[Run]], baseline: str | None, looks: Mapping[str, tuple[str, str]]) -> Section:
-    names = labels(list(runs))
-    groups = [StrategyRuns(text, names[text], *looks[text], made) for text, made in runs.items()]
-    first = groups[0].runs[0]
-    return Section(first.program_name, first.engine, groups, baseline if baseline in runs else None)
+    looks = {t: (PALETTE[i % colours], DASHES[i // colours % len(DASHES)]) for i, t in enumerate(distinct)}
+    made: list[Section] = []
+    for baseline, runs in found:
+        names = labels(list(runs))
+        groups = [StrategyRuns(text, names[text], *looks[text], own) for text, own in runs.items()]
+        first = groups[0].runs[0]
+        made.append(Section(first.program_name, first.engine, groups, baseline if baseline in runs else None))
+    return made

@@ -1,9 +1,4 @@
-"""Write a report: sections of tables and figures in one HTML file that needs no other.
-
-Which part of a run a swimlane shows: a whole run is far too long for a page.
-
-The page: sections of tables and figures, in one file that needs no other.
-"""
+"""Write a report: sections of tables and figures in one HTML file that needs no other."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -13,12 +8,10 @@ from statistics import median
 from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
 from paceline.core.types import ReplicaId, Seconds
-from paceline.metrics.pipeline_step import PipelineStep, pipeline_step
+from paceline.metrics.pipeline_step import pipeline_step
 from paceline.report import figures
-from paceline.report.figures import curve
 from paceline.report.inputs import Section, Source, StrategyRuns, sections
 from paceline.report.tables import legend, name, notes, results, strategies
-from paceline.run import Run
 from paceline.trace.spans import SERVER, Span
 from paceline.trace.swimlane import svg
 
@@ -61,44 +54,8 @@ footer { margin-top: 56px; padding-top: 12px; border-top: 1px solid var(--line);
   .grid { grid-template-columns: 1fr 1fr; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
-
 STEPS, REPLICAS = 12, 12
-
-
-def swimlanes(recorded: Sequence[Sequence[Span]]) -> list[str]:
-    """A stretch from the middle of each run, as SVG; all to one scale, so that paces can be compared by eye.
-
-    A stretch is as long as a dozen steps of the median replica of the median run. The first dozen replicas are shown,
-    and the server.
-
-    Args:
-        recorded: the spans of each run; none of them empty.
-    """
-    shown = [[span for span in spans if span.replica < REPLICAS] for spans in recorded]
-    length_s = median(STEPS * step_s(spans) for spans in shown)
-    return [svg(spans, *_middle(spans, length_s)) for spans in shown]
-
-
-def step_s(spans: Iterable[Span]) -> Seconds:
-    """How long one step takes the median replica, from its first span to its last."""
-    lanes: dict[ReplicaId, list[Span]] = {}
-    for span in spans:
-        if span.replica != SERVER:
-            lanes.setdefault(span.replica, []).append(span)
-    return median(_swimlane_pace(lane) for lane in lanes.values()) / 1e9 if lanes else 0.0
-
-
-def _swimlane_pace(lane: Sequence[Span]) -> float:
-    length = max(span.end_ns for span in lane) - min(span.start_ns for span in lane)
-    return length / len({span.step for span in lane})
-
-
-def _middle(spans: Sequence[Span], length_s: Seconds) -> tuple[Seconds, Seconds]:
-    """Where a stretch in the middle begins and ends, in seconds since the first span."""
-    whole_s = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
-    start_s = max(0.0, (whole_s - length_s) / 2)
-    return start_s, max(min(start_s + length_s, whole_s), start_s + 1e-9)
-
+"""Length of a drawn window in steps, and the number of replicas that are drawn."""
 
 _CURVES = (
     ("test_accuracy", "Test accuracy, %", 100.0),
@@ -112,11 +69,11 @@ _CURVES = (
 
 
 def write_report(sources: Iterable[Source], html_path: str | Path) -> None:
-    """Write one self-contained HTML page; what was at ``html_path`` is replaced.
+    """Write one self-contained HTML page, replacing an older file.
 
     Args:
         sources: runs and comparisons, or the folders that they were saved to.
-        html_path: the file to write.
+        html_path: path of the file to write.
 
     Raises:
         InputError: there is nothing to report, a folder can't be read, or the file can't be written.
@@ -130,105 +87,118 @@ def write_report(sources: Iterable[Source], html_path: str | Path) -> None:
 
 
 def page(found: Sequence[Section]) -> str:
-    """The whole document."""
+    """Return the whole document."""
     title = escape(" · ".join(dict.fromkeys(section.program for section in found)))
+    runs = sum(len(group.runs) for section in found for group in section.groups)
+    ways = len({group.strategy for section in found for group in section.groups})
+    count = f"{runs} run{'' if runs == 1 else 's'} under {ways} strateg{'y' if ways == 1 else 'ies'}."
     body = "\n".join("\n".join(["<section>", *_section(section), "</section>"]) for section in found)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title} – Paceline</title>\n'
         f"<style>{CSS}</style>\n</head>\n<body>\n<h1>Paceline report</h1>\n"
-        f'<p class="soft">{_count(found)}</p>\n'
+        f'<p class="soft">{count}</p>\n'
         f"{body}\n<footer>Written by Paceline from the runs' own records.</footer>\n</body>\n</html>\n"
     )
 
 
-def _count(found: Sequence[Section]) -> str:
-    runs = sum(len(group.runs) for section in found for group in section.groups)
-    ways = len({group.strategy for section in found for group in section.groups})
-    return f"{runs} run{'' if runs == 1 else 's'} under {ways} strateg{'y' if ways == 1 else 'ies'}."
-
-
 def _section(section: Section) -> Iterator[str]:
+    """Yield the elements of a section: strategies, results, curves, staleness and utilisation, swimlanes, notes."""
+    groups, rounds = section.groups, max(len(group.runs) for group in section.groups)
     yield f"<h2>{escape(section.program)} on the {escape(section.engine)} engine</h2>"
     yield strategies(section)
     yield "<h3>Results</h3>"
     yield results(section)
-    yield from _curves(section)
-    yield from _pace(section)
-    yield from _swimlanes(section)
-    if told := notes(section):
-        yield f"<h3>Notes</h3>{told}"
 
-
-def _curves(section: Section) -> Iterator[str]:
     time = "virtual time, s" if section.engine == "virtual" else "training time, s"
-    drawn = [curve(section.groups, key, title, time=time, scale=scale) for key, title, scale in _CURVES]
-    rounds = max(len(group.runs) for group in section.groups)
-    spread = (
-        " Lines are means over the rounds, bands reach from the least to the largest of them." if rounds > 1 else ""
-    )
+    spread = " Lines are means over the rounds, bands extend from the least to the largest of them."
     yield "<h3>Over time</h3>"
-    yield legend(section.groups)
-    yield _grid(drawn)
+    yield legend(groups)
+    yield _grid([figures.curve(groups, key, title, time=time, scale=scale) for key, title, scale in _CURVES])
     yield (
         '<p class="soft">Each point scores a snapshot of A taken at that time, off the training path; the train loss '
-        f"is that of a fixed sample of the training set.{spread}</p>"
+        f"is that of a fixed sample of the training set.{spread if rounds > 1 else ''}</p>"
     )
 
-
-def _pace(section: Section) -> Iterator[str]:
-    drawn = [figures.staleness(section.groups), figures.utilisation(section.groups)]
-    if any(drawn):
+    bars = [figures.staleness(groups), figures.utilisation(groups)]
+    if any(bars):
         yield "<h3>Staleness and utilisation</h3>"
-        yield _grid(drawn)
+        yield _grid(bars)
         yield (
             '<p class="soft">Staleness: of the gradients that were applied, how many updates A had had since it was '
             "read for each; all rounds together. Busy: time in work and delay / training time, mean over the rounds; "
             "waiting is not busy.</p>"
         )
+    yield from _swimlanes(section)
+    if items := notes(section):
+        yield f"<h3>Notes</h3>{items}"
 
 
-def _grid(drawn: Iterable[str | None]) -> str:
-    figures = "".join(f"<figure>{svg}</figure>" for svg in drawn if svg is not None)
-    return f'<div class="grid">{figures}</div>'
+def _grid(drawings: Iterable[str | None]) -> str:
+    elements = "".join(f"<figure>{drawing}</figure>" for drawing in drawings if drawing is not None)
+    return f'<div class="grid">{elements}</div>'
 
 
 def _swimlanes(section: Section) -> Iterator[str]:
-    recorded = [(group, run) for group in section.groups if (run := _traced(group))]
-    if not recorded:
+    """Yield the swimlanes of the first traced run of each strategy: one step of a pipeline, else a time window."""
+    traced = [(group, run) for group in section.groups if (run := next((r for r in group.runs if r.spans), None))]
+    if not traced:
         return
     yield "<h3>Swimlanes</h3>"
-    steps = {group.strategy: pipeline_step(r.spans, r.strategy, r.summary) for group, r in recorded}
-    yield from _pipelines([(group, step) for group, _ in recorded if (step := steps[group.strategy])])
-    yield from _stretches([(group, run.spans) for group, run in recorded if not steps[group.strategy]])
+    steps = [(group, run, pipeline_step(run.spans, run.strategy, run.summary)) for group, run in traced]
+    drawn = [(group, step.svg()) for group, _, step in steps if step]
+    if drawn:
+        yield (
+            '<p class="soft">Pipelines: one step, of median length, and below it what the schedule allows with the '
+            "same compute and free communication and updates; numbers are micro-batches. Utilisation: compute / time "
+            "of the steps; bubble: neither compute nor update; peak activations: the most that was kept for "
+            "backward.</p>"
+        )
+    yield from (_lane(group, element) for group, element in drawn)
+    rest = [(group, run.spans) for group, run, step in steps if not step]
+    if rest:
+        yield (
+            '<p class="soft">What each worker did, from the middle of a round: a lane a worker, time from left to '
+            f"right since the first span; about {STEPS} steps, all strategies to one scale, at most {REPLICAS} "
+            "replicas.</p>"
+        )
+        lanes = swimlanes([spans for _, spans in rest])
+        yield from (_lane(group, element) for (group, _), element in zip(rest, lanes, strict=True))
 
 
-def _pipelines(found: Sequence[tuple[StrategyRuns, PipelineStep]]) -> Iterator[str]:
-    if not found:
-        return
-    yield (
-        '<p class="soft">Pipelines: one step, of median length, and below it what the schedule allows with the same '
-        "compute and free communication and updates; numbers are micro-batches. Utilisation: compute / time of the "
-        "steps; bubble: neither compute nor update; peak activations: the most that was kept for backward.</p>"
-    )
-    for group, step in found:
-        yield _lane(group, step.svg())
+def _lane(group: StrategyRuns, element: str) -> str:
+    return f'<figure class="lane"><figcaption>{name(group)}</figcaption>{element}</figure>'
 
 
-def _stretches(found: Sequence[tuple[StrategyRuns, Sequence[Span]]]) -> Iterator[str]:
-    if not found:
-        return
-    yield (
-        '<p class="soft">What each worker did, from the middle of a round: a lane a worker, time from left to right '
-        f"since the first span; about {STEPS} steps, all strategies to one scale, at most {REPLICAS} replicas.</p>"
-    )
-    for (group, _), drawing in zip(found, swimlanes([spans for _, spans in found]), strict=True):
-        yield _lane(group, drawing)
+def swimlanes(recorded: Sequence[Sequence[Span]]) -> list[str]:
+    """Return a time window from the middle of each run, as SVG; all to one scale, so that they can be compared.
+
+    A window is as long as a dozen steps of the median replica of the median run. The first dozen replicas are drawn,
+    and the server.
+
+    Args:
+        recorded: the spans of each run; none of them empty.
+    """
+    # The server has a negative number, and is always drawn.
+    shown = [[span for span in spans if span.replica < REPLICAS] for spans in recorded]
+    length_s = median(STEPS * step_s(spans) for spans in shown)
+    drawings = []
+    for spans in shown:
+        whole_s = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
+        start_s = max(0.0, (whole_s - length_s) / 2)
+        # A window is never empty, however short the run.
+        drawings.append(svg(spans, start_s, max(min(start_s + length_s, whole_s), start_s + 1e-9)))
+    return drawings
 
 
-def _lane(group: StrategyRuns, svg: str) -> str:
-    return f'<figure class="lane"><figcaption>{name(group)}</figcaption>{svg}</figure>'
-
-
-def _traced(group: StrategyRuns) -> Run | None:
-    return next((run for run in group.runs if run.spans), None)
+def step_s(spans: Iterable[Span]) -> Seconds:
+    """Return the time of one step of the median replica, from its first span to its last."""
+    lanes: dict[ReplicaId, list[Span]] = {}
+    for span in spans:
+        if span.replica != SERVER:
+            lanes.setdefault(span.replica, []).append(span)
+    lengths_ns = [
+        (max(span.end_ns for span in lane) - min(span.start_ns for span in lane)) / len({span.step for span in lane})
+        for lane in lanes.values()
+    ]
+    return median(lengths_ns) / 1e9 if lengths_ns else 0.0

@@ -1,11 +1,12 @@
-"""The table of what runs where: feature × engine × policy × device -> the sentence to show where it does not.
+"""Table of what runs where: feature × engine × policy × device -> the sentence to show for what does not run.
 
-Everything that Paceline refuses because two features exclude each other stands in ``table.py``, once. ``train_options``
-asks before anything starts, the planner asks about each arrangement, and the README's tables are made from it. What is
-no matter of combination is refused where it belongs: a field's own value by ``Strategy``, a schedule's sizes by the
-schedule, a missing GPU or a wrong number of processes by the engine that looks at the machine, a model by its capture.
+All combinations that Paceline refuses because two features exclude each other are in ``table.py``, once.
+``train_options`` checks the table before anything starts, the planner checks each arrangement, and the README's table
+is made from it. Other errors are raised where they belong: a field's own value by ``Strategy``, a schedule's sizes by
+the schedule, a missing GPU or a wrong number of processes by the engine, which sees the machine, a model by its
+capture.
 
-To add an engine, name in its class what it supports (:data:`Feature`); to add a feature, add its rows.
+To add an engine, list in its class the features that it supports (:data:`Feature`); to add a feature, add its rows.
 """
 
 from paceline.aggregation import text_of
@@ -23,7 +24,7 @@ def refuse(case: Case) -> None:
 
 
 def reason(case: Case) -> str | None:
-    """Return why a combination is not supported, without the line to write instead; None: it is supported."""
+    """Return why a combination is not supported, without the line to write instead; None if it is supported."""
     row = first_row(case)
     return _sentence(row, case).rpartition("; ")[0] if row else None
 
@@ -38,14 +39,14 @@ def first_row(case: Case) -> Row | None:
 
 def _sentence(row: Row, case: Case) -> str:
     s = case.strategy()
-    # Real engines only: in virtual time nothing is distributed.
-    able = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
+    # Engines of real time only: virtual time does not replace them.
+    supporting = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
     return row.sentence.format(
         s=s,
         feature=row.feature,
         value=getattr(s, row.feature, None),
         engine=case.engine,
-        engines=" or ".join(able),
+        engines=" or ".join(supporting),
         policy=text_of(case.policy),
         clip_norm=case.clip_norm,
         copies=list(s.copies),

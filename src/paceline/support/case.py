@@ -1,4 +1,4 @@
-"""The combination of features that the table of support is asked about, and what each engine supports."""
+"""Combination of features that is looked up in the table of support, and the features of each engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,22 +39,22 @@ ENGINES: Mapping[str, frozenset[Feature]] = {
         }
     ),
 }
-"""The engines that come with Paceline; the planner chooses among them without importing any."""
+"""Features of the engines that come with Paceline; the planner chooses among engines without importing any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One combination, as the rows look at it: plain values, so that the planner can ask of 100,000 arrangements.
+    """One combination as plain values, so that the planner can check many arrangements without making strategies.
 
     Args:
-        engine: the engine's name.
-        features: what it supports.
-        strategy: makes the strategy, whose values the sentences show.
+        engine: name of the engine.
+        features: features that it supports.
+        strategy: function that makes the strategy, whose values the sentences show.
         policy: the aggregation.
         replicas, stages, shards: sizes of the mesh; of unequal ones the largest.
         stage_replicas: the largest number of workers that take turns at a stage (PipeDream's replicated stages).
-        pipelined: whether a replica processes its batches by micro-batches.
-        schedule: of the pipeline.
+        pipelined: True if a replica processes its batches by micro-batches.
+        schedule: schedule of the pipeline; None without one.
         micro_batches: m, per mini-batch.
     """
 
@@ -88,9 +88,9 @@ class Case:
 
         Args:
             strategy: the strategy.
-            engine: the engine's name.
-            features: what the engine supports; None: as :data:`ENGINES` says.
-            options: the fields of this class that are no part of a strategy.
+            engine: name of the engine.
+            features: features of the engine; None: those in :data:`ENGINES`.
+            options: fields of this class that are no part of a strategy.
         """
         return cls(
             engine,
@@ -117,15 +117,15 @@ class Case:
 
     @property
     def lockstep(self) -> bool:
-        """Whether all replicas make one update together."""
+        """True if all replicas make one update together."""
         return isinstance(self.policy, Synchronous) and not self.policy.backups
 
     @property
     def several_workers(self) -> bool:
-        """Whether a replica is several workers, or processes its batches as if it were."""
+        """True if a replica is several workers, or processes its batches by micro-batches."""
         return self.pipelined or self.shards > 1
 
     @property
     def flushes(self) -> bool:
-        """Whether the pipeline, if there is one, is empty before A moves."""
+        """True unless a pipeline updates weights while micro-batches are under way."""
         return self.schedule is None or self.schedule.flushes

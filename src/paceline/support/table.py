@@ -1,4 +1,4 @@
-"""The rows of the table of support: each is a combination that does not run, and the sentence to show."""
+"""Rows of the table of support: each is a combination that does not run, with the sentence to show."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +21,7 @@ def _in_place(c: Case) -> bool:
 
 
 def _real(c: Case) -> bool:
-    """Whether workers really run: in virtual time one process computes what they would."""
+    """Return True if workers really run: in virtual time one process computes their results."""
     return "virtual-time" not in c.features
 
 
@@ -30,7 +30,7 @@ _BETWEEN_REPLICAS = "is about what whole replicas send each other, but"
 _MOVES = "but under schedule={s.schedule} each stage moves its weights before the others have their gradients"
 
 TABLE: tuple[Row, ...] = (
-    # ------------------------------------------------------------------------------- what an engine does not do at all
+    # ------------------------------------------------------------------------ what an engine does not support at all
     Row(
         "shards",
         lambda c: c.shards > 1 and "shards" not in c.features,

@@ -31,7 +31,6 @@ from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_boundaries, select_rows
 from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, check_shard, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
-from paceline.safe_files import State
 from paceline.strategy import Strategy
 
 Pieces: TypeAlias = Mapping[int, Sequence[Any]]
@@ -44,7 +43,7 @@ class InferenceRequest:
 
     program: Program
     strategy: Strategy
-    state: State | None
+    state: Mapping[str, Tensor] | None
     """Parameters and buffers by full name; None: A_0."""
     timeout_s: Seconds
 
