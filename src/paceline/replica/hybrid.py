@@ -19,13 +19,14 @@ from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.module_utils import preserve_tensors
 from paceline.replica.pipeline.base import Cut, Part
 from paceline.replica.pipeline.prepare import run_parts
-from paceline.replica.tensor.branches import OpTimes, multiplication_counts
 from paceline.replica.tensor.functionalize import functionalize
 from paceline.replica.tensor.graph_ops import operator_graph
+from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
 from paceline.replica.tensor.placements import OnRank, Placement, Shard
-from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, check_shard, gather_alone
+from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, gather_alone
 from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
+from paceline.replica.tensor.shard_check import check_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules

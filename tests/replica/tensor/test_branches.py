@@ -11,7 +11,8 @@ from torch.fx import Node
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import capture
 from paceline.replica.tensor.base import OpCall
-from paceline.replica.tensor.branches import PlacedRegion, StandIn, branch_regions, place_branches
+from paceline.replica.tensor.branch_on_rank import StandIn
+from paceline.replica.tensor.branches import PlacedRegion, branch_regions, place_branches
 from paceline.replica.tensor.graph_ops import operator_graph
 from paceline.replica.tensor.op_times import measure_op_times
 from paceline.replica.tensor.placements import OnRank, Shard

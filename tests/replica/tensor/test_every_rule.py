@@ -6,10 +6,10 @@ from pathlib import Path
 
 from paceline.replica.tensor import base
 from paceline.replica.tensor.base import OpRule
-from paceline.replica.tensor.rules.views import Element
+from paceline.replica.tensor.rules.views import TupleItem
 from tests.replica.tensor.cases import Case, rules
 
-FOLLOWS = {Element}
+FOLLOWS = {TupleItem}
 """It takes an element as the tuple was made, and is tried in each case that gives a tuple."""
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.tensor.placements import Shard
-from paceline.replica.tensor.rules.reduce_cat_slice import Concatenation, Reduction, Slice
+from paceline.replica.tensor.rules.reduce_cat_slice import Concatenation, Slice, SumMean
 from tests.replica.tensor.cases import Case, every_way, planned, same
 
 
@@ -54,11 +54,11 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("sum", Reduction, summed, [(5, 6, 7)]),
-    Case("sum, kept", Reduction, kept, [(5, 6, 4, 7)]),
-    Case("mean", Reduction, mean, [(5, 6, 7, 4)]),
-    Case("mean of all", Reduction, mean_of_all, [(5, 6, 7)]),
-    Case("sum of all", Reduction, sum_of_all, [(5, 6, 7)]),
+    Case("sum", SumMean, summed, [(5, 6, 7)]),
+    Case("sum, kept", SumMean, kept, [(5, 6, 4, 7)]),
+    Case("mean", SumMean, mean, [(5, 6, 7, 4)]),
+    Case("mean of all", SumMean, mean_of_all, [(5, 6, 7)]),
+    Case("sum of all", SumMean, sum_of_all, [(5, 6, 7)]),
     Case("cat", Concatenation, joined, [(5, 6, 7), (5, 4, 7)]),
     Case("cat with itself", Concatenation, twice, [(5, 6, 7)]),
     Case("select", Slice, selected, [(5, 6, 7)]),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.batched import Apart, Gathered, Picked, PReLU, Repeat, Stack
+from paceline.replica.tensor.rules.batched import Batched, Gather, Indexing, PReLU, Repeat, Stack
 from tests.replica.tensor.cases import Case, every_way
 
 ROWS = torch.tensor([3, 0, 3, 5])
@@ -83,23 +83,23 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("roll", Apart, rolled, [(5, 4, 6, 7)]),
-    Case("roll of all", Apart, rolled_over_all, [(5, 4, 6)]),
-    Case("flip", Apart, flipped, [(5, 6, 7)]),
-    Case("cumsum", Apart, summed_up, [(5, 6, 7)]),
-    Case("cumprod", Apart, multiplied_up, [(5, 6, 4)]),
-    Case("topk", Apart, largest, [(5, 6, 7)]),
-    Case("sort", Apart, ordered, [(5, 6, 7)]),
-    Case("glu", Apart, gated, [(5, 6, 8)]),
-    Case("tril", Apart, below, [(5, 6, 7, 7)]),
+    Case("roll", Batched, rolled, [(5, 4, 6, 7)]),
+    Case("roll of all", Batched, rolled_over_all, [(5, 4, 6)]),
+    Case("flip", Batched, flipped, [(5, 6, 7)]),
+    Case("cumsum", Batched, summed_up, [(5, 6, 7)]),
+    Case("cumprod", Batched, multiplied_up, [(5, 6, 4)]),
+    Case("topk", Batched, largest, [(5, 6, 7)]),
+    Case("sort", Batched, ordered, [(5, 6, 7)]),
+    Case("glu", Batched, gated, [(5, 6, 8)]),
+    Case("tril", Batched, below, [(5, 6, 7, 7)]),
     Case("repeat", Repeat, again, [(5, 6, 8)]),
     Case("repeat in a new dim", Repeat, again_in_a_new_dim, [(5, 6, 8)]),
     Case("stack", Stack, stacked, [(5, 6, 8), (5, 6, 8)]),
     Case("stack, last", Stack, stacked_last, [(5, 6, 8), (5, 6, 8)]),
-    Case("index select", Picked, selected, [(5, 6, 8), ROWS]),
-    Case("index", Picked, indexed, [(5, 6, 8), PLACES]),
-    Case("rows of a table", Picked, from_table, [PLACES], [(6, 8)], names=("column",)),
-    Case("gather", Gathered, gathered, [(5, 6, 7), LOOKED_UP]),
+    Case("index select", Indexing, selected, [(5, 6, 8), ROWS]),
+    Case("index", Indexing, indexed, [(5, 6, 8), PLACES]),
+    Case("rows of a table", Indexing, from_table, [PLACES], [(6, 8)], names=("column",)),
+    Case("gather", Gather, gathered, [(5, 6, 7), LOOKED_UP]),
     Case("prelu", PReLU, F.prelu, [(5, 6, 7)], [(6,)]),
     Case("prelu, one for all", PReLU, F.prelu, [(5, 6, 7)], [(1,)]),
 )

@@ -6,7 +6,8 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.convolution import Convolution, Transposed
+from paceline.replica.tensor.rules.convolution import Convolution
+from paceline.replica.tensor.rules.convolution import TransposedConvolution as Transposed
 from tests.replica.tensor.cases import Case, every_way
 
 SPACE = ("space",)

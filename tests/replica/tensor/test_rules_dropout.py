@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.placements import PARTIAL, Shard, even_sizes
-from paceline.replica.tensor.rules.attention import Dropping
+from paceline.replica.tensor.rules.attention import ShardedAttention
 from paceline.replica.tensor.rules.dropout import Dropout, drop_part
 from tests.replica.tensor.cases import Case, every_way, looked_at, possible
 from tests.replica.tensor.threads import together
@@ -93,7 +93,7 @@ def test_attention_drops_the_weights_of_one_process(k: int, causal: bool, masked
             emitter = _writer(k, shard)
             torch.manual_seed(3)
             given = (split.take(t, shard) for t, split in ((q, heads), (keys, groups), (v, groups)))
-            made: Tensor = Dropping(emitter, heads, 0.4, causal, 0.3, True)(*given, mask)
+            made: Tensor = ShardedAttention(emitter, heads, 0.4, causal, 0.3, True)(*given, mask)
             return made
 
         found = heads.concat([part(shard) for shard in range(k)])

@@ -14,8 +14,8 @@ from paceline.replica.base import Batch
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.prepare import WithLoss as Joined
 from paceline.replica.tensor.prepare import plan_program
-from paceline.replica.tensor.rules.elementwise import Broadcast
-from paceline.replica.tensor.rules.losses import CrossEntropy, OverClasses, OverElements
+from paceline.replica.tensor.rules.elementwise import BroadcastTensors
+from paceline.replica.tensor.rules.losses import CrossEntropy, ElementwiseLoss, ShardedCrossEntropy
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.divided import divided
 from tests.replica.tensor.threads import together
@@ -149,7 +149,7 @@ def test_of_one_sample_that_is_no_batch(count: int) -> None:
 
 @pytest.mark.parametrize("wrong", [CLASSES, -1, -100])
 def test_a_target_that_is_no_class_raises_as_in_one_process(wrong: int) -> None:
-    loss = OverClasses(Shard(-1, (6, 5)), 0, 1, 255, 0.0, torch.float64)
+    loss = ShardedCrossEntropy(Shard(-1, (6, 5)), 0, 1, 255, 0.0, torch.float64)
     with pytest.raises((IndexError, RuntimeError), match=r"range|bounds"):
         loss(torch.randn(2, 6, generator=_random()), torch.tensor([0, wrong]))
 
@@ -189,11 +189,11 @@ CASES = (
     Case(
         "a weight with a gradient", CrossEntropy, lambda x, w: F.cross_entropy(x, x, w), [(5, 10)], [(10,)], whole=True
     ),
-    Case("mean", OverElements, F.mse_loss, [(5, 8), (5, 8)]),
-    Case("sum", OverElements, lambda x, t: F.huber_loss(x, t, reduction="sum"), [(5, 8), (5, 8)]),
-    Case("none", OverElements, lambda x, t: F.smooth_l1_loss(x, t, reduction="none"), [(5, 8), (5, 8)]),
-    Case("broadcast", Broadcast, _broadcast, [(5, 6, 7), (5, 1, 7)]),
-    Case("broadcast, fewer dims", Broadcast, _broadcast, [(5, 6)], [(6,)]),
+    Case("mean", ElementwiseLoss, F.mse_loss, [(5, 8), (5, 8)]),
+    Case("sum", ElementwiseLoss, lambda x, t: F.huber_loss(x, t, reduction="sum"), [(5, 8), (5, 8)]),
+    Case("none", ElementwiseLoss, lambda x, t: F.smooth_l1_loss(x, t, reduction="none"), [(5, 8), (5, 8)]),
+    Case("broadcast", BroadcastTensors, _broadcast, [(5, 6, 7), (5, 1, 7)]),
+    Case("broadcast, fewer dims", BroadcastTensors, _broadcast, [(5, 6)], [(6,)]),
 )
 
 
@@ -256,7 +256,7 @@ def test_a_loss_against_something_broadcast() -> None:
 
 def test_the_loss_of_nothing_is_nan_as_in_one_process() -> None:
     def work(shards: object) -> float:
-        loss = OverClasses(Shard(-1, (2, 1)), shards.rank, 1, -100, 0.0, torch.float64)  # type: ignore[attr-defined]
+        loss = ShardedCrossEntropy(Shard(-1, (2, 1)), shards.rank, 1, -100, 0.0, torch.float64)  # type: ignore[attr-defined]
         return loss(torch.zeros(2, 2 - shards.rank), torch.full((2,), -100)).item()  # type: ignore[attr-defined]
 
     losses, _ = together(2, work)

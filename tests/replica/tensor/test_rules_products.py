@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.matmul import Product
+from paceline.replica.tensor.rules.matmul import Matmul
 from tests.replica.tensor.cases import Case, every_way
 
 ALL = ("heads", "samples", "row", "column")
@@ -15,13 +15,13 @@ def by_itself(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("matmul", Product, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], names=ALL),
-    Case("matmul, broadcast", Product, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], names=ALL),
-    Case("bmm", Product, torch.bmm, [(5, 6, 7), (5, 7, 9)], names=ALL),
-    Case("weight", Product, torch.matmul, [(5, 6, 7)], [(7, 9)], names=("samples", "row", "column")),
-    Case("mm", Product, torch.mm, [(5, 7)], [(7, 10)], names=("samples", "row", "column")),
-    Case("vector", Product, torch.matmul, [(5, 6)], [(6,)], whole=True),
-    Case("squared", Product, by_itself, [(5, 6, 6)], whole=True),
+    Case("matmul", Matmul, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], names=ALL),
+    Case("matmul, broadcast", Matmul, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], names=ALL),
+    Case("bmm", Matmul, torch.bmm, [(5, 6, 7), (5, 7, 9)], names=ALL),
+    Case("weight", Matmul, torch.matmul, [(5, 6, 7)], [(7, 9)], names=("samples", "row", "column")),
+    Case("mm", Matmul, torch.mm, [(5, 7)], [(7, 10)], names=("samples", "row", "column")),
+    Case("vector", Matmul, torch.matmul, [(5, 6)], [(6,)], whole=True),
+    Case("squared", Matmul, by_itself, [(5, 6, 6)], whole=True),
 )
 
 

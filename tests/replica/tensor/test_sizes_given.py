@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph
 
-from paceline.replica.tensor.branches import Extent, model_inputs
+from paceline.replica.tensor.branch_on_rank import Extent, model_inputs
 
 
 def test_sizes_that_a_part_is_given_are_no_inputs_whose_shape_is_known() -> None:

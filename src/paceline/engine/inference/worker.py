@@ -29,8 +29,9 @@ from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_size
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
 from paceline.replica.pipeline.prepare import capture_units, check_cut, choose_boundaries, select_rows
-from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, check_shard, plan_captured
+from paceline.replica.tensor.prepare import agreed_op_times, check_same_plan, plan_captured
 from paceline.replica.tensor.rewrite import rewrite_for_shard
+from paceline.replica.tensor.shard_check import check_shard
 from paceline.strategy import Strategy
 
 Pieces: TypeAlias = Mapping[int, Sequence[Any]]

@@ -22,12 +22,11 @@ from paceline.replica.pipeline.graph_nodes import attribute, child
 from paceline.replica.pipeline.partition import SharedItem
 from paceline.replica.tensor import sharding_plan
 from paceline.replica.tensor.base import GraphTensor
-from paceline.replica.tensor.branches import multiplication_counts
+from paceline.replica.tensor.op_times import multiplication_counts
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
 from paceline.replica.tensor.prepare import WithLoss, plan_captured
 from paceline.replica.tensor.redistribute_cost import redistribution_cost
-from paceline.replica.tensor.report import backward_collective, forward_collective
 from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 
 
@@ -234,9 +233,9 @@ class _Dividing:
         for value, before, after in step.redistributions:
             found = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
             if found is not None and found.collectives[0]:
-                forward.append(self._call(forward_collective(before, after), value))
+                forward.append(self._call(found.collectives[0], value))
             if found is not None and found.collectives[1]:
-                backward.append(self._call(backward_collective(before, after), value))
+                backward.append(self._call(found.collectives[1], value))
         return [*forward, *self._within(step)], backward
 
     def _call(self, kind: str, value: GraphTensor) -> Sent:

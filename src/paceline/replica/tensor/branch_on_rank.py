@@ -1,219 +1,311 @@
-"""Branches that one rank computes alone: its operators, what the other ranks hold in their place, and the join.
-
-Operators of a branch that one shard works on, and what the other shards have in their place.
+"""Branches that one shard computes alone: their operators, what the other shards have instead, and the join.
 
 The owner runs the operator itself. The others run nothing: where the branch ends they have a *stand-in*, a tensor of
-the right shape that nobody reads, through which autograd finds its way back to the trunk on all shards alike. Only what
-draws random numbers they run as well, so that all go on from the same ones.
+the right shape whose elements are never read, through which autograd finds its way back to the trunk on all shards
+alike. Only what draws random numbers they run as well, so that all go on from the same generator state.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, GraphTensor, OpCall, OpStrategy, replicated
-from paceline.replica.tensor.branches import (
-    BRANCH,
-    PlacedRegion,
-    StandIn,
-    belongs_to,
-    captured_result,
-    draws_random,
-    model_inputs,
-    result_extent,
-)
-from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
+from paceline.replica.tensor.base import GraphEmitter, GraphTensor, OpCall, OpStrategy
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, memory_order
 from paceline.replica.tensor.redistribute import with_memory_order
-from paceline.replica.tensor.tp_group import TPCollectives
+from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
+
+aten = torch.ops.aten
+
+BRANCH = "branch"
+"""Name of the strategy of each operator in a branch."""
+
+_STANDS_FOR = "stands_for"
+"""Key in the metadata of a stand-in's node: nodes of the trunk from which its branch is computed."""
 
 
 @final
-class Join(nn.Module):
-    """forward(*tensors) -> torch.cat(tensors, dim) on each shard; those that are on another one only have their shape.
+class Extent:
+    """Shape of a tensor that is not computed, from those of the model's inputs.
 
     Args:
-        shards: who join.
-        name: of the result, for those who wait.
-        owners: of each tensor; None: all shards have it.
-        dim: along which.
-        shared: whether each shard has a term of the result's gradient, rather than all of it.
+        like: the tensor as it was captured.
+        inputs: inputs of the model, as they were captured.
     """
 
-    def __init__(
-        self, shards: TPCollectives, name: str, owners: Sequence[int | None], dim: int, *, shared: bool
-    ) -> None:
+    def __init__(self, like: Tensor, inputs: Sequence[Tensor]) -> None:
+        self._sizes: list[Any] = [size if isinstance(size, int) else size.node.expr for size in like.shape]
+        wanted = {symbol for size in self._sizes if not isinstance(size, int) for symbol in size.free_symbols}
+        found: dict[Any, tuple[int, int]] = {}
+        for index, tensor in enumerate(inputs):
+            for dim, size in enumerate(tensor.shape):
+                if not isinstance(size, int) and size.node.expr in wanted:
+                    found.setdefault(size.node.expr, (index, dim))
+        self.inputs = sorted({index for index, _ in found.values()})
+        """Indices of the inputs whose shapes it needs."""
+        self._dims = [(symbol, self.inputs.index(index), dim) for symbol, (index, dim) in found.items()]
+        self.complete = wanted == found.keys()
+        """True if the inputs determine the whole shape."""
+        self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def of(self, inputs: Sequence[Tensor]) -> tuple[int, ...]:
+        """Return the shape with those inputs."""
+        lengths = tuple(inputs[index].shape[dim] for _, index, dim in self._dims)
+        if lengths not in self._shapes:  # substitution in sympy is slow
+            values = {symbol: length for (symbol, _, _), length in zip(self._dims, lengths, strict=True)}
+            self._shapes[lengths] = tuple(s if isinstance(s, int) else int(s.subs(values)) for s in self._sizes)
+        return self._shapes[lengths]
+
+
+@final
+class StandIn(nn.Module):
+    """Make a tensor of the right shape and any elements.
+
+    Args:
+        extent: its shape.
+        like: the tensor as it was captured, for its dims' order in memory.
+        differentiable: True if autograd has to go through it, even if nothing before it has a gradient.
+    """
+
+    def __init__(self, extent: Extent, like: Tensor, *, differentiable: bool) -> None:
         super().__init__()
-        self.shards, self.name, self.shared = shards, name, shared
-        self._owners, self._dim = list(owners), dim
+        self._extent, self._order, self._dtype = extent, memory_order(like), like.dtype
+        # Without an input that has a gradient autograd would not call backward, and collectives would wait for it.
+        self._anchor = torch.zeros((), requires_grad=True) if differentiable else None
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """The whole."""
-        made: Tensor = _Joined.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return made
+        """Return the stand-in.
 
-    def there(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Of values."""
-        mine = self._of(tensors, self.shards.rank)
-        shapes = [self._shape(tensors, shard) for shard in range(self.shards.count)]
-        own = torch.cat(mine, self._dim) if mine else tensors[0].new_empty(shapes[self.shards.rank])
-        parts = self.shards.all_gather(own, shapes, self.name)
-        pieces = [self._pieces(part, tensors, shard) for shard, part in enumerate(parts)]
-        found = [tensors[i] if owner is None else pieces[owner].pop(0) for i, owner in enumerate(self._owners)]
-        return with_memory_order(torch.cat(found, self._dim), tensors[0])
-
-    def back(self, gradient: Tensor, lengths: Sequence[int]) -> list[Tensor | None]:
-        """Of a gradient; None for what is on another shard."""
-        rank, count = self.shards.rank, self.shards.count
-        terms = list(torch.split(gradient, list(lengths), self._dim))
-        if self.shared:
-            parts = [self._cat(terms, gradient, shard) for shard in range(count)]
-            own = self.shards.reduce_scatter(parts, f"the gradient of {self.name}")
-            mine = self._pieces(own, terms, rank)
-            terms = [mine.pop(0) if owner == rank else term for owner, term in zip(self._owners, terms, strict=True)]
-        return [t if owner in (None, rank) else None for owner, t in zip(self._owners, terms, strict=True)]
-
-    def extra_repr(self) -> str:
-        return f"{self.name}, on shards {', '.join(map(str, self._owners))}"
-
-    def _of(self, tensors: Sequence[Tensor], shard: int) -> list[Tensor]:
-        """Those that a shard has alone."""
-        return [tensor for tensor, owner in zip(tensors, self._owners, strict=True) if owner == shard]
-
-    def _shape(self, tensors: Sequence[Tensor], shard: int) -> tuple[int, ...]:
-        """Of all that a shard has."""
-        shape = list(tensors[0].shape)
-        shape[self._dim] = sum(tensor.shape[self._dim] for tensor in self._of(tensors, shard))
-        return tuple(shape)
-
-    def _pieces(self, part: Tensor, tensors: Sequence[Tensor], shard: int) -> list[Tensor]:
-        lengths = [tensor.shape[self._dim] for tensor in self._of(tensors, shard)]
-        return list(torch.split(part, lengths, self._dim)) if lengths else []
-
-    def _cat(self, terms: Sequence[Tensor], whole: Tensor, shard: int) -> Tensor:
-        theirs = self._of(terms, shard)
-        return torch.cat(theirs, self._dim) if theirs else whole.narrow(self._dim, 0, 0)
+        Args:
+            tensors: the inputs that its extent needs, then the tensors of the trunk from which the owner's is computed.
+        """
+        count = len(self._extent.inputs)
+        shape, device = self._extent.of(tensors[:count]), tensors[0].device if tensors else torch.device("cpu")
+        empty = torch.empty_permuted(shape, self._order, dtype=self._dtype, device=device)
+        if self._anchor is None:
+            return empty
+        linked: Tensor = _StandInFunction.apply(empty, self._anchor, *tensors[count:])  # type: ignore[no-untyped-call]
+        return linked
 
 
-class _Joined(torch.autograd.Function):
+class _StandInFunction(torch.autograd.Function):
+    """A link back to the sources, without a gradient."""
+
     @staticmethod
-    def forward(ctx: Any, join: Join, *tensors: Tensor) -> Tensor:
-        ctx.join, ctx.lengths = join, [tensor.shape[join._dim] for tensor in tensors]
-        return join.there(tensors)
+    def forward(ctx: Any, empty: Tensor, *sources: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sources = len(sources)
+        return empty
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.join.back(gradients[0], ctx.lengths)
+        del gradients
+        return (None,) * (1 + ctx.sources)
 
 
-_STANDS_FOR = "stands_for"
-"""Where the node of a stand-in has those of the trunk that its branch is computed from."""
+def model_inputs(node: Node) -> list[Node]:
+    """Return the tensor inputs of a node's graph; a part of a model may have sizes as inputs, too."""
+    placeholders = (each for each in node.graph.nodes if each.op == "placeholder")
+    return [each for each in placeholders if isinstance(each.meta["val"], Tensor)]
 
 
-def branch_strategy(call: OpCall, placed: PlacedRegion) -> OpStrategy:
-    """An operator of a branch, done by the branch's owner."""
-    index = placed.branch(call.node)
-    assert index is not None, "it is in a branch"
-    mine, owner = placed.region.branches[index], placed.owners[index]
-    inputs = tuple(owner if belongs_to(value, mine) else replicated(value) for value in call.inputs)
-    return OpStrategy(inputs, tuple(owner for _ in call.outputs), BRANCH, _Alone(owner, inputs), placed.share)
+def _captured_result(call: OpCall) -> Tensor:
+    """Return an operator's tensor, or the first of them, as it was captured."""
+    result = call.node.meta["val"]
+    return result if isinstance(result, Tensor) else next(each for each in result if isinstance(each, Tensor))
 
 
-@final
-class _Alone:
-    """Writes it: the operator itself on its owner, a stand-in elsewhere."""
+def _result_extent(call: OpCall) -> Extent:
+    return Extent(_captured_result(call), [node.meta["val"] for node in model_inputs(call.node)])
 
-    def __init__(self, owner: OnRank, inputs: Sequence[Placement]) -> None:
-        self._owner, self._takes = owner, inputs
 
-    def __call__(self, emitter: GraphEmitter, call: OpCall) -> Node:
-        if emitter.shards.rank == self._owner.shard or not call.outputs:
+def _draws_random(call: OpCall) -> bool:
+    """Return True if an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in getattr(call.target, "tags", ()):
+        return False
+    schema = enumerate(call.target._schema.arguments)
+    values = {argument.name: call.argument(i, argument.name, argument.default_value) for i, argument in schema}
+    off = any(values.get(name) == 0 for name in ("p", "dropout_p", "dropout"))
+    return not off and values.get("train", True) and values.get("training", True)
+
+
+def belongs_to(value: GraphTensor, branch: frozenset[Node]) -> bool:
+    """Return True if a tensor is computed or used in a branch and nowhere else."""
+    if value.parameter is not None:
+        return all(user in branch for user in value.node.users)
+    return value.node in branch
+
+
+def is_movable(call: OpCall, branch: frozenset[Node]) -> bool:
+    """Return True if one shard can compute an operator, with the rest of its branch.
+
+    What writes into a tensor in place can't be moved, since the trunk may be that tensor. What draws random numbers is
+    run by all shards, which then need its inputs; and where it isn't run, the size of its result has to be known.
+    """
+    own_parameters = any(v.parameter is not None and belongs_to(v, branch) for v in call.inputs)
+    if call.mutates or (own_parameters and _draws_random(call)):
+        return False
+    return not call.outputs or _result_extent(call).complete
+
+
+def branch_strategy(call: OpCall, branch: frozenset[Node], owner: OnRank, share: float) -> OpStrategy:
+    """Return the strategy of an operator of a branch: the owner runs it, the others have a stand-in."""
+    inputs = tuple(owner if belongs_to(value, branch) else value.replicated for value in call.inputs)
+
+    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
+        if emitter.shards.rank == owner.shard or not call.outputs:
             return emitter.copy(call)
-        if draws_random(call):
+        if _draws_random(call):  # all generators stay in the same state
             emitter.copy(call)
-        return self._stand_in(emitter, call)
-
-    def _stand_in(self, emitter: GraphEmitter, call: OpCall) -> Node:
-        given = [
+        # Sources of a stand-in are the trunk's nodes: where an input is a stand-in itself, those that it stands for.
+        sources = [
             emitter.local(value.node)
-            for value, layout in zip(call.inputs, self._takes, strict=True)
-            if value.differentiable and not (value.parameter is not None and layout == self._owner)
+            for value, placement in zip(call.inputs, inputs, strict=True)
+            if value.differentiable and not (value.parameter is not None and placement == owner)
         ]
-        trunk = tuple(dict.fromkeys(each for node in given for each in node.meta.get(_STANDS_FOR, (node,))))
-        size, placeholders = result_extent(call), model_inputs(call.node)
-        wanted = (emitter.local(placeholders[index]) for index in size.inputs)
-        module = StandIn(size, captured_result(call), differentiable=call.outputs[0].differentiable)
-        made = emitter.module(module, *wanted, *trunk)
-        made.meta[_STANDS_FOR] = trunk
-        return made
+        trunk = tuple(dict.fromkeys(each for node in sources for each in node.meta.get(_STANDS_FOR, (node,))))
+        extent, placeholders = _result_extent(call), model_inputs(call.node)
+        sized_by = (emitter.local(placeholders[index]) for index in extent.inputs)
+        module = StandIn(extent, _captured_result(call), differentiable=call.outputs[0].differentiable)
+        node = emitter.module(module, *sized_by, *trunk)
+        node.meta[_STANDS_FOR] = trunk
+        return node
+
+    return OpStrategy(inputs, tuple(owner for _ in call.outputs), BRANCH, emit, share)
 
 
 def is_stand_in(node: Node) -> bool:
-    """Of the graph of a shard: whether it can be left out where nobody takes it."""
+    """Return True if a node of a shard's graph is a stand-in, which can be left out where it has no user."""
     return _STANDS_FOR in node.meta
 
 
-def join_strategies(call: OpCall, placed: PlacedRegion) -> Iterator[OpStrategy]:
-    """A join that puts its branches' tensors one after the other.
+def join_strategies(call: OpCall, owners: Sequence[OnRank | None]) -> Iterator[OpStrategy]:
+    """Yield the strategies of a concatenation of branches.
 
-    Each shard sends its own, and has the whole; or keeps them as its part, where they are next to each other. Other
-    joins have the ways of their rules: a sum is one of terms of which each shard has its own.
+    Each shard sends its own tensors, and has the whole; or keeps them as its part, where they are next to each other.
+    Other joins have the strategies of their rules: a sum is one of terms of which each shard has its own.
+
+    Args:
+        call: the operator that joins.
+        owners: owner of each input; None: all shards have it.
     """
-    if call.target is not torch.ops.aten.cat.default or call.repeats:
+    if call.target is not aten.cat.default or call.repeats_input or not any(owners):
         return
-    branches = [placed.branch(value.node) for value in call.inputs]
-    owners = [None if index is None else placed.owners[index] for index in branches]
-    if not any(owners):
-        return
-    (made,) = call.outputs
-    dim = call.argument(1, "dim", 0) % made.dims
-    part = _kept(owners, [value.shape[dim] for value in call.inputs], dim - made.dims, call.shards)
+    (output,) = call.outputs
+    dim = call.argument(1, "dim", 0) % output.dims
+    part = _kept_parts(owners, [value.shape[dim] for value in call.inputs], dim - output.dims, call.shards)
     if part is not None:
-        yield OpStrategy(tuple(owner for owner in owners if owner), (part,), "join", _part(owners, dim), part.share)
-    sent = (
-        sum(v.nbytes for v, owner in zip(call.inputs, owners, strict=True) if owner) * (call.shards - 1) / call.shards
-    )
-    for layout in (REPLICATE, PARTIAL_GRAD) if made.differentiable else (REPLICATE,):
-        everyones_ = layout if made.differentiable else REPLICATE
-        inputs = tuple(_or_whole(owner or everyones_, v) for owner, v in zip(owners, call.inputs, strict=True))
-        rounds = 2 if layout == PARTIAL_GRAD else 1
-        yield OpStrategy(
-            inputs, (layout,), "join", _join(owners, dim, shared=layout == PARTIAL_GRAD), 1.0, rounds * sent, rounds
+
+        def emit_own(emitter: GraphEmitter, call: OpCall) -> Node:
+            pairs = zip(owners, call.inputs, strict=True)
+            own = [emitter.local(value.node) for owner, value in pairs if owner == OnRank(emitter.shards.rank)]
+            return emitter.call(aten.cat.default, own, dim)
+
+        yield OpStrategy(tuple(owner for owner in owners if owner), (part,), "join", emit_own, part.share)
+    gathered = sum(value.nbytes for value, owner in zip(call.inputs, owners, strict=True) if owner)
+    sent = gathered * (call.shards - 1) / call.shards
+    for placement in (REPLICATE, PARTIAL_GRAD) if output.differentiable else (REPLICATE,):
+        inputs: tuple[Placement, ...] = tuple(
+            owner or (placement if value.differentiable else REPLICATE)
+            for owner, value in zip(owners, call.inputs, strict=True)
         )
+        partial_grad = placement == PARTIAL_GRAD
+        rounds = 2 if partial_grad else 1
+        emit = partial(emit_join, owners, dim, partial_grad)
+        yield OpStrategy(inputs, (placement,), "join", emit, 1.0, rounds * sent, rounds)
 
 
-def _kept(owners: Sequence[OnRank | None], lengths: Sequence[int], dim: int, shards: int) -> Shard | None:
-    """How the result is divided where each shard keeps its own; None: they are apart, or some have none.
+def _kept_parts(owners: Sequence[OnRank | None], lengths: Sequence[int], dim: int, shards: int) -> Shard | None:
+    """Return how the result is sharded where each shard keeps its own; None: they are apart, or some have none.
 
-    >>> _kept([OnRank(0), OnRank(0), OnRank(1)], [2, 3, 4], -1, 2)
+    >>> _kept_parts([OnRank(0), OnRank(0), OnRank(1)], [2, 3, 4], -1, 2)
     Shard(dim=-1, sizes=(5, 4), blocks=1)
     """
-    shard_of = [owner.shard for owner in owners if owner is not None]
-    if len(shard_of) < len(owners) or shard_of != sorted(shard_of) or set(shard_of) != set(range(shards)):
+    ranks = [owner.shard for owner in owners if owner is not None]
+    if len(ranks) < len(owners) or ranks != sorted(ranks) or set(ranks) != set(range(shards)):
         return None
-    each = list(zip(shard_of, lengths, strict=True))
-    return Shard(dim, tuple(sum(length for owner, length in each if owner == shard) for shard in range(shards)))
+    pairs = list(zip(ranks, lengths, strict=True))
+    return Shard(dim, tuple(sum(length for rank, length in pairs if rank == shard) for shard in range(shards)))
 
 
-def _part(owners: Sequence[OnRank | None], dim: int) -> Any:
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        pairs = zip(owners, call.inputs, strict=True)
-        own = [emitter.local(value.node) for owner, value in pairs if owner == OnRank(emitter.shards.rank)]
-        return emitter.call(torch.ops.aten.cat.default, own, dim)
-
-    return emit
-
-
-def _or_whole(layout: Placement, value: GraphTensor) -> Placement:
-    return layout if value.differentiable or isinstance(layout, OnRank) else REPLICATE
+def emit_join(
+    owners: Sequence[OnRank | None], dim: int, partial_grad: bool, emitter: GraphEmitter, call: OpCall
+) -> Node:
+    ranks = [None if owner is None else owner.shard for owner in owners]
+    module = Join(emitter.shards, call.node.name, ranks, dim, partial_grad=partial_grad)
+    return emitter.module(module, *(emitter.local(value.node) for value in call.inputs))
 
 
-def _join(owners: Sequence[OnRank | None], dim: int, *, shared: bool) -> Any:
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        of = [None if owner is None else owner.shard for owner in owners]
-        module = Join(emitter.shards, call.node.name, of, dim, shared=shared)
-        return emitter.module(module, *(emitter.local(value.node) for value in call.inputs))
+@final
+class Join(CollectiveModule):
+    """Concatenate tensors on each shard; those of another shard only have their shape.
 
-    return emit
+    Args:
+        shards: the group.
+        name: name of the result, for messages of ranks that wait.
+        owners: owner of each tensor; None: all shards have it.
+        dim: dim along which they are joined.
+        partial_grad: True if each shard has a term of the result's gradient, rather than all of it.
+    """
+
+    def __init__(
+        self, shards: TPCollectives, name: str, owners: Sequence[int | None], dim: int, *, partial_grad: bool
+    ) -> None:
+        super().__init__(shards, name)
+        self.owners, self.dim, self.partial_grad = list(owners), dim, partial_grad
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        """Return the whole tensor."""
+        whole: Tensor = _JoinFunction.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return whole
+
+    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Gather all shards' tensors and concatenate them in order."""
+        lengths = [tensor.shape[self.dim] for tensor in tensors]
+        shapes = list[tuple[int, ...]]()
+        for shard in range(self.shards.count):
+            shape = list(tensors[0].shape)
+            shape[self.dim] = sum(self._of(lengths, shard))
+            shapes.append(tuple(shape))
+        local = self._cat_of(tensors, self.shards.rank, tensors[0])
+        gathered = self.shards.all_gather(local, shapes, self.name)
+        pieces = [iter(torch.split(part, self._of(lengths, s), self.dim)) for s, part in enumerate(gathered)]
+        ordered = [
+            tensor if owner is None else next(pieces[owner]) for tensor, owner in zip(tensors, self.owners, strict=True)
+        ]
+        return with_memory_order(torch.cat(ordered, self.dim), tensors[0])
+
+    def gradients(self, gradient: Tensor, lengths: Sequence[int]) -> list[Tensor | None]:
+        """Return the gradient of each tensor; None for one of another shard."""
+        rank, count = self.shards.rank, self.shards.count
+        terms = list(torch.split(gradient, list(lengths), self.dim))
+        if self.partial_grad:
+            parts = [self._cat_of(terms, shard, gradient) for shard in range(count)]
+            total = self.shards.reduce_scatter(parts, f"the gradient of {self.name}")
+            sums = iter(torch.split(total, self._of(lengths, rank), self.dim))
+            terms = [next(sums) if owner == rank else term for owner, term in zip(self.owners, terms, strict=True)]
+        return [term if owner in (None, rank) else None for owner, term in zip(self.owners, terms, strict=True)]
+
+    def _of(self, lengths: Sequence[int], shard: int) -> list[int]:
+        """Return the lengths of a shard's tensors."""
+        return [length for length, owner in zip(lengths, self.owners, strict=True) if owner == shard]
+
+    def _cat_of(self, tensors: Sequence[Tensor], shard: int, like: Tensor) -> Tensor:
+        """Return a shard's tensors, one after the other; it may have none."""
+        # An empty tensor where it has none: a collective takes one of each shard.
+        own = [tensor for tensor, owner in zip(tensors, self.owners, strict=True) if owner == shard]
+        return torch.cat(own, self.dim) if own else like.narrow(self.dim, 0, 0)
+
+
+class _JoinFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, join: Join, *tensors: Tensor) -> Tensor:
+        ctx.join, ctx.lengths = join, [tensor.shape[join.dim] for tensor in tensors]
+        return join.gather(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.join.gradients(gradients[0], ctx.lengths)

@@ -1,14 +1,4 @@
-"""The operators of a captured graph as rules see them, and in what units their dims can be divided.
-
-The operators of a captured graph, as rules look at them.
-
-A layer that makes queries, keys and values of 2 heads of 8 features in one product gives 48 of them: 3 blocks, one
-after the other, of 2 units of 8. The layer does not say so; the operators after it do, and what they show of a dim
-holds for every dim of that length::
-
-    split   48 -> 16 + 16 + 16      a dim of 48 has 3 blocks of 16
-    view    16 -> 2 × 8             a dim of 16 has units of 8           so 48: 3 blocks, units of 8
-"""
+"""Operators of a captured graph as rules see them, and the units in which their dims can be divided."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -24,119 +14,15 @@ from torch.fx import Graph, GraphModule, Node
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
-from paceline.replica.tensor.base import Cuts, GraphTensor, OpCall
+from paceline.replica.tensor.base import Divisions, GraphTensor, OpCall
 
 aten = torch.ops.aten
 
-Grain = tuple[int, int]
-"""(blocks, elements that stay together)."""
-
 _PIECES = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
-
-
-def dim_divisions(graph: Graph, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Cuts:
-    """What a graph says of the dims of its tensors, by their length."""
-    grains: dict[int, set[Grain]] = defaultdict(lambda: {(1, 1)})
-    factors = {factor for node in graph.nodes for factor in _factors(node, values)}
-    for length, unit in (found for node in graph.nodes for found in _grouped(node, values)):
-        grains[length].add((1, unit))
-    before = -1
-    while before != (before := sum(map(len, grains.values()))):  # each round says more of longer dims
-        for length, blocks, inner in factors:
-            grains[length] |= {(1, inner)} if blocks == 1 else set()
-            grains[length] |= {(o, u * inner) for o, u in grains[blocks]} if inner > 1 else set()
-            grains[length] |= {(blocks * o, u) for o, u in grains[inner]} if blocks > 1 else set()
-    return {length: _coarsest(length, found) for length, found in grains.items()}
-
-
-def _factors(node: Node, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Iterator[tuple[int, int, int]]:
-    """Lengths that are products of two others: (length, slower, quicker)."""
-    if node.op != "call_function":
-        return
-    sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
-    made = values.get(node, ())
-    if node.target in _PIECES and sources:
-        dim_lengths = {(a, b) for a, b in zip(sources[0].shape, made[0].shape, strict=False) if a != b}
-        yield from ((whole, whole // part, part) for whole, part in dim_lengths if part and whole % part == 0)
-    elif _reshapes(node.target) and sources:
-        for longer, shorter in ((sources[0].shape, made[0].shape), (made[0].shape, sources[0].shape)):
-            yield from _merged(longer, shorter)
-
-
-def _grouped(node: Node, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Iterator[tuple[int, int]]:
-    """Channels of which some stay together: (length, unit)."""
-    sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
-    if node.target is aten.group_norm.default:
-        channels, groups = sources[0].shape[1], node.args[1]
-        lengths = [channels]
-    elif "conv" in str(node.target) and len(sources) > 1 and len(node.args) > 6:
-        groups = node.args[6]
-        lengths = [value.shape[1] for value in (sources[0], *values[node]) if value.dims == sources[1].dims]
-    elif node.target is aten.scaled_dot_product_attention.default and len(sources) > 1:
-        lengths, groups = [sources[0].shape[-3]] if sources[0].dims > 2 else [], sources[1].shape[-3:][0]
-    else:
-        return
-    if isinstance(groups, int) and groups > 1:
-        yield from ((length, length // groups) for length in lengths if length > groups and not length % groups)
-
-
-def _reshapes(target: Any) -> bool:
-    return target in (
-        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
-    )  # fmt: skip
-
-
-def _merged(apart: Sequence[int], together: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Dims of ``together`` that are two or more of ``apart``."""
-    for length, group in matching_dims(apart, together):
-        lengths = [apart[i] for i in group]
-        whole = [together[j] for j in length]
-        if len(whole) != 1 or len(lengths) < 2:
-            continue
-        quicker = 1
-        for each in reversed(lengths[1:]):
-            quicker *= each
-            yield whole[0], whole[0] // quicker, quicker
-
-
-def matching_dims(apart: Sequence[int], together: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """Dims of two shapes of the same tensor that have the same elements: (dims of ``together``, dims of ``apart``).
-
-    >>> groups((2, 3, 4, 5), (6, 4, 5))
-    [([0], [0, 1]), ([1], [2]), ([2], [3])]
-    """
-    found: list[tuple[list[int], list[int]]] = []
-    i = j = 0
-    while i < len(apart) or j < len(together):
-        ours: list[int] = []
-        theirs: list[int] = []
-        a = b = 1
-        if i < len(apart):
-            theirs.append(i)
-            a, i = apart[i], i + 1
-        if j < len(together):
-            ours.append(j)
-            b, j = together[j], j + 1
-        while a != b:
-            if a < b and i < len(apart):
-                theirs.append(i)
-                a, i = a * apart[i], i + 1
-            elif j < len(together):
-                ours.append(j)
-                b, j = b * together[j], j + 1
-            else:
-                return found
-        found.append((ours, theirs))
-    return found
-
-
-def _coarsest(length: int, found: set[Grain]) -> Sequence[Grain]:
-    """All that are possible, of each number of blocks the coarsest first."""
-    possible = [(blocks, unit) for blocks, unit in found if length % (blocks * unit) == 0]
-    return sorted(possible, key=lambda grain: (grain[0], -grain[1]))
-
-
-_UNLINKED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+_RESHAPES = (
+    aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
+)  # fmt: skip
+_WITHOUT_GRADIENT = (aten.detach.default, aten.detach_.default)
 
 
 @dataclass(frozen=True)
@@ -145,12 +31,12 @@ class OperatorGraph:
 
     captured: Captured
     values: Mapping[Node, tuple[GraphTensor, ...]]
-    """Of each node that has tensors: what it gives."""
+    """Results of each node that has tensors."""
     calls: Mapping[Node, OpCall]
-    """Of each node that calls something and takes or gives a tensor, in order."""
+    """Nodes that call something and have tensors as inputs or outputs, in order."""
 
     def outputs(self) -> list[GraphTensor]:
-        """The tensors that the graph returns."""
+        """Return the tensors that the graph returns."""
         output = next(iter(reversed(self.captured.module.graph.nodes)))
         return [value for node in output.all_input_nodes for value in self.values.get(node, ())]
 
@@ -158,106 +44,189 @@ class OperatorGraph:
 def operator_graph(
     captured: Captured, shards: int, leaves: Sequence[Any] = (), flowing: Collection[Node] = ()
 ) -> OperatorGraph:
-    """Look at a graph of operators, for so many shards.
+    """Build the operators of a captured graph for ``shards`` shards.
 
     Args:
         captured: the graph.
         shards: k.
-        leaves: of the input that is planned for; empty: the one that was captured with.
+        leaves: leaves of the input that is planned for; empty: those that were captured with.
         flowing: inputs that have a gradient, which has to be whole on every shard.
 
     Raises:
-        InputError: an operator's sizes are not known before it runs.
+        InputError: the size of a tensor depends on values.
     """
-    graph, values = captured.module, dict[Node, tuple[GraphTensor, ...]]()
-    sizes = _sizes(graph.graph, leaves)
-    for node in graph.graph.nodes:
-        given = _gives(graph, node, values, sizes, flowing)
-        if given:
-            values[node] = given
-    divisible = dim_divisions(graph.graph, values)
+    module, values = captured.module, dict[Node, tuple[GraphTensor, ...]]()
+    sizes = _symbol_sizes(module.graph, leaves)
+    for node in module.graph.nodes:
+        results = _results(module, node, values, sizes, flowing)
+        if results:
+            values[node] = results
+    divisions = dim_divisions(module.graph, values)
     calls = dict[Node, OpCall]()
-    for node in graph.graph.nodes:
-        inputs = tuple(value for source in node.all_input_nodes for value in _taken(values, source, node))
+    for node in module.graph.nodes:
+        inputs = list[GraphTensor]()
+        for source in node.all_input_nodes:
+            results = values.get(source, ())
+            # Of a tuple with several tensors an item is one of them.
+            if node.target is getitem and isinstance(index := node.args[1], int) and len(results) > 1:
+                results = results[index : index + 1]
+            inputs += results
         if node.op in ("call_function", "call_module") and (inputs or node in values):
-            calls[node] = OpCall(node, inputs, values.get(node, ()), shards, divisible)
+            calls[node] = OpCall(node, tuple(inputs), values.get(node, ()), shards, divisions)
     return OperatorGraph(captured, values, calls)
 
 
-def _taken(values: Mapping[Node, tuple[GraphTensor, ...]], source: Node, user: Node) -> Iterator[GraphTensor]:
-    """Of a tuple, the one element that is named."""
-    given = values.get(source, ())
-    if user.target is getitem and isinstance(index := user.args[1], int) and len(given) > 1:
-        given = given[index : index + 1]
-    yield from given
+def _symbol_sizes(graph: Graph, leaves: Sequence[Any]) -> dict[Any, int]:
+    """Return the value of each symbol of the graph's sizes for an input."""
+    sizes: dict[Any, int] = {}
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for node, leaf in zip(placeholders, leaves, strict=False):
+        if isinstance(leaf, Tensor):
+            for size, length in zip(node.meta["val"].shape, leaf.shape, strict=False):
+                if not isinstance(size, int) and size.node.expr.is_Symbol:
+                    sizes[size.node.expr] = length
+    return sizes
 
 
-def _sizes(graph: Graph, leaves: Sequence[Any]) -> dict[Any, int]:
-    """Of an input: what the symbols of the graph's sizes stand for."""
-    found: dict[Any, int] = {}
-    places = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, leaf in zip(places, leaves, strict=False):
-        if not isinstance(leaf, Tensor):
-            continue
-        for size, length in zip(node.meta["val"].shape, leaf.shape, strict=False):
-            if not isinstance(size, int) and size.node.expr.is_Symbol:
-                found[size.node.expr] = length
-    return found
-
-
-def _gives(
-    graph: GraphModule,
+def _results(
+    module: GraphModule,
     node: Node,
     values: Mapping[Node, tuple[GraphTensor, ...]],
     sizes: Mapping[Any, int],
     flowing: Collection[Node],
 ) -> tuple[GraphTensor, ...]:
+    """Return the tensors that a node gives."""
     if node.op == "get_attr":
-        held: Any = attrgetter(str(node.target))(graph)
-        if not isinstance(held, Tensor):
+        constant: Any = attrgetter(str(node.target))(module)
+        if not isinstance(constant, Tensor):
             return ()
-        return (GraphTensor(node, tuple(held.shape), held.dtype, held.requires_grad, str(node.target)),)
-    made = node.meta.get("val")
-    found = [made] if isinstance(made, Tensor) else made if isinstance(made, (list, tuple)) else []
-    tensors = [each for each in found if isinstance(each, Tensor)]
-    flows = node in flowing
-    return tuple(_value(node, index, each, values, sizes, flows=flows) for index, each in enumerate(tensors))
-
-
-def _value(
-    node: Node,
-    index: int,
-    made: Tensor,
-    values: Mapping[Node, tuple[GraphTensor, ...]],
-    sizes: Mapping[Any, int],
-    *,
-    flows: bool,
-) -> GraphTensor:
-    linked = node.op != "placeholder" and node.target not in _UNLINKED
+        name = str(node.target)
+        return (GraphTensor(node, tuple(constant.shape), constant.dtype, constant.requires_grad, name),)
+    # A result has a gradient if an input has one, unless the operator takes it away.
+    linked = node.op != "placeholder" and node.target not in _WITHOUT_GRADIENT
     sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
-    differentiable = flows or (linked and any(value.differentiable for value in sources))
-    differentiable = differentiable and made.dtype.is_floating_point
-    shape = tuple(_size(node, size) for size in made.shape)
-    elements = prod(_actual(size, sizes) for size in made.shape) if sizes else None
-    return GraphTensor(node, shape, made.dtype, differentiable, index=index, elements=elements)
+    differentiable = node in flowing or (linked and any(value.differentiable for value in sources))
+    fake = node.meta.get("val")
+    candidates = [fake] if isinstance(fake, Tensor) else fake if isinstance(fake, (list, tuple)) else []
+    results = list[GraphTensor]()
+    for tensor in (each for each in candidates if isinstance(each, Tensor)):
+        flows = differentiable and tensor.dtype.is_floating_point
+        shape = tuple(_captured_size(node, size) for size in tensor.shape)
+        elements = prod(_planned_size(size, sizes) for size in tensor.shape) if sizes else None
+        results.append(GraphTensor(node, shape, tensor.dtype, flows, index=len(results), elements=elements))
+    return tuple(results)
 
 
-def _actual(size: Any, sizes: Mapping[Any, int]) -> int:
-    """With the input that is planned for; a size that it does not say is that of what was captured with."""
+def _planned_size(size: Any, sizes: Mapping[Any, int]) -> int:
+    """Return a size with the input that is planned for, or as captured where that input does not determine it."""
     if isinstance(size, int):
         return size
-    found = size.node.expr.subs(sizes)
-    return int(found) if found.is_number else int(size.node.hint)
+    expression = size.node.expr.subs(sizes)
+    return int(expression) if expression.is_number else int(size.node.hint)
 
 
-def _size(node: Node, size: Any) -> int:
-    """With the batch that was captured."""
+def _captured_size(node: Node, size: Any) -> int:
+    """Return a size with the batch that was captured."""
     if isinstance(size, int):
         return size
-    hint = size.node.hint
-    if hint is None:
+    if size.node.hint is None:
         raise InputError(
             f"{node.name} makes a tensor whose size depends on values ({size}), so the model can't be divided; write "
             f"a mask in its place, or {WAYS_OUT}"
         )
-    return int(hint)
+    return int(size.node.hint)
+
+
+def dim_divisions(graph: Graph, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Divisions:
+    """Return in which (blocks, units) dims can be divided, by their length: as reshapes and groups say.
+
+    A dim of 3·12 elements that is reshaped to 3 × 4 × 3 for 4 heads can be divided in 3 blocks of 4 units of 3.
+    """
+    grains: dict[int, set[tuple[int, int]]] = defaultdict(lambda: {(1, 1)})
+    factors = set[tuple[int, int, int]]()
+    for node in graph.nodes:
+        sources = [value for source in node.all_input_nodes for value in values.get(source, ())]
+        factors |= set(_factors(node, sources, values.get(node, ())))
+        for length, unit in _grouped_channels(node, sources, values.get(node, ())):
+            grains[length].add((1, unit))
+    before = -1
+    while before != (before := sum(map(len, grains.values()))):  # each round says more of longer dims
+        for length, outer, inner in factors:
+            grains[length] |= {(1, inner)} if outer == 1 else set()
+            grains[length] |= {(blocks, unit * inner) for blocks, unit in grains[outer]} if inner > 1 else set()
+            grains[length] |= {(outer * blocks, unit) for blocks, unit in grains[inner]} if outer > 1 else set()
+    divisions = dict[int, Sequence[tuple[int, int]]]()
+    for length, found in grains.items():  # of each number of blocks the coarsest units first
+        possible = [(blocks, unit) for blocks, unit in found if length % (blocks * unit) == 0]
+        divisions[length] = sorted(possible, key=lambda grain: (grain[0], -grain[1]))
+    return divisions
+
+
+def _factors(
+    node: Node, sources: Sequence[GraphTensor], results: Sequence[GraphTensor]
+) -> Iterator[tuple[int, int, int]]:
+    """Yield lengths that are products of two others: (length, slower, faster)."""
+    if node.op != "call_function" or not sources:
+        return
+    if node.target in _PIECES:
+        pairs = {(a, b) for a, b in zip(sources[0].shape, results[0].shape, strict=False) if a != b}
+        yield from ((whole, whole // part, part) for whole, part in pairs if part and whole % part == 0)
+    elif node.target in _RESHAPES:
+        before, after = sources[0].shape, results[0].shape
+        for apart, together in ((before, after), (after, before)):
+            for joined, dims in matching_dims(apart, together):
+                if len(joined) == 1 and len(dims) > 1:  # one dim here is several there
+                    length, faster = together[joined[0]], 1
+                    for dim in reversed(dims[1:]):
+                        faster *= apart[dim]
+                        yield length, length // faster, faster
+
+
+def _grouped_channels(
+    node: Node, sources: Sequence[GraphTensor], results: Sequence[GraphTensor]
+) -> Iterator[tuple[int, int]]:
+    """Yield channels or heads of which some stay together: (length, unit)."""
+    lengths: list[int]
+    if node.target is aten.group_norm.default:
+        lengths, groups = [sources[0].shape[1]], node.args[1]
+    elif "conv" in str(node.target) and len(sources) > 1 and len(node.args) > 6:
+        lengths = [value.shape[1] for value in (sources[0], *results) if value.dims == sources[1].dims]
+        groups = node.args[6]
+    elif node.target is aten.scaled_dot_product_attention.default and len(sources) > 1:
+        lengths = [sources[0].shape[-3]] if sources[0].dims > 2 else []
+        groups = sources[1].shape[-3:][0]
+    else:
+        return
+    if isinstance(groups, int) and groups > 1:
+        yield from ((length, length // groups) for length in lengths if length > groups and not length % groups)
+
+
+def matching_dims(apart: Sequence[int], together: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Return dims of two shapes of a tensor that have the same elements: (dims of ``together``, dims of ``apart``).
+
+    >>> matching_dims((2, 3, 4, 5), (6, 4, 5))
+    [([0], [0, 1]), ([1], [2]), ([2], [3])]
+    """
+    pairs: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(apart) or j < len(together):
+        # One dim of each, then more of the one whose product is smaller until the products are equal.
+        joined, dims = list[int](), list[int]()
+        a = b = 1
+        if i < len(apart):
+            dims.append(i)
+            a, i = apart[i], i + 1
+        if j < len(together):
+            joined.append(j)
+            b, j = together[j], j + 1
+        while a != b:
+            if a < b and i < len(apart):
+                dims.append(i)
+                a, i = a * apart[i], i + 1
+            elif j < len(together):
+                joined.append(j)
+                b, j = b * together[j], j + 1
+            else:
+                return pairs
+        pairs.append((joined, dims))
+    return pairs

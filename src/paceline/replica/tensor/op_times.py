@@ -1,12 +1,9 @@
-"""How much work an operator is, and how long it takes, forward and backward.
-
-How long operators of a model take, forward and backward, measured on the first batch.
-"""
+"""Work of an operator, and the time it takes forward and backward, measured on the first batch."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 from torch import Tensor
@@ -19,11 +16,17 @@ from paceline.replica.tensor.base import OpCall
 
 aten = torch.ops.aten
 
+OpTimes: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
+"""Operators -> the time of each, in any unit."""
+
+REPEATS = 3
+"""Repeats, of which the fastest counts: whatever else the machine does only makes an operator slower."""
+
 _PRODUCTS = (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.bmm.default)
 
 
 def op_work(call: OpCall) -> float:
-    """Of forward alone; backward is in proportion."""
+    """Count an operator's multiplications forward, or its elements; backward is in proportion."""
     elements = sum(prod(value.shape) for value in call.outputs)
     if call.target in _PRODUCTS:
         index = 1 if call.target is aten.addmm.default else 0
@@ -33,56 +36,57 @@ def op_work(call: OpCall) -> float:
     return float(elements)
 
 
-REPEATS = 3
-"""Of which the quickest counts: whatever else the machine does only makes it slower."""
+def multiplication_counts(calls: Sequence[OpCall]) -> Mapping[Node, float]:
+    """Return each operator's work, where times are not measured."""
+    return {call.node: op_work(call) for call in calls}
 
 
 def measure_op_times(module: GraphModule, leaves: Sequence[Any], calls: Sequence[OpCall]) -> Mapping[Node, float]:
-    """Seconds of each of some operators. The model and the input are left as they were.
+    """Measure the seconds of operators; the model and the input are left as they were.
 
     Args:
         module: a captured graph.
-        leaves: of the input.
-        calls: of which operators.
+        leaves: leaves of the input.
+        calls: the operators.
     """
-    asked = {call.node: call for call in calls}
-    found = dict.fromkeys(asked, float("inf"))
+    by_node = {call.node: call for call in calls}
+    fastest = dict.fromkeys(by_node, float("inf"))
     tensors = {str(i): leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
     with preserve_tensors(module, tensors), torch.no_grad():
         for _ in range(REPEATS):
-            clock = _Clock(module, asked)
-            clock.run(*leaves)
-            found = {node: min(took, clock.took[node]) for node, took in found.items()}
-    return found
+            timer = _TimingInterpreter(module, by_node)
+            timer.run(*leaves)
+            fastest = {node: min(seconds, timer.seconds[node]) for node, seconds in fastest.items()}
+    return fastest
 
 
 @final
-class _Clock(Interpreter):
-    """Runs a graph, each operator that is asked about on tensors of its own."""
+class _TimingInterpreter(Interpreter):
+    """Runs a graph; each operator that is timed runs forward and backward on tensors of its own."""
 
-    def __init__(self, module: GraphModule, asked: Mapping[Node, OpCall]) -> None:
+    def __init__(self, module: GraphModule, calls: Mapping[Node, OpCall]) -> None:
         super().__init__(module)
-        self._asked = asked
-        self.took: dict[Node, float] = {}
+        self._calls = calls
+        self.seconds: dict[Node, float] = {}
 
     def run_node(self, n: Node) -> Any:
-        call = self._asked.get(n)
+        call = self._calls.get(n)
         if call is None:
             return super().run_node(n)
         learns = any(value.differentiable for value in call.outputs) and not call.mutates
-        fresh = {value.node for value in call.inputs if learns and value.differentiable}
-        own = {node: tree_map_only(Tensor, _fresh, self.env[node]) for node in fresh}
-        args, kwargs = map_arg((n.args, n.kwargs), lambda node: own.get(node, self.env[node]))
+
+        def as_leaf(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+        # Leaves of their own: backward stops at them, so that it is this operator's alone.
+        sources = {value.node for value in call.inputs if learns and value.differentiable}
+        leaves = {node: tree_map_only(Tensor, as_leaf, self.env[node]) for node in sources}
+        args, kwargs = map_arg((n.args, n.kwargs), lambda node: leaves.get(node, self.env[node]))
         began = time.perf_counter()
         with torch.set_grad_enabled(learns):
-            made = getattr(self, n.op)(n.target, args, kwargs)
-        if learns:
-            ends = [each for each in tree_leaves(made) if isinstance(each, Tensor) and each.requires_grad]
+            result = getattr(self, n.op)(n.target, args, kwargs)
+        if learns:  # backward with a gradient of ones, as if the next operator handed it over
+            ends = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.requires_grad]
             torch.autograd.backward(ends, [torch.ones_like(end) for end in ends])
-        self.took[n] = time.perf_counter() - began
-        return tree_map_only(Tensor, Tensor.detach, made)
-
-
-def _fresh(tensor: Tensor) -> Tensor:
-    """The same numbers, with a gradient of its own."""
-    return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+        self.seconds[n] = time.perf_counter() - began
+        return tree_map_only(Tensor, Tensor.detach, result)

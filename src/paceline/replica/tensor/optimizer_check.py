@@ -1,4 +1,4 @@
-"""Whether an optimizer may step on parts of tensors: whether it treats each element alone, which is tried.
+"""Check by trial that an optimizer may step on parts of tensors: that it treats each element alone.
 
 ::
 
@@ -16,116 +16,109 @@ from torch.optim import Optimizer
 from paceline.core.errors import InputError
 from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
-from paceline.replica.tensor.placements import Placement as Lies
-from paceline.replica.tensor.placements import Shard, even_sizes, shard_layout
+from paceline.replica.tensor.placements import Placement, Shard, even_sizes, shard_layout
 
 STEPS = 3
-"""So that what an optimizer remembers counts as well."""
+"""Number of steps, so that the optimizer's state counts as well."""
 
 APART = 1e-5
-"""Of the farthest that an element of the tensor moves: some remember in float32. The norm of a part is another than
-that of the whole by far more."""
+"""Tolerance relative to the farthest move of an element: some optimizers keep state in float32. The norm of a part
+differs from that of the whole by far more."""
 
-_OTHERS = 3
-"""Length of the dims that are not divided, in what is tried."""
+_OTHER_DIMS = 3
+"""Length of the dims that are not sharded, in the trial."""
 
 _SEED = 2718
-"""Any number would do."""
+"""Seed of the trial; any number would do."""
 
 
-def refuse_unless_elementwise(make: OptimizerFactory, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
-    """Raise InputError where an optimizer does not do to parts of tensors what it does to the tensors.
+def refuse_unless_elementwise(make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int) -> None:
+    """Raise InputError if an optimizer does not do to parts of tensors what it does to the tensors.
 
-    Tried are small tensors in float64, with the names and in the groups of A's.
+    The trial is on small tensors in float64, with the names and in the groups of A's.
 
     Args:
-        make: the optimizer.
-        whole: the layout of A.
-        lies: how its tensors lie among the shards.
+        make: constructs the optimizer.
+        whole: layout of A.
+        placements: placements of its tensors, by name.
         shards: k.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        _Trial(make, whole, lies, shards).compare()
+        _Trial(make, whole, placements, shards).compare()
 
 
 class _Trial:
-    def __init__(self, make: OptimizerFactory, whole: FlatLayout, lies: Mapping[str, Lies], shards: int) -> None:
+    def __init__(self, make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int) -> None:
         self._make, self._whole, self._shards = make, whole, shards
-        self._lies = {name: _small(how, shards) for name, how in lies.items()}
-        self._small = _doubled(whole.reshaped(lambda name, shape: _shape(len(shape), self._lies.get(name))))
+        # Small tensors, sharded along the same dims, into parts that are not equally long.
+        uneven = even_sizes(shards + 1, shards)
+        self._placements = {
+            name: Shard(placement.dim, uneven) if isinstance(placement, Shard) else placement
+            for name, placement in placements.items()
+        }
+
+        def small(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+            placement, sizes = self._placements.get(name), [_OTHER_DIMS] * len(shape)
+            if isinstance(placement, Shard):
+                sizes[placement.dim] = placement.length
+            return tuple(sizes)
+
+        blocks = whole.reshaped(small).parameters
+        self._small = FlatLayout(tuple(DtypeBuffer(torch.float64, block.entries) for block in blocks), ())
         self._name = "the optimizer"
-        self._values, self._gradients = (_random(self._small) for _ in range(2))
+        self._values, self._gradients = self._small.new(), self._small.new()
+        for vector in (*self._values.parameters, *self._gradients.parameters):
+            vector.normal_()
 
     def compare(self) -> None:
-        expected = dict(self._moved(self._small, self._values, self._gradients).named())
-        before = dict(self._values.named())
+        before, after = (
+            dict(self._values.named()),
+            dict(self.stepped(self._small, self._values, self._gradients).named()),
+        )
         for shard in range(self._shards):
-            layout = shard_layout(self._small, self._lies, shard)
+            layout = shard_layout(self._small, self._placements, shard)
             if not layout.parameters:
                 continue
-            found = self._moved(layout, *(self._taken(s, layout, shard) for s in (self._values, self._gradients)))
-            for name, tensor in found.named():
-                there = self._part(name, expected[name], shard)
-                farthest = float((expected[name] - before[name]).abs().max())
-                if not torch.allclose(tensor, there, rtol=0.0, atol=APART * farthest, equal_nan=True):
-                    raise self._refused(f"looks at more of {name} than one element at a time")
+            parts = [self.parts(state, layout, shard) for state in (self._values, self._gradients)]
+            for name, tensor in self.stepped(layout, *parts).named():
+                expected = self._part(name, after[name], shard)
+                farthest = float((after[name] - before[name]).abs().max())
+                if not torch.allclose(tensor, expected, rtol=0.0, atol=APART * farthest, equal_nan=True):
+                    raise self.error(f"looks at more of {name} than one element at a time")
 
-    def _moved(self, layout: FlatLayout, values: FlatState, gradients: FlatState) -> FlatState:
-        """What some steps make of these values."""
+    def stepped(self, layout: FlatLayout, values: FlatState, gradients: FlatState) -> FlatState:
+        """Return these values after some steps."""
         state, out = values.clone(), gradients.clone()
         try:
-            stepper = FlatOptimizer(optimizer_of_part(self._named, self._whole, layout), None, state, out)
+            stepper = FlatOptimizer(optimizer_of_part(self.construct, self._whole, layout), None, state, out)
             for _ in range(STEPS):
                 out.copy_(gradients)  # an optimizer may write into a gradient
                 stepper.step(out.parameters)
         except InputError:
             raise
         except Exception as error:
-            raise self._refused(f"fails on a step: {type(error).__name__}: {error}") from error
+            raise self.error(f"fails on a step: {type(error).__name__}: {error}") from error
         return state
 
-    def _refused(self, why: str) -> InputError:
+    def construct(self, parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = self._make(parameters)
+        self._name = type(optimizer).__name__
+        return optimizer
+
+    def error(self, why: str) -> InputError:
         return InputError(
             f"shards={self._shards}: each shard steps on its part of a tensor, but {self._name} {why}; write shards=1, "
             "or an optimizer that treats each element alone, as torch.optim.AdamW does"
         )
 
-    def _named(self, parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = self._make(parameters)
-        self._name = type(optimizer).__name__
-        return optimizer
-
-    def _taken(self, whole: FlatState, layout: FlatLayout, shard: int) -> FlatState:
+    def parts(self, whole: FlatState, layout: FlatLayout, shard: int) -> FlatState:
+        """Return a shard's part of a state."""
         state, tensors = layout.new(), dict(whole.named())
         for name, view in state.named():
             view.copy_(self._part(name, tensors[name], shard))
         return state
 
     def _part(self, name: str, tensor: Tensor, shard: int) -> Tensor:
-        how = self._lies.get(name)
-        return how.take(tensor, shard) if isinstance(how, Shard) else tensor
-
-
-def _small(how: Lies, shards: int) -> Lies:
-    """Divided along the same dim, into parts that are not equally long."""
-    return Shard(how.dim, even_sizes(shards + 1, shards)) if isinstance(how, Shard) else how
-
-
-def _shape(dims: int, how: Lies | None) -> tuple[int, ...]:
-    shape = [_OTHERS] * dims
-    if isinstance(how, Shard):
-        shape[how.dim] = how.length
-    return tuple(shape)
-
-
-def _doubled(layout: FlatLayout) -> FlatLayout:
-    """Of the parameters alone."""
-    return FlatLayout(tuple(DtypeBuffer(torch.float64, block.entries) for block in layout.parameters), ())
-
-
-def _random(layout: FlatLayout) -> FlatState:
-    state = layout.new()
-    for vector in state.parameters:
-        vector.normal_()
-    return state
+        placement = self._placements.get(name)
+        return placement.take(tensor, shard) if isinstance(placement, Shard) else tensor

@@ -1,22 +1,20 @@
-"""What the shards of a replica have of a tensor, and of its gradient.
+"""Placements of a tensor and of its gradient on the shards of a replica, as DTensor has them.
 
 ::
 
-                value on a shard        gradient on a shard
-    Whole       all of it               all of it
-    Shared      all of it               a term of it, to be summed
-    Partial     a term of it            all of it
-    Split       its part                its part
-    Owned       all of it, on one       all of it, on that one
+                            value on a shard        gradient on a shard
+    Replicate               all of it               all of it
+    ReplicatePartialGrad    all of it               a term of it, to be summed
+    Partial                 a term of it            all of it
+    Shard                   its part                its part
+    OnRank                  all of it, on one       all of it, on that one
 
-A divided operator takes ``ReplicatePartialGrad`` and ``Shard``, and gives ``Shard`` and ``Partial``. From
+A sharded operator takes ``ReplicatePartialGrad`` and ``Shard``, and gives ``Shard`` and ``Partial``. From
 one placement to another is a collective, forward, backward or both (:mod:`paceline.replica.tensor.redistribute`).
-
-What one shard has of A.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias, final
 
@@ -29,7 +27,7 @@ from paceline.replica.flat_state import FlatLayout
 @final
 @dataclass(frozen=True, slots=True)
 class Replicate:
-    """Every shard has all of it, and all of its gradient: what one process has."""
+    """Every shard has all of the tensor and all of its gradient, as one process has."""
 
     def __str__(self) -> str:
         return "whole"
@@ -38,7 +36,7 @@ class Replicate:
 @final
 @dataclass(frozen=True, slots=True)
 class ReplicatePartialGrad:
-    """Every shard has all of it; the shards' gradients are terms of the sum that is its gradient."""
+    """Every shard has all of the tensor; the shards' gradients are terms of the sum that is its gradient."""
 
     def __str__(self) -> str:
         return "shared"
@@ -47,7 +45,7 @@ class ReplicatePartialGrad:
 @final
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The shards have the terms of the sum that it is; every one has all of its gradient."""
+    """Each shard has a term of the sum that is the tensor, and all of its gradient."""
 
     def __str__(self) -> str:
         return "partial"
@@ -55,80 +53,91 @@ class Partial:
 
 @final
 @dataclass(frozen=True, slots=True)
+class OnRank:
+    """One shard has the tensor and its gradient; the others have an empty tensor in its place."""
+
+    shard: int
+
+    def __str__(self) -> str:
+        return f"on shard {self.shard}"
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class Shard:
     """Each shard has its part along one dim, and the gradient of that part.
 
-    The dim is ``outer`` blocks of the same length one after the other; of each block a shard has ``sizes[shard]``
+    The dim is ``blocks`` blocks of the same length one after the other; of each block a shard has ``sizes[shard]``
     elements, in order. So a layer that makes queries, keys and values in one product is split by heads with 3 blocks::
 
-        outer = 3           | q q q q | k k k k | v v v v |
+        blocks = 3          | q q q q | k k k k | v v v v |
         sizes = (2, 2)        0 0 1 1   0 0 1 1   0 0 1 1
 
-    >>> Shard(-1, (2, 2), blocks=3).local((5, 12), shard=0)
+    >>> Shard(-1, (2, 2), blocks=3).local_shape((5, 12), shard=0)
     (5, 6)
     """
 
     dim: int
-    """Counted from the last, so that it stays the same where a tensor is broadcast: -1, -2, ..."""
+    """Dim, counted from the last, so that it stays the same where a tensor is broadcast: -1, -2, ..."""
     sizes: tuple[int, ...]
     """Elements of each block, by shard."""
     blocks: int = 1
-    """Of the batch that was planned with: where blocks are samples, another batch has as many as it has samples."""
+    """Blocks in the batch that was planned with: where blocks are samples, another batch has as many as samples."""
+    # Computed once: forward passes read them, and a plan that is made does not change.
+    block_size: int = field(init=False, repr=False, compare=False)
+    """Elements of a block."""
+    offsets: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """First element of each shard's part of a block."""
+
+    def __post_init__(self) -> None:
+        # The dataclass is frozen, so that its fields are set past it.
+        object.__setattr__(self, "block_size", sum(self.sizes))
+        object.__setattr__(self, "offsets", (0, *accumulate(self.sizes[:-1])))
 
     def __str__(self) -> str:
         blocks = f"{self.blocks} × " if self.blocks > 1 else ""
         return f"dim {self.dim} in {blocks}{'+'.join(map(str, self.sizes))}"
 
     @property
-    def block_size(self) -> int:
-        """Elements of a block."""
-        return sum(self.sizes)
-
-    @property
     def length(self) -> int:
-        """Of the whole dim."""
+        """Elements of the whole dim."""
         return self.blocks * self.block_size
 
     @property
     def share(self) -> float:
-        """Of the whole, what the shard has that has most."""
+        """Share of the dim that the largest part is."""
         return max(self.sizes) / self.block_size
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where each shard's part of a block begins."""
-        return (0, *accumulate(self.sizes[:-1]))
-
     def local_shape(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
-        """The shape of a shard's part of a tensor of this shape, which may have other blocks than was planned with."""
-        made = list(shape)
-        made[self.dim] = shape[self.dim] // self.block_size * self.sizes[shard]
-        return tuple(made)
+        """Return the shape of a shard's part of a tensor, which may have other blocks than was planned with."""
+        local = list(shape)
+        local[self.dim] = shape[self.dim] // self.block_size * self.sizes[shard]
+        return tuple(local)
 
     def at(self, dim: int) -> "Shard":
-        """The same along another dim."""
+        """Return the same parts along another dim."""
         return Shard(dim, self.sizes, self.blocks)
 
     def take(self, tensor: Tensor, shard: int) -> Tensor:
-        """A shard's part of a whole tensor: a view where there is one block.
+        """Return a shard's part of a whole tensor: a view where there is one block.
 
         >>> import torch
         >>> Shard(0, (2, 2), blocks=3).take(torch.arange(12), shard=1)
         tensor([ 2,  3,  6,  7, 10, 11])
         """
-        dim = self.dim % tensor.dim()
-        if self.blocks == 1:
-            if tensor.shape[dim] != self.block_size:
-                raise InputError(
-                    f"a tensor of {tuple(tensor.shape)} can't be divided by {self}, which is for {self.block_size} "
-                    "elements; give batches of the same size as the first, or leave its module whole in shard_rules"
-                )
-            return tensor.narrow(dim, self.offsets[shard], self.sizes[shard])
-        blocks = _blocks(tensor, dim, self.block_size)
-        return blocks.narrow(dim + 1, self.offsets[shard], self.sizes[shard]).flatten(dim, dim + 1)
+        dim, shape = self.dim % tensor.dim(), tensor.shape
+        if self.blocks > 1:
+            blocks = tensor.reshape(*shape[:dim], shape[dim] // self.block_size, self.block_size, *shape[dim + 1 :])
+            return blocks.narrow(dim + 1, self.offsets[shard], self.sizes[shard]).flatten(dim, dim + 1)
+        if shape[dim] != self.block_size:
+            raise InputError(
+                f"a tensor of {tuple(shape)} can't be divided by {self}, which is for {self.block_size} "
+                "elements; give batches of the same size as the first, or leave its module whole in shard_rules"
+            )
+        return tensor.narrow(dim, self.offsets[shard], self.sizes[shard])
 
     def concat(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor, of all shards' parts in order.
+        """Return the whole tensor, of all shards' parts in order.
 
         >>> import torch
         >>> split, whole = Shard(0, (1, 2), blocks=2), torch.arange(6)
@@ -138,25 +147,12 @@ class Shard:
         dim = self.dim % parts[0].dim()
         if self.blocks == 1:
             return cat(list(parts), dim)
-        blocks = [_blocks(part, dim, size) for part, size in zip(parts, self.sizes, strict=True)]
+        # A block is the parts of all shards one after the other: they are joined within each block.
+        blocks = [
+            part.reshape(*part.shape[:dim], part.shape[dim] // size, size, *part.shape[dim + 1 :])
+            for part, size in zip(parts, self.sizes, strict=True)
+        ]
         return cat(blocks, dim + 1).flatten(dim, dim + 1)
-
-
-def _blocks(tensor: Tensor, dim: int, block: int) -> Tensor:
-    """Its dim as two: blocks, and what is in one."""
-    shape = tensor.shape
-    return tensor.reshape(*shape[:dim], shape[dim] // block, block, *shape[dim + 1 :])
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class OnRank:
-    """One shard has it, and its gradient; the others have an empty tensor in its place."""
-
-    shard: int
-
-    def __str__(self) -> str:
-        return f"on shard {self.shard}"
 
 
 Placement: TypeAlias = Replicate | ReplicatePartialGrad | Partial | Shard | OnRank
@@ -165,10 +161,10 @@ REPLICATE, PARTIAL_GRAD, PARTIAL = Replicate(), ReplicatePartialGrad(), Partial(
 
 
 def memory_order(tensor: Tensor) -> list[int]:
-    """Its dims as they lie in memory, the one whose elements are furthest apart first.
+    """Return the dims of a tensor as memory has them, the one with the largest stride first.
 
     >>> import torch
-    >>> order(torch.empty(2, 3, 4).transpose(0, 1))
+    >>> memory_order(torch.empty(2, 3, 4).transpose(0, 1))
     [1, 0, 2]
     """
     strides = tensor.stride()
@@ -176,32 +172,32 @@ def memory_order(tensor: Tensor) -> list[int]:
 
 
 def even_sizes(units: int, shards: int) -> tuple[int, ...]:
-    """So many units among the shards, as evenly as can be: the first have one more.
+    """Divide units among shards as evenly as possible: the first shards have one more.
 
-    >>> shares(10, 4)
+    >>> even_sizes(10, 4)
     (3, 3, 2, 2)
     """
     return tuple(units // shards + (shard < units % shards) for shard in range(shards))
 
 
-def shard_layout(whole: FlatLayout, lies: Mapping[str, Placement], shard: int) -> FlatLayout:
-    """The layout of a shard's part of A.
+def shard_layout(whole: FlatLayout, placements: Mapping[str, Placement], shard: int) -> FlatLayout:
+    """Return the layout of one shard's part of A.
 
     Args:
-        whole: of A.
-        lies: how tensors lie among the shards, by name; every shard has those that are not named.
-        shard: whose part it is.
+        whole: layout of A.
+        placements: placement of each tensor, by name; tensors that are not named are replicated.
+        shard: rank whose part it is.
     """
 
-    def shape(name: str, size: tuple[int, ...]) -> tuple[int, ...] | None:
-        how = lies.get(name)
-        if isinstance(how, Shard):
-            return how.local_shape(size, shard)
-        return None if isinstance(how, OnRank) and how.shard != shard else size
+    def local_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        placement = placements.get(name)
+        if isinstance(placement, Shard):
+            return placement.local_shape(shape, shard)
+        return None if isinstance(placement, OnRank) and placement.shard != shard else shape
 
-    return whole.reshaped(shape)
+    return whole.reshaped(local_shape)
 
 
-def is_counted_on(how: Placement | None, shard: int) -> bool:
-    """Whether what a shard has of a tensor counts in a sum over all of A: what every shard has counts once."""
-    return shard == 0 or isinstance(how, Shard | OnRank)
+def is_counted_on(placement: Placement | None, shard: int) -> bool:
+    """Return whether a shard's tensor counts in a sum over all of A: a replicated one counts once, on shard 0."""
+    return shard == 0 or isinstance(placement, Shard | OnRank)

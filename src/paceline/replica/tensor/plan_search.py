@@ -1,8 +1,8 @@
-"""The cheapest way through a graph, exactly.
+"""Search of the cheapest plan through a graph, exactly, by dynamic programming.
 
-Goes through the operators in order and keeps, for each way in which the tensors that are still needed may lie, the
-cheapest way to get there (dynamic programming). Where branches begin it goes both ways: each on one shard, all of them,
-or divided as everything else.
+The search goes through the operators in order and keeps, for each state (the placements of the tensors that are still
+needed), the cheapest path to it. Where branches begin it follows both modes: each branch on one shard, for all of them
+alike, or sharded as everything else.
 """
 
 from collections import defaultdict
@@ -32,218 +32,210 @@ _PIECES = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.ate
 
 @dataclass(frozen=True)
 class SearchStep:
-    """What was chosen for one operator."""
+    """The choice for one operator."""
 
     call: OpCall
     strategy: OpStrategy
     redistributions: tuple[Redistribution, ...]
-    """(tensor, from, to) of what has to be converted for it, and was not before."""
+    """(tensor, from, to) of the inputs that are redistributed for it, and were not before."""
 
 
 @dataclass(frozen=True)
 class OpChoice:
-    """What may be chosen for one operator."""
+    """Strategies that are open for one operator."""
 
     call: OpCall
     strategies: Sequence[OpStrategy]
     alone: Sequence[OpStrategy] = ()
-    """Instead of these, where the branch that it belongs to is on one shard."""
+    """Strategies instead of these, where its branch is on one shard."""
     region: int | None = None
-    """Of branches, that it belongs to."""
+    """Region of branches that it belongs to."""
     joins: int | None = None
-    """The region that ends with it."""
+    """Region that ends with it."""
 
 
 @dataclass(frozen=True)
 class SearchPath:
-    """The cheapest way to a state."""
+    """The cheapest path to a state."""
 
     cost: PlanCost
     step: SearchStep | None
     before: "SearchPath | None"
 
     def steps(self) -> list[SearchStep]:
-        """From the first to the last."""
-        return list(reversed(list(self._back())))
-
-    def _back(self) -> Iterator[SearchStep]:
-        path: SearchPath | None = self
-        while path is not None and path.step is not None:
-            yield path.step
+        """Return the steps from the first to the last."""
+        steps, path = list[SearchStep](), self
+        while path.step is not None and path.before is not None:
+            steps.append(path.step)
             path = path.before
+        return steps[::-1]
 
 
 class _State(NamedTuple):
-    there: tuple[tuple[ValueKey, Placements], ...] = ()
+    present: tuple[tuple[ValueKey, Placements], ...] = ()
+    """Placements of the tensors that are still needed."""
     alone: tuple[tuple[int, bool], ...] = ()
-    """Of each region that is under way: whether its branches are on one shard each."""
+    """(region, True if each of its branches is on one shard) of the regions that are under way."""
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """One way, from one state of what it takes."""
+class _Transition:
+    """One strategy, from one state of its inputs."""
 
     cost: PlanCost
     step: SearchStep
-    there: Mapping[ValueKey, Placements]
-    """What is there afterwards that is needed, of what it takes and gives."""
+    present: Mapping[ValueKey, Placements]
+    """Placements afterwards of its inputs and of those outputs that are needed."""
 
 
 def cheapest_path(
-    operators: OperatorGraph, choices: Iterable[OpChoice], shards: int, common: Mapping[ValueKey, Placements]
+    graph: OperatorGraph, choices: Iterable[OpChoice], shards: int, common: Mapping[ValueKey, Placements]
 ) -> SearchPath | None:
-    """The cheapest path; None where there is none, or where ``common`` has promised too much.
+    """Return the cheapest path; None if there is none, or if ``common`` has promised too much.
 
     Args:
-        operators: of the captured graph.
-        choices: for each of them, in order.
+        graph: operators of the captured graph.
+        choices: strategies of each of them, in order.
         shards: k.
-        common: in which layouts a parameter can be taken by all operators that take it.
+        common: placements of a parameter that all its operators can take.
     """
-    return _Search(operators, shards, common).best(choices)
+    search = _Search(graph, shards, common)
+    paths = {_State(): SearchPath(PlanCost(), None, None)}
+    for choice in choices:
+        paths = search.advance(paths, choice)
+        if not paths:
+            return None
+        # Paths compete only with those that have their branches in the same mode.
+        by_mode: dict[object, dict[_State, SearchPath]] = defaultdict(dict)
+        for state, path in paths.items():
+            by_mode[state.alone][state] = path
+        paths = {state: path for mode in by_mode.values() for state, path in search.worthwhile(mode)}
+    ended = ((path.cost + search.output_cost(state), path) for state, path in paths.items())
+    cost, path = min(ended, key=lambda each: each[0])
+    return SearchPath(cost, path.step, path.before)
 
 
 class _Search:
-    def __init__(self, operators: OperatorGraph, shards: int, common: Mapping[ValueKey, Placements]) -> None:
-        self._operators, self._shards, self._common = operators, shards, common
-        self._values = {value_key(value): value for given in operators.values.values() for value in given}
-        self._last = self._last_uses()
-        self._first = self._first_uses()
-
-    def best(self, choices: Iterable[OpChoice]) -> SearchPath | None:
-        paths = {_State(): SearchPath(PlanCost(), None, None)}
-        for choice in choices:
-            paths = self._onward(paths, choice)
-            if not paths:
-                return None
-            paths = self._worthwhile(paths)
-        return min((self._ended(path, state) for state, path in paths.items()), key=lambda path: path.cost)
-
-    def _last_uses(self) -> dict[ValueKey, OpCall | None]:
-        """The operator after which a tensor is no longer needed; None: it is an output."""
-        found: dict[ValueKey, OpCall | None] = {}
-        for call in self._operators.calls.values():
+    def __init__(self, graph: OperatorGraph, shards: int, common: Mapping[ValueKey, Placements]) -> None:
+        self._shards, self._common, self._outputs = shards, common, graph.outputs()
+        self._values = {value_key(value): value for values in graph.values.values() for value in values}
+        self._first_use: dict[ValueKey, OpCall] = {}
+        self._last_use: dict[ValueKey, OpCall | None] = {}
+        for call in graph.calls.values():
             for value in call.inputs:
-                found[value_key(value)] = call
-        for value in self._operators.outputs():
-            found[value_key(value)] = None
-        return found
+                self._first_use.setdefault(value_key(value), call)
+                self._last_use[value_key(value)] = call
+        self._last_use.update((value_key(value), None) for value in self._outputs)  # needed to the end
 
-    def _first_uses(self) -> dict[ValueKey, OpCall]:
-        found: dict[ValueKey, OpCall] = {}
-        for call in self._operators.calls.values():
-            for value in call.inputs:
-                found.setdefault(value_key(value), call)
-        return found
-
-    def _onward(self, paths: Mapping[_State, SearchPath], choice: OpChoice) -> dict[_State, SearchPath]:
-        found: dict[_State, SearchPath] = {}
-        known: dict[tuple[object, ...], list[_Taken]] = {}
+    def advance(self, paths: Mapping[_State, SearchPath], choice: OpChoice) -> dict[_State, SearchPath]:
+        """Return the cheapest path to each state after an operator."""
+        after: dict[_State, SearchPath] = {}
+        # Transitions depend on the operator's inputs alone, which many states have alike.
+        transitions: dict[tuple[object, ...], list[_Transition]] = {}
         call = choice.call
-        places = [value_key(value) for value in call.inputs]
-        ended = {place for place in places if self._last[place] is call}
+        inputs = [value_key(value) for value in call.inputs]
+        ended = {key for key in inputs if self._last_use[key] is call}
         for state, path in paths.items():
-            there = dict(state.there)
+            present = dict(state.present)
             for strategies, alone in _modes(choice, state):
-                inputs = (strategies is choice.alone, *map(there.get, places))
-                if inputs not in known:
-                    known[inputs] = list(self._all_taken(call, self._followed(call, strategies, there), there))
-                for each in known[inputs]:
-                    cost, after = path.cost + each.cost, {**there, **each.there}
-                    left = _State(tuple(item for item in after.items() if item[0] not in ended), alone)
-                    best = found.get(left)
+                known = (strategies is choice.alone, *map(present.get, inputs))
+                if known not in transitions:
+                    open_ = self.without_detours(call, strategies, present)
+                    transitions[known] = list(self.transitions(call, open_, present))
+                for each in transitions[known]:
+                    cost, merged = path.cost + each.cost, {**present, **each.present}
+                    left = _State(tuple(item for item in merged.items() if item[0] not in ended), alone)
+                    # Of equal costs the first wins: the order is the same on all shards.
+                    best = after.get(left)
                     if best is None or cost < best.cost:
-                        found[left] = SearchPath(cost, each.step, path)
-        return found
+                        after[left] = SearchPath(cost, each.step, path)
+        return after
 
-    def _all_taken(
-        self, call: OpCall, strategies: Sequence[OpStrategy], there: Mapping[ValueKey, Placements]
-    ) -> Iterator[_Taken]:
-        done = op_work(call)
+    def transitions(
+        self, call: OpCall, strategies: Sequence[OpStrategy], present: Mapping[ValueKey, Placements]
+    ) -> Iterator[_Transition]:
+        work = op_work(call)
         for strategy in strategies:
-            had = input_cost(call, strategy, there)
-            if had is not None:
-                cost, converted, versions = had
-                given = zip(call.outputs, strategy.outputs, strict=True)
-                made = {value_key(v): frozenset((layout,)) for v, layout in given if value_key(v) in self._last}
-                own = PlanCost(0, round(strategy.sent_bytes * call.shards), strategy.collectives, done * strategy.share)
-                yield _Taken(cost + own, SearchStep(call, strategy, converted), versions | made)
+            taken = input_cost(call, strategy, present)
+            if taken is not None:
+                cost, redistributions, placements = taken
+                for value, placement in zip(call.outputs, strategy.outputs, strict=True):
+                    if value_key(value) in self._last_use:
+                        placements[value_key(value)] = frozenset((placement,))
+                sent = round(strategy.sent_bytes * call.shards)
+                cost += PlanCost(0, sent, strategy.collectives, work * strategy.share)
+                yield _Transition(cost, SearchStep(call, strategy, redistributions), placements)
 
-    def _followed(
-        self, call: OpCall, strategies: Sequence[OpStrategy], there: Mapping[ValueKey, Placements]
+    def without_detours(
+        self, call: OpCall, strategies: Sequence[OpStrategy], present: Mapping[ValueKey, Placements]
     ) -> Sequence[OpStrategy]:
-        """What alone takes a tensor and gives one as large takes it as it is, if it can: it may be converted after.
+        """Return the strategies that take an input as it is, where it may as well be redistributed afterwards.
 
-        So does what takes a piece of it, unless it is the first to take one: pieces have no more bytes than the whole.
+        So it is for the only user of a tensor that returns one as large, and for what takes a piece of it, unless it is
+        the first to take one: pieces have no more bytes than the whole.
         """
         rule = rule_of(call.target)
         filled = [index for index, value in enumerate(call.inputs) if value.nbytes]
-        if rule is None or rule.converts or len(filled) != 1 or value_key(call.inputs[filled[0]]) not in there:
+        if rule is None or rule.redistributes or len(filled) != 1 or value_key(call.inputs[filled[0]]) not in present:
             return strategies
         value = call.inputs[filled[0]]
-        alone = (
-            len(call.outputs) == 1
-            and call.outputs[0].nbytes == value.nbytes
-            and self._last.get(value_key(value)) is call
-        )
-        piece = call.target in _PIECES and self._first[value_key(value)] is not call
-        if not alone and not piece and call.target is not getitem:
+        key = value_key(value)
+        same_size = len(call.outputs) == 1 and call.outputs[0].nbytes == value.nbytes
+        only_user = same_size and self._last_use.get(key) is call
+        later_piece = call.target in _PIECES and self._first_use[key] is not call
+        if not only_user and not later_piece and call.target is not getitem:
             return strategies
-        return [
-            strategy for strategy in strategies if strategy.inputs[filled[0]] in there[value_key(value)]
-        ] or strategies
+        return [each for each in strategies if each.inputs[filled[0]] in present[key]] or strategies
 
-    def _worthwhile(self, paths: Mapping[_State, SearchPath]) -> dict[_State, SearchPath]:
-        """Without those that the cheapest one is no worse than even if it converts all that they have as they have it;
-        among those that have their branches alike.
+    def worthwhile(self, paths: Mapping[_State, SearchPath]) -> Iterator[tuple[_State, SearchPath]]:
+        """Yield the paths that may still win against the cheapest one.
+
+        A path is dropped if the cheapest is no worse even after redistributing all tensors to that path's placements.
         """
-        apart: dict[object, dict[_State, SearchPath]] = defaultdict(dict)
+        cheapest, best = min(paths.items(), key=lambda item: item[1].cost)
+        present = dict(cheapest.present)
         for state, path in paths.items():
-            apart[state.alone][state] = path
-        return {state: path for alike in apart.values() for state, path in self._of_alike(alike)}
+            if path is best or self.may_win(state, path, present, best.cost):
+                yield state, path
 
-    def _of_alike(self, paths: Mapping[_State, SearchPath]) -> Iterator[tuple[_State, SearchPath]]:
-        cheapest, path = min(paths.items(), key=lambda item: item[1].cost)
-        there = dict(cheapest.there)
-        for state, other in paths.items():
-            if other is path or self._is_worthwhile(state, other, there, path.cost):
-                yield state, other
-
-    def _is_worthwhile(
-        self, state: _State, other: SearchPath, there: Mapping[ValueKey, Placements], cost: PlanCost
+    def may_win(
+        self, state: _State, path: SearchPath, present: Mapping[ValueKey, Placements], cheapest: PlanCost
     ) -> bool:
-        """A parameter is never converted. But where all that take it can take it as the cheapest path has it, no bytes
-        weigh up that another leaves more weights whole.
+        """Return True if a path may end cheaper than the cheapest one, which has ``present`` for ``cheapest``.
+
+        A parameter is never redistributed. But where all its operators can take it as the cheapest path has it, no
+        bytes make up for more weights that another path replicates.
         """
-        cheapest = cost
-        for place, versions in state.there:
-            for layout in versions:
-                if layout not in there[place]:
-                    found = cheapest_redistribution(self._values[place], there[place], layout, self._shards)
-                    if found is not None:
-                        cost += found[1]
-                    elif cheapest.whole >= other.cost.whole or not there[place] <= self._common.get(place, frozenset()):
-                        return True
-            if cost > other.cost:
+        cost = cheapest
+        for key, placements in state.present:
+            for placement in placements:
+                if placement in present[key]:
+                    continue
+                found = cheapest_redistribution(self._values[key], present[key], placement, self._shards)
+                if found is not None:
+                    cost += found[1]
+                elif cheapest.whole >= path.cost.whole or not present[key] <= self._common.get(key, frozenset()):
+                    return True
+            if cost > path.cost:
                 return True
         return False
 
-    def _ended(self, path: SearchPath, state: _State) -> SearchPath:
-        """With all outputs whole."""
-        there = dict(state.there)
-        for value in self._operators.outputs():
-            known = there.get(value_key(value), frozenset((REPLICATE,)))
+    def output_cost(self, state: _State) -> PlanCost:
+        """Return the cost of replicating the model's outputs."""
+        cost, present = PlanCost(), dict(state.present)
+        for value in self._outputs:
+            known = present.get(value_key(value), frozenset((REPLICATE,)))
             if REPLICATE in known or value.parameter is not None:
                 continue
             found = cheapest_redistribution(value, known, REPLICATE, self._shards)
             if found is None:
-                return SearchPath(PlanCost(2**62), path.step, path.before)
-            path = SearchPath(path.cost + found[1], path.step, path.before)
-        return path
+                return PlanCost(2**62)
+            cost += found[1]
+        return cost
 
 
 def _modes(choice: OpChoice, state: _State) -> Iterator[tuple[Sequence[OpStrategy], tuple[tuple[int, bool], ...]]]:
-    """The ways that are open in a state, and how its branches are then."""
+    """Yield the strategies that are open in a state, and the modes of its regions then."""
     begun = {region: alone for region, alone in state.alone if region != choice.joins}
     if choice.region is None:
         yield choice.strategies, tuple(begun.items())

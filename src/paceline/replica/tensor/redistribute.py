@@ -1,336 +1,162 @@
-"""From one layout of a tensor to another: collectives, forward, backward or both.
+"""Redistribute a tensor from one placement to another: collectives, forward, backward or both.
 
 ::
 
-    from       to         forward           backward
-    Whole      Shared     -                 all-reduce           (Megatron's f, Shoeybi et al. 2019, arXiv 1909.08053)
-    Partial    Whole      all-reduce        -                    (and its g)
-    Partial    Shared     all-reduce        all-reduce
-    Whole      Split      take the part     all-gather
-    Shared     Split      take the part     zeros for the others' parts
-    Split      Whole      all-gather        take the part
-    Split      Shared     all-gather        reduce-scatter
-    Partial    Split      reduce-scatter    all-gather
-    Split      Split'     all-gather, take  all-gather, take
-    Whole      Partial    shard 0's alone   -
-    Shared     Whole      -                 shard 0's alone
-    Shared     Partial    shard 0's alone   shard 0's alone
-    Split      Partial    zeros elsewhere   take the part
-    Owned      Whole      broadcast         the owner's alone
-    Owned      Shared     broadcast         reduce to the owner
-    Owned      Partial    zeros elsewhere   the owner's alone
+    from                    to                      forward           backward
+    Replicate               ReplicatePartialGrad    -                 all-reduce        (Megatron's f)
+    Partial                 Replicate               all-reduce        -                 (and its g)
+    Partial                 ReplicatePartialGrad    all-reduce        all-reduce
+    Replicate               Shard                   slice             all-gather
+    ReplicatePartialGrad    Shard                   slice             pad with zeros
+    Shard                   Replicate               all-gather        slice
+    Shard                   ReplicatePartialGrad    all-gather        reduce-scatter
+    Partial                 Shard                   reduce-scatter    all-gather
+    Shard                   Shard'                  all-gather, slice all-gather, slice
+    Replicate               Partial                 shard 0's alone   -
+    ReplicatePartialGrad    Replicate               -                 shard 0's alone
+    ReplicatePartialGrad    Partial                 shard 0's alone   shard 0's alone
+    Shard                   Partial                 pad with zeros    slice
+    OnRank                  Replicate               broadcast         -
+    OnRank                  ReplicatePartialGrad    broadcast         reduce to the owner
+    OnRank                  Partial                 the owner's alone -
 
-Each is a module without parameters, so that a graph which has it reads well. In backward a gradient goes the other way:
-so ``Whole -> Shared`` and ``Partial -> Whole`` are each other's transposes.
-
-Conversions that take tensors apart, or put them together: see :mod:`paceline.replica.tensor.redistribute`.
-
-Conversions of a tensor that one shard has: see :mod:`paceline.replica.tensor.redistribute`.
+In backward a gradient goes the other way: so ``Replicate -> ReplicatePartialGrad`` and ``Partial -> Replicate`` are
+each other's transposes (f and g of Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
-from abc import ABC, abstractmethod
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.replica.tensor.placements import Shard, memory_order
-from paceline.replica.tensor.tp_group import TPCollectives
+from paceline.replica.tensor.placements import (
+    OnRank,
+    Partial,
+    Placement,
+    Replicate,
+    ReplicatePartialGrad,
+    Shard,
+    memory_order,
+)
+from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
+
+Steps: TypeAlias = tuple[str, ...]
+"""What is done one after the other; nothing leaves the tensor as it is."""
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
+
+REDISTRIBUTIONS: Mapping[tuple[type, type], tuple[Steps, Steps]] = {
+    (Replicate, ReplicatePartialGrad): ((), ("all-reduce",)),
+    (Partial, Replicate): (("all-reduce",), ()),
+    (Partial, ReplicatePartialGrad): (("all-reduce",), ("all-reduce",)),
+    (Replicate, Shard): (("slice",), ("all-gather",)),
+    (ReplicatePartialGrad, Shard): (("slice",), ("pad",)),
+    (Shard, Replicate): (("all-gather",), ("slice",)),
+    (Shard, ReplicatePartialGrad): (("all-gather",), ("reduce-scatter",)),
+    (Partial, Shard): (("reduce-scatter",), ("all-gather",)),
+    (Shard, Shard): (("all-gather", "slice"), ("all-gather", "slice")),
+    (Replicate, Partial): (("one rank",), ()),
+    (ReplicatePartialGrad, Replicate): ((), ("one rank",)),
+    (ReplicatePartialGrad, Partial): (("one rank",), ("one rank",)),
+    (Shard, Partial): (("pad",), ("slice",)),
+    (OnRank, Replicate): (("broadcast",), ()),
+    (OnRank, ReplicatePartialGrad): (("broadcast",), ("reduce",)),
+    (OnRank, Partial): (("one rank",), ()),
+}
+"""(type before, type after) -> steps forward, steps backward."""
 
 
-class Conversion(nn.Module, ABC):
-    """A tensor in one layout -> the same tensor in another.
+@final
+class Redistribute(CollectiveModule):
+    """Redistribute a tensor from the placement ``before`` to the placement ``after``."""
 
-    Args:
-        shards: who convert.
-        name: of the tensor, for those who wait.
-    """
-
-    def __init__(self, shards: TPCollectives, name: str) -> None:
-        super().__init__()
-        self.shards, self.name = shards, name
+    def __init__(self, shards: TPCollectives, name: str, before: Placement, after: Placement) -> None:
+        super().__init__(shards, name)
+        self.before, self.after = before, after
+        self._forward_steps, self._backward_steps = REDISTRIBUTIONS[type(before), type(after)]
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """The tensor in its new layout."""
+        """Return the tensor in its new placement."""
         if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return with_memory_order(self.there(tensor), tensor)
-        made: Tensor = _Through.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return made
+            return self.value(tensor)
+        result: Tensor = CollectiveFunction.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return result
 
-    @abstractmethod
-    def there(self, tensor: Tensor) -> Tensor:
-        """Of a value."""
+    def value(self, tensor: Tensor) -> Tensor:
+        """Redistribute a value."""
+        if not self._forward_steps:
+            return tensor.view_as(tensor)  # a function of autograd must not return its very input
+        result = self._run(self._forward_steps, tensor, self.before, self.after, self.name)
+        return with_memory_order(result, tensor)
 
-    @abstractmethod
-    def back(self, gradient: Tensor) -> Tensor:
-        """Of a gradient, from the new layout to the old one."""
+    def gradient(self, gradient: Tensor) -> Tensor:
+        """Redistribute a gradient, from the new placement to the old one."""
+        return self._run(self._backward_steps, gradient, self.after, self.before, f"the gradient of {self.name}")
+
+    def _run(self, steps: Steps, tensor: Tensor, source: Placement, target: Placement, name: str) -> Tensor:
+        """Do the steps; what is gathered or padded is the source's parts, what is cut is the target's."""
+        shards = self.shards
+        for step in steps:  # the same on all shards, so that their collectives meet
+            if step == "all-reduce":
+                tensor = shards.all_reduce(tensor, name)
+            elif step == "one rank":  # the others' terms are zero, so that the sum is this rank's tensor
+                owner = source.shard if isinstance(source, OnRank) else 0
+                tensor = tensor.view_as(tensor) if shards.rank == owner else torch.zeros_like(tensor)
+            elif isinstance(source, OnRank):
+                tensor = shards.broadcast(tensor, source.shard, name)
+            elif isinstance(target, OnRank):
+                tensor = shards.reduce(tensor, target.shard, name)
+            elif step == "all-gather":
+                assert isinstance(source, Shard), "it is in parts"
+                tensor = gather_parts(tensor, source, shards, name)
+            elif step == "pad":
+                assert isinstance(source, Shard), "it is in parts"
+                shapes = _part_shapes(tensor, source, shards.rank)
+                parts = [tensor if i == shards.rank else tensor.new_zeros(shape) for i, shape in enumerate(shapes)]
+                tensor = source.concat(parts)
+            else:
+                assert isinstance(target, Shard), "it will be in parts"
+                if step == "slice":
+                    tensor = target.take(tensor, shards.rank).contiguous()  # operators and views expect a dense tensor
+                else:
+                    parts = [target.take(tensor, shard) for shard in range(shards.count)]
+                    tensor = shards.reduce_scatter(parts, name)
+        return tensor
 
     def extra_repr(self) -> str:
-        return self.name
+        return f"{self.name}, {self.before} -> {self.after}"
 
 
-class _Through(torch.autograd.Function):
+class CollectiveFunction(torch.autograd.Function):
+    """Function of one tensor whose value and gradient a module computes."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, conversion: Conversion) -> Tensor:
-        ctx.conversion = conversion
-        return with_memory_order(conversion.there(tensor), tensor)
+    def forward(ctx: Any, tensor: Tensor, module: Any) -> Tensor:
+        ctx.module = module
+        result: Tensor = module.value(tensor)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.conversion.back(gradients[0]), None
+        return ctx.module.gradient(gradients[0]), None
 
 
-def with_memory_order(made: Tensor, like: Tensor) -> Tensor:
-    """With dims in memory in the same order: dropout draws its numbers in that."""
-    if made.stride() == like.stride() or (dims := memory_order(like)) == memory_order(made):
-        return made
-    back = sorted(range(len(dims)), key=dims.__getitem__)
-    return made.permute(dims).contiguous().permute(back)
+def with_memory_order(result: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor with the dims in memory in the order of another's: dropout draws its numbers in that order."""
+    if result.stride() == like.stride() or (dims := memory_order(like)) == memory_order(result):
+        return result
+    inverse = sorted(range(len(dims)), key=dims.__getitem__)
+    return result.permute(dims).contiguous().permute(inverse)
 
 
-@final
-class ShareGrad(Conversion):
-    """Whole -> Shared."""
+def gather_parts(part: Tensor, split: Shard, shards: TPCollectives, name: str) -> Tensor:
+    """Return the whole tensor, of all shards' parts, on each of them."""
+    return split.concat(shards.all_gather(part, _part_shapes(part, split, shards.rank), name))
 
-    def there(self, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
 
-    def back(self, gradient: Tensor) -> Tensor:
-        return self.shards.all_reduce(gradient, f"the gradient of {self.name}")
-
-
-@final
-class Sum(Conversion):
-    """Partial -> Whole."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self.shards.all_reduce(tensor, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-@final
-class SumShared(Conversion):
-    """Partial -> Shared."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self.shards.all_reduce(tensor, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self.shards.all_reduce(gradient, f"the gradient of {self.name}")
-
-
-@final
-class First(Conversion):
-    """Whole -> Partial."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor) if self.shards.rank == 0 else torch.zeros_like(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-@final
-class Unshare(Conversion):
-    """Shared -> Whole."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient if self.shards.rank == 0 else torch.zeros_like(gradient)
-
-
-@final
-class FirstShared(Conversion):
-    """Shared -> Partial."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor) if self.shards.rank == 0 else torch.zeros_like(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient if self.shards.rank == 0 else torch.zeros_like(gradient)
-
-
-def gather_parts(part: Tensor, split: Shard, shards: TPCollectives, what: str) -> Tensor:
-    """The whole tensor of all shards' parts, on each of them."""
-    shapes = _shapes(part, split, shards.rank)
-    return split.concat(shards.all_gather(part, shapes, what))
-
-
-def _shapes(part: Tensor, split: Shard, shard: int) -> list[tuple[int, ...]]:
-    """Of each shard's part, from that of one: of as many blocks."""
-    whole = list(part.shape)
-    whole[split.dim] = part.shape[split.dim] // split.sizes[shard] * split.block_size
-    return [split.local_shape(whole, each) for each in range(len(split.sizes))]
-
-
-class OfParts(Conversion, ABC):
-    """One that knows a split.
-
-    Args:
-        shards: who convert.
-        name: of the tensor.
-        split: of the parts.
-    """
-
-    def __init__(self, shards: TPCollectives, name: str, split: Shard) -> None:
-        super().__init__(shards, name)
-        self._split = split
-
-    def _take(self, tensor: Tensor) -> Tensor:
-        return self._split.take(tensor, self.shards.rank).contiguous()
-
-    def _gather(self, part: Tensor, what: str) -> Tensor:
-        return gather_parts(part, self._split, self.shards, what)
-
-    def _padded(self, part: Tensor) -> Tensor:
-        """The whole tensor, zero where it is others'."""
-        shapes = _shapes(part, self._split, self.shards.rank)
-        parts = [part if i == self.shards.rank else part.new_zeros(shape) for i, shape in enumerate(shapes)]
-        return self._split.concat(parts)
-
-    def extra_repr(self) -> str:
-        return f"{self.name}, {self._split}"
-
-
-@final
-class Gather(OfParts):
-    """Split -> Whole."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._gather(tensor, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._take(gradient)
-
-
-@final
-class GatherShared(OfParts):
-    """Split -> Shared."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._gather(tensor, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        parts = [self._split.take(gradient, shard) for shard in range(self.shards.count)]
-        return self.shards.reduce_scatter(parts, f"the gradient of {self.name}")
-
-
-@final
-class Take(OfParts):
-    """Whole -> Split."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._take(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._gather(gradient, f"the gradient of {self.name}")
-
-
-@final
-class TakeShared(OfParts):
-    """Shared -> Split."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._take(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._padded(gradient)
-
-
-@final
-class Pad(OfParts):
-    """Split -> Partial."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._padded(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._take(gradient)
-
-
-@final
-class Scatter(OfParts):
-    """Partial -> Split."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        parts = [self._split.take(tensor, shard) for shard in range(self.shards.count)]
-        return self.shards.reduce_scatter(parts, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._gather(gradient, f"the gradient of {self.name}")
-
-
-@final
-class Exchange(Conversion):
-    """Split -> another Split.
-
-    Args:
-        shards: who convert.
-        name: of the tensor.
-        before: how it is divided.
-        after: how it is to be.
-    """
-
-    def __init__(self, shards: TPCollectives, name: str, before: Shard, after: Shard) -> None:
-        super().__init__(shards, name)
-        self._gather, self._take = Gather(shards, name, before), Take(shards, name, after)
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self._take.there(self._gather.there(tensor))
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self._gather.back(self._take.back(gradient))
-
-
-class OfOwner(Conversion, ABC):
-    """One that knows the owner; the others have a tensor of the same shape in its place.
-
-    Args:
-        shards: who convert.
-        name: of the tensor.
-        owner: the shard that has it.
-    """
-
-    def __init__(self, shards: TPCollectives, name: str, owner: int) -> None:
-        super().__init__(shards, name)
-        self._owner = owner
-
-    def extra_repr(self) -> str:
-        return f"{self.name}, from shard {self._owner}"
-
-
-@final
-class Broadcast(OfOwner):
-    """Owned -> Whole."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self.shards.broadcast(tensor, self._owner, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-@final
-class BroadcastShared(OfOwner):
-    """Owned -> Shared."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return self.shards.broadcast(tensor, self._owner, self.name)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return self.shards.reduce(gradient, self._owner, f"the gradient of {self.name}")
-
-
-@final
-class OwnTerm(OfOwner):
-    """Owned -> Partial."""
-
-    def there(self, tensor: Tensor) -> Tensor:
-        return tensor.view_as(tensor) if self.shards.rank == self._owner else torch.zeros_like(tensor)
-
-    def back(self, gradient: Tensor) -> Tensor:
-        return gradient
+def _part_shapes(part: Tensor, split: Shard, shard: int) -> Sequence[tuple[int, ...]]:
+    """Return the shape of each shard's part, from that of one: all have as many blocks."""
+    dim, shape = split.dim % part.dim(), tuple(part.shape)
+    blocks = shape[dim] // split.sizes[shard]
+    return [(*shape[:dim], blocks * size, *shape[dim + 1 :]) for size in split.sizes]

@@ -1,151 +1,43 @@
-"""Which redistributions there are between placements, and what each costs.
+"""Cost of redistributions: what a shard sends, and the cheapest source for a placement that an operator takes."""
 
-What it costs to have tensors as an operator takes them.
-"""
-
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeAlias, final
+from collections.abc import Mapping
+from typing import NamedTuple, TypeAlias
 
 from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
-from paceline.replica.tensor.placements import (
-    PARTIAL,
-    PARTIAL_GRAD,
-    REPLICATE,
-    OnRank,
-    Partial,
-    Placement,
-    Replicate,
-    ReplicatePartialGrad,
-    Shard,
-)
-from paceline.replica.tensor.redistribute import (
-    Broadcast,
-    BroadcastShared,
-    Conversion,
-    Exchange,
-    First,
-    FirstShared,
-    Gather,
-    GatherShared,
-    OfOwner,
-    OfParts,
-    OwnTerm,
-    Pad,
-    Scatter,
-    ShareGrad,
-    Sum,
-    SumShared,
-    Take,
-    TakeShared,
-    Unshare,
-)
-from paceline.replica.tensor.tp_group import TPCollectives
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
+from paceline.replica.tensor.redistribute import COLLECTIVES, REDISTRIBUTIONS
+
+ValueKey: TypeAlias = tuple[str, int]
+"""(node, index of its result)."""
+
+Placements: TypeAlias = frozenset[Placement]
+"""Placements in which a tensor is there at the same time."""
+
+Redistribution: TypeAlias = tuple[GraphTensor, Placement, Placement]
+"""(tensor, from, to)."""
 
 
 class RedistributionCost(NamedTuple):
-    """Of a conversion: what a shard sends, as shares of the whole tensor, and the number of collectives."""
+    """Cost of a redistribution: what a shard sends, as shares of the whole tensor, and the collectives."""
 
     forward: float
     backward: float
-    collectives: tuple[int, int]
-    """Forward and backward."""
+    collectives: tuple[str, str]
+    """Names of the collectives forward and backward; empty: none."""
 
-
-@final
-class _Kind(NamedTuple):
-    make: Callable[[TPCollectives, str, Placement, Placement], Conversion]
-    forward: str
-    backward: str
-
-
-def _plain(kind: type[Conversion]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
-    return lambda shards, name, _from, _to: kind(shards, name)
-
-
-def _from_parts(kind: type[OfParts]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
-    def make(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
-        split = before if isinstance(before, Shard) else after
-        assert isinstance(split, Shard), "one side is split"
-        return kind(shards, name, split)
-
-    return make
-
-
-def _from_owner(kind: type[OfOwner]) -> Callable[[TPCollectives, str, Placement, Placement], Conversion]:
-    def make(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
-        del after
-        assert isinstance(before, OnRank), "one shard has it"
-        return kind(shards, name, before.shard)
-
-    return make
-
-
-def _exchange(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
-    assert isinstance(before, Shard), "both are split"
-    assert isinstance(after, Shard), "both are split"
-    return Exchange(shards, name, before, after)
-
-
-_KINDS: dict[tuple[type, type], _Kind] = {
-    (Replicate, ReplicatePartialGrad): _Kind(_plain(ShareGrad), "", "reduce"),
-    (Partial, Replicate): _Kind(_plain(Sum), "reduce", ""),
-    (Partial, ReplicatePartialGrad): _Kind(_plain(SumShared), "reduce", "reduce"),
-    (Replicate, Partial): _Kind(_plain(First), "", ""),
-    (ReplicatePartialGrad, Replicate): _Kind(_plain(Unshare), "", ""),
-    (ReplicatePartialGrad, Partial): _Kind(_plain(FirstShared), "", ""),
-    (Shard, Partial): _Kind(_from_parts(Pad), "", ""),
-    (Shard, Shard): _Kind(_exchange, "gather", "gather"),
-    (Replicate, Shard): _Kind(_from_parts(Take), "", "gather"),
-    (ReplicatePartialGrad, Shard): _Kind(_from_parts(TakeShared), "", ""),
-    (Shard, Replicate): _Kind(_from_parts(Gather), "gather", ""),
-    (Shard, ReplicatePartialGrad): _Kind(_from_parts(GatherShared), "gather", "gather"),
-    (OnRank, Replicate): _Kind(_from_owner(Broadcast), "gather", ""),
-    (OnRank, ReplicatePartialGrad): _Kind(_from_owner(BroadcastShared), "gather", "gather"),
-    (OnRank, Partial): _Kind(_from_owner(OwnTerm), "", ""),
-    (Partial, Shard): _Kind(_from_parts(Scatter), "gather", "gather"),
-}
-
-
-def redistribute(shards: TPCollectives, name: str, before: Placement, after: Placement) -> Conversion:
-    """The module that makes it; there is one where there is a :func:`price`."""
-    return _KINDS[type(before), type(after)].make(shards, name, before, after)
-
-
-def redistribution_cost(
-    before: Placement, after: Placement, count: int, *, differentiable: bool
-) -> RedistributionCost | None:
-    """What it costs among ``count`` shards; None: there is no such conversion.
-
-    An all-reduce in a ring sends 2·(k - 1)/k of the tensor from each shard, an all-gather or reduce-scatter half of
-    that (Patarasuk and Yuan 2009). What one shard has, all of it goes to each of the others: as much in all as an
-    all-gather.
-
-    >>> from paceline.replica.tensor.placements import PARTIAL, REPLICATE
-    >>> price(PARTIAL, REPLICATE, 4, differentiable=True)
-    Price(forward=1.5, backward=0.0, collectives=(1, 0))
-    """
-    kind = _KINDS.get((type(before), type(after)))
-    if kind is None:
-        return None
-    share = {"": 0.0, "gather": (count - 1) / count, "reduce": 2 * (count - 1) / count}
-    backward = kind.backward if differentiable else ""
-    return RedistributionCost(share[kind.forward], share[backward], (int(bool(kind.forward)), int(bool(backward))))
-
-
-ValueKey: TypeAlias = tuple[str, int]
-"""(node, which of its results)."""
-
-Placements: TypeAlias = frozenset[Placement]
-"""In which layouts a tensor is there."""
+    @property
+    def number(self) -> int:
+        """Number of collectives."""
+        return sum(map(bool, self.collectives))
 
 
 class PlanCost(NamedTuple):
-    """Compared from the first to the last."""
+    """Cost of a plan, compared from the first field to the last."""
 
     whole: int = 0
     """Elements of weights that every shard has."""
     sent_bytes: float = 0.0
-    """Bytes; while a plan is made in k-ths of one, which are whole numbers, so that equal sums are equal."""
+    """Bytes; while a plan is made, k-ths of one, which are whole numbers, so that equal sums are equal."""
     collectives: int = 0
     work: float = 0.0
     """Operations of the shard that has most."""
@@ -161,89 +53,90 @@ class PlanCost(NamedTuple):
 
 
 def value_key(value: GraphTensor) -> ValueKey:
-    """What a tensor is known by."""
+    """Return the key of a tensor in the tables of a plan."""
     return value.node.name, value.index
 
 
-Redistribution: TypeAlias = tuple[GraphTensor, Placement, Placement]
-"""(tensor, from, to)."""
+def redistribution_cost(
+    before: Placement, after: Placement, count: int, *, differentiable: bool
+) -> RedistributionCost | None:
+    """Compute the cost of a redistribution among ``count`` shards; None: there is no such redistribution.
+
+    An all-reduce in a ring sends 2·(k - 1)/k of the tensor from each shard, an all-gather or reduce-scatter half of
+    that (Patarasuk and Yuan 2009). A tensor on one rank goes to each of the others: as much in all as an all-gather.
+
+    >>> from paceline.replica.tensor.placements import PARTIAL, REPLICATE
+    >>> redistribution_cost(PARTIAL, REPLICATE, 4, differentiable=True)
+    RedistributionCost(forward=1.5, backward=0.0, collectives=('all-reduce', ''))
+    """
+    steps = REDISTRIBUTIONS.get((type(before), type(after)))
+    if steps is None:
+        return None
+    forward, backward = (next((step for step in each if step in COLLECTIVES), "") for each in steps)
+    names = (forward, backward if differentiable else "")
+    sent = [((2 if name == "all-reduce" else 1) * (count - 1) / count) if name else 0.0 for name in names]
+    return RedistributionCost(sent[0], sent[1], names)
 
 
 def input_cost(
-    call: OpCall, strategy: OpStrategy, there: Mapping[ValueKey, Placements]
+    call: OpCall, strategy: OpStrategy, present: Mapping[ValueKey, Placements]
 ) -> tuple[PlanCost, tuple[Redistribution, ...], dict[ValueKey, Placements]] | None:
-    """What it costs to have an operator's tensors as a way takes them, and how they lie then.
+    """Compute the cost of an operator's inputs in the placements that a strategy takes.
 
     Args:
         call: the operator.
-        way: says how it takes them.
-        there: how those lie that are there; of parameters and inputs only those that were taken before.
+        strategy: names the placement of each input.
+        present: placements of the tensors that are there; of parameters and inputs only those that were used before.
 
     Returns:
-        None: they can't be had so.
+        The cost, the redistributions and the placements afterwards; None: an input can't be brought there.
     """
-    cost, converted, versions = PlanCost(), list[Redistribution](), dict[ValueKey, Placements]()
-    for value, layout in zip(call.inputs, strategy.inputs, strict=True):
+    cost, redistributions, placements = PlanCost(), list[Redistribution](), dict[ValueKey, Placements]()
+    for value, placement in zip(call.inputs, strategy.inputs, strict=True):
         place = value_key(value)
-        known = versions.get(place, there.get(place))
-        if known is None:
-            found = _first_use(value, layout, call.shards)
-            if found is None:
+        known = placements.get(place, present.get(place))
+        if known is None and value.parameter is not None:  # a parameter is placed as it is first used
+            if placement == PARTIAL:
                 return None
-            price_of, before = found
-            cost += price_of
-            versions[place] = frozenset((before, layout))
-            if before != layout:
-                converted.append((value, before, layout))
-        elif layout not in known:
-            cheapest = cheapest_redistribution(value, known, layout, call.shards)
-            if cheapest is None:
-                return None
-            before, price_of = cheapest
-            cost += price_of
-            converted.append((value, before, layout))
-            versions[place] = known | {layout}
-    return cost, tuple(converted), versions
-
-
-def _first_use(value: GraphTensor, layout: Placement, shards: int) -> tuple[PlanCost, Placement] | None:
-    """Of a parameter, which lies as it is first wanted, or of an input, which is whole."""
-    if value.parameter is None:
-        if layout == REPLICATE:
-            return PlanCost(), REPLICATE
-        found = cheapest_redistribution(value, frozenset((REPLICATE,)), layout, shards)
-        return None if found is None else (found[1], REPLICATE)
-    if layout == PARTIAL:
-        return None
-    everywhere = not isinstance(layout, (Shard, OnRank))
-    weight = value.dims > 1 and value.differentiable
-    elements = value.nbytes // value.dtype.itemsize
-    summed = 2 * (shards - 1) * value.nbytes if layout == PARTIAL_GRAD and value.differentiable else 0
-    return PlanCost(elements if everywhere and weight else 0, summed), layout
+            weight = value.dims > 1 and value.differentiable and not isinstance(placement, (Shard, OnRank))
+            summed = placement == PARTIAL_GRAD and value.differentiable
+            sent = 2 * (call.shards - 1) * value.nbytes if summed else 0
+            cost += PlanCost(value.nbytes // value.dtype.itemsize if weight else 0, sent)
+            placements[place] = frozenset((placement,))
+            continue
+        known = frozenset((REPLICATE,)) if known is None else known  # an input of the model is whole
+        if placement in known:
+            placements.setdefault(place, known)
+            continue
+        found = cheapest_redistribution(value, known, placement, call.shards)
+        if found is None:
+            return None
+        source, added = found
+        cost += added
+        redistributions.append((value, source, placement))
+        placements[place] = known | {placement}
+    return cost, tuple(redistributions), placements
 
 
 def cheapest_source(value: GraphTensor, known: Placements, shards: int) -> Placement:
-    """From which of these an output is made whole."""
+    """Return the placement from which an output is replicated for the least."""
     found = cheapest_redistribution(value, known, REPLICATE, shards)
     return found[0] if found is not None else min(known, key=str)
 
 
 def cheapest_redistribution(
-    value: GraphTensor, known: Placements, layout: Placement, shards: int
+    value: GraphTensor, known: Placements, target: Placement, shards: int
 ) -> tuple[Placement, PlanCost] | None:
-    """From which of these a tensor is brought into a layout for least, and for how much; None: from none."""
-    if value.parameter is not None:  # it lies in one way alone
+    """Return the placement from which a tensor is redistributed for the least, and the cost; None: from none."""
+    if value.parameter is not None:  # a parameter has one placement alone
         return None
-    found = [
-        (_cost(made, value, shards), str(before), before)
-        for before in known
-        if (made := redistribution_cost(before, layout, shards, differentiable=value.differentiable)) is not None
-    ]
+    found = []
+    for source in known:
+        each = redistribution_cost(source, target, shards, differentiable=value.differentiable)
+        if each is not None:
+            sent = round((each.forward + each.backward) * shards) * value.nbytes
+            found.append((PlanCost(0, sent, each.number), str(source), source))
     if not found:
         return None
-    cost, _, before = min(found, key=lambda each: each[:2])
-    return before, cost
-
-
-def _cost(made: RedistributionCost, value: GraphTensor, shards: int) -> PlanCost:
-    return PlanCost(0, round((made.forward + made.backward) * shards) * value.nbytes, sum(made.collectives))
+    cost, _, source = min(found, key=lambda each: each[:2])
+    return source, cost

@@ -1,4 +1,4 @@
-"""The graph of one shard: each operator as its way writes it, and the conversions between them."""
+"""Rewrite a model's graph for one shard: each operator as its strategy emits it, and the redistributions between."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
@@ -15,130 +15,125 @@ from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.branch_on_rank import is_stand_in
 from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import ValueKey, cheapest_source, redistribute, value_key
+from paceline.replica.tensor.redistribute import Redistribute
+from paceline.replica.tensor.redistribute_cost import ValueKey, cheapest_source, value_key
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
 @dataclass(frozen=True)
 class ShardGraph:
-    """What one shard of a model runs."""
+    """The graph of one shard of a model."""
 
     module: GraphModule
     """forward(*leaves of the input) -> tuple of the output's leaves, whole; holds the shard's parts, by full name."""
     parameters: Mapping[str, Placement]
-    """How those lie among the shards, buffers included."""
+    """Placement of each of them, buffers included."""
 
 
 def rewrite_for_shard(plan: ShardingPlan, shards: TPCollectives) -> ShardGraph:
-    """The shard's module; its tensors are copies, but of those that every shard has.
+    """Return the shard's graph; its tensors are copies, but for those that every shard has.
 
     Args:
-        plan: the same on all shards.
-        shards: whose graph it is.
+        plan: the plan, the same on all shards.
+        shards: the group, as this shard sees it.
     """
-    return _Rewriting(plan, shards).shard()
+    rewriter = _Rewriter(plan, shards)
+    steps = {step.call.node: step for step in plan.steps}
+    for node in plan.graph.captured.module.graph.nodes:
+        rewriter.rewrite(node, steps.get(node))
+    rewriter.graph.eliminate_dead_code(  # a stand-in that no node uses is not needed
+        lambda node: not is_stand_in(node) and (node.op != "call_function" or node.is_impure())
+    )
+    return ShardGraph(GraphModule(rewriter.root, rewriter.graph, "Shard"), plan.parameters)
 
 
 def add_unused_tensors(shard: ShardGraph, module: nn.Module) -> None:
-    """Let a shard have the tensors of a model that its graph does not use: they are A's as well."""
+    """Add to a shard the tensors of a model that its graph does not use: they belong to A as well."""
     for name, tensor in tensors_of(module).items():
         if name not in shard.parameters:
-            put_tensor(shard.module, name, tensor)
+            _put(shard.module, name, tensor)
 
 
-class _Rewriting:
+def _put(root: nn.Module, name: str, value: Any) -> None:
+    """Register a parameter, buffer or constant of a module under its full name."""
+    path, _, leaf = name.rpartition(".")
+    owner = get_or_create_submodule(root, path)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(leaf, value)
+    elif isinstance(value, torch.Tensor):
+        owner.register_buffer(leaf, value)
+    else:
+        owner.add_module(leaf, value)
+
+
+class _Rewriter:
     def __init__(self, plan: ShardingPlan, shards: TPCollectives) -> None:
         self._plan, self._shards = plan, shards
-        self._graph, self._root = Graph(), nn.Module()
-        self._made: dict[tuple[ValueKey, Placement], Node] = {}
-        self._plain: dict[Node, Node] = {}
-        self._wanted: dict[Node, Node] = {}
-        self._writer = GraphEmitter(shards, self._graph, self._root, self._new)
+        self.graph, self.root = Graph(), nn.Module()
+        self._emitter = GraphEmitter(shards, self.graph, self.root, self._local)
+        self._placed: dict[tuple[ValueKey, Placement], Node] = {}
+        """(tensor, placement) -> node of the shard's graph."""
+        self._nodes: dict[Node, Node] = {}
+        """Node of the model's graph -> node of the shard's, in its own placement."""
+        self._inputs: dict[Node, Node] = {}
+        """The same for the inputs of the current operator, in the placements that its strategy takes."""
 
-    def shard(self) -> ShardGraph:
-        captured = self._plan.graph.captured
-        steps = {step.call.node: step for step in self._plan.steps}
-        for node in captured.module.graph.nodes:
-            if node.op == "output":
-                self._output(node)
-            elif node.op == "get_attr":
-                self._held(node)
-            elif node in steps:
-                self._step(steps[node])
-            else:
-                self._plain[node] = self._graph.node_copy(node, self._new)
-                for value in self._plan.graph.values.get(node, ()):
-                    self._made[value_key(value), REPLICATE] = self._plain[node]
-        self._graph.eliminate_dead_code(_has_effects)
-        module = GraphModule(self._root, self._graph, "Shard")
-        return ShardGraph(module, self._plan.parameters)
+    def _local(self, node: Node) -> Node:
+        return self._inputs.get(node) or self._nodes[node]
 
-    def _held(self, node: Node) -> None:
-        """A parameter or buffer, or this shard's part of it."""
-        held = attrgetter(str(node.target))(self._plan.graph.captured.module)
-        layout: Placement = self._plan.parameters.get(str(node.target), REPLICATE)
-        if isinstance(layout, OnRank) and layout.shard != self._shards.rank:
+    def rewrite(self, node: Node, step: SearchStep | None) -> None:
+        """Emit a node of the model's graph."""
+        placement: Placement = REPLICATE
+        if node.op == "output":
+            self.emit_output(node)
             return
-        if isinstance(layout, Shard):
-            held = _part(held, layout, self._shards.rank)
-        put_tensor(self._root, str(node.target), held)
-        self._plain[node] = self._graph.get_attr(str(node.target))
-        for value in self._plan.graph.values.get(node, ()):
-            self._made[value_key(value), layout] = self._plain[node]
+        if step is not None:
+            self.emit_operator(step)
+            return
+        if node.op == "get_attr":  # a parameter, buffer or constant: this shard's part of it
+            name = str(node.target)
+            placement = self._plan.parameters.get(name, REPLICATE)
+            if isinstance(placement, OnRank) and placement.shard != self._shards.rank:
+                return
+            value = attrgetter(name)(self._plan.graph.captured.module)
+            if isinstance(placement, Shard):
+                # A copy, or the memory of the whole tensor could not be released.
+                part = placement.take(value.detach(), self._shards.rank).clone()
+                value = nn.Parameter(part, value.requires_grad) if isinstance(value, nn.Parameter) else part
+            _put(self.root, name, value)
+            self._nodes[node] = self.graph.get_attr(name)
+        else:
+            self._nodes[node] = self.graph.node_copy(node, self._local)
+        for tensor in self._plan.graph.values.get(node, ()):
+            self._placed[value_key(tensor), placement] = self._nodes[node]
 
-    def _step(self, step: SearchStep) -> None:
+    def emit_operator(self, step: SearchStep) -> None:
+        placed, call, strategy = self._placed, step.call, step.strategy
         for value, before, after in step.redistributions:
-            if not value.differentiable and (before, after) == (
-                REPLICATE,
-                PARTIAL_GRAD,
-            ):  # the two differ in gradients alone
-                self._made[value_key(value), after] = self._made[value_key(value), before]
+            source = placed[value_key(value), before]
+            if not value.differentiable and (before, after) == (REPLICATE, PARTIAL_GRAD):
+                placed[value_key(value), after] = source  # the two differ in gradients alone
                 continue
-            module = redistribute(self._shards, value.node.name, before, after)
-            self._made[value_key(value), after] = self._writer.module(module, self._made[value_key(value), before])
-        self._wanted = {
-            value.node: made
-            for value, layout in zip(step.call.inputs, step.strategy.inputs, strict=True)
-            if (made := self._made.get((value_key(value), layout))) is not None
+            module = Redistribute(self._shards, value.node.name, before, after)
+            placed[value_key(value), after] = self._emitter.module(module, source)
+        self._inputs = {
+            value.node: node
+            for value, placement in zip(call.inputs, strategy.inputs, strict=True)
+            if (node := placed.get((value_key(value), placement))) is not None
         }
-        written = (step.strategy.emit or GraphEmitter.copy)(self._writer, step.call)
-        self._plain[step.call.node] = written
-        for value, layout in zip(step.call.outputs, step.strategy.outputs, strict=True):
-            self._made[value_key(value), layout] = written
-        self._wanted = {}
+        emitted = (strategy.emit or GraphEmitter.copy)(self._emitter, call)
+        self._inputs = {}
+        self._nodes[call.node] = emitted
+        for value, placement in zip(call.outputs, strategy.outputs, strict=True):
+            placed[value_key(value), placement] = emitted
 
-    def _new(self, node: Node) -> Node:
-        return self._wanted.get(node) or self._plain[node]
-
-    def _output(self, node: Node) -> None:
+    def emit_output(self, node: Node) -> None:
         for value in self._plan.graph.outputs():
-            known = {layout: made for (place, layout), made in self._made.items() if place == value_key(value)}
-            if REPLICATE in known:
-                self._wanted[value.node] = known[REPLICATE]
-                continue
-            before = cheapest_source(value, frozenset(known), self._shards.count)
-            module = redistribute(self._shards, value.node.name, before, REPLICATE)
-            self._wanted[value.node] = self._writer.module(module, known[before])
-        self._graph.output(map_arg(node.args[0], self._new))
-
-
-def _has_effects(node: Node) -> bool:
-    return not is_stand_in(node) and (node.op != "call_function" or node.is_impure())
-
-
-def _part(held: Tensor, split: Shard, shard: int) -> Tensor:
-    part = split.take(held.detach(), shard).clone()
-    return nn.Parameter(part, held.requires_grad) if isinstance(held, nn.Parameter) else part
-
-
-def put_tensor(root: nn.Module, name: str, held: Any) -> None:
-    """Let a module have a parameter, buffer or constant under this full name."""
-    path, _, leaf = name.rpartition(".")
-    where = get_or_create_submodule(root, path)
-    if isinstance(held, nn.Parameter):
-        where.register_parameter(leaf, held)
-    elif isinstance(held, torch.Tensor):
-        where.register_buffer(leaf, held)
-    else:
-        where.add_module(leaf, held)
+            known = {place: made for (key, place), made in self._placed.items() if key == value_key(value)}
+            if REPLICATE not in known:
+                before = cheapest_source(value, frozenset(known), self._shards.count)
+                module = Redistribute(self._shards, value.node.name, before, REPLICATE)
+                known[REPLICATE] = self._emitter.module(module, known[before])
+            self._inputs[value.node] = known[REPLICATE]
+        self.graph.output(map_arg(node.args[0], self._local))

@@ -1,4 +1,4 @@
-"""Δ by shards: one shard, which computes its part of every gradient."""
+"""Δ by tensor parallelism: one shard of a replica, which computes its part of every gradient."""
 
 import math
 import time
@@ -23,18 +23,18 @@ from paceline.trace.recorder import AnyRecorder
 
 @final
 class TensorParallel(Replica):
-    """Δ is the gradient of the mean loss over a batch; each shard has the part of it that its parameters have.
+    """One shard: Δ is the gradient of the mean loss over a batch, of which a shard has the part of its parameters.
 
     Args:
-        program: says seed and precision.
+        program: the user's program, for its seed and precision.
         prepared: this shard of the model.
-        shards: all of them.
-        replica: whose they are.
-        layout: of this shard's tensors.
-        device: as torch writes it.
-        recorder: of this shard's spans.
+        shards: the group of all shards.
+        replica: id of their replica.
+        layout: layout of this shard's tensors.
+        device: device, as torch writes it.
+        recorder: records this shard's spans.
         micro_steps: calls of :meth:`advance` for one Δ.
-        loose: takes the gradients, which then lie on the CPU; None: they are written into the slot.
+        loose: receives the gradients, on the CPU; None: they are copied into the buffer of Δ.
     """
 
     def __init__(
@@ -52,81 +52,80 @@ class TensorParallel(Replica):
     ) -> None:
         self._program, self._captured, self._shards = program, prepared.captured, shards
         self._replica, self._device, self._recorder, self._micro_steps = replica, device, recorder, micro_steps
-        self._loose = loose
+        self._handoff = loose
         self._module = prepared.shard.module
-        self._tensors = Autograd(program, self._module, layout, replica, device)
-        shared = [name for name, how in prepared.shard.parameters.items() if how == PARTIAL_GRAD]
-        self._shared = PartialGrads(shards, layout, shared)
-        self._losses, self._samples = 0.0, 0
-        self._seen: set[tuple[torch.Size, ...]] = set()
+        self._autograd = Autograd(program, self._module, layout, replica, device)
+        partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
+        self._partial_grads = PartialGrads(shards, layout, partial)
+        self._loss_sum, self._samples = 0.0, 0
+        self._seen_shapes: set[tuple[torch.Size, ...]] = set()
         self.peak_saved_bytes = 0
-        """The most that was kept for backward at one time, parameters, buffers and the batch itself not counted."""
+        """Peak of what was saved for backward, without parameters, buffers and the batch itself."""
 
     def adopt(self, state: FlatState) -> None:
-        self._tensors.bind(state)
-        self._losses, self._samples = 0.0, 0
+        self._autograd.bind(state)
+        self._loss_sum, self._samples = 0.0, 0
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
             return math.nan
+        # All shards seed alike: dropout draws the numbers of the whole tensor on each of them.
         torch.default_generator.manual_seed(step_seed(self._program.seed, self._replica, clock))
         self._shards.step = clock + 1
         try:
-            value = self._pass(batch, clock)
+            loss = self._forward_backward(batch, clock)
         except PacelineError:
             raise
         except Exception as error:
-            raise self._failed(error) from error
-        self._losses += value * batch.samples
+            trace = "".join(traceback.format_exception(error))
+            where = f"shard {self._shards.rank}, step {self._shards.step}"
+            raise WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{trace}") from error
+        self._loss_sum += loss * batch.samples
         self._samples += batch.samples
-        return value
+        return loss
 
-    def _pass(self, batch: Batch, clock: Clock) -> float:
-        """Forward and backward; the mean loss."""
-        weight = 1.0 if self._micro_steps == 1 else float(batch.samples)
+    def _forward_backward(self, batch: Batch, clock: Clock) -> float:
+        """Run both passes and return the mean loss."""
         began = time.monotonic_ns()
-        leaves = self._captured.flatten((batch.input, batch.target))
+        leaves = [leaf.to(self._device) for leaf in self._captured.flatten((batch.input, batch.target))]
         with self._program.autocast(self._device):
-            (loss,) = self._forward([leaf.to(self._device) for leaf in leaves])
+            loss = self._forward(leaves)
         turned = time.monotonic_ns()
-        (loss if weight == 1.0 else loss * weight).backward()  # type: ignore[no-untyped-call]
+        # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
+        (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         self._recorder.record("forward", clock + 1, began, turned)
         self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
         return value
 
-    def _forward(self, leaves: list[Tensor]) -> tuple[Tensor, ...]:
-        """The loss; what is saved for backward is counted where shapes are new."""
-        shapes = tuple(leaf.shape for leaf in leaves)
-        if shapes in self._seen:
-            made: tuple[Tensor, ...] = self._module(*leaves)
-            return made
+    def _forward(self, leaves: list[Tensor]) -> Tensor:
+        """Return the loss; count what is saved for backward where the batch has new shapes."""
+        loss: Tensor
+        shapes = tuple(leaf.shape for leaf in leaves)  # the hooks of a counter are too slow for every step
+        if shapes in self._seen_shapes:
+            (loss,) = self._module(*leaves)
+            return loss
         counter = StorageCounter([*self._module.parameters(), *self._module.buffers(), *leaves])
         with counter.counting_saved():
-            made = self._module(*leaves)
-        self._seen.add(shapes)
+            (loss,) = self._module(*leaves)
+        self._seen_shapes.add(shapes)
         self.peak_saved_bytes = max(self.peak_saved_bytes, counter.nbytes)
-        return made
-
-    def _failed(self, error: Exception) -> WorkerError:
-        told = "".join(traceback.format_exception(error))
-        where = f"shard {self._shards.rank}, step {self._shards.step}"
-        return WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{told}")
+        return loss
 
     def finish(self, out: FlatState) -> Measured:
-        gradients = self._tensors.take_gradients()
+        gradients = self._autograd.take_gradients()
         with torch.no_grad():
-            if self._samples:
-                self._shared.all_reduce_(gradients)
+            if self._samples:  # the same on all shards, so either all of them reduce or none
+                self._partial_grads.all_reduce_(gradients)
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))
-            if self._loose is not None:
-                self._loose.gradients = gradients
-            else:
+            if self._handoff is not None:
+                self._handoff.gradients = gradients
+            else:  # one fused copy; the buffer of Δ may be in shared memory
                 torch._foreach_copy_(out.views.parameters, gradients)
-            self._tensors.write_buffers(out)
+            self._autograd.write_buffers(out)
         if not self._samples:
             return Measured(math.nan, 0, True)
-        loss = self._losses / self._samples
-        vectors = out.parameters if self._loose is None else gradients
+        loss = self._loss_sum / self._samples
+        vectors = out.parameters if self._handoff is None else gradients
         return Measured(loss, self._samples, finite(vectors, loss))

@@ -1,64 +1,61 @@
-"""What the shards of a replica do together: the contract that engines fulfil.
-
-Gradients of which each shard has a term: of parameters that all have and each uses for its part of the work.
-"""
+"""Collectives of the shards of a replica: the contract that engines fulfil, and the sum of partial gradients."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.types import Clock
 from paceline.replica.flat_state import FlatLayout
 
 
 class TPCollectives(ABC):
-    """The shards of one replica and stage, as one of them sees them.
+    """The tensor-parallel group of one replica and stage, as one of its shards sees it.
 
-    All of them call the same in the same order. What is given stays as it is; what is returned is the caller's own.
+    All shards call the same methods in the same order. An argument stays as it is; a result is the caller's own.
 
     Args:
-        rank: which shard this is.
-        count: k, of how many.
+        rank: rank of this shard.
+        count: k, number of shards.
     """
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
         self.step: Clock = 0
-        """Which one is under way, for those who wait and for spans; 0: training has not begun."""
+        """Step that is under way, for error messages and spans; 0: training has not begun."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
-        """The sum over all shards, or the largest of each element.
+        """Return the sum over all shards, or the maximum, element by element.
 
         Args:
             tensor: of the same shape on all shards.
-            what: in words that follow "waited for".
-            largest: rather than the sum.
+            what: description of the tensor, in words that follow "waited for".
+            largest: compute the maximum.
         """
 
     @abstractmethod
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
-        """What each shard gives, whose shape by shard is known."""
+        """Return each shard's part; ``shapes`` are the shapes of the parts, by shard."""
 
     @abstractmethod
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
-        """Of what each shard gives for this one, the sum."""
+        """Return the sum over all shards of the part for this one; ``parts`` has one part for each shard."""
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        """What one shard gives; the others give a tensor of that shape, whose numbers are not looked at."""
+        """Return the owner's tensor; the other shards pass a tensor of that shape, whose elements are not read."""
 
     @abstractmethod
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        """On one shard the sum over all of them; on the others, nothing that means anything."""
+        """Return the sum over all shards on the owner, and a tensor of no meaning on the others."""
 
 
 @final
 class SingleRankTP(TPCollectives):
-    """One shard, which is all."""
+    """Group of one shard."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -84,28 +81,46 @@ class SingleRankTP(TPCollectives):
         return tensor.clone()
 
 
-class PartialGrads:
-    """Those of one shard.
+class CollectiveModule(nn.Module):
+    """Module of a shard's graph that communicates; it has no parameters.
 
     Args:
-        shards: who have a term each.
-        layout: of this shard's tensors.
-        names: of the parameters.
+        shards: the group.
+        name: name of the tensor or operator, for messages of ranks that wait.
+    """
+
+    def __init__(self, shards: TPCollectives, name: str) -> None:
+        super().__init__()
+        self.shards, self.name = shards, name
+
+    def extra_repr(self) -> str:
+        return self.name
+
+
+class PartialGrads:
+    """Sum of the gradients of replicated parameters that each shard uses for its part of the work.
+
+    Args:
+        shards: the group; each shard has a term of each gradient.
+        layout: layout of this shard's tensors.
+        names: names of the parameters.
     """
 
     def __init__(self, shards: TPCollectives, layout: FlatLayout, names: Collection[str]) -> None:
         self._shards = shards
-        self._places = [place for place, name in enumerate(layout.parameter_names) if name in names]
+        self._indices = [index for index, name in enumerate(layout.parameter_names) if name in names]
 
     def all_reduce_(self, gradients: list[Tensor]) -> None:
-        """Let those gradients be the sums over all shards; all of them call it together.
+        """Replace those gradients by their sums, in one all-reduce; all shards call it together.
 
         Args:
-            gradients: of all parameters, in the layout's order.
+            gradients: gradients of all parameters, in the layout's order.
         """
-        if not self._places:
+        if not self._indices:
             return
-        terms = [gradients[place] for place in self._places]
+        # One message for all of them: most are vectors of biases and norms, for which latency would count.
+        terms = [gradients[index] for index in self._indices]
         total = self._shards.all_reduce(torch.cat([term.reshape(-1) for term in terms]), "gradients that all share")
-        for place, found in zip(self._places, torch.split(total, [term.numel() for term in terms]), strict=True):
-            gradients[place] = found.view_as(gradients[place])
+        sums = torch.split(total, [term.numel() for term in terms])
+        for index, vector in zip(self._indices, sums, strict=True):
+            gradients[index] = vector.view_as(gradients[index])

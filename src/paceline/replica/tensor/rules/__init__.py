@@ -1,4 +1,4 @@
-"""How operators are divided, a family a file. Every file of this folder is imported, so a rule is added by its file."""
+"""Rules, a family of operators a file. Every file of this folder is imported, so a rule is added by its file alone."""
 
 import importlib
 import pkgutil

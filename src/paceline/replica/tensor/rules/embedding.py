@@ -1,7 +1,8 @@
 """Embeddings: rows of a table."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, final
+from functools import partial
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -32,29 +33,26 @@ class Embedding(OpRule):
             yield OpStrategy((columns, REPLICATE), (columns,), "column", share=columns.share)
         for rows in call.shardings(weight.shape[0], -2):
             if rows.blocks == 1:
-                yield OpStrategy((rows, REPLICATE), (PARTIAL,), "row", _rows(rows), share=rows.share)
+                yield OpStrategy((rows, REPLICATE), (PARTIAL,), "row", partial(emit_rows, rows), share=rows.share)
         for split in shards_among(available[-1]):
-            yield OpStrategy((PARTIAL_GRAD, split), (split.at(split.dim - 1),), "samples", share=split.share)
+            inputs = (PARTIAL_GRAD, split)
+            yield OpStrategy(inputs, (split.at(split.dim - 1),), "samples", share=split.share)
 
 
-def _rows(split: Shard) -> Any:
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        mine = Rows(split.offsets[emitter.shards.rank], split.sizes[emitter.shards.rank])
-        weight, indices = call.inputs
-        return emitter.module(
-            mine, emitter.local(weight.node), emitter.local(indices.node), call.argument(2, "padding_idx", -1)
-        )
-
-    return emit
+def emit_rows(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
+    rank = emitter.shards.rank
+    weight, indices = (emitter.local(value.node) for value in call.inputs)
+    module = EmbeddingRows(split.offsets[rank], split.sizes[rank])
+    return emitter.module(module, weight, indices, call.argument(2, "padding_idx", -1))
 
 
 @final
-class Rows(nn.Module):
-    """Looks up the rows that a shard has; zeros for others.
+class EmbeddingRows(nn.Module):
+    """Look up the rows that a shard has, with zeros for others.
 
     Args:
-        start: the first.
-        count: of them.
+        start: index of the first.
+        count: number of rows.
     """
 
     def __init__(self, start: int, count: int) -> None:
@@ -62,12 +60,13 @@ class Rows(nn.Module):
         self._start, self._count = start, count
 
     def forward(self, weight: Tensor, indices: Tensor, padding: int) -> Tensor:
-        """The looked up rows of the table."""
+        """Return the rows of the table."""
         local = indices - self._start
-        there = (local >= 0) & (local < self._count)
+        present = (local >= 0) & (local < self._count)
         padding = padding - self._start if 0 <= padding - self._start < self._count else -1
-        found = aten.embedding.default(weight, local.where(there, local.new_zeros(())), padding)
-        return found * there.unsqueeze(-1)  # type: ignore[no-any-return]
+        # Rows of other shards are looked up as row 0 and zeroed below.
+        rows = aten.embedding.default(weight, local.where(present, local.new_zeros(())), padding)
+        return rows * present.unsqueeze(-1)  # type: ignore[no-any-return]
 
 
 register(Embedding())

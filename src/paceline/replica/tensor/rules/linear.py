@@ -12,33 +12,14 @@ from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, OnRank, Pl
 aten = torch.ops.aten
 
 BIAS_RANK = OnRank(0)
-"""A bias that is added once, by shard 0."""
-
-
-def can_be_summed(call: OpCall, bias: int) -> bool:
-    """Whether all shards' terms have a gradient, or none; not so where only the bias has one: shard 0 alone would send.
-
-    Args:
-        call: an operator with a bias.
-        bias: its place among the tensors that the operator takes.
-    """
-    others = (value.differentiable for place, value in enumerate(call.inputs) if place != bias)
-    return any(others) or not any(value.differentiable for value in call.inputs)
-
-
-def contracted_shardings(call: OpCall, available: Iterable[Placement], length: int, dim: int = -1) -> Iterator[Shard]:
-    """How the dim of x that is summed over may be divided: evenly, or as x is there, in blocks of tensors put together
-    say.
-    """
-    there = (split for split in shards_among(available) if split.dim == dim and split.length == length)
-    yield from dict.fromkeys((*call.shardings(length, dim), *there))
+"""Placement of a bias that is added once, by shard 0."""
 
 
 @final
 class Linear(OpRule):
     """y = x·Wᵀ + b, with W of m × n.
 
-    column: S_p = rows of W and elements of b; x is everyone's, and y_p is a part of y.
+    column: S_p = rows of W and elements of b; x is replicated, and y_p is a part of y.
     row: S_p = columns of W; x_p is a part of x, and y is the sum of all x_p·W_pᵀ, to which shard 0 adds b.
     samples: S_p = everything; x_p are some of the rows of x, and so is y_p.
     """
@@ -48,19 +29,16 @@ class Linear(OpRule):
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         _, weight, *bias = call.inputs
         for rows in call.shardings(weight.shape[0], -2):
-            made = rows.at(-1)
-            yield OpStrategy((PARTIAL_GRAD, rows, *(made for _ in bias)), (made,), "column", share=made.share)
-        for columns in contracted_shardings(call, available[0], weight.shape[1]) if can_be_summed(call, 2) else ():
-            yield OpStrategy((columns, columns, *(BIAS_RANK for _ in bias)), (PARTIAL,), "row", _row, columns.share)
+            part = rows.at(-1)
+            yield OpStrategy((PARTIAL_GRAD, rows, *(part for _ in bias)), (part,), "column", share=part.share)
+        if can_be_summed(call, 2):
+            for columns in contracted_shardings(call, available[0], weight.shape[1]):
+                inputs: tuple[Placement, ...] = (columns, columns, *(BIAS_RANK for _ in bias))
+                yield OpStrategy(inputs, (PARTIAL,), "row", emit_bias_once, columns.share)
         for split in shards_among(available[0]):
             if split.dim < -1:
-                yield OpStrategy(
-                    (split, PARTIAL_GRAD, *(PARTIAL_GRAD for _ in bias)), (split,), "samples", share=split.share
-                )
-
-
-def _row(emitter: GraphEmitter, call: OpCall) -> Node:
-    return emitter.same(call) if emitter.shards.rank == BIAS_RANK.shard else emitter.same(call, bias=None)
+                inputs = (split, PARTIAL_GRAD, *(PARTIAL_GRAD for _ in bias))
+                yield OpStrategy(inputs, (split,), "samples", share=split.share)
 
 
 @final
@@ -71,24 +49,48 @@ class Addmm(OpRule):
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         bias, _, weight = call.inputs
-        if bias.dims != 1 or any(call.argument(i, n, 1) != 1 for i, n in ((3, "beta"), (4, "alpha"))):
+        if bias.dims != 1 or any(call.argument(i, name, 1) != 1 for i, name in ((3, "beta"), (4, "alpha"))):
             return
         for columns in call.shardings(weight.shape[1], -1):
             yield OpStrategy((columns, PARTIAL_GRAD, columns), (columns,), "column", share=columns.share)
-        for columns in contracted_shardings(call, available[1], weight.shape[0]) if can_be_summed(call, 0) else ():
-            rows = columns.at(-2)
-            yield OpStrategy((BIAS_RANK, columns, rows), (PARTIAL,), "row", _row_of_addmm, rows.share)
+        if can_be_summed(call, 0):
+            for columns in contracted_shardings(call, available[1], weight.shape[0]):
+                inputs = (BIAS_RANK, columns, columns.at(-2))
+                yield OpStrategy(inputs, (PARTIAL,), "row", emit_addmm_row, columns.share)
         for split in shards_among(available[1]):
             if split.dim < -1:
                 yield OpStrategy((PARTIAL_GRAD, split, PARTIAL_GRAD), (split,), "samples", share=split.share)
 
 
-def _row_of_addmm(emitter: GraphEmitter, call: OpCall) -> Node:
+def can_be_summed(call: OpCall, bias: int) -> bool:
+    """Return True if all shards' terms have a gradient, or none.
+
+    It is False where only the bias has one: shard 0 alone would communicate.
+
+    Args:
+        call: an operator with a bias.
+        bias: index of the bias among its inputs.
+    """
+    others = (value.differentiable for place, value in enumerate(call.inputs) if place != bias)
+    return any(others) or not any(value.differentiable for value in call.inputs)
+
+
+def contracted_shardings(call: OpCall, available: Iterable[Placement], length: int, dim: int = -1) -> Iterator[Shard]:
+    """Yield the shardings of the dim of x that is summed over: even ones, and those that x has, say in blocks."""
+    present = (split for split in shards_among(available) if split.dim == dim and split.length == length)
+    yield from dict.fromkeys((*call.shardings(length, dim), *present))
+
+
+def emit_bias_once(emitter: GraphEmitter, call: OpCall) -> Node:
+    """Emit an operator whose results are terms of a sum, the bias on shard 0 alone."""
+    return emitter.with_args(call) if emitter.shards.rank == BIAS_RANK.shard else emitter.with_args(call, bias=None)
+
+
+def emit_addmm_row(emitter: GraphEmitter, call: OpCall) -> Node:
     if emitter.shards.rank == BIAS_RANK.shard:
-        return emitter.same(call)
+        return emitter.with_args(call)
     _, x, weight = call.inputs
     return emitter.call(aten.mm.default, emitter.local(x.node), emitter.local(weight.node))
 
 
-register(Linear())
-register(Addmm())
+register(Linear(), Addmm())

@@ -1,24 +1,16 @@
-"""Losses of which each shard has a term: over split classes, and over split elements."""
+"""Losses of which each shard has a term: over sharded classes, and over sharded elements."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import (
-    Available,
-    Emit,
-    GraphEmitter,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    register,
-    shards_among,
-)
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
 from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
-from paceline.replica.tensor.rules.elementwise import inputs_along
+from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 from paceline.replica.tensor.rules.softmax import ShardedSoftmax
 
 aten = torch.ops.aten
@@ -26,70 +18,65 @@ aten = torch.ops.aten
 _NONE, _MEAN, _SUM = range(3)
 """The reductions, as torch numbers them."""
 
+_ELSEWHERE = -100
+"""Target of a sample whose class is on another shard."""
+
 
 @final
 class CrossEntropy(OpRule):
     """loss = - Σ q·w·log softmax(x), with q the target over the classes: S_p = some of the classes.
 
     A shard has the logits of its classes, and their share of the loss. What is sent are the largest logit of a sample
-    and the sum over its classes, never the logits. A target of classes is everyone's, one of probabilities is split;
-    a weight for each class is everyone's.
+    and the sum over its classes, never the logits. A target of classes is replicated, one of probabilities is sharded;
+    a weight for each class is replicated.
     """
 
     targets: ClassVar = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-    converts = False
+    redistributes = False
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        logits, *others = call.inputs
-        if any(value.differentiable for value in others[1:]):
+        logits, target, *weight = call.inputs
+        if any(value.differentiable for value in weight) or len(weight) != (call.argument(2, "weight") is not None):
             return
-        dim = min(1 - logits.dims, -1)
         for split in shards_among(available[0]):
-            if split.dim == dim and len(others) == 1 + (call.argument(2, "weight") is not None):
-                target: Placement = split if others[0].dtype.is_floating_point else REPLICATE
-                inputs = (split, target, *(REPLICATE for _ in others[1:]))
-                sums, sent_bytes = _across(call, split)
-                yield OpStrategy(inputs, (PARTIAL,), "classes", _emit(split), split.share, sent_bytes, sums)
-
-
-def _across(call: OpCall, split: Shard) -> tuple[int, float]:
-    """Collectives and bytes of the softmax over all classes."""
-    if call.target is aten.nll_loss_nd.default:
-        return 0, 0.0
-    (logits, *_), k = call.inputs, call.shards
-    sums = 2 + logits.differentiable
-    return sums, sums * 2 * (k - 1) / k * logits.nbytes / split.length
-
-
-def _emit(split: Shard) -> Emit:
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        logits, *others = (emitter.local(value.node) for value in call.inputs)
-        smoothing = call.argument(5, "label_smoothing", 0.0)
-        if call.target is aten.cross_entropy_loss.default:
-            dtype = torch.promote_types(call.outputs[0].dtype, torch.float32)
-            logits = emitter.module(
-                ShardedSoftmax(emitter.shards, call.node.name, split.dim, dtype, logarithm=True), logits
+            if split.dim != min(1 - logits.dims, -1):
+                continue
+            of_target: Placement = split if target.dtype.is_floating_point else REPLICATE
+            collectives, sent, k = 0, 0.0, call.shards
+            if call.target is aten.cross_entropy_loss.default:  # the softmax over all classes
+                collectives = 2 + logits.differentiable
+                sent = collectives * 2 * (k - 1) / k * logits.nbytes / split.length
+            inputs = (split, of_target, *(REPLICATE for _ in weight))
+            yield OpStrategy(
+                inputs, (PARTIAL,), "classes", partial(emit_classes, split), split.share, sent, collectives
             )
-        loss = OverClasses(
-            split, emitter.shards.rank, call.argument(3, "reduction", _MEAN), call.argument(4, "ignore_index", -100),
-            smoothing, call.outputs[0].dtype,
-        )  # fmt: skip
-        return emitter.module(loss, logits, *others)
 
-    return emit
+
+def emit_classes(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
+    logits, *others = (emitter.local(value.node) for value in call.inputs)
+    smoothing, dtype = call.argument(5, "label_smoothing", 0.0), call.outputs[0].dtype
+    if call.target is aten.cross_entropy_loss.default:
+        wide = torch.promote_types(dtype, torch.float32)
+        softmax = ShardedSoftmax(emitter.shards, call.node.name, split.dim, wide, logarithm=True)
+        logits = emitter.module(softmax, logits)
+    loss = ShardedCrossEntropy(
+        split, emitter.shards.rank, call.argument(3, "reduction", _MEAN), call.argument(4, "ignore_index", -100),
+        smoothing, dtype,
+    )  # fmt: skip
+    return emitter.module(loss, logits, *others)
 
 
 @final
-class OverClasses(nn.Module):
-    """Of logarithms of probabilities, one shard's share of the loss.
+class ShardedCrossEntropy(nn.Module):
+    """One shard's share of the loss, from logarithms of probabilities.
 
     Args:
-        split: of the classes.
-        shard: whose share it is.
-        reduction: as torch numbers them.
-        ignore_index: the target of samples that do not count.
-        smoothing: how much of the target is spread over all classes.
-        dtype: of the result.
+        split: sharding of the classes.
+        shard: rank of this shard.
+        reduction: reduction, as torch numbers them.
+        ignore_index: target of samples that do not count.
+        smoothing: share of the target that is spread over all classes.
+        dtype: type of the result.
     """
 
     def __init__(
@@ -100,10 +87,11 @@ class OverClasses(nn.Module):
         self._ignored, self._smoothing, self._dtype = ignore_index, smoothing, dtype
 
     def forward(self, logarithms: Tensor, target: Tensor, weight: Tensor | None = None) -> Tensor:
-        """A term of the loss; or of the losses of all samples."""
+        """Return a term of the loss, or of the losses of all samples."""
+        count: Tensor | int
         if target.dtype.is_floating_point:
             losses = self._of_probabilities(logarithms, target, weight)
-            count: Tensor | int = losses.numel()
+            count = losses.numel()
         else:
             losses, count = self._of_classes(logarithms, target, weight)
         if self._reduction != _NONE:
@@ -111,49 +99,43 @@ class OverClasses(nn.Module):
         return (losses / count if self._reduction == _MEAN else losses).to(self._dtype)
 
     def _of_probabilities(self, logarithms: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Of each sample."""
+        """Return the loss of each sample."""
         if self._smoothing:
             target = target * (1 - self._smoothing) + self._smoothing / self._split.length
         return -(logarithms * target * self._weights(logarithms, weight)).sum(self._split.dim)
 
     def _of_classes(self, logarithms: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Of each sample, and what a mean divides by."""
-        counts = target != self._ignored
-        classes = target.masked_fill(~counts, 0).long()
-        mine = self._places(classes).masked_fill(~counts, _ELSEWHERE)
-        mine_of_weight = None if weight is None else self._part(weight).to(logarithms.dtype)
-        losses = nn.functional.nll_loss(logarithms, mine, mine_of_weight, ignore_index=_ELSEWHERE, reduction="none")
-        if self._smoothing:
-            spread = -(logarithms * self._weights(logarithms, weight)).sum(self._split.dim).masked_fill(~counts, 0)
+        """Return the loss of each sample, and what a mean divides by."""
+        counted = target != self._ignored
+        classes = target.masked_fill(~counted, 0).long()
+        # Class -> its index among this shard's, or elsewhere.
+        every = torch.arange(self._split.length, device=classes.device)
+        own = self._part(every)
+        index_of = torch.full_like(every, _ELSEWHERE)
+        index_of[own] = torch.arange(len(own), device=classes.device)
+        local = index_of.index_select(0, classes.flatten()).view_as(classes).masked_fill(~counted, _ELSEWHERE)
+        local_weight = None if weight is None else self._part(weight).to(logarithms.dtype)
+        losses = nn.functional.nll_loss(logarithms, local, local_weight, ignore_index=_ELSEWHERE, reduction="none")
+        if self._smoothing:  # the share of this shard's classes in the uniform part of the target
+            spread = -(logarithms * self._weights(logarithms, weight)).sum(self._split.dim).masked_fill(~counted, 0)
             losses = losses * (1 - self._smoothing) + spread * (self._smoothing / self._split.length)
         if weight is None:
-            return losses, counts.sum()
-        return losses, weight.index_select(0, classes.flatten()).view_as(classes).masked_fill(~counts, 0).sum()
-
-    def _places(self, classes: Tensor) -> Tensor:
-        """Which of this shard's classes they are; those of others are elsewhere."""
-        every = torch.arange(self._split.length, device=classes.device)
-        mine = self._part(every)
-        places = torch.full_like(every, _ELSEWHERE)
-        places[mine] = torch.arange(len(mine), device=classes.device)
-        return places.index_select(0, classes.flatten()).view_as(classes)
+            return losses, counted.sum()
+        return losses, weight.index_select(0, classes.flatten()).view_as(classes).masked_fill(~counted, 0).sum()
 
     def _part(self, of_classes: Tensor) -> Tensor:
         return self._split.at(-1).take(of_classes, self._shard)
 
     def _weights(self, logarithms: Tensor, weight: Tensor | None) -> Tensor:
-        """That broadcast to the logarithms."""
+        """Return the weights, in a shape that broadcasts to the logarithms."""
         if weight is None:
             return logarithms.new_ones(())
         return self._part(weight).to(logarithms.dtype).view(-1, *(1 for _ in range(-1 - self._split.dim)))
 
 
-_ELSEWHERE = -100
-
-
 @final
-class OverElements(OpRule):
-    """The sum or mean of a loss of each element: S_p is whatever part the tensors are divided into.
+class ElementwiseLoss(OpRule):
+    """The sum or mean of a loss of each element: S_p is whatever part the tensors are sharded into.
 
     A shard has the term of its elements; of a mean, weighed by how many of all they are.
     """
@@ -163,36 +145,19 @@ class OverElements(OpRule):
         aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
         aten.soft_margin_loss.default,
     )  # fmt: skip
-    converts = False
+    redistributes = False
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         if len({value.shape for value in call.inputs[:2]}) != 1:
             return
-        reduction = _reduction(call)
-        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
-            inputs = inputs_along(call, split) if -split.dim <= call.inputs[0].dims else None
+        reduction = call.argument_named("reduction", _MEAN)
+        for split in shards_among(*available):
+            inputs = broadcast_inputs(call, split) if -split.dim <= call.inputs[0].dims else None
             if inputs is None or inputs[0] != split:
                 continue
-            if reduction == _NONE:
-                yield OpStrategy(inputs, (split,), share=split.share)
-            else:
-                emit = _mean(split) if reduction == _MEAN else None
-                yield OpStrategy(inputs, (PARTIAL,), emit=emit, share=split.share)
+            output: Placement = split if reduction == _NONE else PARTIAL
+            emit = partial(GraphEmitter.weighed_mean, split=split) if reduction == _MEAN else None
+            yield OpStrategy(inputs, (output,), emit=emit, share=split.share)
 
 
-def _reduction(call: OpCall) -> int:
-    names = [argument.name for argument in call.target._schema.arguments]
-    reduction: int = call.argument(names.index("reduction"), "reduction", _MEAN)
-    return reduction
-
-
-def _mean(split: Shard) -> Emit:
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        share = split.sizes[emitter.shards.rank] / split.block_size
-        return emitter.call(aten.mul.Tensor, emitter.same(call), share)
-
-    return emit
-
-
-for _rule in (CrossEntropy(), OverElements()):
-    register(_rule)
+register(CrossEntropy(), ElementwiseLoss())

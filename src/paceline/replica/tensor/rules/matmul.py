@@ -5,24 +5,15 @@ from typing import ClassVar, final
 
 import torch
 
-from paceline.replica.tensor.base import (
-    Available,
-    GraphTensor,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    register,
-    replicated,
-    shards_among,
-)
+from paceline.replica.tensor.base import Available, OpCall, OpRule, OpStrategy, register, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Shard
-from paceline.replica.tensor.rules.elementwise import inputs_along
+from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 
 aten = torch.ops.aten
 
 
 @final
-class Product(OpRule):
+class Matmul(OpRule):
     """z = x·y over the last two dims.
 
     heads: of a dim before them S_p = a part of both. Others are as in a linear layer: column, S_p = columns of y; row,
@@ -35,25 +26,22 @@ class Product(OpRule):
         if len(call.inputs) != 2 or min(value.dims for value in call.inputs) < 2:
             return
         x, y = call.inputs
-        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
-            if split.dim < -2:
-                inputs = inputs_along(call, split)
-                if inputs is not None:
-                    yield OpStrategy(inputs, (split,), "heads", share=split.share)
-        for split in dict.fromkeys((*(s.at(-1) for s in _of_weight(call, y, -2)), *shards_among(available[0]))):
+        for split in shards_among(*available):
+            inputs = broadcast_inputs(call, split) if split.dim < -2 else None
+            if inputs is not None:
+                yield OpStrategy(inputs, (split,), "heads", share=split.share)
+        # A parameter is sharded as the product takes it.
+        rows, columns = list[Shard](), list[Shard]()
+        if y.parameter is not None and y.dims == 2:
+            rows, columns = (list(call.shardings(y.shape[dim], dim)) for dim in (-2, -1))
+        for split in dict.fromkeys((*(row.at(-1) for row in rows), *shards_among(available[0]))):
             if split.dim == -2:
-                yield OpStrategy((split, replicated(y)), (split,), "samples", share=split.share)
+                yield OpStrategy((split, y.replicated), (split,), "samples", share=split.share)
             elif split.dim == -1 and y.shape[-2] == split.length:
                 yield OpStrategy((split, split.at(-2)), (PARTIAL,), "row", share=split.share)
-        for split in dict.fromkeys((*_of_weight(call, y, -1), *shards_among(available[1]))):
+        for split in dict.fromkeys((*columns, *shards_among(available[1]))):
             if split.dim == -1:
-                yield OpStrategy((replicated(x), split), (split,), "column", share=split.share)
+                yield OpStrategy((x.replicated, split), (split,), "column", share=split.share)
 
 
-def _of_weight(call: OpCall, y: GraphTensor, dim: int) -> Iterator[Shard]:
-    """A parameter is divided as the product likes it."""
-    if y.parameter is not None and y.dims == 2:
-        yield from call.shardings(y.shape[dim], dim)
-
-
-register(Product())
+register(Matmul())

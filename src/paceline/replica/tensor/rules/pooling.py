@@ -1,6 +1,7 @@
-"""Pooling over the last dims, padding and resizing of them, by what lies along the others, and in space."""
+"""Pooling over the last dims, padding and resizing of them, by the other dims, and in space."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 from typing import ClassVar, final
 
@@ -10,7 +11,6 @@ from torch.fx import Node
 
 from paceline.replica.tensor.base import (
     Available,
-    Emit,
     GraphEmitter,
     OpCall,
     OpRule,
@@ -20,8 +20,8 @@ from paceline.replica.tensor.base import (
     shards_among,
 )
 from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, per_dim
-from paceline.replica.tensor.placements import PARTIAL, Shard
-from paceline.replica.tensor.rules.spatial import reaches_kept, spatial_strategy
+from paceline.replica.tensor.placements import PARTIAL
+from paceline.replica.tensor.rules.spatial import present_reaches, spatial_strategy
 
 aten = torch.ops.aten
 
@@ -33,6 +33,9 @@ _NAMES = (
     "reflection_pad2d", "pad", "replication_pad2d", "pixel_shuffle",
 )  # fmt: skip
 
+_MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
+_MEANS = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
+
 
 @final
 class Pooling(OpRule):
@@ -43,36 +46,29 @@ class Pooling(OpRule):
     """
 
     targets: ClassVar = tuple(functional_overloads(_NAMES))
-    converts = False
+    redistributes = False
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        before = call.inputs[0].shape
+        before, name, spatial = call.inputs[0].shape, call.op_name, _spatial_dims(call)
         for split in shards_among(available[0]):
-            # A dim is passed over where everything from it on to the front keeps its length; the last ones may not.
+            # A dim is untouched where everything from it on to the front keeps its length; the last ones may not.
             untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.outputs)
-            if untouched and -split.dim > _spatial(call):
+            if untouched and -split.dim > spatial:
                 yield OpStrategy((split,), tuple(split for _ in call.outputs), share=split.share)
-        if _name(call).startswith("adaptive_avg_pool"):
+        if name.startswith("adaptive_avg_pool"):
             for split in shards_among(available[0]):
-                if -split.dim <= _spatial(call) and call.outputs[0].shape[split.dim] == 1:
-                    yield OpStrategy((split,), (PARTIAL,), emit=_term(split), share=split.share)
-        elif _name(call) in _MAXIMA + _MEANS:
+                if -split.dim <= spatial and call.outputs[0].shape[split.dim] == 1:
+                    term = partial(GraphEmitter.weighed_mean, split=split)
+                    yield OpStrategy((split,), (PARTIAL,), emit=term, share=split.share)
+        elif name in _MAXIMA + _MEANS:
             windows = _windows(call)
-            for reach in reaches_kept(call, available, windows):
-                yield spatial_strategy(call, reach, _seen(reach, windows))
+            for reach in present_reaches(call, available, windows):
+                yield spatial_strategy(call, reach, partial(emit_with_halo, reach, windows))
 
 
-_MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
-_MEANS = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
-
-
-def _name(call: OpCall) -> str:
-    return str(call.target._schema.name).removeprefix("aten::")
-
-
-def _spatial(call: OpCall) -> int:
-    """How many of the last dims it may look across."""
-    name = _name(call)
+def _spatial_dims(call: OpCall) -> int:
+    """Return the number of the last dims that the operator may look across."""
+    name = call.op_name
     if "pad" in name:
         pads = call.argument(1, "pad")
         return len(pads) // 2 if isinstance(pads, (list, tuple)) else call.inputs[0].dims
@@ -81,59 +77,42 @@ def _spatial(call: OpCall) -> int:
     return int(next(c for c in name if c.isdigit()))
 
 
-def _term(split: Shard) -> Emit:
-    """The mean over a part, weighed by how much of the whole it is."""
-
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        return emitter.call(aten.mul.Tensor, emitter.same(call), split.sizes[emitter.shards.rank] / split.block_size)
-
-    return emit
-
-
 def _windows(call: OpCall) -> list[SlidingWindow]:
-    """Of each spatial dim."""
-    dims = _spatial(call)
+    """Return the window along each spatial dim."""
+    dims = _spatial_dims(call)
     sizes = per_dim(call.argument(1, "kernel_size"), dims)
     strides = per_dim(call.argument(2, "stride", ()) or sizes, dims)
     padding = per_dim(call.argument(3, "padding", 0), dims)
-    dilations = per_dim(call.argument(4, "dilation", 1) if _name(call) in _MAXIMA else 1, dims)
+    dilations = per_dim(call.argument(4, "dilation", 1) if call.op_name in _MAXIMA else 1, dims)
     return [SlidingWindow(*each) for each in zip(sizes, strides, padding, dilations, strict=True)]
 
 
-def _seen(reach: HaloReach, windows: Sequence[SlidingWindow]) -> Emit:
-    """On the part with its halo; a mean over windows that reach over the edge is one of fewer elements."""
-
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        largest, (x,) = _name(call) in _MAXIMA, call.inputs
-        module = Halo(emitter.shards, x.node.name, reach, fill=-inf if largest else 0.0)
-        padding = [each.before for each in windows]
-        padding[reach.has.dim] = 0
-        made = emitter.same(call, self=emitter.module(module, emitter.local(x.node)), padding=padding)
-        if largest or call.argument(6, "divisor_override") is not None:
-            return made
-        counts = _counts(reach, emitter.shards.rank, padded=bool(call.argument(5, "count_include_pad", True)))
-        if set(counts) == {reach.windows.size}:
-            return made
-        return emitter.module(Scaled(reach.has.dim, [reach.windows.size / count for count in counts]), made)
-
-    return emit
-
-
-def _counts(reach: HaloReach, shard: int, *, padded: bool) -> list[int]:
-    """How many elements count in each window of a shard, along the divided dim."""
-    windows, edge = reach.windows, reach.windows.before if padded else 0
-    start = reach.makes.offsets[shard]
-    firsts = [i * windows.stride - windows.before for i in range(start, start + reach.makes.sizes[shard])]
-    return [min(first + windows.size, reach.has.length + edge) - max(first, -edge) for first in firsts]
+def emit_with_halo(reach: HaloReach, windows: Sequence[SlidingWindow], emitter: GraphEmitter, call: OpCall) -> Node:
+    """Return what emits the operator on the part with its halo; at the edge a mean is one of fewer elements."""
+    largest, (x,), window = call.op_name in _MAXIMA, call.inputs, reach.windows
+    module = Halo(emitter.shards, x.node.name, reach, fill=-inf if largest else 0.0)
+    padding = [each.before for each in windows]
+    padding[reach.has.dim] = 0
+    result = emitter.with_args(call, self=emitter.module(module, emitter.local(x.node)), padding=padding)
+    if largest or call.argument(6, "divisor_override") is not None:
+        return result
+    # Elements that count in each window of this shard: the halo has padding where the operator would have none.
+    edge = window.before if call.argument(5, "count_include_pad", True) else 0
+    start, count = reach.makes.offsets[emitter.shards.rank], reach.makes.sizes[emitter.shards.rank]
+    firsts = [i * window.stride - window.before for i in range(start, start + count)]
+    counts = [min(first + window.size, reach.has.length + edge) - max(first, -edge) for first in firsts]
+    if set(counts) == {window.size}:
+        return result
+    return emitter.module(ScaledRows(reach.has.dim, [window.size / each for each in counts]), result)
 
 
 @final
-class Scaled(nn.Module):
-    """Each row of a tensor times a number.
+class ScaledRows(nn.Module):
+    """Multiply each row of a tensor by a number.
 
     Args:
-        dim: along which the rows lie, counted from the last.
-        factors: of the rows.
+        dim: dim of the rows, counted from the last.
+        factors: factors of the rows.
     """
 
     def __init__(self, dim: int, factors: Sequence[float]) -> None:
@@ -141,11 +120,8 @@ class Scaled(nn.Module):
         self.dim, self.factors = dim, list(factors)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        """The tensor with its rows scaled."""
+        """Return the tensor with its rows scaled."""
         return tensor * tensor.new_tensor(self.factors).reshape(-1, *[1] * (-self.dim - 1))
-
-    def extra_repr(self) -> str:
-        return f"dim {self.dim}"
 
 
 register(Pooling())

@@ -1,128 +1,99 @@
-"""Operators that work along one or some dims, and treat what lies along the others apart."""
+"""Sums and means, concatenation and slices: along some dims, with the others independent."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar, final
 
 import torch
-from torch.fx import Node
 
-from paceline.replica.tensor.base import (
-    Available,
-    Emit,
-    GraphEmitter,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    register,
-    replicated,
-    shards_among,
-)
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
 aten = torch.ops.aten
 
 
 @final
-class Reduction(OpRule):
-    """A sum or mean: over the divided dim every shard has a term of it, over others S_p is a part of what is left.
+class SumMean(OpRule):
+    """A sum or mean: over the sharded dim every shard has a term of it, over others S_p is a part of what is left.
 
     Of terms each shard sums its own.
     """
 
     targets: ClassVar = (aten.sum.dim_IntList, aten.mean.dim, aten.sum.default, aten.mean.default)
-    converts = False
+    redistributes = False
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        (value,), (made,) = call.inputs, call.outputs
-        dims = value.dims
+        (value,), (output,) = call.inputs, call.outputs
         over = call.argument(1, "dim") if "dim" in call.target._overloadname else None
-        reduced = {dim % dims for dim in over} if over else set(range(dims))
-        keeps = bool(call.argument(2, "keepdim", False)) if over else False
+        reduced = {dim % value.dims for dim in over} if over else set(range(value.dims))
+        keepdim = bool(call.argument(2, "keepdim", False)) if over else False
         for split in shards_among(available[0]):
-            where = split.dim % dims
-            if where in reduced:
-                yield OpStrategy((split,), (PARTIAL,), emit=_term(call, split), share=split.share)
+            place = split.dim % value.dims
+            if place in reduced:
+                mean = call.target in (aten.mean.dim, aten.mean.default)
+                emit = partial(GraphEmitter.weighed_mean, split=split) if mean else None
+                yield OpStrategy((split,), (PARTIAL,), emit=emit, share=split.share)
                 continue
-            left = where if keeps else where - sum(dim < where for dim in reduced)
-            yield OpStrategy((split,), (split.at(left - made.dims),), share=split.share)
-        if PARTIAL in available[0]:
-            yield OpStrategy((PARTIAL,), (PARTIAL,))
-
-
-def _term(call: OpCall, split: Shard) -> Emit | None:
-    """A mean over parts: of this shard's elements, weighed by how many of all they are."""
-    if call.target not in (aten.mean.dim, aten.mean.default):
-        return None
-
-    def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-        share = split.sizes[emitter.shards.rank] / split.block_size
-        return emitter.call(aten.mul.Tensor, emitter.same(call), share)
-
-    return emit
+            left = place if keepdim else place - sum(dim < place for dim in reduced)
+            yield OpStrategy((split,), (split.at(left - output.dims),), share=split.share)
+        yield from call.partial_strategies(available)
 
 
 @final
 class Concatenation(OpRule):
-    """Along another dim than the divided one: S_p is that part of each; what has no elements is everyone's.
+    """Along another dim than the sharded one: S_p is that part of each; what has no elements is replicated.
 
-    Along the divided one, where all are divided in blocks of the same length and shares: S_p is those parts, and the
+    Along the sharded one, where all are sharded in blocks of the same length and shares: S_p is those parts, and the
     result has the blocks of all of them.
     """
 
     targets: ClassVar = (aten.cat.default,)
-    converts, repeats = False, True
+    redistributes, handles_repeats = False, True
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        (made,) = call.outputs
-        dim = call.argument(1, "dim", 0) % made.dims
+        (output,) = call.outputs
+        dim = call.argument(1, "dim", 0) % output.dims
         empty = [value.shape == (0,) for value in call.inputs]
-        for split in dict.fromkeys(split for each in available for split in shards_among(each)):
-            if split.dim % made.dims != dim:
-                yield OpStrategy(_filled(call, split), (split,), share=split.share)
-            elif blocks := _blocks(call, available, split):
-                joined = Shard(split.dim, split.sizes, made.shape[dim] // split.block_size)
-                yield OpStrategy(blocks, (joined,), share=split.share)
+        pairs = list(zip(call.inputs, empty, strict=True))
+        for split in shards_among(*available):
+            if split.dim % output.dims != dim:
+                inputs: tuple[Placement, ...] = tuple(value.replicated if void else split for value, void in pairs)
+                yield OpStrategy(inputs, (split,), share=split.share)
+                continue
+            blocks = [0 if void else value.shape[split.dim] // split.block_size for value, void in pairs]
+            shards = [Shard(split.dim, split.sizes, count) for count in blocks]
+            if all(void or shard in each for shard, void, each in zip(shards, empty, available, strict=True)):
+                inputs = tuple(
+                    shard if shard.blocks else value.replicated
+                    for value, shard in zip(call.inputs, shards, strict=True)
+                )
+                joined = Shard(split.dim, split.sizes, output.shape[dim] // split.block_size)
+                yield OpStrategy(inputs, (joined,), share=split.share)
         if all(PARTIAL in each or void for each, void in zip(available, empty, strict=True)):
-            yield OpStrategy(_filled(call, PARTIAL), (PARTIAL,))
-
-
-def _blocks(call: OpCall, available: Available, split: Shard) -> tuple[Placement, ...]:
-    """How each tensor lies in blocks as this split has them; none where one can't be had so."""
-    found: list[Placement] = []
-    for value, each in zip(call.inputs, available, strict=True):
-        own = Shard(split.dim, split.sizes, value.shape[split.dim] // split.block_size if value.shape != (0,) else 0)
-        if value.shape != (0,) and own not in each:
-            return ()
-        found.append(own if own.blocks else replicated(value))
-    return tuple(found)
-
-
-def _filled(call: OpCall, layout: Placement) -> tuple[Placement, ...]:
-    return tuple(replicated(value) if value.shape == (0,) else layout for value in call.inputs)
+            yield OpStrategy(tuple(value.replicated if void else PARTIAL for value, void in pairs), (PARTIAL,))
 
 
 @final
 class Slice(OpRule):
-    """Along another dim than the divided one, or all of a dim: S_p is the part that was divided."""
+    """Along another dim than the sharded one, or all of a dim: S_p is the part that was sharded."""
 
     targets: ClassVar = (aten.slice.Tensor, aten.select.int, aten.narrow.default)
-    converts = False
+    redistributes = False
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        (value,), (made,) = call.inputs, call.outputs
+        (value,), (output,) = call.inputs, call.outputs
         dim = call.argument(1, "dim", 0) % value.dims
-        gone = call.target is aten.select.int
+        drops_dim = call.target is aten.select.int
         for split in shards_among(available[0]):
-            where = split.dim % value.dims
-            if where == dim:
-                if not gone and made.shape == value.shape and call.argument(3, "end") == 2**63 - 1:
+            place = split.dim % value.dims
+            if place == dim:
+                whole = output.shape == value.shape and call.argument(3, "end") == 2**63 - 1
+                if whole and not drops_dim:
                     yield OpStrategy((split,), (split,), share=split.share)
                 continue
-            left = where - (gone and dim < where)
-            yield OpStrategy((split,), (split.at(left - made.dims),), share=split.share)
-        if PARTIAL in available[0]:
-            yield OpStrategy((PARTIAL,), (PARTIAL,))
+            left = place - (drops_dim and dim < place)
+            yield OpStrategy((split,), (split.at(left - output.dims),), share=split.share)
+        yield from call.partial_strategies(available)
 
 
-for _rule in (Reduction(), Concatenation(), Slice()):
-    register(_rule)
+register(SumMean(), Concatenation(), Slice())

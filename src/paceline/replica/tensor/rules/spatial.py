@@ -1,87 +1,76 @@
-"""Along the spatial dims of a tensor, the last ones: what rules have in common that divide the input there."""
+"""Sharding along the spatial dims of a tensor, the last ones: what rules with halos have in common."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from paceline.replica.tensor import halo
-from paceline.replica.tensor.base import Available, Emit, GraphTensor, OpCall, OpStrategy, replicated, shards_among
-from paceline.replica.tensor.halo import HaloReach, SlidingWindow, halo_reach
-from paceline.replica.tensor.placements import Placement, Shard, even_sizes
+from paceline.replica.tensor.base import Available, Emit, OpCall, OpStrategy, shards_among
+from paceline.replica.tensor.halo import HaloReach, SlidingWindow, halo_bytes, halo_reach
+from paceline.replica.tensor.placements import Shard, even_sizes
 
 
 def halo_reaches(
     call: OpCall, available: Available, windows: Sequence[SlidingWindow]
 ) -> Iterator[tuple[HaloReach, bool]]:
-    """How the input may be divided along a spatial dim, and whether it has to be divided anew for that.
+    """Yield how the input can be sharded along a spatial dim, and True if it has to be redistributed for that.
 
     Args:
-        call: an operator that looks at its first tensor through windows.
-        offers: how that can be had.
-        windows: of the last dims.
+        call: an operator that looks at its first input through windows.
+        available: placements of its inputs.
+        windows: windows along the last dims.
     """
-    already = list(reaches_kept(call, available, windows))
-    yield from ((reach, False) for reach in already)
-    yield from ((reach, True) for reach in _anew(call, windows) if reach not in already)
-
-
-def varies_in_length(call: OpCall, reach: HaloReach) -> bool:
-    """Whether another batch may be of another length there: divided so, a model takes that of the first one alone."""
-    return bool(_symbols(call.inputs[0], reach.has.dim))
-
-
-def reaches_kept(call: OpCall, available: Available, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
-    """Where the input is divided along a spatial dim already, as it is.
-
-    Args:
-        call: an operator that looks at its first tensor through windows.
-        offers: how that can be had.
-        windows: of the last dims.
-    """
-    for split in shards_among(available[0]):
-        if -split.dim <= len(windows):
-            yield from _reached(call, split, windows)
-
-
-def _anew(call: OpCall, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
-    """As evenly as can be along the first spatial dim that is long enough, before and after: its parts lie together."""
+    present = list(present_reaches(call, available, windows))
+    yield from ((reach, False) for reach in present)
+    # Anew, as evenly as possible, only along the first dim that is long enough before and after: its parts are
+    # contiguous.
     for dim in range(-len(windows), 0):
-        split = Shard(dim, even_sizes(call.inputs[0].shape[dim], call.shards))
-        found = next(_reached(call, split, windows), None)
-        if found is not None:
-            yield found
+        reach = _reach(call, Shard(dim, even_sizes(call.inputs[0].shape[dim], call.shards)), windows)
+        if reach is not None:
+            if reach not in present:
+                yield reach, True
             return
 
 
-def _reached(call: OpCall, split: Shard, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
-    dim = split.dim
-    symbols = _symbols(call.inputs[0], dim)
-    if not (symbols and symbols & _samples(call)):
-        found = halo_reach(split, call.outputs[0].shape[dim], windows[dim])
-        if found is not None:
-            yield found
+def present_reaches(call: OpCall, available: Available, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
+    """Yield how the input is sharded along a spatial dim already; arguments as for :func:`halo_reaches`."""
+    for split in shards_among(available[0]):
+        reach = _reach(call, split, windows) if -split.dim <= len(windows) else None
+        if reach is not None:
+            yield reach
 
 
-def _symbols(value: GraphTensor, dim: int) -> set[object]:
-    """Of the sizes that the length of a dim depends on."""
-    made = value.node.meta.get("val")
-    tensor = made[value.index] if isinstance(made, (list, tuple)) else made
-    return set() if tensor is None else _free(tensor.shape[dim])
+def _reach(call: OpCall, split: Shard, windows: Sequence[SlidingWindow]) -> HaloReach | None:
+    """Return the reach of a sharding; None: the dim has samples in it, or not all shards would have a part."""
+    symbols = _length_symbols(call, split.dim)
+    if symbols:
+        inputs = (node.meta["val"] for node in call.node.graph.nodes if node.op == "placeholder")
+        tensors = (each for each in inputs if isinstance(each, Tensor) and each.dim())
+        if symbols & {symbol for tensor in tensors for symbol in _symbols(tensor.shape[0])}:
+            return None
+    return halo_reach(split, call.outputs[0].shape[split.dim], windows[split.dim])
 
 
-def _samples(call: OpCall) -> set[object]:
-    """Of the numbers of samples."""
-    inputs = (node.meta["val"] for node in call.node.graph.nodes if node.op == "placeholder")
-    return {symbol for each in inputs if isinstance(each, Tensor) and each.dim() for symbol in _free(each.shape[0])}
+def varies_in_length(call: OpCall, reach: HaloReach) -> bool:
+    """Return True if other batches may have another length there: sharded so, a model takes that of the first alone."""
+    return bool(_length_symbols(call, reach.has.dim))
 
 
-def _free(size: Any) -> set[object]:
+def _length_symbols(call: OpCall, dim: int) -> set[object]:
+    """Return the symbols on which the length of a dim of the first input depends."""
+    value = call.inputs[0]
+    fake = value.node.meta.get("val")
+    tensor = fake[value.index] if isinstance(fake, (list, tuple)) else fake
+    return set() if tensor is None else _symbols(tensor.shape[dim])
+
+
+def _symbols(size: Any) -> set[object]:
     return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
 
 
 def spatial_strategy(call: OpCall, reach: HaloReach, emit: Emit, *, on_request: bool = False) -> OpStrategy:
-    """That of an operator whose other tensors are everyone's."""
-    inputs: tuple[Placement, ...] = (reach.has, *map(replicated, call.inputs[1:]))
-    sent, collectives = halo.halo_bytes(call, reach), halo.halo_collectives(call, reach)
-    return OpStrategy(inputs, (reach.makes,), "space", emit, reach.makes.share, sent, collectives, on_request)
+    """Return the strategy of an operator with a halo, whose other inputs are replicated."""
+    inputs = (reach.has, *(value.replicated for value in call.inputs[1:]))
+    collectives = (1 + call.inputs[0].differentiable) if reach.crossed else 0
+    share, sent = reach.makes.share, halo_bytes(call, reach)
+    return OpStrategy(inputs, (reach.makes,), "space", emit, share, sent, collectives, on_request)
