@@ -32,7 +32,9 @@ _SEED = 2718
 """Seed of the trial; any number would do."""
 
 
-def refuse_unless_elementwise(make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int) -> None:
+def refuse_unless_elementwise(
+    make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int
+) -> None:
     """Raise InputError if an optimizer does not do to parts of tensors what it does to the tensors.
 
     The trial is on small tensors in float64, with the names and in the groups of A's.
@@ -49,7 +51,9 @@ def refuse_unless_elementwise(make: OptimizerFactory, whole: FlatLayout, placeme
 
 
 class _Trial:
-    def __init__(self, make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int) -> None:
+    def __init__(
+        self, make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int
+    ) -> None:
         self._make, self._whole, self._shards = make, whole, shards
         # Small tensors, sharded along the same dims, into parts that are not equally long.
         uneven = even_sizes(shards + 1, shards)
