@@ -1,4 +1,4 @@
-"""A model on one process and on the shards that a plan makes of it: outputs, gradients and buffers by name.
+"""Compare a model on one process with the shards that a plan makes of it: outputs, gradients and buffers by name.
 
 A :class:`Case` is one operator with tensors before it whose layout can be forced, so that each way of its rule is tried
 in each layout, not only what the plan likes.

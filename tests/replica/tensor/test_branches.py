@@ -1,4 +1,4 @@
-"""Branches: which there are, who works on them, and that they are the model whoever does."""
+"""Branches: which there are, their owners, and that shards compute the model whatever the owners."""
 
 import time
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How many collectives a block takes, counted: one all-reduce forward and one backward for each column-row pair.
+"""Count the collectives of a block: one all-reduce forward and one backward for each column-row pair.
 
 What is put into the first block has no gradient, so that one has one less backward.
 """

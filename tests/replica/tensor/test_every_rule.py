@@ -1,4 +1,4 @@
-"""No rule without a case: each that is registered is tried, in each of its ways, by a file of this folder."""
+"""No rule without a case: each that is registered is tried, in each of its strategies, by a file of this folder."""
 
 import importlib
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Losses whose target is a number, which mostly have no derivative by it, captured with the model and divided."""
+"""Losses whose target is a number, which mostly have no derivative by it, captured with the model and sharded."""
 
 from collections.abc import Callable
 from functools import partial

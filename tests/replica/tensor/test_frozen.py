@@ -1,4 +1,4 @@
-"""Where some parameters have no gradient: all shards send the same in backward, or nobody does."""
+"""Some parameters have no gradient: all shards send the same in backward, or none does."""
 
 import pytest
 import torch

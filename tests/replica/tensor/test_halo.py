@@ -1,4 +1,4 @@
-"""What a shard gets of others, forward and backward, in one piece; and what it is never given silently."""
+"""Halo exchange: what a shard gets of others, forward and backward, and what is refused."""
 
 import pytest
 import torch

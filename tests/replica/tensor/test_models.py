@@ -1,4 +1,4 @@
-"""Whole models on shards that are threads: outputs, gradients and buffers by name, and what each shard holds."""
+"""Whole models on shards that are threads: outputs, gradients and buffers by name, and what each shard has."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Recurrent layers stay whole, and say why; what is before and after them is divided, and all of it trains exactly."""
+"""Recurrent layers stay whole, and say why; what is before and after them is sharded, and all of it trains exactly."""
 
 from collections.abc import Callable, Mapping
 
@@ -14,7 +14,7 @@ from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import own, put_together
-from tests.replica.tensor.divided import divided
+from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
 
 WORDS, STEPS = 13, 5

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention by heads and by samples, each way × k in 2..4."""
+"""Scaled dot-product attention by heads and by samples, each strategy × k in 2..4."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Normalisations by channel, running statistics included, each way × k in 2..4."""
+"""Normalisations by channel, running statistics included, each strategy × k in 2..4."""
 
 import pytest
 import torch

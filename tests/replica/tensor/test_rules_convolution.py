@@ -1,4 +1,4 @@
-"""Convolutions and their transposes, each way × k in 2..4."""
+"""Convolutions and their transposes, each strategy × k in 2..4."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Dropout: each shard drops what one process drops, whatever part it has and however that lies in memory."""
+"""Dropout: each shard drops what one process drops, whatever its part and the order of its dims in memory."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products written with letters, each way × k in 2..4."""
+"""Products written with letters, each strategy × k in 2..4."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Operators that treat each element alone, broadcasting and sums of terms included, each way × k in 2..4."""
+"""Operators that treat each element alone, broadcasting and sums of terms included, each strategy × k in 2..4."""
 
 import pytest
 import torch

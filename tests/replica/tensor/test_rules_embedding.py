@@ -1,4 +1,4 @@
-"""Embeddings, each way × k in 2..4, with rows and columns that k does not divide."""
+"""Embeddings, each strategy × k in 2..4, with rows and columns that k does not divide."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Linear layers, each way × k in 2..4."""
+"""Linear layers, each strategy × k in 2..4."""
 
 import pytest
 import torch

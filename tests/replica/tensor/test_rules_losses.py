@@ -1,4 +1,4 @@
-"""Losses over split classes, without the logits ever being gathered, and over split elements."""
+"""Losses over sharded classes, without the logits ever being gathered, and over sharded elements."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from paceline.replica.tensor.prepare import plan_program
 from paceline.replica.tensor.rules.elementwise import BroadcastTensors
 from paceline.replica.tensor.rules.losses import CrossEntropy, ElementwiseLoss, ShardedCrossEntropy
 from tests.replica.tensor.cases import Case, every_way
-from tests.replica.tensor.divided import divided
+from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
 
 CLASSES, SAMPLES = 11, 6

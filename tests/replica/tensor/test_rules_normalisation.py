@@ -1,4 +1,4 @@
-"""LayerNorm, RMSNorm and softmax over a dim that is divided."""
+"""LayerNorm, RMSNorm and softmax over a dim that is sharded."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules import normalisation, softmax
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.cases import Case, every_way
-from tests.replica.tensor.divided import divided
+from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
 
 WIDTH = 31

@@ -1,4 +1,4 @@
-"""Pooling, padding and resizing, each way × k in 2..4."""
+"""Pooling, padding and resizing, each strategy × k in 2..4."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Operators that mix along some dims and leave others apart, each way × k in 2..4."""
+"""Operators that mix along some dims and leave others apart, each strategy × k in 2..4."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What shard_rules ask for is what the plan does; what can't be done is refused, with what can."""
+"""The plan keeps shard_rules; what can't be done is refused, with what can."""
 
 import re
 

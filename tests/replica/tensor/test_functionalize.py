@@ -1,4 +1,4 @@
-"""What is written in place becomes an operator that has a rule, where nobody can tell; and nowhere else."""
+"""Writes in place become operators that have a rule, if no difference can be observed; and nowhere else."""
 
 from collections.abc import Callable
 

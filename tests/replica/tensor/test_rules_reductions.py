@@ -1,4 +1,4 @@
-"""Norms, variances and extremes, along the divided dim too, each way × k in 2..4."""
+"""Norms, variances and extremes, along the sharded dim too, each strategy × k in 2..4."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.rules.reductions import Statistic
 from tests.replica.tensor.cases import Case, every_way
-from tests.replica.tensor.divided import divided
+from tests.replica.tensor.shard_harness import divided
 
 ACROSS = ("across",)
 

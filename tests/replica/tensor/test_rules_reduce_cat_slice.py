@@ -1,4 +1,4 @@
-"""Reductions, cat and slice, each way × k in 2..4."""
+"""Reductions, cat and slice, each strategy × k in 2..4."""
 
 import pytest
 import torch

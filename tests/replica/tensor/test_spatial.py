@@ -1,4 +1,4 @@
-"""Models whose input is divided in space: what they make, what is sent, and when the plan does it by itself."""
+"""Models whose input is sharded in space: what they compute, what is sent, and when the plan does it by itself."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, Shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import looked_at, same, sharded
-from tests.replica.tensor.divided import divided
+from tests.replica.tensor.shard_harness import divided
 
 ASKED = ShardRules({"features*": "space"})
 

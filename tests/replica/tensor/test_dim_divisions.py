@@ -1,4 +1,4 @@
-"""In what units the dims of a model are divided."""
+"""Units in which the dims of a model can be sharded."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What one shard has of A, and what of it counts once."""
+"""The layout of one shard's part of A, and which of its tensors count once."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Operators that move elements, each way × k in 2..4."""
+"""Operators that move elements, each strategy × k in 2..4."""
 
 import pytest
 import torch

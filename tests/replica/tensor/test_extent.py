@@ -1,4 +1,4 @@
-"""A part of a model may be given sizes as well as tensors: what stands for what isn't made looks at tensors alone."""
+"""A part of a model may have sizes as inputs as well as tensors: an extent looks at tensors alone."""
 
 import torch
 from torch.fx import Graph

@@ -1,4 +1,4 @@
-"""Each conversion against its definition, forward and backward, and the collectives that it makes."""
+"""Each redistribution against its definition, forward and backward, and the collectives that it makes."""
 
 from collections import Counter
 from itertools import product

@@ -1,4 +1,4 @@
-"""Products of two computed tensors, each way × k in 2..4."""
+"""Products of two computed tensors, each strategy × k in 2..4."""
 
 import pytest
 import torch

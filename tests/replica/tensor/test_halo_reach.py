@@ -1,4 +1,4 @@
-"""What each shard needs of a divided dim and who has it, against the definition of a window."""
+"""Elements that each shard needs of a sharded dim, against the definition of a window."""
 
 import random
 

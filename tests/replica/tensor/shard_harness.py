@@ -1,4 +1,4 @@
-"""A module divided as the plan has it, in threads, compared with the module itself by name."""
+"""Run a module sharded as the plan has it, in threads, and compare it with the module itself by name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
