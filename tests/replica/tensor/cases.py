@@ -30,7 +30,7 @@ from paceline.replica.tensor.base import (
 from paceline.replica.tensor.graph_ops import OperatorGraph, operator_graph
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, even_sizes
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, input_cost, value_key
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, input_cost
 from paceline.replica.tensor.rewrite import ShardGraph, rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, parameter_placements, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
@@ -303,9 +303,7 @@ def forced(found: OperatorGraph, k: int, strategies: Mapping[Node, OpStrategy]) 
         assert had is not None, f"{each.node}: {_told(strategy)}"
         _, converted, versions = had
         there.update(versions)
-        there.update(
-            {value_key(v): frozenset((layout,)) for v, layout in zip(each.outputs, strategy.outputs, strict=True)}
-        )
+        there.update({v.key: frozenset((layout,)) for v, layout in zip(each.outputs, strategy.outputs, strict=True)})
         steps.append(SearchStep(each, strategy, converted))
     return ShardingPlan(found, k, tuple(steps), parameter_placements(steps), PlanCost())
 
@@ -313,6 +311,6 @@ def forced(found: OperatorGraph, k: int, strategies: Mapping[Node, OpStrategy]) 
 def _as_it_is(each: OpCall, there: Mapping[ValueKey, Placements]) -> OpStrategy:
     """Whole; but an element of a tuple as it was made."""
     if each.target is getitem and len(each.inputs) == 1:
-        (layout,) = there[value_key(each.inputs[0])]
+        (layout,) = there[each.inputs[0].key]
         return next(strategy for strategy in possible(each) if strategy.inputs == (layout,))
     return next(iter(replicated_strategies(each)))

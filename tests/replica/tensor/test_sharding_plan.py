@@ -11,7 +11,7 @@ from paceline.replica.tensor.base import GraphTensor
 from paceline.replica.tensor.branches import place_branches
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.placements import REPLICATE, Placement
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, value_key
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey
 from paceline.replica.tensor.sharding_plan import NO_RULES, UserRules, op_choices, plan_sharding
 from tests.replica.tensor.cases import looked_at, same
 
@@ -142,7 +142,7 @@ def cheapest(found: OperatorGraph, k: int) -> PlanCost:
                 if taken is not None:
                     own = PlanCost(0, round(strategy.sent_bytes * k), strategy.collectives)
                     outputs = {
-                        value_key(v): frozenset((layout,))
+                        v.key: frozenset((layout,))
                         for v, layout in zip(each.call.outputs, strategy.outputs, strict=True)
                     }
                     begun = alone if each.region is None else {**alone, each.region: mode}
@@ -155,8 +155,8 @@ def cheapest(found: OperatorGraph, k: int) -> PlanCost:
 def _whole(found: OperatorGraph, there: Mapping[ValueKey, Placements], k: int) -> PlanCost | None:
     cost = PlanCost()
     for value in found.outputs():
-        if REPLICATE not in there[value_key(value)]:
-            made = redistribute_cost.cheapest_redistribution(value, there[value_key(value)], REPLICATE, k)
+        if REPLICATE not in there[value.key]:
+            made = redistribute_cost.cheapest_redistribution(value, there[value.key], REPLICATE, k)
             if made is None:
                 return None
             cost += made[1]

@@ -46,6 +46,11 @@ class GraphTensor:
     """Elements in the batch that is planned for; None: as many as the shape says."""
 
     @property
+    def key(self) -> tuple[str, int]:
+        """Key in the tables of a plan: name of the node, index of the result."""
+        return self.node.name, self.index
+
+    @property
     def dims(self) -> int:
         return len(self.shape)
 
@@ -91,8 +96,7 @@ class OpCall:
     @property
     def repeats_input(self) -> bool:
         """True if one tensor is two of its arguments: ``inputs`` has it once."""
-        nodes = list[Node]()
-        map_arg((self.node.args, self.node.kwargs), lambda node: nodes.append(node) or node)  # type: ignore[func-returns-value]
+        nodes = nodes_in((self.node.args, self.node.kwargs))
         return len(nodes) > len(set(nodes))
 
     def argument(self, index: int, name: str, default: Any = None) -> Any:
@@ -118,6 +122,13 @@ class OpCall:
         if PARTIAL in available[0]:
             others = (value.replicated for value in self.inputs[1:])
             yield OpStrategy((PARTIAL, *others), tuple(PARTIAL for _ in self.outputs))
+
+
+def nodes_in(arguments: Any) -> list[Node]:
+    """Return the nodes among arguments of an operator, in order, each as often as it is there."""
+    nodes = list[Node]()
+    map_arg(arguments, lambda node: nodes.append(node) or node)  # type: ignore[func-returns-value]
+    return nodes
 
 
 Available: TypeAlias = Sequence[frozenset[Placement]]

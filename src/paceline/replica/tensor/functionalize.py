@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from paceline.replica.tensor.base import rule_of
+from paceline.replica.tensor.base import nodes_in, rule_of
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ def _is_unobserved(
     if any(each not in same for each in others):
         return False
     # Only pointwise operators may read the tensor that they write through another argument.
-    repeated = others or _nodes_in((node.args, node.kwargs)).count(node.args[0]) > 1  # type: ignore[arg-type]
+    repeated = others or nodes_in((node.args, node.kwargs)).count(node.args[0]) > 1  # type: ignore[arg-type]
     if repeated and torch.Tag.pointwise not in node.target.tags:  # type: ignore[union-attr]
         return False
     earlier = (each for each in sharing.difference(same) if positions[each] < positions[node])
@@ -154,14 +154,8 @@ def _aliased_inputs(node: Node) -> Iterator[Node]:
     if node.op == "call_function" and isinstance(target, OpOverload) and "val" in node.meta:
         for index, argument in enumerate(target._schema.arguments):
             if argument.alias_info is not None:
-                yield from _nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
+                yield from nodes_in(node.args[index] if index < len(node.args) else node.kwargs.get(argument.name))
         return
     on_sizes = target is not getitem and getattr(target, "__module__", "") in ("_operator", "math")
     if node.op == "call_module" or (node.op == "call_function" and not on_sizes):
         yield from node.all_input_nodes
-
-
-def _nodes_in(arguments: Any) -> list[Node]:
-    nodes = list[Node]()
-    map_arg(arguments, lambda node: nodes.append(node) or node)  # type: ignore[func-returns-value]
-    return nodes

@@ -24,7 +24,6 @@ from paceline.replica.tensor.redistribute_cost import (
     ValueKey,
     cheapest_redistribution,
     input_cost,
-    value_key,
 )
 
 _PIECES = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
@@ -118,14 +117,14 @@ def cheapest_path(
 class _Search:
     def __init__(self, graph: OperatorGraph, shards: int, common: Mapping[ValueKey, Placements]) -> None:
         self._shards, self._common, self._outputs = shards, common, graph.outputs()
-        self._values = {value_key(value): value for values in graph.values.values() for value in values}
+        self._values = {value.key: value for values in graph.values.values() for value in values}
         self._first_use: dict[ValueKey, OpCall] = {}
         self._last_use: dict[ValueKey, OpCall | None] = {}
         for call in graph.calls.values():
             for value in call.inputs:
-                self._first_use.setdefault(value_key(value), call)
-                self._last_use[value_key(value)] = call
-        self._last_use.update((value_key(value), None) for value in self._outputs)  # needed to the end
+                self._first_use.setdefault(value.key, call)
+                self._last_use[value.key] = call
+        self._last_use.update((value.key, None) for value in self._outputs)  # needed to the end
 
     def advance(self, paths: Mapping[_State, SearchPath], choice: OpChoice) -> dict[_State, SearchPath]:
         """Return the cheapest path to each state after an operator."""
@@ -133,7 +132,7 @@ class _Search:
         # Transitions depend on the operator's inputs alone, which many states have alike.
         transitions: dict[tuple[object, ...], list[_Transition]] = {}
         call = choice.call
-        inputs = [value_key(value) for value in call.inputs]
+        inputs = [value.key for value in call.inputs]
         ended = {key for key in inputs if self._last_use[key] is call}
         for state, path in paths.items():
             present = dict(state.present)
@@ -160,8 +159,8 @@ class _Search:
             if taken is not None:
                 cost, redistributions, placements = taken
                 for value, placement in zip(call.outputs, strategy.outputs, strict=True):
-                    if value_key(value) in self._last_use:
-                        placements[value_key(value)] = frozenset((placement,))
+                    if value.key in self._last_use:
+                        placements[value.key] = frozenset((placement,))
                 sent = round(strategy.sent_bytes * call.shards)
                 cost += PlanCost(0, sent, strategy.collectives, work * strategy.share)
                 yield _Transition(cost, SearchStep(call, strategy, redistributions), placements)
@@ -176,10 +175,10 @@ class _Search:
         """
         rule = rule_of(call.target)
         filled = [index for index, value in enumerate(call.inputs) if value.nbytes]
-        if rule is None or rule.redistributes or len(filled) != 1 or value_key(call.inputs[filled[0]]) not in present:
+        if rule is None or rule.redistributes or len(filled) != 1 or call.inputs[filled[0]].key not in present:
             return strategies
         value = call.inputs[filled[0]]
-        key = value_key(value)
+        key = value.key
         same_size = len(call.outputs) == 1 and call.outputs[0].nbytes == value.nbytes
         only_user = same_size and self._last_use.get(key) is call
         later_piece = call.target in _PIECES and self._first_use[key] is not call
@@ -224,7 +223,7 @@ class _Search:
         """Return the cost of replicating the model's outputs."""
         cost, present = PlanCost(), dict(state.present)
         for value in self._outputs:
-            known = present.get(value_key(value), frozenset((REPLICATE,)))
+            known = present.get(value.key, frozenset((REPLICATE,)))
             if REPLICATE in known or value.parameter is not None:
                 continue
             found = cheapest_redistribution(value, known, REPLICATE, self._shards)

@@ -52,11 +52,6 @@ class PlanCost(NamedTuple):
         )
 
 
-def value_key(value: GraphTensor) -> ValueKey:
-    """Return the key of a tensor in the tables of a plan."""
-    return value.node.name, value.index
-
-
 def redistribution_cost(
     before: Placement, after: Placement, count: int, *, differentiable: bool
 ) -> RedistributionCost | None:
@@ -93,7 +88,7 @@ def input_cost(
     """
     cost, redistributions, placements = PlanCost(), list[Redistribution](), dict[ValueKey, Placements]()
     for value, placement in zip(call.inputs, strategy.inputs, strict=True):
-        place = value_key(value)
+        place = value.key
         known = placements.get(place, present.get(place))
         if known is None and value.parameter is not None:  # a parameter is placed as it is first used
             if placement == PARTIAL:

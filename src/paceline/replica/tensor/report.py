@@ -33,7 +33,7 @@ from paceline.replica.tensor.placements import (
     Shard,
 )
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Redistribution, cheapest_source, redistribution_cost, value_key
+from paceline.replica.tensor.redistribute_cost import Redistribution, cheapest_source, redistribution_cost
 from paceline.replica.tensor.sharding_plan import (
     ShardingPlan,
     largest_count,
@@ -209,11 +209,11 @@ class _Rows:
         present: dict[object, list[Placement]] = {}
         for step in self._plan.steps:
             for value, placement in zip(step.call.outputs, step.strategy.outputs, strict=True):
-                present.setdefault(value_key(value), []).append(placement)
+                present.setdefault(value.key, []).append(placement)
             for value, _, placement in step.redistributions:
-                present.setdefault(value_key(value), []).append(placement)
+                present.setdefault(value.key, []).append(placement)
         for value in self._plan.graph.outputs():
-            known = frozenset(present.get(value_key(value), [REPLICATE]))
+            known = frozenset(present.get(value.key, [REPLICATE]))
             if REPLICATE not in known:
                 source = cheapest_source(value, known, self._plan.shards)
                 yield from self.redistributions([(value, source, REPLICATE)])

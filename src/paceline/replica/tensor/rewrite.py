@@ -16,7 +16,7 @@ from paceline.replica.tensor.branch_on_rank import is_stand_in
 from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
 from paceline.replica.tensor.redistribute import Redistribute
-from paceline.replica.tensor.redistribute_cost import ValueKey, cheapest_source, value_key
+from paceline.replica.tensor.redistribute_cost import ValueKey, cheapest_source
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 
@@ -106,31 +106,31 @@ class _Rewriter:
         else:
             self._nodes[node] = self.graph.node_copy(node, self._local)
         for tensor in self._plan.graph.values.get(node, ()):
-            self._placed[value_key(tensor), placement] = self._nodes[node]
+            self._placed[tensor.key, placement] = self._nodes[node]
 
     def emit_operator(self, step: SearchStep) -> None:
         placed, call, strategy = self._placed, step.call, step.strategy
         for value, before, after in step.redistributions:
-            source = placed[value_key(value), before]
+            source = placed[value.key, before]
             if not value.differentiable and (before, after) == (REPLICATE, PARTIAL_GRAD):
-                placed[value_key(value), after] = source  # the two differ in gradients alone
+                placed[value.key, after] = source  # the two differ in gradients alone
                 continue
             module = Redistribute(self._shards, value.node.name, before, after)
-            placed[value_key(value), after] = self._emitter.module(module, source)
+            placed[value.key, after] = self._emitter.module(module, source)
         self._inputs = {
             value.node: node
             for value, placement in zip(call.inputs, strategy.inputs, strict=True)
-            if (node := placed.get((value_key(value), placement))) is not None
+            if (node := placed.get((value.key, placement))) is not None
         }
         emitted = (strategy.emit or GraphEmitter.copy)(self._emitter, call)
         self._inputs = {}
         self._nodes[call.node] = emitted
         for value, placement in zip(call.outputs, strategy.outputs, strict=True):
-            placed[value_key(value), placement] = emitted
+            placed[value.key, placement] = emitted
 
     def emit_output(self, node: Node) -> None:
         for value in self._plan.graph.outputs():
-            known = {place: made for (key, place), made in self._placed.items() if key == value_key(value)}
+            known = {place: made for (key, place), made in self._placed.items() if key == value.key}
             if REPLICATE not in known:
                 before = cheapest_source(value, frozenset(known), self._shards.count)
                 module = Redistribute(self._shards, value.node.name, before, REPLICATE)

@@ -35,7 +35,7 @@ from paceline.replica.tensor.placements import (
     Shard,
 )
 from paceline.replica.tensor.plan_search import OpChoice, SearchStep, cheapest_path
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, value_key
+from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey
 from paceline.shard_rules import WHOLE, ShardRules
 
 _WHOLE: Placements = frozenset((REPLICATE, PARTIAL_GRAD))
@@ -113,7 +113,7 @@ def _common_placements(choices: Iterable[OpChoice]) -> dict[ValueKey, Placements
     for choice in choices:
         for index, value in enumerate(choice.call.inputs):
             if value.parameter is not None:
-                key = value_key(value)
+                key = value.key
                 open_ = frozenset(strategy.inputs[index] for strategy in (*choice.strategies, *choice.alone))
                 common[key] = common.get(key, open_) & open_
     return common
@@ -132,7 +132,7 @@ def op_choices(
         choice = _op_choice(call, outputs, user_rules, regions, fixed)
         for index, value in enumerate(call.outputs):
             each = (*choice.strategies, *choice.alone)
-            outputs[value_key(value)] = frozenset(strategy.outputs[index] for strategy in each)
+            outputs[value.key] = frozenset(strategy.outputs[index] for strategy in each)
         choices.append(choice)
     return choices
 
@@ -150,7 +150,7 @@ def _op_choice(
     strategies = [*replicated_strategies(call)]
     rule = rule_of(call.target)
     if rule is not None:
-        available = [outputs.get(value_key(value), _WHOLE) for value in call.inputs]
+        available = [outputs.get(value.key, _WHOLE) for value in call.inputs]
         # A tensor on one rank is a term of a sum whose other terms are zero.
         available = [each | {PARTIAL} if any(isinstance(p, OnRank) for p in each) else each for each in available]
         if rule.redistributes:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -65,6 +65,43 @@ def emit_across(split: Shard, kind: "ReductionKind", emitter: GraphEmitter, call
     return emitter.module(module, emitter.local(call.inputs[0].node))
 
 
+class ReductionKind(NamedTuple):
+    """Kind of reduction, with the collectives that it makes."""
+
+    name: str
+    forward_collectives: int
+    backward_collectives: int = 0
+    order: float = 2
+    """Order of a norm: 1 or 2."""
+    correction: float = 1
+    """What is subtracted from the number of elements that a variance is divided by."""
+
+
+_FIXED_KINDS: Mapping[str, ReductionKind] = {
+    "amax": ReductionKind("largest", 1, 1),
+    "amin": ReductionKind("smallest", 1, 1),
+    "max": ReductionKind("largest", 1, 1),
+    "min": ReductionKind("smallest", 1, 1),
+    "logsumexp": ReductionKind("logsumexp", 2),
+}
+
+
+def _kind(call: OpCall) -> ReductionKind | None:
+    """Return the kind of a reduction over the sharded dim; None: there is none for this operator."""
+    name, (value,), output = call.op_name, call.inputs, call.outputs[0]
+    if len(call.outputs) != 1 or not value.dtype.is_floating_point or output.dtype != value.dtype:
+        return None
+    if name in ("norm", "linalg_vector_norm"):
+        order = call.argument_named("ord", call.argument_named("p", 2))
+        order = 2 if order is None else order
+        return ReductionKind("norm", 1, order=order) if order in (1, 2) else None
+    if name in ("var", "std"):
+        correction = call.argument_named("correction")
+        correction = call.argument_named("unbiased", True) if correction is None else correction
+        return ReductionKind(name, 2, correction=float(correction))
+    return _FIXED_KINDS.get(name)
+
+
 @final
 class ShardedReduction(CollectiveModule):
     """Reduction of all elements along some dims, one of which is sharded.
@@ -79,7 +116,7 @@ class ShardedReduction(CollectiveModule):
     """
 
     def __init__(
-        self, shards: TPCollectives, name: str, split: Shard, dims: list[int], kind: "ReductionKind", *, keepdim: bool
+        self, shards: TPCollectives, name: str, split: Shard, dims: list[int], kind: ReductionKind, *, keepdim: bool
     ) -> None:
         super().__init__(shards, name)
         self.split, self.dims, self.kind, self.keepdim = split, dims, kind, keepdim
@@ -100,145 +137,63 @@ class ShardedReduction(CollectiveModule):
         local = part.amax(self.dims, keepdim=True)
         return self.shards.all_reduce(local, f"the maximum of {self.name}", largest=True)
 
-    def count(self, part: Tensor) -> int:
-        """Return the number of elements that are reduced to one."""
+    def freedom(self, part: Tensor) -> tuple[int, float]:
+        """Return the number of elements that are reduced to one, and what a variance divides by."""
         own = prod(part.shape[dim] for dim in self.dims)
-        return own // self.split.sizes[self.shards.rank] * self.split.block_size
+        count = own // self.split.sizes[self.shards.rank] * self.split.block_size
+        return count, max(count - self.kind.correction, 0)
 
 
 class _ReductionFunction(torch.autograd.Function):
+    """Reductions y of the elements x, with the reduced dims kept.
+
+    ::
+
+        norm       (Σ x²)^½, or Σ |x|                               dx = dy·x/y, 0 where y is, or dy·sign(x)
+        var        Σ (x - m)²/(n - c), with m the mean              dx = dy·2(x - m)/(n - c)
+        std        its root                                         dx = dy·(x - m)/((n - c)·y), 0 where y is
+        largest    max x; smallest: -max -x                         dx = dy/(number of x that are y) for those
+        logsumexp  m + log Σ exp(x - m), with m the largest,        dx = dy·exp(x - y)
+                   or 0 where that is infinite
+    """
+
     @staticmethod
-    def forward(ctx: Any, part: Tensor, module: ShardedReduction) -> Tensor:
-        result, saved = module.kind.reduce(part, module)
+    def forward(ctx: Any, x: Tensor, module: ShardedReduction) -> Tensor:
+        kind, saved = module.kind, list[Tensor]()
+        if kind.name == "norm":
+            y = module.sum(x.abs(), "the sum") if kind.order == 1 else module.sum(x * x, "the sum of squares").sqrt()
+        elif kind.name in ("var", "std"):
+            count, freedom = module.freedom(x)
+            mean = module.sum(x, "the mean") / count
+            y = module.sum((x - mean) ** 2, "the variance") / freedom
+            y, saved = y.sqrt() if kind.name == "std" else y, [mean]
+        elif kind.name == "logsumexp":
+            largest = module.largest(x)
+            largest = largest.masked_fill(largest.isinf(), 0)
+            y = module.sum((x - largest).exp(), "the sum").log() + largest
+        else:
+            sign = 1 if kind.name == "largest" else -1
+            y = sign * module.largest(sign * x)
         ctx.module = module
-        ctx.save_for_backward(part, result, *saved)
-        return result
+        ctx.save_for_backward(x, y, *saved)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        part, result, *saved = ctx.saved_tensors
-        return ctx.module.kind.gradient(gradients[0], part, result, saved, ctx.module), None
-
-
-class ReductionKind:
-    """Kind of reduction, forward and backward; both keep the reduced dims."""
-
-    forward_collectives: ClassVar[int] = 1
-    backward_collectives: ClassVar[int] = 0
-
-    def reduce(self, part: Tensor, across: ShardedReduction) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the result, and what else backward needs."""
-        raise NotImplementedError
-
-    def gradient(
-        self, gradient: Tensor, part: Tensor, result: Tensor, saved: list[Tensor], across: ShardedReduction
-    ) -> Tensor:
-        """Return the gradient of the part from that of the result."""
-        raise NotImplementedError
-
-
-@final
-class Norm(ReductionKind):
-    """(Σ x²)^½, whose gradient is x/y, or Σ |x|; 0 where the norm is."""
-
-    def __init__(self, order: float) -> None:
-        self._order = order
-
-    def reduce(self, part: Tensor, across: ShardedReduction) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if self._order == 1:
-            return across.sum(part.abs(), "the sum"), ()
-        return across.sum(part * part, "the sum of squares").sqrt(), ()
-
-    def gradient(
-        self, gradient: Tensor, part: Tensor, result: Tensor, saved: list[Tensor], across: ShardedReduction
-    ) -> Tensor:
-        del saved, across
-        if self._order == 1:
-            return gradient * part.sign()
-        return (gradient * part / result).masked_fill(result == 0, 0)
-
-
-@final
-class Variance(ReductionKind):
-    """Σ (x - m)²/(n - c) with m the mean, whose gradient is 2(x - m)/(n - c); or its root y, whose is that over 2y."""
-
-    forward_collectives = 2
-
-    def __init__(self, correction: float, *, root: bool) -> None:
-        self._correction, self._root = correction, root
-
-    def reduce(self, part: Tensor, across: ShardedReduction) -> tuple[Tensor, tuple[Tensor, ...]]:
-        count = across.count(part)
-        mean = across.sum(part, "the mean") / count
-        result = across.sum((part - mean) ** 2, "the variance") / max(count - self._correction, 0)
-        return result.sqrt() if self._root else result, (mean,)
-
-    def gradient(
-        self, gradient: Tensor, part: Tensor, result: Tensor, saved: list[Tensor], across: ShardedReduction
-    ) -> Tensor:
-        (mean,), freedom = saved, max(across.count(part) - self._correction, 0)
-        if not self._root:
-            return gradient * 2 * (part - mean) / freedom
-        return gradient * ((part - mean) / (freedom * result)).masked_fill(result == 0, 0)
-
-
-@final
-class Extreme(ReductionKind):
-    """The largest element or the smallest; those that are equally large have equal parts of its gradient."""
-
-    backward_collectives = 1
-
-    def __init__(self, sign: int) -> None:
-        self._sign = sign
-
-    def reduce(self, part: Tensor, across: ShardedReduction) -> tuple[Tensor, tuple[Tensor, ...]]:
-        return self._sign * across.largest(self._sign * part), ()
-
-    def gradient(
-        self, gradient: Tensor, part: Tensor, result: Tensor, saved: list[Tensor], across: ShardedReduction
-    ) -> Tensor:
-        del saved
-        equal = (part == result).to(part.dtype)
-        return gradient * equal / across.sum(equal, "the number of those")
-
-
-@final
-class LogSumExp(ReductionKind):
-    """m + log Σ exp(x - m) with m the largest, or 0 where that is infinite; its gradient is exp(x - y)."""
-
-    forward_collectives = 2
-
-    def reduce(self, part: Tensor, across: ShardedReduction) -> tuple[Tensor, tuple[Tensor, ...]]:
-        largest = across.largest(part)
-        largest = largest.masked_fill(largest.isinf(), 0)
-        return across.sum((part - largest).exp(), "the sum").log() + largest, ()
-
-    def gradient(
-        self, gradient: Tensor, part: Tensor, result: Tensor, saved: list[Tensor], across: ShardedReduction
-    ) -> Tensor:
-        del saved, across
-        return gradient * (part - result).exp()
-
-
-_FIXED_KINDS: Mapping[str, ReductionKind] = {
-    "amax": Extreme(1), "amin": Extreme(-1), "max": Extreme(1), "min": Extreme(-1), "logsumexp": LogSumExp()
-}  # fmt: skip
-
-
-def _kind(call: OpCall) -> ReductionKind | None:
-    """Return the kind of a reduction over the sharded dim; None: there is none for this operator."""
-    name, (value,), output = call.op_name, call.inputs, call.outputs[0]
-    if len(call.outputs) != 1 or not value.dtype.is_floating_point or output.dtype != value.dtype:
-        return None
-    if name in ("norm", "linalg_vector_norm"):
-        order = call.argument_named("ord", call.argument_named("p", 2))
-        order = 2 if order is None else order
-        return Norm(order) if order in (1, 2) else None
-    if name in ("var", "std"):
-        correction = call.argument_named("correction")
-        correction = call.argument_named("unbiased", True) if correction is None else correction
-        return Variance(float(correction), root=name == "std")
-    return _FIXED_KINDS.get(name)
+        (dy,), module, (x, y, *saved) = gradients, ctx.module, ctx.saved_tensors
+        kind = module.kind
+        if kind.name == "norm":
+            dx = dy * x.sign() if kind.order == 1 else (dy * x / y).masked_fill(y == 0, 0)
+        elif kind.name == "var":
+            dx = dy * 2 * (x - saved[0]) / module.freedom(x)[1]
+        elif kind.name == "std":
+            dx = dy * ((x - saved[0]) / (module.freedom(x)[1] * y)).masked_fill(y == 0, 0)
+        elif kind.name == "logsumexp":
+            dx = dy * (x - y).exp()
+        else:  # elements that are equally large have equal parts
+            equal = (x == y).to(x.dtype)
+            dx = dy * equal / module.sum(equal, "the number of those")
+        return dx, None
 
 
 register(Statistic())

@@ -60,8 +60,8 @@ def _length_symbols(call: OpCall, dim: int) -> set[object]:
     """Return the symbols on which the length of a dim of the first input depends."""
     value = call.inputs[0]
     fake = value.node.meta.get("val")
-    tensor = fake[value.index] if isinstance(fake, (list, tuple)) else fake
-    return set() if tensor is None else _symbols(tensor.shape[dim])
+    fake = fake[value.index] if isinstance(fake, (list, tuple)) else fake
+    return set() if fake is None else _symbols(fake.shape[dim])
 
 
 def _symbols(size: Any) -> set[object]:

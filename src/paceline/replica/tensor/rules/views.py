@@ -1,6 +1,8 @@
 """Operators that move elements without changing them."""
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import prod
 from operator import floordiv, getitem, mul
 from typing import Any, ClassVar, final
@@ -31,19 +33,19 @@ class ViewRule(OpRule):
 
     def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
         for split in shards_among(available[0]):
-            outputs = self.moved(call, split)
-            if outputs is not None:
-                yield OpStrategy((split,), outputs, emit=self.emitter_for(call, split, outputs[0]), share=split.share)
+            moved = self.moved(call, split)
+            if moved is not None:
+                output, emit = moved
+                outputs = tuple(output for _ in call.outputs)
+                yield OpStrategy((split,), outputs, emit=emit, share=split.share)
         yield from call.partial_strategies(available)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
-        """Return the shardings of the results for one of the input; None: there are none."""
-        raise NotImplementedError
+    @abstractmethod
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
+        """Return the sharding of each result for one of the input, and what emits the operator of one shard.
 
-    def emitter_for(self, call: OpCall, split: Shard, output: Shard) -> Emit | None:
-        """Return what emits the operator of one shard, whose first result is sharded so; None: it is the same."""
-        del call, split, output
-        return None
+        None: there is no such sharding, or the emitted operator is the same.
+        """
 
 
 def reshaped(split: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
@@ -94,18 +96,14 @@ class Reshape(ViewRule):
         aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
     )  # fmt: skip
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
         output = reshaped(split, call.inputs[0].shape, call.outputs[0].shape)
-        return None if output is None else (output,)
-
-    def emitter_for(self, call: OpCall, split: Shard, output: Shard) -> Emit | None:
-        del split
-        if call.target is aten.flatten.using_ints:
-            return None
+        if output is None or call.target is aten.flatten.using_ints:
+            return None if output is None else (output, None)
         if call.target is aten.unflatten.int:
-            return lambda emitter, call: emitter.with_args(call, sizes=_unflattened(emitter, call, output))
+            return output, lambda emitter, call: emitter.with_args(call, sizes=_unflattened(emitter, call, output))
         name = call.target._schema.arguments[1].name
-        return lambda emitter, call: emitter.with_args(
+        return output, lambda emitter, call: emitter.with_args(
             call, **{name: local_sizes(emitter, call.argument(1, name), output)}
         )
 
@@ -124,12 +122,12 @@ class Transpose(ViewRule):
 
     targets: ClassVar = (aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
         dims = call.inputs[0].dims
         probe = torch.empty([1] * dims)
         probe = probe.as_strided([1] * dims, list(range(1, dims + 1)))  # strides name the dims
         moved = call.target(probe, *call.node.args[1:])
-        return (split.at(moved.stride().index(split.dim % dims + 1) - dims),)
+        return split.at(moved.stride().index(split.dim % dims + 1) - dims), None
 
 
 @final
@@ -138,13 +136,13 @@ class Unsqueeze(ViewRule):
 
     targets: ClassVar = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
         value, dim = call.inputs[0], call.argument(1, "dim")
         dims = {each % value.dims for each in (dim if isinstance(dim, (list, tuple)) else [dim])}
         if call.target is not aten.unsqueeze.default and split.dim % value.dims in dims:
             return None  # a part may be one element long where the whole is not
         output = reshaped(split, value.shape, call.outputs[0].shape)
-        return None if output is None or output.length != split.length else (output,)
+        return None if output is None or output.length != split.length else (output, None)
 
 
 @final
@@ -153,15 +151,11 @@ class Expand(ViewRule):
 
     targets: ClassVar = (aten.expand.default, aten.expand_as.default)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
         if call.target is not aten.expand.default or call.outputs[0].shape[split.dim] != split.length:
             return None
-        return (split,)
-
-    def emitter_for(self, call: OpCall, split: Shard, output: Shard) -> Emit | None:
         sizes = call.argument(1, "size")
-        assert output == split, "it stays where it is"
-        return lambda emitter, call: emitter.with_args(call, size=local_sizes(emitter, sizes, split))
+        return split, lambda emitter, call: emitter.with_args(call, size=local_sizes(emitter, sizes, split))
 
 
 @final
@@ -170,31 +164,29 @@ class Chunks(ViewRule):
 
     targets: ClassVar = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
 
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, ...] | None:
+    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
         dims, pieces, unbinds = call.inputs[0].dims, len(call.outputs), call.target is aten.unbind.int
         dim = call.argument(1 if unbinds else 2, "dim", 0) % dims
-        if dim != split.dim % dims:
-            shift = 1 if unbinds and split.dim % dims < dim else 0
-            return tuple(split.at(split.dim + shift) for _ in call.outputs)
-        if call.target is aten.chunk.default and call.argument(1, "chunks") != pieces:
-            return None  # of parts it would make another number of pieces
         even = len({value.shape for value in call.outputs}) == 1
-        if unbinds or not even or split.blocks % pieces:
+        if dim != split.dim % dims:
+            output = split.at(split.dim + (1 if unbinds and split.dim % dims < dim else 0))
+        elif call.target is aten.chunk.default and call.argument(1, "chunks") != pieces:
+            return None  # of parts it would make another number of pieces
+        elif unbinds or not even or split.blocks % pieces:
             return None
-        return tuple(Shard(split.dim, split.sizes, split.blocks // pieces) for _ in call.outputs)
+        else:
+            output = Shard(split.dim, split.sizes, split.blocks // pieces)
+        if unbinds or call.target is aten.chunk.default or output == split:  # equal pieces, or another dim
+            return output, None
+        return output, partial(emit_pieces, split)
 
-    def emitter_for(self, call: OpCall, split: Shard, output: Shard) -> Emit | None:
-        if call.target in (aten.unbind.int, aten.chunk.default) or output == split:  # equal pieces, or another dim
-            return None
 
-        def emit(emitter: GraphEmitter, call: OpCall) -> Node:
-            sizes: Any = call.argument(1, "split_size")
-            own = split.sizes[emitter.shards.rank]
-            if call.target is aten.split.Tensor:
-                return emitter.with_args(call, split_size=sizes // split.block_size * own)
-            return emitter.with_args(call, split_sizes=[size // split.block_size * own for size in sizes])
-
-        return emit
+def emit_pieces(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
+    sizes: Any = call.argument(1, "split_size")
+    own = split.sizes[emitter.shards.rank]
+    if call.target is aten.split.Tensor:
+        return emitter.with_args(call, split_size=sizes // split.block_size * own)
+    return emitter.with_args(call, split_sizes=[size // split.block_size * own for size in sizes])
 
 
 @final
