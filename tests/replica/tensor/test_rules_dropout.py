@@ -93,7 +93,9 @@ def test_attention_drops_the_weights_of_one_process(k: int, causal: bool, masked
             emitter = _writer(k, shard)
             torch.manual_seed(3)
             given = (split.take(t, shard) for t, split in ((q, heads), (keys, groups), (v, groups)))
-            made: Tensor = ShardedAttention(emitter, heads, 0.4, causal, 0.3, True)(*given, mask)
+            made: Tensor = ShardedAttention(heads, emitter.shards.rank, 0.4, causal=causal, scale=0.3, grouped=True)(
+                *given, mask
+            )
             return made
 
         found = heads.concat([part(shard) for shard in range(k)])
