@@ -1,4 +1,12 @@
-"""Operators of a captured graph as rules see them, and the units in which their dims can be divided."""
+"""Operators of a captured graph as rules see them, and the units in which their dims can be divided.
+
+A layer that makes queries, keys and values of 2 heads of 8 features in one product gives 48 of them: 3 blocks, one
+after the other, of 2 units of 8. The layer does not say so; the operators after it do, and what they show of a dim
+holds for every dim of that length::
+
+    split   48 -> 16 + 16 + 16      a dim of 48 has 3 blocks of 16
+    view    16 -> 2 × 8             a dim of 16 has units of 8           so 48: 3 blocks, units of 8
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -8,6 +8,14 @@
 
 Borders are small compared with the tensor, so every shard gets those of all: one collective each way, which sends k - 1
 times what neighbours alone would send each other.
+
+A shard that makes some elements of the result needs those of the input that their windows cover; where a window crosses
+the border between two shards it needs a few of a neighbour's, or of several where parts are small::
+
+    size 3, stride 1, 1 before            shard 0        shard 1
+    input                           .   0   1   2   3 | 4   5   6   7   .       . is padding
+    result                              0   1   2   3 | 4   5   6   7
+    needs                            0 1 2 3 4        |  3 4 5 6 7
 """
 
 from collections.abc import Sequence
