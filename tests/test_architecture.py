@@ -1,0 +1,36 @@
+"""docs/architecture.md names places that are there, and README's docs lead from one page to the next."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "paceline"
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PLACES = sorted(set(re.findall(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))(?::[ \w]*)?`", PAGE)))
+CLASSES = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py): (\w+)`", PAGE)))
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_places_are_there(place: str) -> None:
+    assert (PACKAGE / place).exists() or (ROOT / place).exists(), f"docs/architecture.md names {place}"
+
+
+@pytest.mark.parametrize(("place", "name"), CLASSES)
+def test_contracts_are_there(place: str, name: str) -> None:
+    assert re.search(rf"^class {name}\b", (PACKAGE / place).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_every_folder_is_mentioned() -> None:
+    folders = {path.parent.relative_to(PACKAGE).parts[0] for path in PACKAGE.glob("*/*.py")}
+    assert not {folder for folder in folders if f"{folder}/" not in PAGE and f"`{folder}`" not in PAGE}
+
+
+def test_each_page_leads_to_the_next_and_all_are_reached() -> None:
+    pages, page = {"architecture.md"}, "architecture.md"
+    while found := re.search(r"^Read on: \[.*\]\((\S+\.md)\)\.$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE):
+        page = found[1]
+        assert page not in pages
+        pages.add(page)
+    assert pages == {path.name for path in (ROOT / "docs").glob("*.md")}
