@@ -53,7 +53,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(profiling, "profile", profile)
     monkeypatch.setattr(plans, "profile", profile)
-    monkeypatch.setattr(plans, "foretell", foretold)
+    monkeypatch.setattr(plans, "predict_from_components", foretold)
     monkeypatch.setattr("paceline.planner.program.closed_form.cores", lambda: 2)
     monkeypatch.setattr(plans, "cores", lambda: 2)
     return measured

@@ -9,7 +9,7 @@ from kit.sheet import Row, Sheet
 
 import paceline
 from paceline.planner.base import Plan
-from paceline.planner.program.plans import TOLD, Found, foretell, plans_here
+from paceline.planner.program.plans import PREDICTED, ProgramPlans, plans_here, predict_from_components
 from paceline.planner.program.profile import kind
 from paceline.planner.search.objective import Objectives
 
@@ -38,7 +38,7 @@ class Sides:
         if any(known.find(self.name, side) for side in SIDES):
             return
         found = plans_here(self._program, Objectives(workers=WORKERS))
-        by_closed_forms = plans_here(self._program, Objectives(workers=WORKERS), found.profile, foretold=0).plans
+        by_closed_forms = plans_here(self._program, Objectives(workers=WORKERS), found.profile, predicted=0).plans
         closed = {str(plan.strategy): plan for plan in by_closed_forms}
         ranked = [plan for plan in found.plans if plan.arrangement.recompute == "none" and not plan.why_not]
         sides: dict[str, Plan] = {}
@@ -49,9 +49,13 @@ class Sides:
             if side in sides:
                 yield from self._told(side, sides[side], closed, found)
 
-    def _told(self, side: str, plan: Plan, closed: Mapping[str, Plan], found: Found) -> Iterator[dict[str, Any]]:
+    def _told(self, side: str, plan: Plan, closed: Mapping[str, Plan], found: ProgramPlans) -> Iterator[dict[str, Any]]:
         """Foretold from its pieces, if it has not been."""
-        plan = plan if plan.provenance["compute"] == TOLD else foretell([plan], self._program, found.profile)[0]
+        plan = (
+            plan
+            if plan.provenance["compute"] == PREDICTED
+            else predict_from_components([plan], self._program, found.profile)[0]
+        )
         if plan.why_not:
             print(f"{self.name}, {plan.strategy}: {plan.why_not}", file=sys.stderr)
         else:

@@ -76,10 +76,10 @@ def test_elsewhere_it_is_no_strategy() -> None:
 def test_the_line_says_what_was_chosen_and_beside_what() -> None:
     ranked = sorted(plans(), key=lambda plan: -plan.samples_per_s)
     line = why(ranked)
-    assert line.startswith(f"auto: {ranked[0].strategy}: {ranked[0].samples_per_s:,.0f} samples/s are foretold, ")
+    assert line.startswith(f"auto: {ranked[0].strategy}: {ranked[0].samples_per_s:,.0f} samples/s are predicted, ")
     assert f"times {ranked[1].strategy}'s" in line
     assert "\n" not in line
-    assert why(ranked[:1]).endswith("samples/s are foretold")
+    assert why(ranked[:1]).endswith("samples/s are predicted")
 
 
 @pytest.mark.timeout(240.0)  # processes that each import torch, on however few cores there are

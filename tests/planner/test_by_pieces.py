@@ -1,4 +1,4 @@
-"""Plans foretold from pieces, and which of many are."""
+"""Plans predicted from components, and the choice of plans to predict."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,14 @@ from paceline.planner.program import plans as by_pieces
 from paceline.planner.program import plans as of_program
 from paceline.planner.program.closed_form import corrected, once, put_together, staged_s
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
-from paceline.planner.program.plans import firsts, foretell, plainest_first, plans_here, select, with_pieces
+from paceline.planner.program.plans import (
+    firsts,
+    plainest_first,
+    plans_here,
+    predict_from_components,
+    select,
+    with_pieces,
+)
 from paceline.planner.program.profile import Pieces, Profile, kind
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
@@ -44,7 +51,7 @@ def test_a_step_is_its_pieces_and_what_a_run_took_beside_and_terms_sum_up_to_it(
         assert found.cost.terms["optimizer"] == 0.004
         assert found.cost.terms["waiting"] == pytest.approx(beside_s)
         assert found.samples_per_s == pytest.approx(plan.arrangement.samples / found.cost.step_s)
-        assert found.provenance["compute"] == by_pieces.TOLD
+        assert found.provenance["compute"] == by_pieces.PREDICTED
         own = [staged_s(each.cost) for each in (plan, found)]
         assert found.cost.terms["bubble"] / own[1] == pytest.approx(plan.cost.terms["bubble"] / own[0])
 
@@ -89,9 +96,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_its_kind_took_beside_is_added(measured: list[str]) -> None:
     plan = of_kind("replicas")
-    (found,) = foretell([plan], program(), PROFILE)
+    (found,) = predict_from_components([plan], program(), PROFILE)
     assert found.cost.step_s == pytest.approx(SEEN.step_s + 2e-4)
-    (found,) = foretell([plan], program(), replace(PROFILE, runs={}))
+    (found,) = predict_from_components([plan], program(), replace(PROFILE, runs={}))
     assert found.cost.step_s == pytest.approx(SEEN.step_s)
     assert measured == [str(plan.strategy)] * 2
 
@@ -99,7 +106,7 @@ def test_what_its_kind_took_beside_is_added(measured: list[str]) -> None:
 def test_what_has_been_run_is_not_measured_again(measured: list[str]) -> None:
     plan = of_kind("replicas")
     ran = replace(PROFILE.runs["replicas"], arrangement=plan.arrangement)
-    (found,) = foretell([plan], program(), replace(PROFILE, runs={"replicas": ran}))
+    (found,) = predict_from_components([plan], program(), replace(PROFILE, runs={"replicas": ran}))
     assert found.cost.step_s == pytest.approx(ran.step_s)
     assert found.cost.terms["optimizer"] == ran.pieces.update_s
     assert not measured
@@ -142,8 +149,8 @@ def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pyte
 
     monkeypatch.setattr(by_pieces, "pieces_of", refused)
     monkeypatch.setattr(by_pieces.ForkServer, "start", lambda needs: Nothing())
-    (found,) = foretell([of_kind("replicas")], program(), PROFILE)
-    assert found.why_not == "it can't be had: its loss is a sum"
+    (found,) = predict_from_components([of_kind("replicas")], program(), PROFILE)
+    assert found.why_not == "it can't run: its loss is a sum"
 
 
 def test_plans_of_a_program_are_those_of_its_profile_the_foretold_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +159,10 @@ def test_plans_of_a_program_are_those_of_its_profile_the_foretold_ones_first(mon
             replace(plan, why_not="it can't be had" if kind(plan.arrangement) == "shards" else "") for plan in plans
         ]
 
-    monkeypatch.setattr(of_program, "foretell", foretold)
+    monkeypatch.setattr(of_program, "predict_from_components", foretold)
     monkeypatch.setattr(of_program, "cores", lambda: 2)
     found = plans_here(program(), Objectives(), PROFILE)
-    assert found.asked.fixed == "replica"
+    assert found.objectives.fixed == "replica"
     assert kind(found.plans[0].arrangement) != "shards"
     assert all(plan.strategy is not None and plan.strategy.accumulate == 1 for plan in found.plans)
     refused = [plan for plan in found.plans if plan.why_not]

@@ -10,7 +10,7 @@ from paceline.core.records import WorkerFigures
 from paceline.engine.base import Job
 from paceline.planner.base import Arrangement
 from paceline.planner.program import short_runs as runs
-from paceline.planner.program.closed_form import asked_here, closed_plans, once
+from paceline.planner.program.closed_form import closed_plans, host_objectives, once
 from paceline.planner.program.profile import Pieces, kind
 from paceline.planner.program.profiling import profile
 from paceline.planner.program.short_runs import alike, quickest, short_runs
@@ -29,7 +29,7 @@ def test_of_each_kind_the_likely_best_is_run() -> None:
         assert (plan.strategy.accumulate, plan.strategy.recompute) == (1, "none")
         workers = 1 if name == "alone" else 2
         assert plan.strategy.workers == workers
-        every = closed_plans(program(), PROFILE, asked_here(program(), Objectives(), 2), workers)
+        every = closed_plans(program(), PROFILE, host_objectives(program(), Objectives(), 2), workers)
         others = [p for p in once(list(every)) if kind(p.arrangement) == name and not p.cost.staleness]
         assert plan.samples_per_s == max(other.samples_per_s for other in others)
 

@@ -235,7 +235,9 @@ def _plan_here(program: "Program", objectives: Objectives, path: str | Path | No
     with measuring(progress, f"{program.name}: planning") as report:
         profile = _profile(program, objectives.workers or cores(), path, report)
         found = plans_here(program, objectives, profile, report)
-    return Plans(program.name, tuple(found.plans), found.workload, found.cluster, found.asked, profile=found.profile)
+    return Plans(
+        program.name, tuple(found.plans), found.workload, found.cluster, found.objectives, profile=found.profile
+    )
 
 
 def _profile(program: "Program", workers: int, path: str | Path | None, report: Any) -> "Profile":

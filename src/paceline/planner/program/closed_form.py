@@ -1,14 +1,12 @@
-"""Plans of a program for this host by closed forms, each corrected by a short run of its kind.
-
-Plans of a program for this host by closed forms, each held to a short run of its kind.
+"""Plans of a program for this host by closed forms, each corrected by a short run of the same kind of worker.
 
 ::
 
-    computing   foretold + what the short run's pieces took beside their closed form, by passes through its stages
-    the rest    foretold + what the short run's step took beside that
-    less        than foretold: that many times as much, for what takes less was measured while the machine did more else
+    compute      predicted + (the run's measured compute - its closed form) · passes of the plan / passes of the run
+    the rest     predicted + (the rest of the run's measured step - its closed form)
+    either       predicted · measured / closed form, where the run took less: operators were timed on a busier machine
 
-The pieces of a step, measured one by one on processes that are as busy as its workers will be.
+The components of a step are measured one by one on processes that are as busy as its workers will be.
 """
 
 import os
@@ -24,9 +22,9 @@ from paceline.engine.base import Budget, Job
 from paceline.engine.dry_run import dry_run
 from paceline.engine.run_context import first_batch
 from paceline.engine.step_profile.predict import Forecast, forecast, update_s
-from paceline.planner.base import Arrangement, Cost, Plan, WorkerMemory
+from paceline.planner.base import Arrangement, Cost, Plan
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
-from paceline.planner.program.profile import Busy, Pieces, Profile, ShortRun, kind
+from paceline.planner.program.profile import Busy, Pieces, Profile, kind
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search
 from paceline.program import Program
@@ -34,87 +32,87 @@ from paceline.strategy import Strategy
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def job_for(program: Program, strategy: Strategy | str, steps: int = 1) -> Job:
-    """A short run, as an engine takes it.
+    """Return the job of a short run of the program.
 
     Raises:
         InputError: the program can't make a step.
     """
     strategy = Strategy.coerce(strategy)
     draft = Job(program, strategy, Budget("steps", steps, steps))
-    seen = dry_run(program, first_batch(draft))
-    policy = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
+    step = dry_run(program, first_batch(draft))
+    policy = strategy.aggregation.resolved(learning_rate=step.learning_rate, replicas=strategy.replicas)
     return replace(
         draft,
-        program=replace(program, metrics=seen.metrics, test=None),
+        program=replace(program, metrics=step.metrics, test=None),
         strategy=replace(strategy, aggregation=policy),
-        running_buffers=seen.running_buffers,
+        running_buffers=step.running_buffers,
     )
 
 
 STAGED = ("compute", "shards", "bubble", "stages")
-"""Terms of what the workers of a replica do together."""
+"""Terms of a step that the workers of a replica spend together."""
 
 KEPT = 200
-"""Of a search for each number of workers, so that each kind of replica is among them."""
+"""Plans kept of a search for each number of workers, enough for each kind of replica to be among them."""
 
 
 def workload_of(program: Program, measured: Profile, workers: int) -> MeasuredWorkload:
-    """For so many workers at work at the same time; its batch is one replica's, where a program says no global one."""
+    """Return the workload of so many workers that run at the same time; its batch is one replica's, where a program has
+    no global one."""
     return MeasuredWorkload(measured, workers, program.global_batch_size or measured.batch)
 
 
-def asked_here(program: Program, asked: Objectives, workers: int) -> Objectives:
-    """Of up to so many workers of this host."""
+def host_objectives(program: Program, objectives: Objectives, workers: int) -> Objectives:
+    """Return the objectives for up to so many workers of this host."""
     own = program.global_batch_size is None
-    return replace(asked, workers=workers, engine="local", fixed="replica" if own else "global", simulated=KEPT)
+    return replace(objectives, workers=workers, engine="local", fixed="replica" if own else "global", simulated=KEPT)
 
 
-def closed_plans(program: Program, measured: Profile, asked: Objectives, workers: int) -> Iterator[Plan]:
-    """Those that have exactly so many workers: how long operators take depends on how many are at work.
+def closed_plans(program: Program, measured: Profile, objectives: Objectives, workers: int) -> Iterator[Plan]:
+    """Yield the plans with exactly so many workers: operators' times depend on the number of busy workers.
 
     Args:
-        program: what is to be trained.
-        measured: of it.
-        asked: by :func:`asked_here`.
+        program: to train.
+        measured: its profile.
+        objectives: from :func:`host_objectives`.
         workers: of all replicas.
     """
     workload, cluster = workload_of(program, measured, workers), cluster_of(measured, workers)
-    for plan in search(workload, cluster, replace(asked, workers=workers)).plans:
-        more = program.global_batch_size is None and accumulates(plan)  # than the program's own batch
-        if plan.strategy is not None and plan.arrangement.workers == workers and not more:
+    for plan in search(workload, cluster, replace(objectives, workers=workers)).plans:
+        larger = program.global_batch_size is None and accumulates(plan)  # than the program's own batch
+        if plan.strategy is not None and plan.arrangement.workers == workers and not larger:
             yield corrected(plan, measured)
 
 
 def once(plans: Sequence[Plan]) -> Sequence[Plan]:
-    """Without those that compute again, where others fit, and those that accumulate, where the same does without: both
-    take time for nothing but memory."""
+    """Drop plans that recompute, where others fit, and plans that accumulate, where the same arrangement does without:
+    both take time only to save memory."""
     plans = [plan for plan in plans if plan.arrangement.recompute == "none"] or plans
-    whole = {_workers(plan) for plan in plans if not accumulates(plan)}
-    return [plan for plan in plans if not accumulates(plan) or _workers(plan) not in whole]
+
+    def mesh(plan: Plan) -> tuple[int, int, int]:
+        return plan.arrangement.replicas, plan.arrangement.stages, plan.arrangement.shards
+
+    whole = {mesh(plan) for plan in plans if not accumulates(plan)}
+    return [plan for plan in plans if not accumulates(plan) or mesh(plan) not in whole]
 
 
 def accumulates(plan: Plan) -> bool:
-    """Whether a step of a worker is several passes that are summed."""
+    """Return whether a worker's step is several passes that are summed."""
     return plan.strategy is not None and plan.strategy.accumulate > 1
 
 
-def _workers(plan: Plan) -> tuple[int, int, int]:
-    a = plan.arrangement
-    return a.replicas, a.stages, a.shards
-
-
 def staged_s(cost: Cost) -> Seconds:
-    """Of the workers of a replica together."""
+    """Sum the seconds of a replica's workers together."""
     return sum(cost.terms[name] for name in STAGED)
 
 
 def passes(arrangement: Arrangement) -> int:
-    """One after the other, of micro-batches: in a pipeline as many as go through all its stages, m + p - 1.
+    """Count the successive passes of micro-batches: in a pipeline those through all its stages, m + p - 1.
 
     >>> passes(Arrangement(stages=2, micro_batches=4)), passes(Arrangement(replicas=2)), passes(Arrangement())
     (5, 1, 1)
@@ -123,16 +121,28 @@ def passes(arrangement: Arrangement) -> int:
 
 
 def corrected(plan: Plan, measured: Profile) -> Plan:
-    """With what a step of its kind takes, and its workers hold, beside what closed forms count."""
+    """Return the plan with its step and memory corrected by the short run of its kind."""
     arrangement, cost = plan.arrangement, plan.cost
     run = measured.runs.get(kind(arrangement))
-    added = 0.0 if run is None else _beside_s(arrangement, cost, run)
+    added = 0.0
+    if run is not None:
+        # compute grows with the passes through the stages; the rest of a step (messages, update) does not
+        compute_s, run_compute_s = staged_s(cost), run.pieces.compute_s
+        added = correction_s(
+            compute_s, run.closed_compute_s, run_compute_s, passes(arrangement) / passes(run.arrangement)
+        )
+        closed_rest_s, run_rest_s = run.closed_s - run.closed_compute_s, run.step_s - run_compute_s
+        added += correction_s(cost.step_s - compute_s, closed_rest_s, run_rest_s)
     terms = {**cost.terms, "waiting": cost.terms["waiting"] + added}
-    held = tuple(_held(each, arrangement, measured) for each in cost.memory)
+    # replicas of one worker have no optimizer: the server, which holds A, has it
+    on_server, context = kind(arrangement) in ("alone", "replicas"), measured.context_bytes(arrangement)
+    memory = tuple(
+        replace(each, context=context, optimizer=0.0 if on_server else each.optimizer) for each in cost.memory
+    )
     scale = (cost.step_s + added) / cost.step_s
     return replace(
         plan,
-        cost=replace(cost, terms=terms, memory=held),
+        cost=replace(cost, terms=terms, memory=memory),
         low_s=plan.low_s * scale,
         high_s=plan.high_s * scale,
         samples_per_s=plan.samples_per_s / scale,
@@ -140,58 +150,49 @@ def corrected(plan: Plan, measured: Profile) -> Plan:
     )
 
 
-def _beside_s(arrangement: Arrangement, cost: Cost, run: ShortRun) -> Seconds:
-    own_s, pieces_s, share = staged_s(cost), run.pieces.compute_s, passes(arrangement) / passes(run.arrangement)
-    computing = beside(own_s, run.closed_compute_s, pieces_s, share)
-    return computing + beside(cost.step_s - own_s, run.closed_s - run.closed_compute_s, run.step_s - pieces_s)
-
-
-def beside(foretold_s: Seconds, run_foretold_s: Seconds, run_s: Seconds, share: float = 1.0) -> Seconds:
-    """What is added to a time, when a run's took so long.
+def correction_s(predicted_s: Seconds, run_predicted_s: Seconds, run_s: Seconds, share: float = 1.0) -> Seconds:
+    """Return the seconds to add to a predicted time, given a run's predicted and measured times.
 
     Args:
-        foretold_s: of what is corrected.
-        run_foretold_s: of the run.
-        run_s: what it took; below 0 as 0.
-        share: how many times what the run's took more.
+        predicted_s: the time to correct.
+        run_predicted_s: the run's predicted time.
+        run_s: the run's measured time; below 0 as 0.
+        share: factor of the run's excess.
 
-    >>> beside(3.0, 1.0, 1.5), beside(3.0, 1.0, 1.5, 2.0), beside(3.0, 1.0, 0.5), beside(3.0, 1.0, -2.0)
-    (0.5, 1.0, -1.5, -3.0)
+    >>> correction_s(3.0, 1.0, 1.5), correction_s(3.0, 1.0, 1.5, 2.0)
+    (0.5, 1.0)
+    >>> correction_s(3.0, 1.0, 0.5), correction_s(3.0, 1.0, -2.0)
+    (-1.5, -3.0)
     """
-    if run_s >= run_foretold_s:
-        return share * (run_s - run_foretold_s)
-    return -foretold_s * (1.0 - (run_s / run_foretold_s if run_s > 0 else 0.0))
-
-
-def _held(held: WorkerMemory, arrangement: Arrangement, measured: Profile) -> WorkerMemory:
-    """Replicas of one worker have no optimizer: who holds A has it."""
-    whole = kind(arrangement) in ("alone", "replicas")
-    return replace(held, context=measured.context_bytes(arrangement), optimizer=0.0 if whole else held.optimizer)
+    if run_s >= run_predicted_s:
+        return share * (run_s - run_predicted_s)
+    # a ratio, not a difference: the corrected time must not fall below 0
+    return -predicted_s * (1.0 - (run_s / run_predicted_s if run_s > 0 else 0.0))
 
 
 SPREADS_WITH = 9
-"""Of fewer passes the 5th and the 95th of 100 say nothing."""
+"""Passes at the least for quantiles of 5 and 95 %."""
 
 
 def pieces_of(job: Job, fork_server: ForkServer, busy: Busy) -> Pieces:
-    """Of a job.
+    """Measure the components of a job's step.
 
     Args:
-        job: whose.
-        fork_server: of its processes.
-        busy: how far passes differ, where a few are measured.
+        job: a short run.
+        fork_server: starts its processes.
+        busy: the spread of passes, where too few are measured here.
 
     Raises:
         InputError: the model can't be cut or divided as the strategy says.
         WorkerError: a process failed.
     """
-    seen = forecast(job, fork_server)
-    return put_together(seen, update_s(job, job.strategy.replicas, seen.steps_on), busy)
+    components = forecast(job, fork_server)
+    return put_together(components, update_s(job, job.strategy.replicas, components.steps_on), busy)
 
 
-def put_together(seen: Forecast, updated_s: Seconds, busy: Busy) -> Pieces:
-    """What was measured, and how far one pass differs from another."""
-    compute_s, low, high = median(seen.compute_s), busy.low, busy.high
-    if len(seen.compute_s) >= SPREADS_WITH:
-        low, high = (float(each) / compute_s for each in np.quantile(list(seen.compute_s), (0.05, 0.95)))
-    return Pieces(compute_s, seen.pull_s + seen.push_s, updated_s, min(low, 1.0), max(high, 1.0))
+def put_together(components: Forecast, updated_s: Seconds, busy: Busy) -> Pieces:
+    """Return the measured components, and how far one pass differs from another."""
+    compute_s, low, high = median(components.compute_s), busy.low, busy.high
+    if len(components.compute_s) >= SPREADS_WITH:
+        low, high = (float(each) / compute_s for each in np.quantile(list(components.compute_s), (0.05, 0.95)))
+    return Pieces(compute_s, components.pull_s + components.push_s, updated_s, min(low, 1.0), max(high, 1.0))

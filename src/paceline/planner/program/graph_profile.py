@@ -1,6 +1,7 @@
-"""A captured model as rows of a profile, and how its units are divided among shards.
+"""A captured model as rows of a profile: its units, their seconds and bytes, and their sharding.
 
-How the units of a captured model are divided among shards, as rows of a profile.
+A unit is a group of operators that can't be cut apart. Its parameters, saved bytes and output are counted from the
+graph; its seconds are its share of whole passes; its sharding is the largest shard's part under a sharding plan.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -8,7 +9,6 @@ from math import fsum
 from typing import NamedTuple
 
 from torch import nn
-from torch.fx import Node
 
 from paceline.core.errors import InputError
 from paceline.planner.base import Collective
@@ -23,7 +23,7 @@ from paceline.replica.pipeline.partition import SharedItem
 from paceline.replica.tensor import sharding_plan
 from paceline.replica.tensor.base import GraphTensor
 from paceline.replica.tensor.op_times import multiplication_counts
-from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Placement, Shard
+from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard
 from paceline.replica.tensor.plan_search import SearchStep
 from paceline.replica.tensor.prepare import WithLoss, plan_captured
 from paceline.replica.tensor.redistribute_cost import redistribution_cost
@@ -31,21 +31,20 @@ from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 
 
 def captured(program: Program, module: nn.Module, batch: Batch) -> Captured:
-    """The model with its loss, operator by operator; raises InputError where it can't be captured."""
-    given = (batch.input, batch.target)
-    return capture(WithLoss(program, module), given, operators=True, of_inputs=False)
+    """Capture the model with its loss, operator by operator; raise InputError where that fails."""
+    return capture(WithLoss(program, module), (batch.input, batch.target), operators=True, of_inputs=False)
 
 
 class Outline(NamedTuple):
-    """What is known of a model before it is timed."""
+    """The units and sharding plans of a model, known before it is timed."""
 
     units: Units
     plans: Mapping[int, ShardingPlan | str]
-    """By number of shards, or why there is none."""
+    """Sharding plan, or why there is none, by number of shards."""
 
 
 def outline(program: Program, module: nn.Module, batch: Batch, shards: Iterable[int]) -> Outline:
-    """Of a model; raises InputError where it can't be captured."""
+    """Capture a model and plan its sharding; raise InputError where it can't be captured."""
     graph, name = captured(program, module, batch), type(module).__name__
     leaves = graph.flatten((batch.input, batch.target))
     plans: dict[int, ShardingPlan | str] = {}
@@ -58,93 +57,87 @@ def outline(program: Program, module: nn.Module, batch: Batch, shards: Iterable[
 
 
 def units_of(units: Units, costs: Mapping[int, Costs]) -> tuple[Unit, ...]:
-    """The rows of a profile.
+    """Return the units as rows of a profile.
 
     Args:
         units: of the captured model.
-        costs: samples -> what was measured with so many.
+        costs: measurements by number of samples.
     """
     count = len(units.groups)
-    saved = [_by_unit(each.units.saved, count) for each in costs.values()]
-    going = [_crossing(each.units.values, count) for each in costs.values()]
+    saved = [_saved_bytes(each.units.saved, count) for each in costs.values()]
+    # bytes over a cut behind each unit: values that it or an earlier unit makes for a later one
+    output = [
+        [sum(item.nbytes for item in each.units.values if item.made <= unit < max(item.uses)) for unit in range(count)]
+        for each in costs.values()
+    ]
     own, tied = _parameters(units)
 
-    def line(found: Sequence[Sequence[int]], unit: int) -> LineFit:
-        return LineFit.through({size: each[unit] for size, each in zip(costs, found, strict=True)})
+    def line(measured: Sequence[Sequence[int]], unit: int) -> LineFit:
+        return LineFit.through({size: each[unit] for size, each in zip(costs, measured, strict=True)})
 
     return tuple(
-        Unit(_name(units, unit), own[unit], line(saved, unit), line(going, unit), tied.get(unit, ""))
-        for unit in range(count)
+        Unit(
+            units.captured.owners.get(nodes[0].name, "") or nodes[0].name,
+            own[unit],
+            line(saved, unit),
+            line(output, unit),
+            tied.get(unit, ""),
+        )
+        for unit, nodes in enumerate(units.groups)
     )
 
 
 def seconds_of(
     units: Units, costs: Mapping[int, Costs], passes: Mapping[int, float], way: Callable[[NodeTime], float]
 ) -> tuple[LineFit, ...]:
-    """Of each unit: its share of what whole passes take.
+    """Fit the seconds of each unit: its share of whole passes.
 
     Operators that are timed one by one take longer than in a pass, each about as much: their shares are right.
 
     Args:
         units: of the captured model.
-        costs: samples -> what was measured with so many.
+        costs: measurements by number of samples.
         passes: samples -> seconds of forward and backward together.
         way: forward or backward.
     """
-    found: list[dict[int, float]] = [{} for _ in units.groups]
+    seconds: list[dict[int, float]] = [{} for _ in units.groups]
     for size, each in costs.items():
-        total = fsum(sum(taken) for taken in each.nodes.values())
+        total = fsum(sum(times) for times in each.nodes.values())
         for unit, nodes in enumerate(units.groups):
             spent = fsum(way(each.nodes[node.name]) for node in nodes)
-            found[unit][size] = passes[size] * spent / total if total else 0.0
-    return tuple(LineFit.through(each) for each in found)
+            seconds[unit][size] = passes[size] * spent / total if total else 0.0
+    return tuple(LineFit.through(each) for each in seconds)
 
 
-def _by_unit(items: Iterable[SharedItem], count: int) -> list[int]:
-    """What the first that uses it keeps."""
-    found = [0] * count
+def _saved_bytes(items: Iterable[SharedItem], count: int) -> list[int]:
+    """Count the saved bytes of each unit; a shared tensor counts for its first user."""
+    saved = [0] * count
     for item in items:
-        found[min(item.uses)] += item.nbytes
-    return found
-
-
-def _crossing(items: Sequence[SharedItem], count: int) -> list[int]:
-    """What goes over a cut behind each unit: what it or an earlier one makes for a later one."""
-    return [sum(item.nbytes for item in items if item.made <= unit < max(item.uses)) for unit in range(count)]
+        saved[min(item.uses)] += item.nbytes
+    return saved
 
 
 def users(units: Units) -> dict[str, list[int]]:
-    """Parameter -> the units that use it, ascending; the last unit has those that none uses."""
-    graph, found = units.captured.module, dict[int, set[int]]()
+    """Map each parameter to the units that use it, ascending; unused parameters belong to the last unit."""
+    graph, by_id = units.captured.module, dict[int, set[int]]()
     for node, unit in units.place.items():
-        for parameter in _used(node, units):
-            found.setdefault(id(parameter), set()).add(unit)
+        module = child(node, graph)
+        tensors = [attribute(each, graph) for each in node.all_input_nodes if each.op == "get_attr"]
+        for tensor in (*tensors, *(module.parameters() if module is not None else ())):
+            if isinstance(tensor, nn.Parameter):
+                by_id.setdefault(id(tensor), set()).add(unit)
     last = {len(units.groups) - 1}
-    return {name: sorted(found.get(id(parameter), last)) for name, parameter in graph.named_parameters()}
-
-
-def _used(node: Node, units: Units) -> list[nn.Parameter]:
-    graph = units.captured.module
-    module = child(node, graph)
-    got = [attribute(each, graph) for each in node.all_input_nodes if each.op == "get_attr"]
-    found = [*got, *(module.parameters() if module is not None else ())]
-    return [each for each in found if isinstance(each, nn.Parameter)]
+    return {name: sorted(by_id.get(id(parameter), last)) for name, parameter in graph.named_parameters()}
 
 
 def _parameters(units: Units) -> tuple[list[int], dict[int, str]]:
-    """Elements of each unit; and the name of one that it shares with others, where there is such."""
+    """Count the elements of each unit; name one that it shares with others, if any."""
     graph, count, tied = units.captured.module, [0] * len(units.groups), dict[int, str]()
-    for name, where in users(units).items():
-        for unit in where:
+    for name, owners in users(units).items():
+        for unit in owners:
             count[unit] += graph.get_parameter(name).numel()
-            tied |= {unit: name} if len(where) > 1 else {}
+            tied |= {unit: name} if len(owners) > 1 else {}
     return count, tied
-
-
-def _name(units: Units, unit: int) -> str:
-    """The module that its first operator comes from, or that operator."""
-    first = units.groups[unit][0]
-    return units.captured.owners.get(first.name, "") or first.name
 
 
 _NAMED: dict[str, Collective] = {
@@ -152,11 +145,11 @@ _NAMED: dict[str, Collective] = {
     "all-gather": "all_gather",
     "reduce-scatter": "reduce_scatter",
 }
-"""As tables call them; what goes to one or comes from one is counted as a broadcast."""
+"""Collectives by their names in reports; transfers to or from a single rank are counted as a broadcast."""
 
 
 def division_of(units: Units, plan: ShardingPlan | str, shards: int, costs: Costs, samples: int) -> UnitSharding:
-    """What the largest shard has of each unit.
+    """Return the largest shard's part of each unit.
 
     Args:
         units: of the captured model.
@@ -183,8 +176,8 @@ class _Dividing:
 
     def all(self) -> UnitSharding:
         names: dict[int, list[str]] = {}
-        for name, where in users(self._units).items():
-            for unit in where:
+        for name, units in users(self._units).items():
+            for unit in units:
                 names.setdefault(unit, []).append(name)
         parts = tuple(self._part(unit, names.get(unit, ())) for unit in self._steps)
         return UnitSharding(self._plan.shards, parts, once=tuple(self._once()))
@@ -201,16 +194,16 @@ class _Dividing:
         )
 
     def _work(self, unit: int) -> float:
-        """The share of its seconds; what is no operator of the plan is done by every shard."""
+        """Return the shard's share of the unit's seconds; operators outside the plan run on every shard."""
         shares = {step.call.node: step.strategy.share for step in self._steps[unit]}
         times = [(sum(self._costs.nodes[node.name]), shares.get(node, 1.0)) for node in self._units.groups[unit]]
-        total = fsum(spent for spent, _ in times)
-        return fsum(spent * share for spent, share in times) / total if total else 1.0
+        total = fsum(seconds for seconds, _ in times)
+        return fsum(seconds * share for seconds, share in times) / total if total else 1.0
 
     def _kept(self, steps: Sequence[SearchStep]) -> float:
-        """Of what goes through its operators, the share that a shard has."""
+        """Return the shard's share of the bytes that go through the operators."""
         through = [
-            (value.nbytes, _share(layout))
+            (value.nbytes, layout.share if isinstance(layout, Shard) else 1.0)
             for step in steps
             for values, layouts in (
                 (step.call.inputs, step.strategy.inputs),
@@ -231,11 +224,11 @@ class _Dividing:
     def _sent(self, step: SearchStep) -> tuple[list[Sent], list[Sent]]:
         forward, backward = list[Sent](), list[Sent]()
         for value, before, after in step.redistributions:
-            found = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
-            if found is not None and found.collectives[0]:
-                forward.append(self._call(found.collectives[0], value))
-            if found is not None and found.collectives[1]:
-                backward.append(self._call(found.collectives[1], value))
+            cost = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
+            if cost is not None and cost.collectives[0]:
+                forward.append(self._call(cost.collectives[0], value))
+            if cost is not None and cost.collectives[1]:
+                backward.append(self._call(cost.collectives[1], value))
         return [*forward, *self._within(step)], backward
 
     def _call(self, kind: str, value: GraphTensor) -> Sent:
@@ -244,13 +237,15 @@ class _Dividing:
         return Sent(_NAMED.get(kind, "broadcast"), LineFit(size, 0.0) if fixed else LineFit(0.0, size / self._samples))
 
     def _within(self, step: SearchStep) -> Iterator[Sent]:
-        """Those that the written operator makes itself: sums, as of a norm's statistics."""
+        """Yield the collectives inside the emitted operator: sums, as of a norm's statistics."""
         count, k = step.strategy.collectives, self._plan.shards
         for _ in range(count):
+            # a ring sends 2 (k - 1) / k of the bytes that it sums: from sent bytes back to the tensor's size
             yield Sent("all_reduce", LineFit(step.strategy.sent_bytes / count * k / (2 * (k - 1)), 0.0))
 
     def _once(self) -> Iterator[Sent]:
-        """Gradients of parameters that all shards have and each uses for its part of the work."""
+        """Yield the all-reduce of gradients whose parameters are replicated but used for a part of the work on each
+        shard."""
         values = {
             str(value.parameter): value.nbytes
             for call in self._plan.graph.calls.values()
@@ -259,7 +254,3 @@ class _Dividing:
         }
         if values:
             yield Sent("all_reduce", LineFit(sum(values.values()), 0.0))
-
-
-def _share(layout: Placement) -> float:
-    return layout.share if isinstance(layout, Shard) else 1.0

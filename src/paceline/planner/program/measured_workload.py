@@ -3,7 +3,7 @@
 ::
 
     seconds of a unit     (fixed + each · b) · the share of the largest of its shards
-    bytes that it keeps   the same, of what it saves
+    bytes saved           the same, with the shard's share of saved bytes
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurv
 from paceline.planner.program.profile import Busy, PipelinePart, Profile, Sent
 
 ELSEWHERE = 1.0
-"""Spread of times that were measured on other devices: by half or twice as much, for operators differ in what binds
-them."""
+"""Spread of times that were measured on other devices: half to twice as much, since operators differ in their
+bottleneck."""
 
 
 @final
 @dataclass
 class MeasuredWorkload(Workload):
-    """What a profile says of arrangements of so many workers.
+    """A profile as a workload of arrangements of so many workers.
 
     Args:
         profile: of the program.
-        workers: who are at work at the same time: on one host they share memory and caches.
+        workers: number that run at the same time: on one host they share memory and caches.
         global_batch: samples of a step.
-        scale: of times, where it is to run on other devices than it was measured on.
+        scale: of times, on other devices than the measured ones.
     """
 
     profile: Profile
@@ -53,26 +53,32 @@ class MeasuredWorkload(Workload):
         return self.profile.at_work(self.workers)
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
-        parts = self._parts(arrangement.shards)
-        made = [self._layer(place, part, arrangement) for place, part in enumerate(parts)]
-        pieces = arrangement.stages * max(1, isqrt(len(made) // arrangement.stages))
-        again = sum(layer.saved_bytes for layer in made) // pieces
-        return [recomputed(layer, arrangement.recompute, again) for layer in made]
+        if arrangement.shards == 1:
+            parts: Sequence[PipelinePart] = [PipelinePart(parameters=unit.parameters) for unit in self.profile.units]
+        else:
+            parts = self.profile.division(arrangement.shards).parts
+        layers = [self._layer(place, part, arrangement) for place, part in enumerate(parts)]
+        # √n segments of the n layers of a stage balance kept inputs and recomputed activations
+        segments = arrangement.stages * max(1, isqrt(len(layers) // arrangement.stages))
+        again = sum(layer.saved_bytes for layer in layers) // segments
+        return [recomputed(layer, arrangement.recompute, again) for layer in layers]
 
     def refusal(self, arrangement: Arrangement) -> str | None:
-        for refused in (self._too_many, self._uncut, self._undivided, self._short):
-            why = refused(arrangement)
-            if why:
-                return why
+        profile, workers, parts = self.profile, arrangement.workers, arrangement.stages * arrangement.chunks
+        if workers > self.workers:
+            return f"{workers} workers, but there are {self.workers}"
+        if parts > 1 and profile.uncut:
+            return f"the model can't be cut: {profile.uncut}"
+        if parts > 1 and parts > len(profile.units):
+            return f"{parts} parts, but the model has {len(profile.units)} that can be cut apart"
+        if arrangement.shards > 1 and (reason := profile.uncut or profile.division(arrangement.shards).refused):
+            return f"the model can't be divided: {reason}"
+        if arrangement.micro_batch < 1:
+            return f"micro-batches of {arrangement.micro_batch:g} samples"
         return None
 
     def flops(self) -> float | None:
         return self.profile.flops
-
-    def _parts(self, shards: int) -> Sequence[PipelinePart]:
-        if shards == 1:
-            return [PipelinePart(parameters=unit.parameters) for unit in self.profile.units]
-        return self.profile.division(shards).parts
 
     def _layer(self, place: int, part: PipelinePart, arrangement: Arrangement) -> LayerCost:
         unit, busy, b = self.profile.units[place], self._busy, arrangement.micro_batch
@@ -90,44 +96,22 @@ class MeasuredWorkload(Workload):
         )
 
     def _at_the_end(self, place: int, arrangement: Arrangement) -> tuple[Call, ...]:
-        """What shards sum once a step, as a part of each micro-batch."""
+        """Return the shards' collectives of a whole step, as a part of each micro-batch."""
         if place or arrangement.shards == 1:
             return ()
         once = self.profile.division(arrangement.shards).once
         return tuple(Call(each.collective, round(each.size.fixed / arrangement.micro_batches)) for each in once)
 
-    def _too_many(self, arrangement: Arrangement) -> str:
-        most = self.workers
-        return f"{arrangement.workers} workers, but there are {most}" if arrangement.workers > most else ""
-
-    def _uncut(self, arrangement: Arrangement) -> str:
-        parts, units = arrangement.stages * arrangement.chunks, len(self.profile.units)
-        if parts == 1:
-            return ""
-        if self.profile.uncut:
-            return f"the model can't be cut: {self.profile.uncut}"
-        return f"{parts} parts, but the model has {units} that can be cut apart" if parts > units else ""
-
-    def _undivided(self, arrangement: Arrangement) -> str:
-        if arrangement.shards == 1:
-            return ""
-        if self.profile.uncut:
-            return f"the model can't be divided: {self.profile.uncut}"
-        refused = self.profile.division(arrangement.shards).refused
-        return f"the model can't be divided: {refused}" if refused else ""
-
-    def _short(self, arrangement: Arrangement) -> str:
-        return f"micro-batches of {arrangement.micro_batch:g} samples" if arrangement.micro_batch < 1 else ""
-
 
 def calls(sent: Sequence[Sent], samples: float) -> tuple[Call, ...]:
-    """Of a micro-batch of so many."""
+    """Return the collectives of a micro-batch of so many samples."""
     return tuple(Call(each.collective, round(each.size.of(samples))) for each in sent)
 
 
-def recomputed(layer: LayerCost, how: Recomputed, again: int) -> LayerCost:
-    """The same where activations are made again, ``again`` bytes of them at one time: those of one of √n pieces."""
-    if how == "none":
+def recomputed(layer: LayerCost, mode: Recomputed, again: int) -> LayerCost:
+    """Return the layer with recomputed activations, ``again`` bytes of them at one time: those of one of √n segments
+    (1604.06174)."""
+    if mode == "none":
         return layer
     return LayerCost(
         layer.name,
@@ -144,7 +128,7 @@ def recomputed(layer: LayerCost, how: Recomputed, again: int) -> LayerCost:
 
 
 def cluster_of(profile: Profile, workers: int) -> Cluster:
-    """This host, as far as so many workers have it."""
+    """Return this host as a cluster shared by so many workers."""
     moved = 2 * profile.numerics.total * profile.parameters
     threads = profile.at_work(workers).threads
     device = Device(
@@ -158,25 +142,25 @@ def cluster_of(profile: Profile, workers: int) -> Cluster:
 
 
 def elsewhere(profile: Profile, cluster: Cluster, global_batch: int) -> MeasuredWorkload:
-    """The program on other devices: what it takes here, by the ratio of floating-point operations per second."""
+    """Return the program on other devices: times of this host, by the ratio of floating-point operations per second."""
     scale = profile.flops_per_s / cluster.device.flops_per_s
-    made = MeasuredWorkload(profile, cluster.workers, global_batch, scale)
-    told = f"{profile.provenance.get('compute', '')}; scaled by {scale:.3g}, the ratio of operations per second"
-    made.provenance = {**profile.provenance, "compute": told}
-    return made
+    workload = MeasuredWorkload(profile, cluster.workers, global_batch, scale)
+    source = f"{profile.provenance.get('compute', '')}; scaled by {scale:.3g}, the ratio of operations per second"
+    workload.provenance = {**profile.provenance, "compute": source}
+    return workload
 
 
 def messages_of(profile: Profile) -> Messages:
-    """From what was measured among processes of this host; of one process there are none.
+    """Return the message times measured among processes of this host; a single process has none.
 
-    There are no other hosts: a search that asks what one would take for a bound is told what memory does.
+    There are no other hosts: where a search asks for their link as a bound, it gets the rate of memory.
     """
-    found: dict[GroupCollective, list[Knot]] = {}
+    knots: dict[GroupCollective, list[Knot]] = {}
     for point in profile.points:
         group = DeviceGroup(point.workers, point.workers)
-        found.setdefault(GroupCollective(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
-    if not found:
+        knots.setdefault(GroupCollective(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
+    if not knots:
         return Described(Links(inside_bytes_per_s=1e9, between_bytes_per_s=1e9))
-    quickest = max(point.size_bytes / point.seconds for point in profile.points)
-    otherwise = Described(Links(quickest, quickest, 0.0, 0.0))
-    return Measured({known: LatencyCurve(tuple(sorted(knots))) for known, knots in found.items()}, otherwise)
+    fastest = max(point.size_bytes / point.seconds for point in profile.points)
+    otherwise = Described(Links(fastest, fastest, 0.0, 0.0))
+    return Measured({key: LatencyCurve(tuple(sorted(each))) for key, each in knots.items()}, otherwise)

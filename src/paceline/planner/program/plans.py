@@ -1,12 +1,16 @@
-"""Plans of a program for this host: every arrangement, the best few predicted anew from components.
+"""Plans of a program for this host: measure it, rank every arrangement, predict the best few from components.
 
-Plans of a program for this host: what was measured of it, every arrangement, and the best few foretold anew.
+::
 
-strategy="auto": the best plan of a program for this host, and in one line why.
+    profile     operators, messages, updates and short runs, measured on this host
+    rank        every arrangement by closed forms, corrected by the short run of its kind
+    predict     the best of each kind anew, from components measured on processes as busy as its workers will be
 
-Closed forms rank what may be done; the best of it differs by little. So the best few are measured: computing of every
-stage or shard as it is cut for them, their collectives, messages, copies and updates, put together as
-``times="measured"`` does, and what a short run of the same kind took compared with its own components.
+``strategy="auto"`` takes the best of these plans and states in one line why.
+
+Closed forms rank all arrangements, but the best differ by little. So the best few are measured: compute of every
+stage or shard of their own cut, collectives, messages, copies and updates, put together as ``times="measured"`` does,
+corrected by the difference between a short run of the same kind and that run's own components.
 """
 
 from collections.abc import Sequence
@@ -21,9 +25,9 @@ from paceline.planner.base import TERMS, Cost, Plan, Workload
 from paceline.planner.cluster import Cluster
 from paceline.planner.program.closed_form import (
     STAGED,
-    asked_here,
     closed_plans,
     cores,
+    host_objectives,
     job_for,
     once,
     pieces_of,
@@ -32,7 +36,7 @@ from paceline.planner.program.closed_form import (
 )
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.profile import Pieces, Profile, ShortRun, kind
-from paceline.planner.program.profiling import Tell, profile, silent
+from paceline.planner.program.profiling import Notify, profile, silent
 from paceline.planner.program.short_runs import in_a_line
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.ranking import key
@@ -40,211 +44,214 @@ from paceline.planner.search.supported import plainness
 from paceline.program import Program
 from paceline.strategy import AUTO, Strategy
 
-TOLD = "foretold from its pieces, each measured here on processes that were as busy as they will be"
+PREDICTED = "predicted from its components, each measured here on processes that were as busy as its workers will be"
 
 
-def foretell(plans: Sequence[Plan], program: Program, profile: Profile, tell: Tell = silent) -> list[Plan]:
-    """The same plans with what their pieces take; one that can't be had after all says why.
+def predict_from_components(
+    plans: Sequence[Plan], program: Program, profile: Profile, notify: Notify = silent
+) -> list[Plan]:
+    """Return the same plans with times from their components; one that can't run after all states why.
 
     Args:
-        plans: that hold a strategy.
-        program: what they are for.
+        plans: plans with a strategy.
+        program: to train.
         profile: of the program, measured on this host.
-        tell: of how far it is.
+        notify: called with the progress.
     """
-    fork_server, found = ForkServer.start(NEEDS), list[Plan]()
+    fork_server, predicted = ForkServer.start(NEEDS), list[Plan]()
     try:
         for number, plan in enumerate(plans):
-            tell(f"pieces of {plan.strategy}", number / len(plans))
-            found.append(_foretold(plan, program, profile, fork_server))
+            notify(f"components of {plan.strategy}", number / len(plans))
+            predicted.append(_predict(plan, program, profile, fork_server))
     finally:
         fork_server.close()
-    return found
+    return predicted
 
 
-def _foretold(plan: Plan, program: Program, profile: Profile, fork_server: ForkServer) -> Plan:
+def _predict(plan: Plan, program: Program, profile: Profile, fork_server: ForkServer) -> Plan:
     assert plan.strategy is not None, "a plan that is not supported can't be measured"
     run = profile.runs.get(kind(plan.arrangement))
     if run is not None and run.arrangement == plan.arrangement:
         return with_pieces(plan, run.pieces, run)
     try:
-        found = pieces_of(job_for(program, plan.strategy), fork_server, profile.at_work(plan.arrangement.workers))
+        pieces = pieces_of(job_for(program, plan.strategy), fork_server, profile.at_work(plan.arrangement.workers))
     except (InputError, WorkerError) as error:
-        return replace(plan, why_not=f"it can't be had: {in_a_line(error)}")
-    return with_pieces(plan, found, run)
+        return replace(plan, why_not=f"it can't run: {in_a_line(error)}")
+    return with_pieces(plan, pieces, run)
 
 
-def with_pieces(plan: Plan, found: Pieces, run: ShortRun | None) -> Plan:
-    """A plan that says so: what its replicas compute is split as the closed forms split it.
+def with_pieces(plan: Plan, pieces: Pieces, run: ShortRun | None) -> Plan:
+    """Return the plan with its components' times; compute is split into terms as the closed forms split it.
 
     Args:
         plan: by closed forms.
-        found: its pieces.
-        run: of its kind, which says what a step takes beside; None: there is none.
+        pieces: its measured components.
+        run: the short run of its kind, for the overhead of a step; None: there is none.
     """
-    found, beside_s = (found.times(run.share), run.beside_s) if run else (found, 0.0)
-    step_s = found.step_s + beside_s
+    pieces, overhead_s = (pieces.times(run.share), run.beside_s) if run else (pieces, 0.0)
+    step_s = pieces.step_s + overhead_s
     scale = step_s / plan.cost.step_s
-    low_s, high_s = (step_s + (each - 1.0) * found.compute_s for each in (found.low, found.high))
+    low_s, high_s = (step_s + (each - 1.0) * pieces.compute_s for each in (pieces.low, pieces.high))
     return replace(
         plan,
-        cost=replace(plan.cost, terms=terms(plan.cost, found, step_s)),
+        cost=replace(plan.cost, terms=terms(plan.cost, pieces, step_s)),
         low_s=low_s,
         high_s=high_s,
         samples_per_s=plan.arrangement.samples / step_s,
         utilisation=None if plan.utilisation is None else plan.utilisation / scale,
-        provenance={**plan.provenance, "compute": TOLD},
+        provenance={**plan.provenance, "compute": PREDICTED},
     )
 
 
-def terms(before: Cost, found: Pieces, step_s: Seconds) -> dict[str, Seconds]:
-    """Those of a plan, summing up to what was measured."""
-    closed_s = staged_s(before)
-    share = {name: before.terms[name] / closed_s if closed_s else float(name == "compute") for name in STAGED}
-    made = dict.fromkeys(TERMS, 0.0) | {name: found.compute_s * share[name] for name in STAGED}
-    made["optimizer"], made["replicas"] = found.update_s, found.copies_s
-    made["waiting"] = step_s - sum(made.values())
-    return made
+def terms(closed: Cost, pieces: Pieces, step_s: Seconds) -> dict[str, Seconds]:
+    """Return the terms of a plan's step, which sum to the measured time."""
+    closed_s = staged_s(closed)
+    share = {name: closed.terms[name] / closed_s if closed_s else float(name == "compute") for name in STAGED}
+    measured = dict.fromkeys(TERMS, 0.0) | {name: pieces.compute_s * share[name] for name in STAGED}
+    measured["optimizer"], measured["replicas"] = pieces.update_s, pieces.copies_s
+    measured["waiting"] = step_s - sum(measured.values())  # last: the remainder, "waiting" itself is still 0
+    return measured
 
 
-FORETOLD = 4
-"""So many of the best are foretold from pieces."""
+PREDICTED_PLANS = 4
+"""Number of the best plans that are predicted from components."""
 
 TIMES = 3
-"""What is not measured may look better than what was: then it is measured too, up to so many times as many plans."""
+"""A plan by closed forms may look better than measured ones: it is measured too, up to so many times as many plans."""
 
 EVEN = 0.05
-"""Plans that differ by less are as good: pieces foretell steps within 2 to 6 % here (benchmarks/hybrid)."""
+"""Plans that differ by less are as good: components predict steps within 2 to 6 % here (benchmarks/hybrid)."""
 
 NEAR = 0.5
-"""A kind of replica that has less than this share of the best's samples a second by closed forms, which are not so far
-off, is not foretold before others."""
+"""A kind of replica with less than this share of the best's samples per second by closed forms, whose error is smaller,
+is not predicted before others."""
 
 
 @dataclass(frozen=True)
-class Found:
-    """Plans of a program, the best first, and what they were made of."""
+class ProgramPlans:
+    """Plans of a program, the best first, and their inputs."""
 
     plans: Sequence[Plan]
     profile: Profile
     workload: MeasuredWorkload
     cluster: Cluster
-    asked: Objectives
+    objectives: Objectives
 
 
 def plans_here(
     program: Program,
-    asked: Objectives,
-    known: Profile | None = None,
-    tell: Tell = silent,
+    objectives: Objectives,
+    saved: Profile | None = None,
+    notify: Notify = silent,
     *,
-    foretold: int = FORETOLD,
-) -> Found:
-    """Of a program.
+    predicted: int = PREDICTED_PLANS,
+) -> ProgramPlans:
+    """Rank the plans of a program for this host.
 
     Args:
-        program: what is to be trained.
-        asked: the objective and the most workers; None of them: as many as this host has cores. Where replicas are to
-            be delayed, what policies make of it is simulated, and nothing is foretold from pieces.
-        known: its profile; None: it is measured.
-        tell: of how far it is.
-        foretold: how many of the best are foretold from their pieces; 0: none.
+        program: to train.
+        objectives: the objective and the most workers; None of them: as many as this host has cores. Where replicas
+            are delayed, policies are simulated, and nothing is predicted from components.
+        saved: its profile; None: it is measured.
+        notify: called with the progress.
+        predicted: number of the best plans that are predicted from their components; 0: none.
 
     Raises:
-        InputError: the program can't make a step, or more workers than cores are asked for.
+        InputError: the program can't make a step, or ``objectives`` has more workers than there are cores.
     """
-    most = asked.workers or cores()
+    most = objectives.workers or cores()
     if most > cores():
         raise InputError(
             f"workers={most}, but this process may use {cores()} cores, and workers that share one can't be measured; "
             f"write workers={cores()}, or cluster= for another machine"
         )
-    measured = known or profile(program, most, tell)
-    asked = asked_here(program, asked, most)
+    measured = saved or profile(program, most, notify)
+    objectives = host_objectives(program, objectives, most)
     workload = workload_of(program, measured, most)
 
     def by(plan: Plan) -> float:
-        return rank(plan, workload, asked)
+        return rank(plan, workload, objectives)
 
-    every = [plan for count in range(1, most + 1) for plan in closed_plans(program, measured, asked, count)]
-    ranked = sorted(every if asked.objective == "memory" else once(every), key=by)
-    chosen = select(apart(ranked), 0 if asked.delay else foretold, workload, asked)
+    plans = [plan for count in range(1, most + 1) for plan in closed_plans(program, measured, objectives, count)]
+    ranked = sorted(plans if objectives.objective == "memory" else once(plans), key=by)
+    chosen = select(flushing(ranked), 0 if objectives.delay else predicted, workload, objectives)
     anew = list[Plan]()
-    while chosen and len(anew) < TIMES * foretold:
-        anew += foretell(chosen, program, measured, tell)
+    # until no plan by closed forms ranks before the best measured one
+    while chosen and len(anew) < TIMES * predicted:
+        anew += predict_from_components(chosen, program, measured, notify)
         ranked = [plan for plan in ranked if plan not in chosen]
-        found = [by(plan) for plan in had(anew)]
-        chosen = [plan for plan in apart(ranked) if not found or by(plan) < min(found)][:foretold]
-    best = plainest_first(sorted(had(anew), key=by), workload, asked)
+        ranks = [by(plan) for plan in feasible(anew)]
+        chosen = [plan for plan in flushing(ranked) if not ranks or by(plan) < min(ranks)][:predicted]
+    best = plainest_first(sorted(feasible(anew), key=by), workload, objectives)
     others = sorted([*best[1:], *ranked], key=by)
     plans = [*best[:1], *others, *(plan for plan in anew if plan.why_not)]
-    return Found(plans, measured, workload, cluster_of(measured, most), asked)
+    return ProgramPlans(plans, measured, workload, cluster_of(measured, most), objectives)
 
 
-def apart(plans: Sequence[Plan]) -> list[Plan]:
-    """Those whose steps end: what never does is not put together of the pieces of one."""
+def flushing(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans whose pipelines flush: without a flush a step is not the sum of one step's components."""
     return [plan for plan in plans if not plan.cost.staleness]
 
 
-def had(plans: Sequence[Plan]) -> list[Plan]:
-    """Those that can be had."""
+def feasible(plans: Sequence[Plan]) -> list[Plan]:
+    """Return the plans that can run."""
     return [plan for plan in plans if not plan.why_not]
 
 
-def select(ranked: Sequence[Plan], count: int, workload: Workload, asked: Objectives) -> list[Plan]:
-    """The best of each kind of replica that is near the best of all, then the best of all: so many, in their order."""
+def select(ranked: Sequence[Plan], count: int, workload: Workload, objectives: Objectives) -> list[Plan]:
+    """Select the best of each kind of replica near the best of all, then the best of all: so many, in their order."""
     near = [plan for plan in ranked if plan.samples_per_s >= NEAR * ranked[0].samples_per_s]
-    chosen = list(firsts(near, workload, asked).values())
+    chosen = list(firsts(near, workload, objectives).values())
     wanted = [*chosen, *(plan for plan in ranked if plan not in chosen)][:count]
     return [plan for plan in ranked if plan in wanted]
 
 
-def firsts(ranked: Sequence[Plan], workload: Workload, asked: Objectives) -> dict[str, Plan]:
-    """The best of each kind of replica; of those that can't be told from it the plainest."""
+def firsts(ranked: Sequence[Plan], workload: Workload, objectives: Objectives) -> dict[str, Plan]:
+    """Return the best of each kind of replica; of those as good as it the plainest."""
     by_kind: dict[str, list[Plan]] = {}
     for plan in ranked:
         by_kind.setdefault(kind(plan.arrangement), []).append(plan)
-    return {name: plainest_first(plans, workload, asked)[0] for name, plans in by_kind.items()}
+    return {name: plainest_first(plans, workload, objectives)[0] for name, plans in by_kind.items()}
 
 
-def plainest_first(ranked: Sequence[Plan], workload: Workload, asked: Objectives) -> list[Plan]:
-    """The plainest of those that can't be told from the best comes first: measuring again may turn them round."""
+def plainest_first(ranked: Sequence[Plan], workload: Workload, objectives: Objectives) -> list[Plan]:
+    """Move the plainest of those as good as the best to the front: measuring again may reverse their order."""
     if not ranked:
         return []
-    best = rank(ranked[0], workload, asked)
-    even = [plan for plan in ranked if rank(plan, workload, asked) - best <= EVEN * abs(best)]
+    best = rank(ranked[0], workload, objectives)
+    even = [plan for plan in ranked if rank(plan, workload, objectives) - best <= EVEN * abs(best)]
     first = min(even, key=lambda plan: plainness(plan.arrangement))
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
-def rank(plan: Plan, workload: Workload, asked: Objectives) -> float:
-    """What is less of the better plan: the first thing that a search ranks by."""
-    return key(plan, workload, asked)[0]
+def rank(plan: Plan, workload: Workload, objectives: Objectives) -> float:
+    """Return the figure that is lower for the better plan: the first criterion of a search."""
+    return key(plan, workload, objectives)[0]
 
 
 TRIED = 3
-"""Plans that are foretold from their pieces before one of them is chosen."""
+"""Number of plans that are predicted from their components before one of them is chosen."""
 
 
 class Chosen(NamedTuple):
-    """What to train with."""
+    """The chosen strategy, and the reason in one line."""
 
     strategy: Strategy
     why: str
 
 
-def choose(program: Program, tell: Tell = silent, known: Profile | None = None) -> Chosen:
-    """The strategy that trains most samples a second here.
+def choose(program: Program, notify: Notify = silent, saved: Profile | None = None) -> Chosen:
+    """Choose the strategy that trains most samples per second on this host.
 
     Args:
-        program: what is to be trained.
-        tell: of how far it is.
-        known: the program's profile; None: it is measured, which takes some seconds.
+        program: to train.
+        notify: called with the progress.
+        saved: the program's profile; None: it is measured, which takes seconds.
 
     Raises:
         InputError: nothing fits this host.
     """
-    found = plans_here(program, Objectives(), known, tell, foretold=TRIED)
+    found = plans_here(program, Objectives(), saved, notify, predicted=TRIED)
     if not found.plans or found.plans[0].why_not or found.plans[0].strategy is None:
         raise InputError(
             f"strategy={AUTO}: no way to train {program.name} fits this host's memory; run paceline plan for the "
@@ -254,11 +261,11 @@ def choose(program: Program, tell: Tell = silent, known: Profile | None = None) 
 
 
 def refuse(strategy: str, engine: str) -> None:
-    """Raise InputError where there is nothing to choose by.
+    """Raise InputError where the automatic choice does not apply.
 
     Args:
         strategy: ``auto``, and nothing else.
-        engine: by name, that is to carry what is chosen: this host's.
+        engine: name of the engine that is to run the strategy; only this host's is supported.
     """
     if strategy.split() != [AUTO]:
         rest = " ".join(strategy.split()[1:])
@@ -279,17 +286,12 @@ _REASONS = {
 
 
 def why(plans: Sequence[Plan]) -> str:
-    """In words: what it is expected to make, beside one process and the next best."""
+    """Describe the expected rate, compared with one process and the next best."""
     best, others = plans[0], [plan for plan in plans[1:] if not plan.why_not]
-    said = [f"{best.samples_per_s:,.0f} samples/s are foretold"]
+    parts = [f"{best.samples_per_s:,.0f} samples/s are predicted"]
+    compared = list(others[:1])
     alone = next((plan for plan in others if plan.arrangement.workers == 1), None)
-    said += [
-        f"{best.samples_per_s / plan.samples_per_s:.2f} times {plan.strategy}'s" for plan in _beside(alone, others)
-    ]
-    return f"{AUTO}: {best.strategy}: {', '.join(said)}"
-
-
-def _beside(alone: Plan | None, others: Sequence[Plan]) -> list[Plan]:
-    """The next best, and one process."""
-    next_best = list(others[:1])
-    return next_best if alone is None or alone in next_best else [*next_best, alone]
+    if alone is not None and alone not in compared:
+        compared.append(alone)
+    parts += [f"{best.samples_per_s / plan.samples_per_s:.2f} times {plan.strategy}'s" for plan in compared]
+    return f"{AUTO}: {best.strategy}: {', '.join(parts)}"

@@ -1,4 +1,4 @@
-"""What was measured of one program on one host: numbers with where they come from, ready for a file.
+"""The profile of one program on one host: measured numbers with their sources, saved as JSON.
 
 ::
 
@@ -6,9 +6,7 @@
     bytes that it saves               fixed + each · b
 
 A unit is an operator of the captured model with its loss, or several that can't be cut apart. Nothing here imports
-torch: a profile that was saved is planned with as a shape is.
-
-Profiles as JSON files; those of another machine are not mistaken for this one's.
+torch: a saved profile is planned with as a shape is. A file of another machine is refused, or marked as such.
 """
 
 import json
@@ -31,7 +29,7 @@ from paceline.planner.search.supported import pipelined
 
 @dataclass(frozen=True, slots=True)
 class LineFit:
-    """``fixed + each · samples``, neither of them below 0.
+    """The line ``fixed + each · samples``, neither coefficient below 0.
 
     >>> LineFit.through({8: 3.0, 32: 9.0})
     LineFit(fixed=1.0, each=0.25)
@@ -44,7 +42,7 @@ class LineFit:
 
     @classmethod
     def through(cls, points: Mapping[int, float]) -> "LineFit":
-        """The nearest to some points, by least squares; of one point a line through 0."""
+        """Fit a line to points by least squares; through a single point and 0."""
         middle, height = fmean(points), fmean(points.values())
         spread = sum((x - middle) ** 2 for x in points)
         if not spread:
@@ -54,17 +52,17 @@ class LineFit:
         return cls(fixed, each) if fixed >= 0 else cls(0.0, height / middle)
 
     def of(self, samples: float) -> float:
-        """At so many."""
+        """Return the value at a number of samples."""
         return self.fixed + self.each * samples
 
     def times(self, factor: float) -> "LineFit":
-        """So many times as much."""
+        """Return the line scaled by a factor."""
         return LineFit(self.fixed * factor, self.each * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Where it was measured."""
+    """The machine of a measurement."""
 
     processor: str
     cores: int
@@ -74,37 +72,37 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What a unit is, whoever runs it."""
+    """The properties of a unit that don't depend on the number of workers."""
 
     name: str
     parameters: int
-    """Elements, with those that it shares."""
+    """Elements, including shared ones."""
     saved: LineFit
     """Bytes kept for backward."""
     output: LineFit
-    """Bytes that go on, where the model is cut behind it."""
+    """Bytes sent on, where the model is cut behind the unit."""
     tied: str = ""
-    """What it shares with others; empty: nothing."""
+    """Name of a parameter shared with other units; empty: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """What units take where so many workers are at work at the same time."""
+    """Seconds of the units while so many workers run at the same time."""
 
     workers: int
     threads: int
-    """Of each."""
+    """Threads of each worker."""
     forward: Sequence[LineFit]
     """Seconds, by unit."""
     backward: Sequence[LineFit]
     low: float
-    """The 5th of 100 passes of a whole batch, of their median."""
+    """The quantile of 5 % of passes of a whole batch, relative to their median."""
     high: float
-    """The 95th."""
+    """The quantile of 95 %."""
 
     @property
     def spread(self) -> float:
-        """How far, relatively, one pass may lie from another."""
+        """Largest relative deviation of a pass from the median."""
         return max(1.0 - self.low, self.high - 1.0)
 
 
@@ -118,31 +116,31 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class PipelinePart:
-    """What the largest shard has of a unit."""
+    """The largest shard's part of a unit."""
 
     work: float = 1.0
-    """Of its seconds."""
+    """Share of the unit's seconds."""
     parameters: int = 0
     kept: float = 1.0
-    """Of what it saves."""
+    """Share of the unit's saved bytes."""
     forward: tuple[Sent, ...] = ()
     backward: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class UnitSharding:
-    """How units are divided into shards, or why they can't be."""
+    """The units' division into shards, or why they can't be divided."""
 
     shards: int
     parts: Sequence[PipelinePart] = ()
     refused: str = ""
     once: tuple[Sent, ...] = ()
-    """Of a whole step, not of a micro-batch: gradients that all shards have terms of."""
+    """Collectives of a whole step, not of a micro-batch: gradients summed over all shards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A collective of so many bytes among so many workers, all of this host."""
+    """A measured collective of so many bytes among so many workers, all of this host."""
 
     collective: Collective
     workers: int
@@ -152,101 +150,101 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Of one step."""
+    """Measured components of one step."""
 
     compute_s: Seconds
-    """Of the workers of a replica, from the first to the last of them."""
+    """Seconds from the first start to the last end among the workers of a replica."""
     copies_s: Seconds
-    """To have A and to give Δ."""
+    """Seconds to pull A and to push Δ."""
     update_s: Seconds
     low: float
-    """The 5th of 100 passes, of their median."""
+    """The quantile of 5 % of passes, relative to their median."""
     high: float
-    """The 95th."""
+    """The quantile of 95 %."""
 
     @property
     def step_s(self) -> Seconds:
-        """All of them."""
+        """Seconds of all components."""
         return self.compute_s + self.copies_s + self.update_s
 
     def times(self, factor: float) -> "Pieces":
-        """So many times as long."""
+        """Return the components with their seconds scaled by a factor."""
         return Pieces(self.compute_s * factor, self.copies_s * factor, self.update_s * factor, self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
 class ShortRun:
-    """Some steps of the program itself by one kind of worker, beside what was foretold of them."""
+    """Some steps of the program itself by one kind of worker, and their prediction."""
 
     arrangement: Arrangement
     step_s: Seconds
-    """As it was run."""
+    """Measured seconds of a step."""
     pieces: Pieces
     closed_s: Seconds
-    """A step by closed forms alone."""
+    """Seconds of a step by closed forms alone."""
     closed_compute_s: Seconds
-    """Of that, what the workers of a replica do together."""
+    """The part of ``closed_s`` that the workers of a replica spend together."""
     beside_bytes: float
-    """What the worker that held most held beside what is counted."""
+    """Bytes of the worker with the highest peak in addition to the counted ones."""
 
     @property
     def beside_s(self) -> Seconds:
-        """What a step takes beside its pieces."""
+        """Seconds of a step in addition to its components."""
         return max(0.0, self.step_s - self.pieces.step_s)
 
     @property
     def share(self) -> float:
-        """Of its pieces that a step takes: less than all where they count something twice or were slowed."""
+        """Ratio of a step to its components: below 1 where they count something twice or were slowed."""
         return min(1.0, self.step_s / self.pieces.step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All of it."""
+    """All measurements of a program on a host."""
 
     program: str
     machine: Machine
     units: Sequence[Unit]
     busy: Sequence[Busy]
-    """By workers, ascending."""
+    """Ascending by number of workers."""
     divisions: Sequence[UnitSharding]
     uncut: str
     """Why the model can't be cut into stages; empty: it can."""
     points: Sequence[Point]
     numerics: Numerics
     update_s: Seconds
-    """Of all parameters, by one worker."""
+    """Seconds of one worker to update all parameters."""
     base_bytes: int
-    """Of a process that has no model."""
+    """Bytes of a process without a model."""
     flops: float | None
-    """Of one sample, forward and backward."""
+    """Operations of one sample, forward and backward."""
     flops_per_s: float
-    """Of a product of matrices with the threads of one of many workers."""
+    """Rate of a matrix product with the threads of one of many workers."""
     parameters: int
     """Elements of the model."""
     batch: int
     """Samples of one replica in a step, where all is as the program says."""
     runs: Mapping[str, ShortRun] = field(default_factory=dict[str, ShortRun])
-    """By kind of worker; none of kinds that the program can't have."""
+    """Short runs by kind of worker; unsupported kinds are absent."""
     provenance: Provenance = field(default_factory=dict[str, str])
 
     def context_bytes(self, arrangement: Arrangement) -> float:
-        """Of a worker beside its own part of the model: of the runtime, and of copies."""
+        """Return the bytes of a worker in addition to its part of the model: runtime and copies."""
         run = self.runs.get(kind(arrangement))
         return self.base_bytes if run is None else max(0.0, run.beside_bytes)
 
     def at_work(self, workers: int) -> Busy:
-        """What was measured with as many workers, or else with the next more, or with most."""
+        """Return the measurement with as many workers, or else with the next more, or with most."""
         return next((each for each in self.busy if each.workers >= workers), self.busy[-1])
 
     def division(self, shards: int) -> UnitSharding:
-        """Into so many."""
+        """Return the division into so many shards."""
         found = next((each for each in self.divisions if each.shards == shards), None)
         return found or UnitSharding(shards, refused=f"was not profiled for shards={shards}")
 
 
 def kind(arrangement: Arrangement) -> str:
-    """What its workers are to each other.
+    """Name the kind of an arrangement's workers.
 
     >>> kind(Arrangement()), kind(Arrangement(replicas=2)), kind(Arrangement(stages=2, shards=2))
     ('alone', 'replicas', 'shards')
@@ -259,13 +257,19 @@ def kind(arrangement: Arrangement) -> str:
 
 
 FORMAT = 2
-"""Counted up where older files can't be read any more."""
+"""Incremented whenever older files become unreadable."""
 
 
 def this_machine() -> Machine:
-    """The one that this process runs on."""
+    """Describe the machine of this process."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(_processor(), len(os.sched_getaffinity(0)), memory, version("torch"))
+    processor = platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
+    except OSError:
+        pass
+    return Machine(processor, len(os.sched_getaffinity(0)), memory, version("torch"))
 
 
 def save(profile: Profile, path: str | Path) -> None:
@@ -287,7 +291,7 @@ def load(path: str | Path, *, elsewhere: bool = False) -> Profile:
 
     Args:
         path: of the file.
-        elsewhere: whether one of another machine will do: its provenance then says so.
+        elsewhere: accept a profile of another machine; its provenance then states that.
 
     Raises:
         InputError: there is none, it is damaged, or it is another machine's.
@@ -296,55 +300,38 @@ def load(path: str | Path, *, elsewhere: bool = False) -> Profile:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
         if value.pop("format", None) != FORMAT:
             raise ValueError(f"it is not of format {FORMAT}")
-        profile: Profile = _made(Profile, value)
+        profile: Profile = _from_json(Profile, value)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no profile: {error}; write one with paceline.plan(..., profile=path)") from error
-    return _of_here(profile, path, elsewhere=elsewhere)
-
-
-def _of_here(profile: Profile, path: str | Path, *, elsewhere: bool) -> Profile:
-    there, here = profile.machine, this_machine()
-    if there == here:
+    saved, local = asdict(profile.machine), asdict(this_machine())
+    if saved == local:
         return profile
     differs = ", ".join(
-        f"{each.name}={getattr(there, each.name)!r} (here {getattr(here, each.name)!r})"
-        for each in fields(Machine)
-        if getattr(there, each.name) != getattr(here, each.name)
+        f"{name}={value!r} (here {local[name]!r})" for name, value in saved.items() if value != local[name]
     )
     if not elsewhere:
         raise InputError(f"{path} was measured on another machine, {differs}; measure anew: write another file")
     marked = {name: f"{text}; on another machine: {differs}" for name, text in profile.provenance.items()}
-    return _made(Profile, asdict(profile) | {"provenance": marked})  # type: ignore[no-any-return]
+    return _from_json(Profile, asdict(profile) | {"provenance": marked})  # type: ignore[no-any-return]
 
 
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """A value of a type's, from plain ones."""
+def _from_json(kind: Any, value: Any) -> Any:
+    """Build a value of the type from plain JSON values."""
     if is_dataclass(kind):
         hints, make = get_type_hints(kind), cast(Any, kind)
-        return make(**{each.name: _made(hints[each.name], value[each.name]) for each in fields(kind)})
+        return make(**{each.name: _from_json(hints[each.name], value[each.name]) for each in fields(kind)})
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (tuple, Sequence):
-        return tuple(_made(inner[0], each) for each in value)
+        return tuple(_from_json(inner[0], each) for each in value)
     if origin is Mapping:
-        return {str(key): _made(inner[1], each) for key, each in value.items()}
+        return {str(key): _from_json(inner[1], each) for key, each in value.items()}
     if origin in (Union, UnionType):
-        return None if value is None else _made(inner[0], value)
-    return _plain(kind, value, origin, inner)
-
-
-def _plain(kind: Any, value: Any, origin: Any, inner: Sequence[Any]) -> Any:
+        return None if value is None else _from_json(inner[0], value)
     if origin is Literal:
         if value not in inner:
             raise ValueError(f"{value!r} is none of {', '.join(map(str, inner))}")
         return value
     if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool) != (kind is bool):
+        # bool is a subclass of int in Python: true is no number in a file
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value

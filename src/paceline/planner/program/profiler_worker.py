@@ -1,9 +1,9 @@
-"""What processes of this host measure for a profile, all of them at work at the same time.
+"""Measurements of a profile on worker processes of this host, all of them busy at the same time.
 
 ::
 
-    main    question: (program, sizes, shards) ------>                 times of operators, of whole passes at each size
-    rank 0  capture, plan, time operators, time passes | collectives   what is captured and how it can be divided
+    main    request: (program, sizes, shards) ------>                  times of operators, of whole passes at each size
+    rank 0  capture, plan, time operators, time passes | collectives   units and their divisions
     rank 1  capture, plan, time operators, time passes | collectives   (from rank 0 alone)
 """
 
@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 
@@ -37,12 +38,12 @@ SIZES = (2**10, 2**14, 2**18, 2**22)
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
 SIDE = 512
-"""Of the matrices whose product tells floating-point operations per second."""
+"""Rows and columns of the matrices whose product measures floating-point operations per second."""
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What one rank knows of the model's operators."""
+class MeasuredOperators:
+    """One rank's measurements of the model's operators."""
 
     units: Sequence[Unit]
     forward: Sequence[LineFit]
@@ -51,29 +52,29 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Heard:
-    """From one rank."""
+class RankMeasurements:
+    """All measurements of one rank."""
 
     passes: Mapping[int, Sequence[Seconds]]
-    """Samples -> forward and backward of so many, each time."""
+    """Samples -> seconds of forward and backward, one for each repeat."""
     flops_per_s: float
     base_bytes: int
-    """Of its process before it had a model."""
-    captured: Captured | None = None
+    """Bytes of the process before it builds the model."""
+    captured: MeasuredOperators | None = None
     refused: str = ""
-    """Why it could not be captured."""
+    """Why the model could not be captured."""
     points: Sequence[Point] = ()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """To measure a program."""
+    """A request to measure a program."""
 
     job: Job
     sizes: Sequence[int]
     """Samples of micro-batches, descending; the first is a whole batch."""
     shards: Sequence[int] = field(default=())
-    """Into how many it may be divided."""
+    """Numbers of shards to plan for."""
 
     @property
     def timeout_s(self) -> Seconds:
@@ -81,65 +82,65 @@ class Probe:
         return self.job.timeout_s
 
     def begin(self, context: RankContext) -> Answering:
-        """One rank's."""
-        return lambda _: self._heard(context)
+        """Return the rank's answer to a request."""
+        return lambda _: self._measure(context)
 
-    def _heard(self, context: RankContext) -> Heard:
-        base = proportional_bytes()
+    def _measure(self, context: RankContext) -> RankMeasurements:
+        base = proportional_bytes()  # before the model exists
         with extended_timeout(context):
             barrier(context)
             passes, flops = self._passes(context), products_per_s()
             points = list(measured_points(context)) if context.communicator is not None else []
             try:
-                found, refused = self._captured(context, passes), ""
+                operators, refused = self._measured_operators(context, passes), ""
             except InputError as error:
-                found, refused = None, str(error)
-        return Heard(passes, flops, base, found, refused, points)
+                operators, refused = None, str(error)
+        return RankMeasurements(passes, flops, base, operators, refused, points)
 
     def _passes(self, context: RankContext) -> Mapping[int, Sequence[Seconds]]:
-        """Of every size in turn, so that what disturbs the machine for a while disturbs all alike."""
+        """Time every size in turn, so that a temporary disturbance of the machine affects all alike."""
         setup, batch = RunContext.of(self.job), first_batch(self.job)
         module, state = first_state(self.job.program, self.job.running_buffers)
         replica = setup.replica(0, module, state.layout)
         sizes = [size for size in self.sizes if size == batch.samples or able(replica, state, batch, size)]
-        given = {size: part(batch, size) for size in sizes}
-        taken = {size: [timed(replica, state, each) for _ in range(WARM)] for size, each in given.items()}
-        longest = sum(times[-1] for times in taken.values())
-        repeats = max(context.gather(repeats_within(longest), "how often"))
-        found: dict[int, list[Seconds]] = {size: [] for size in given}
+        batches = {size: part(batch, size) for size in sizes}
+        warm = {size: [timed(replica, state, each) for _ in range(WARM)] for size, each in batches.items()}
+        # all ranks repeat as often as the one that repeats most, or their barriers would not match
+        repeats = max(context.gather(repeats_within(sum(times[-1] for times in warm.values())), "how often"))
+        times: dict[int, list[Seconds]] = {size: [] for size in batches}
         for _ in range(repeats):
-            for size, each in given.items():
+            for size, each in batches.items():
                 barrier(context)
-                found[size].append(timed(replica, state, each))
-        return found
+                times[size].append(timed(replica, state, each))
+        return times
 
-    def _captured(self, context: RankContext, passes: Mapping[int, Sequence[Seconds]]) -> Captured:
+    def _measured_operators(self, context: RankContext, passes: Mapping[int, Sequence[Seconds]]) -> MeasuredOperators:
         program, batch = self.job.program, first_batch(self.job)
         module = program.build()
         with program.autocast("cpu"):
-            made = outline(program, module, batch, self.shards if context.world.rank == 0 else ())
-            costs = self._costs(made, batch, passes)
+            model = outline(program, module, batch, self.shards if context.world.rank == 0 else ())
+            costs = self._costs(model, batch, passes)
         whole = {size: statistics.median(passes[size]) for size in costs}
-        forward, backward = (seconds_of(made.units, costs, whole, way) for way in (_forward, _backward))
+        forward, backward = (seconds_of(model.units, costs, whole, itemgetter(way)) for way in (0, 1))
         largest = max(costs)
         divisions = [
-            division_of(made.units, plan, count, costs[largest], largest) for count, plan in made.plans.items()
+            division_of(model.units, plan, count, costs[largest], largest) for count, plan in model.plans.items()
         ]
-        return Captured(units_of(made.units, costs), forward, backward, divisions)
+        return MeasuredOperators(units_of(model.units, costs), forward, backward, divisions)
 
-    def _costs(self, made: Outline, batch: Batch, passes: Mapping[int, Sequence[Seconds]]) -> Mapping[int, Costs]:
-        """Of the sizes that the graph takes."""
-        graph, found = made.units.captured, dict[int, Costs]()
+    def _costs(self, model: Outline, batch: Batch, passes: Mapping[int, Sequence[Seconds]]) -> Mapping[int, Costs]:
+        """Measure the sizes that the graph accepts."""
+        graph, costs = model.units.captured, dict[int, Costs]()
         repeats = min(5, repeats_within(2 * sum(statistics.median(times) for times in passes.values())))
         for size in passes:
-            given = part(batch, size)
-            if size >= graph.input_spec.smallest or not found:
-                found[size] = measure(made.units, graph.flatten((given.input, given.target)), repeats)
-        return found
+            rows = part(batch, size)
+            if size >= graph.input_spec.smallest or not costs:
+                costs[size] = measure(model.units, graph.flatten((rows.input, rows.target)), repeats)
+        return costs
 
 
 def part(batch: Batch, samples: int) -> Batch:
-    """The first samples of a batch."""
+    """Return the first samples of a batch."""
     if samples == batch.samples:
         return batch
     first = slice(samples)
@@ -149,7 +150,7 @@ def part(batch: Batch, samples: int) -> Batch:
 
 
 def able(replica: Replica, state: FlatState, batch: Batch, samples: int) -> bool:
-    """Whether a step can be made with so few: statistics of one sample say nothing, and models may refuse it."""
+    """Return whether a step with so few samples works: models may refuse a single sample."""
     try:
         timed(replica, state, part(batch, samples))
     except Exception:
@@ -158,7 +159,7 @@ def able(replica: Replica, state: FlatState, batch: Batch, samples: int) -> bool
 
 
 def timed(replica: Replica, state: FlatState, batch: Batch) -> Seconds:
-    """Of forward and backward."""
+    """Time one forward and backward pass."""
     replica.adopt(state)
     began = time.perf_counter()
     replica.advance(batch, 0)
@@ -166,35 +167,27 @@ def timed(replica: Replica, state: FlatState, batch: Batch) -> Seconds:
 
 
 def products_per_s() -> float:
-    """Floating-point operations per second of a product of matrices, the median of 9."""
-    a, taken = torch.ones(SIDE, SIDE), list[Seconds]()
+    """Measure floating-point operations per second of a matrix product, the median of 9."""
+    a, times = torch.ones(SIDE, SIDE), list[Seconds]()
     for _ in range(9):
         began = time.perf_counter()
         a @ a
-        taken.append(time.perf_counter() - began)
-    return 2 * SIDE**3 / statistics.median(taken)
+        times.append(time.perf_counter() - began)
+    return 2 * SIDE**3 / statistics.median(times)
 
 
 def measured_points(context: RankContext) -> Iterator[Point]:
-    """What collectives and messages take among all ranks; all of them call it together."""
+    """Yield times of collectives and messages among all ranks; all ranks call it together."""
     ranks = context.world.size
     for kind in KINDS:
         calls = {size: _call(kind, size, ranks) for size in SIZES}
-        found = time_collectives(context, calls.values())
-        yield from (Point(kind, ranks, size, found[call]) for size, call in calls.items())
+        seconds = time_collectives(context, calls.values())
+        yield from (Point(kind, ranks, size, seconds[call]) for size, call in calls.items())
     for size in SIZES:
         yield Point("send", 2, size, sum(time_message(context, size)))
 
 
 def _call(kind: Collective, size: int, ranks: int) -> CollectiveCall:
-    """Of elements that one rank gives; of a gathered or scattered tensor that is its part."""
-    given = size if kind in ("all_reduce", "broadcast") else size // ranks
-    return CollectiveCall(kind, max(1, given // 4), torch.float32)
-
-
-def _forward(taken: tuple[Seconds, Seconds]) -> Seconds:
-    return taken[0]
-
-
-def _backward(taken: tuple[Seconds, Seconds]) -> Seconds:
-    return taken[1]
+    """Return a collective by the elements that one rank gives: its part of a gathered or scattered tensor."""
+    rank_bytes = size if kind in ("all_reduce", "broadcast") else size // ranks
+    return CollectiveCall(kind, max(1, rank_bytes // 4), torch.float32)

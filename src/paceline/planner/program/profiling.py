@@ -1,10 +1,10 @@
-"""Measuring a profile: one short run of processes that do what workers do.
+"""Measuring a profile: processes that do the work of workers, then short runs of the program.
 
 ::
 
-    alone    one process with all threads                       what replicas=1 computes
-    all      as many processes as workers, their threads each   what any of the others computes, and what it sends
-    runs     of the program itself, some steps of each kind of worker: what a step takes, and a worker holds, beside
+    alone    one process with all threads                       operators of replicas=1
+    all      as many processes as workers, their threads each   operators of every other arrangement, and messages
+    runs     some steps of the program by each kind of worker   overhead of a step, and memory of a worker
 """
 
 import datetime
@@ -25,59 +25,56 @@ from paceline.engine.step_profile.predict import update_s
 from paceline.planner.base import Numerics
 from paceline.planner.program.closed_form import job_for
 from paceline.planner.program.profile import Busy, LineFit, Profile, Unit, this_machine
-from paceline.planner.program.profiler_worker import Captured, Heard, Probe
-from paceline.planner.program.short_runs import Runs, short_runs
+from paceline.planner.program.profiler_worker import MeasuredOperators, Probe, RankMeasurements
+from paceline.planner.program.short_runs import short_runs
 from paceline.program import Program, call
 from paceline.replica.module_utils import preserve_state
 from paceline.replica.pipeline.prepare import parameter_copies
 from paceline.strategy import Strategy
 
-Tell: TypeAlias = Callable[[str, float], None]
-"""(what is measured, the part of all that is done)."""
+Notify: TypeAlias = Callable[[str, float], None]
+"""Progress callback: (the current measurement, the completed share of all)."""
 
 WHOLE = "the whole model"
-"""What the one unit of a model is called that can't be captured."""
+"""Name of the only unit of a model that can't be captured."""
 
 
-def silent(what: str, done: float) -> None:
-    """Tells nobody."""
-    del what, done
+def silent(description: str, done: float) -> None:
+    """Report nothing."""
+    del description, done
 
 
-def profile(program: Program, workers: int, tell: Tell = silent, *, runs: bool = True) -> Profile:
+def profile(program: Program, workers: int, notify: Notify = silent, *, runs: bool = True) -> Profile:
     """Measure a program on this host; within a minute, but for models whose single steps take seconds.
 
     Args:
-        program: what is to be trained.
-        workers: the most that plans are to be made for.
-        tell: of how far it is.
-        runs: whether short ones are made as well. Without them a worker's memory is what can be counted and that of a
-            process that measures, and a step takes nothing beside its pieces.
+        program: to train.
+        workers: the most workers of a plan.
+        notify: called with the progress.
+        runs: whether to make short runs as well. Without them a worker's memory is the counted bytes and a measuring
+            process's own, and a step has no overhead over its components.
 
     Raises:
         InputError: the program can't make a step.
         WorkerError: a process failed.
     """
-    tell("a first step", 0.0)
+    notify("a first step", 0.0)
     job = job_for(program, Strategy())
     batch = first_batch(job).samples
-    heard = _heard(job, sorted({1, workers}), _sizes(batch), tell)
-    made = _Made(program, job, heard).profile(batch)
+    ranks = _measure(job, sorted({1, workers}), _sizes(batch), notify)
+    measured = _ProfileBuilder(program, job, ranks).profile(batch)
     if runs:
-        tell("short runs", 0.5)
-        made = _with_runs(made, short_runs(program, workers, made))
-    tell("done", 1.0)
-    return made
-
-
-def _with_runs(made: Profile, runs: Runs) -> Profile:
-    refused = "".join(f"; none of {kind}: {why}" for kind, why in runs.refused.items())
-    told = f"measured here of short runs of {', '.join(runs.found) or 'nothing'}{refused}; {_where()}"
-    return replace(made, runs=runs.found, provenance={**made.provenance, "context": told})
+        notify("short runs", 0.5)
+        done = short_runs(program, workers, measured)
+        refused = "".join(f"; none of {kind}: {reason}" for kind, reason in done.refused.items())
+        source = f"measured here of short runs of {', '.join(done.found) or 'nothing'}{refused}; {_where()}"
+        measured = replace(measured, runs=done.found, provenance={**measured.provenance, "context": source})
+    notify("done", 1.0)
+    return measured
 
 
 def _sizes(batch: int) -> list[int]:
-    """A whole batch, and micro-batches of a quarter and a sixteenth of it.
+    """Return the sizes to measure: a whole batch, and micro-batches of a quarter and a sixteenth of it.
 
     >>> _sizes(32), _sizes(6), _sizes(1)
     ([32, 8, 2], [6, 1], [1])
@@ -85,25 +82,25 @@ def _sizes(batch: int) -> list[int]:
     return sorted({batch, max(1, batch // 4), max(1, batch // 16)}, reverse=True)
 
 
-def _heard(job: Job, counts: Sequence[int], sizes: Sequence[int], tell: Tell) -> Mapping[int, Sequence[Heard]]:
-    """What each rank has measured, by how many there were."""
-    fork_server, found = (
-        ForkServer.start((*PRELOAD, "paceline.planner.program.profiler_worker")),
-        dict[int, Sequence[Heard]](),
-    )
+def _measure(
+    job: Job, counts: Sequence[int], sizes: Sequence[int], notify: Notify
+) -> Mapping[int, Sequence[RankMeasurements]]:
+    """Return each rank's measurements, by the number of ranks."""
+    fork_server = ForkServer.start((*PRELOAD, "paceline.planner.program.profiler_worker"))
+    ranks: dict[int, Sequence[RankMeasurements]] = {}
     try:
         for number, count in enumerate(counts):
-            tell(f"operators, {count} at work", 0.05 + 0.45 * number / len(counts))
+            notify(f"operators, {count} at work", 0.05 + 0.45 * number / len(counts))
             shards = _shards(count) if count == counts[-1] else []
-            with WorkerPool(Probe(job, sizes, shards), count, threads(job, count), fork_server) as crew:
-                found[count] = crew.ask(None)
+            with WorkerPool(Probe(job, sizes, shards), count, threads(job, count), fork_server) as pool:
+                ranks[count] = pool.ask(None)
     finally:
         fork_server.close()
-    return found
+    return ranks
 
 
 def _shards(workers: int) -> list[int]:
-    """Into how many operators may be divided: divisors of the workers, and powers of two below.
+    """Return the numbers of shards to plan for: divisors of the workers, and powers of two below.
 
     >>> _shards(2), _shards(6), _shards(12), _shards(1)
     ([2], [2, 3, 4, 6], [2, 3, 4, 6, 8, 12], [])
@@ -112,22 +109,24 @@ def _shards(workers: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What was heard, put together."""
+class _ProfileBuilder:
+    """Builder of a profile from the ranks' measurements."""
 
     program: Program
     job: Job
-    heard: Mapping[int, Sequence[Heard]]
+    ranks: Mapping[int, Sequence[RankMeasurements]]
+    """By number of workers at work."""
 
     def profile(self, batch: int) -> Profile:
-        most = self.heard[max(self.heard)]
+        most = self.ranks[max(self.ranks)]
         captured = most[0].captured
-        units = tuple(captured.units) if captured else (self._whole(),)
+        count = elements(self.program)
+        units = tuple(captured.units) if captured else (Unit(WHOLE, count, LineFit(), LineFit()),)
         return Profile(
             self.program.name,
             this_machine(),
             units,
-            tuple(self._busy(count) for count in sorted(self.heard)),
+            tuple(self._busy(workers) for workers in sorted(self.ranks)),
             tuple(captured.divisions) if captured else (),
             most[0].refused,
             tuple(most[0].points),
@@ -136,30 +135,27 @@ class _Made:
             max(each.base_bytes for each in most),
             flops_of(self.program, self.job),
             min(each.flops_per_s for each in most),
-            elements(self.program),
+            count,
             batch,
             provenance=self._provenance(),
         )
 
-    def _whole(self) -> Unit:
-        return Unit(WHOLE, elements(self.program), LineFit(), LineFit())
-
-    def _busy(self, count: int) -> Busy:
-        """Of the slowest: all wait for it at the end of a step."""
-        ranks = self.heard[count]
-        times = [taken for each in ranks for taken in each.passes[max(each.passes)]]
+    def _busy(self, workers: int) -> Busy:
+        """Return the times of the slowest rank: all wait for it at the end of a step."""
+        ranks = self.ranks[workers]
+        times = [seconds for each in ranks for seconds in each.passes[max(each.passes)]]
         low, middle, high = np.quantile(times, (0.05, 0.5, 0.95))
         slowest = max(ranks, key=lambda each: statistics.median(each.passes[max(each.passes)]))
         forward, backward = _lines(slowest, slowest.captured if ranks[0].captured else None)
-        return Busy(count, threads(self.job, count), forward, backward, float(low / middle), float(high / middle))
+        return Busy(workers, threads(self.job, workers), forward, backward, float(low / middle), float(high / middle))
 
     def _provenance(self) -> dict[str, str]:
         where = _where()
-        many = {len(times) for ranks in self.heard.values() for each in ranks for times in each.passes.values()}
-        repeats = " or ".join(str(n) for n in sorted(many))
+        counts = {len(times) for ranks in self.ranks.values() for each in ranks for times in each.passes.values()}
+        repeats = " or ".join(str(n) for n in sorted(counts))
         return {
             "compute": f"measured here, {repeats} passes of each size, {where}",
-            "messages": f"measured here among {max(self.heard)} processes, medians of 9, {where}",
+            "messages": f"measured here among {max(self.ranks)} processes, medians of 9, {where}",
             "optimizer": f"measured here, the median of 9 updates, {where}",
             "memory": f"counted: parameters, gradients, optimizer, what each operator saves; {where}",
             "context": f"measured here of processes that measured, {where}",
@@ -167,33 +163,36 @@ class _Made:
 
 
 def _where() -> str:
-    """And when."""
+    """Describe the machine and the date of a measurement."""
     machine = this_machine()
     return f"on {machine.cores} cores of {machine.processor}, {datetime.datetime.now(datetime.UTC).date().isoformat()}"
 
 
 def numerics_of(program: Program) -> Numerics:
-    """Bytes for each parameter."""
+    """Return the bytes for each parameter."""
     module = program.build()
     size = next(module.parameters()).element_size()
     return Numerics(size, size, size * (parameter_copies(program, module) - 2))
 
 
 def elements(program: Program) -> int:
-    """Of the parameters of its model."""
+    """Count the parameters of the program's model."""
     return sum(p.numel() for p in program.build().parameters())
 
 
-def _lines(heard: Heard, captured: Captured | None) -> tuple[tuple[LineFit, ...], tuple[LineFit, ...]]:
-    """Forward and backward; of a model that can't be captured a third and the rest of a pass."""
+def _lines(
+    rank: RankMeasurements, captured: MeasuredOperators | None
+) -> tuple[tuple[LineFit, ...], tuple[LineFit, ...]]:
+    """Return forward and backward lines; of a model that can't be captured a third and the rest of a pass."""
     if captured is not None:
         return tuple(captured.forward), tuple(captured.backward)
-    whole = LineFit.through({size: statistics.median(times) for size, times in heard.passes.items()})
+    whole = LineFit.through({size: statistics.median(times) for size, times in rank.passes.items()})
     return (whole.times(1 / 3),), (whole.times(2 / 3),)
 
 
 def flops_of(program: Program, job: Job) -> float | None:
-    """Of one sample, forward and backward, as torch counts matrix products and convolutions; None: it counts none."""
+    """Count operations of one sample, forward and backward, in matrix products and convolutions; None if torch counts
+    none."""
     batch, module = first_batch(job), program.build()
     counter = FlopCounterMode(display=False)
     try:

@@ -1,16 +1,16 @@
-"""A few steps of the program itself by each kind of worker, beside what can be counted and what its pieces take.
+"""Short runs: a few steps of the program by each kind of worker, compared with counted memory and measured components.
 
 ::
 
     a step, as it was run     |---------------------------------------|
-    its pieces, measured      |- pull -|-- compute --|- push -|- update -|        what is left is beside them
+    its components, measured  |- pull -|-- compute --|- push -|- update -|     the difference is the step's overhead
 
-    held      what was measured of the worker that held most
-    - counted its parameters, gradients, optimizer and what it saves for backward
-    = beside  the runtime, copies of the model: A as the server has it, Δs on their way, what preparing it left behind
+    peak        measured memory of the worker that used most
+    - counted   its parameters, gradients, optimizer and activations saved for backward
+    = overhead  the runtime, copies of the model: A on the server, Δs in flight, leftovers of the preparation
 
-What a kind of worker takes and holds beside hangs little on how many micro-batches there are, or by which schedule: so
-one arrangement is run of each kind, the likely best, and what it tells is taken for all of them.
+The overhead of a kind of worker depends little on the number of micro-batches or the schedule: so one arrangement of
+each kind is run, the likely best, and its overhead is taken for all of them.
 """
 
 import time
@@ -27,9 +27,9 @@ from paceline.engine.local.engine import LocalEngine
 from paceline.engine.step_profile.predict import NEEDS
 from paceline.planner.base import Arrangement, Plan
 from paceline.planner.program.closed_form import (
-    asked_here,
     closed_plans,
     corrected,
+    host_objectives,
     job_for,
     once,
     pieces_of,
@@ -44,33 +44,33 @@ from paceline.planner.search.supported import pipelined
 from paceline.program import Program
 
 ROUNDS = 5
-"""At the most; in each, every kind runs once: what disturbs the machine for a while disturbs all alike. A step of a few
-milliseconds differs by a tenth from one run to the next."""
+"""Rounds at the most; in each, every kind runs once: a temporary disturbance of the machine affects all alike. A step
+of a few milliseconds differs by a tenth from one run to the next."""
 
 ROUNDS_S: Seconds = 30.0
-"""So long all rounds may take, where one doesn't take longer."""
+"""Limit of all rounds together, where the first doesn't take longer."""
 
 RUN_S: Seconds = 0.7
-"""A run trains for so long, and for longer where that is not enough for some steps."""
+"""Training time of a run, longer where that is not enough for :data:`STEPS` steps."""
 
 STEPS = 5
-"""That are enough: Δs of several may be on their way at once."""
+"""Steps that are enough: Δs of several may be in flight at once."""
 
 TOGETHER = (("alone", "replicas"), ("stages", "shards"))
-"""Kinds whose fork server imports the same."""
+"""Kinds whose fork server imports the same modules."""
 
 
-class Tried(NamedTuple):
-    """One run."""
+class RunResult(NamedTuple):
+    """Measurements of one run."""
 
     step_s: Seconds
     """The median of its steps."""
     held_bytes: int
-    """By the worker that held most."""
+    """Peak of the worker with the highest."""
 
 
 class Runs(NamedTuple):
-    """Of all kinds."""
+    """Short runs of all kinds."""
 
     found: Mapping[str, ShortRun]
     refused: Mapping[str, str]
@@ -78,28 +78,28 @@ class Runs(NamedTuple):
 
 
 def short_runs(program: Program, workers: int, measured: Profile) -> Runs:
-    """By kind of worker.
+    """Run each kind of worker for a few steps.
 
     Args:
-        program: is run.
-        workers: in all.
-        measured: of it, without short runs.
+        program: to run.
+        workers: of all replicas.
+        measured: its profile, without short runs.
     """
-    kinds = {name: _Kind(program, plan) for name, plan in quickest(program, workers, measured).items()}
-    tried: dict[str, list[Tried]] = {name: [] for name in kinds}
+    kinds = {name: _WorkerKind(program, plan) for name, plan in quickest(program, workers, measured).items()}
+    results: dict[str, list[RunResult]] = {name: [] for name in kinds}
     refused: dict[str, str] = {}
     for backwards in _rounds():
         for together in TOGETHER[:: -1 if backwards else 1]:
-            for name, came in _round([(name, kinds[name]) for name in together if name in kinds]):
-                if isinstance(came, str):
-                    refused[name] = came
+            for name, result in _round([(name, kinds[name]) for name in together if name in kinds]):
+                if isinstance(result, str):
+                    refused[name] = result
                 else:
-                    tried[name].append(came)
-    return _with_pieces([(name, kinds[name], runs) for name, runs in tried.items() if runs], refused, measured)
+                    results[name].append(result)
+    return _with_pieces([(name, kinds[name], runs) for name, runs in results.items() if runs], refused, measured)
 
 
 def _rounds() -> Iterator[bool]:
-    """Whether a round goes backwards; as many rounds as there is time for."""
+    """Yield for each round whether its order is reversed; as many rounds as there is time for."""
     began = time.monotonic()
     yield False
     first_s = max(time.monotonic() - began, 1e-9)
@@ -108,40 +108,41 @@ def _rounds() -> Iterator[bool]:
 
 
 def _with_pieces(
-    kinds: "Sequence[tuple[str, _Kind, Sequence[Tried]]]", refused: Mapping[str, str], measured: Profile
+    kinds: "Sequence[tuple[str, _WorkerKind, Sequence[RunResult]]]", refused: Mapping[str, str], measured: Profile
 ) -> Runs:
-    """Pieces measured twice, the shorter ones taken: by disturbed ones, plans held to them would look too good."""
+    """Measure the components twice and take the shorter: with disturbed ones, plans based on them would look too
+    good."""
     found, fork_server = dict[str, ShortRun](), ForkServer.start(NEEDS)
     refused = dict(refused)
     try:
         for name, each, runs in (*kinds, *kinds):
             try:
-                told = each.told(runs, fork_server, measured)
+                run = each.short_run(runs, fork_server, measured)
             except PacelineError as error:
                 refused[name] = in_a_line(error)
                 continue
-            if name not in found or told.pieces.step_s < found[name].pieces.step_s:
-                found[name] = told
+            if name not in found or run.pieces.step_s < found[name].pieces.step_s:
+                found[name] = run
     finally:
         fork_server.close()
-    return Runs(found, {name: why for name, why in refused.items() if name not in found})
+    return Runs(found, {name: reason for name, reason in refused.items() if name not in found})
 
 
 def quickest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
-    """Of each kind the quickest by closed forms that has all workers and whose steps end."""
-    asked, found = asked_here(program, Objectives(), workers), dict[str, Plan]()
+    """Return the plan of each kind that is fastest by closed forms, with one or all workers and no staleness."""
+    objectives, found = host_objectives(program, Objectives(), workers), dict[str, Plan]()
     for count in sorted({1, workers}):
-        known = CostCache(workload_of(program, measured, count), cluster_of(measured, count))
-        plans = [plan for plan in closed_plans(program, measured, asked, count) if not plan.cost.staleness]
+        costs = CostCache(workload_of(program, measured, count), cluster_of(measured, count))
+        plans = [plan for plan in closed_plans(program, measured, objectives, count) if not plan.cost.staleness]
         for plan in sorted(once(plans), key=lambda plan: -plan.samples_per_s):
             plain = alike(plan.arrangement)
-            if kind(plain) not in found and plain.workers == count:  # as it is not where stages differ
-                found[kind(plain)] = corrected(known.plan(plain), measured)
+            if kind(plain) not in found and plain.workers == count:  # it differs where stages had unlike workers
+                found[kind(plain)] = corrected(costs.plan(plain), measured)
     return found
 
 
 def alike(arrangement: Arrangement) -> Arrangement:
-    """The same with stages that have as many workers each, and without accumulating."""
+    """Return the arrangement with equal numbers of workers in all stages, and without accumulation."""
     plain = replace(arrangement, copies=(), stage_shards=(), accumulated=1, divided=0)
     if pipelined(arrangement):
         return plain
@@ -149,8 +150,8 @@ def alike(arrangement: Arrangement) -> Arrangement:
 
 
 @dataclass(frozen=True)
-class _Kind:
-    """What is run of a kind."""
+class _WorkerKind:
+    """A kind of worker and the plan run for it."""
 
     program: Program
     plan: Plan
@@ -161,22 +162,22 @@ class _Kind:
         seconds = max(RUN_S, STEPS * self.plan.cost.step_s)
         return replace(job_for(self.program, self.plan.strategy), budget=Budget("seconds", seconds, seconds))
 
-    def run(self, engine: Engine) -> Tried | None:
-        """Once; None: no step was done in time.
+    def run(self, engine: Engine) -> RunResult | None:
+        """Run once; None if no step was done in time.
 
         Raises:
-            KeyboardInterrupt: on Ctrl-C, which a run takes for its end.
+            KeyboardInterrupt: on Ctrl-C, which the engine itself handles as the end of the run.
         """
         account = engine.run(self.job, unwatched).account
         if account.interrupted:
             raise KeyboardInterrupt
         times = [each.step_time_s for each in account.workers if each.step_time_s is not None]
-        return Tried(median(times), max(each.peak_memory_bytes or 0 for each in account.workers)) if times else None
+        return RunResult(median(times), max(each.peak_memory_bytes or 0 for each in account.workers)) if times else None
 
-    def told(self, runs: Sequence[Tried], fork_server: ForkServer, measured: Profile) -> ShortRun:
-        """With what its pieces take."""
+    def short_run(self, runs: Sequence[RunResult], fork_server: ForkServer, measured: Profile) -> ShortRun:
+        """Return the runs' medians with the measured components."""
         cost = self.plan.cost
-        counted = cost.peak.total - cost.peak.context
+        counted = cost.peak.total - cost.peak.context  # the context is what these runs measure
         return ShortRun(
             self.plan.arrangement,
             median(each.step_s for each in runs),
@@ -187,8 +188,8 @@ class _Kind:
         )
 
 
-def _round(kinds: Sequence[tuple[str, _Kind]]) -> Iterator[tuple[str, Tried | str]]:
-    """One run of each, or why there is none."""
+def _round(kinds: Sequence[tuple[str, _WorkerKind]]) -> Iterator[tuple[str, RunResult | str]]:
+    """Yield one run of each kind, or why there is none."""
     if not kinds:
         return
     with LocalEngine() as engine:
@@ -201,10 +202,10 @@ def _round(kinds: Sequence[tuple[str, _Kind]]) -> Iterator[tuple[str, Tried | st
 
 
 def in_a_line(error: PacelineError) -> str:
-    """Of a failed worker without its traceback."""
+    """Return the first line of an error: a failed worker's without its traceback."""
     return str(error).partition("\n")[0]
 
 
 def unwatched(progress: Progress) -> None:
-    """Tells nobody how a run stands."""
+    """Ignore the progress of a run."""
     del progress

@@ -1,1 +1,1 @@
-"""Models given as a shape: what a transformer takes and holds, from its sizes alone."""
+"""Models given as a shape: a transformer's time and memory, from its sizes alone."""

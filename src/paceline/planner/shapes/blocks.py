@@ -1,9 +1,12 @@
-"""The blocks of a transformer, its embedding and its head: their seconds, parameters and bytes on one device.
+"""The embedding, the blocks and the head of a transformer: their seconds, parameters and bytes on one device.
 
-A block of a transformer: its seconds, parameters and bytes on one device; what comes before and after is in ends.py.
+::
 
-Letters: b samples, t shards, s sequence, h hidden, a heads, k heads of keys, d size of a head, f ffn, V vocab, e bytes
-of an element.
+    b samples    t shards    s sequence    h hidden       a heads        k heads of keys
+    d head size  f ffn       V vocab       e bytes of an element
+
+A "word" is a token: b · s of them go through the model at a time. Seconds are the matrix products' (gemm_time.py) plus
+the bytes read and written between them, or the host's time to start kernels where that is longer.
 """
 
 from collections.abc import Iterable
@@ -15,11 +18,11 @@ from paceline.planner.shapes.gemm_time import DeviceEfficiency, Product, Product
 from paceline.planner.shapes.shape import Shape
 
 LOSS_BYTES = 36
-"""That head and loss read and write of each logit: to full precision, maximum, exponents, sum, and back."""
+"""Bytes that head and loss read and write for each logit: to full precision, maximum, exponents, sum, and back."""
 
 
 def embedding(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> LayerCost:
-    """Looked up, summed with positions, dropout; backward adds to each word's row."""
+    """Return the cost of the embedding: look up, add positions, dropout; backward adds to each word's row."""
     elements = outer_elements(shape, part)
     once_s = bytes_s(5 * part.element_bytes * elements, device, kernels)
     words = round(shape.vocab * shape.hidden / part.shards)
@@ -35,7 +38,7 @@ def embedding(shape: Shape, device: Device, kernels: DeviceEfficiency, part: Ran
 
 
 def head(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> LayerCost:
-    """A norm, a product with as many columns as words are known, and the loss."""
+    """Return the cost of the head: a norm, a product with one column per word of the vocabulary, and the loss."""
     words, logits = words_of(shape, part), part.samples * shape.sequence * shape.vocab / part.shards
     product = Product(1, words, max(1, shape.vocab // part.shards), shape.hidden)
     once_s = products_s([product], device, kernels)
@@ -58,7 +61,7 @@ def head(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShar
 
 
 def loss_working_bytes(kernels: DeviceEfficiency, part: RankShare) -> int:
-    """Of a logit, while the loss goes backward, beside what is saved: gradients.
+    """Return the bytes per logit that the backward pass of the loss needs in addition to saved ones: gradients.
 
     PyTorch's makes two in full precision; among shards four, of which it has freed the logits it began with
     (torch.distributed.tensor.parallel.loss, ``_nll_loss_and_log_softmax_backward``).
@@ -69,16 +72,17 @@ def loss_working_bytes(kernels: DeviceEfficiency, part: RankShare) -> int:
 
 
 FORWARD_KERNELS, BACKWARD_KERNELS = 30, 40
-"""That a block starts in eager mode, as counted in Megatron's with fused masks and norms."""
+"""Kernels that a block starts in eager mode, as counted in Megatron's with fused masks and norms."""
 
 
 def block(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> LayerCost:
-    """Attention and an MLP."""
+    """Return the cost of one block: attention and an MLP."""
     scores_s, others_s = attention_s(shape, device, kernels, part), between_s(shape, device, kernels, part)
     forward_s = scores_s + others_s
     again_s = {"none": 0.0, "selective": others_s / 2 if kernels.every_second else scores_s, "full": forward_s}
     calls = block_calls(shape, part)
     host_s, backward_host_s = hosts_s(kernels, part, len(calls))
+    # gradients of inputs and of weights: two products for each of forward's
     backward_s = 2 * forward_s + again_s[part.recompute]
     return LayerCost(
         "block",
@@ -95,7 +99,7 @@ def block(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankSha
 
 
 def attention_s(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> Seconds:
-    """Forward, of scores alone: what selective recomputation does again."""
+    """Return the forward seconds of the attention scores alone, which selective recomputation repeats."""
     written = bytes_s(score_bytes(shape, kernels, part), device, kernels)
     rate = part.scores_rate * (kernels.scores if kernels.fused_scores else 1.0)
     if (shape.inner // shape.heads) % ALIGNED and part.element_bytes == ALIGNED_BYTES:
@@ -109,13 +113,14 @@ Multiplication Background User's Guide")."""
 
 
 def between_s(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> Seconds:
-    """Forward, of the weights' products and of what is no product."""
+    """Return the forward seconds of the products with weights and of the operators between them."""
     products = products_s(matrix_products(shape, part), device, kernels)
     return products + bytes_s(between_bytes(shape, part), device, kernels)
 
 
 def hosts_s(kernels: DeviceEfficiency, part: RankShare, calls: int) -> tuple[Seconds, Seconds]:
-    """What starting the kernels takes, forward and backward with what it computes again."""
+    """Return the host's seconds to start the kernels, forward and backward including recomputation."""
+    # the third power is fitted (DeviceEfficiency.call_s)
     waits = calls * kernels.call_s * min(1.0, part.shards / WHOLE_HOST) ** 3
     forward_s = kernels.host_s * FORWARD_KERNELS + waits
     again_s = forward_s if part.recompute == "full" else 0.0
@@ -123,59 +128,62 @@ def hosts_s(kernels: DeviceEfficiency, part: RankShare, calls: int) -> tuple[Sec
 
 
 WHOLE_HOST = 8
-"""Shards for which ``call_s`` stands; nothing is known of more, which are taken for as many."""
+"""Shards for which ``call_s`` was measured; more shards count as this many, since there are no measurements of more."""
 
 
 def slower_s(device_s: Seconds, host_s: Seconds) -> Seconds:
-    """The slower of the two, and somewhat more where they are alike, as each waits for the other now and then."""
+    """Return the slower of the two times, and somewhat more where they are alike, since each waits for the other now
+    and then."""
     return float((device_s**SHARP + host_s**SHARP) ** (1 / SHARP))
 
 
 SHARP = 4
-"""Of 2, 4, 8 and no end what fits runs of Megatron-DeepSpeed best (benchmarks/planner)."""
+"""The exponent of 2, 4, 8 and infinity that fits runs of Megatron-DeepSpeed best (benchmarks/planner)."""
 
 
 def matrix_products(shape: Shape, part: RankShare) -> list[Product]:
-    """Forward, of the weights: queries with keys and values, output, up (twice if gated), down."""
+    """List the forward products with weights: queries with keys and values, output, up (twice if gated), down."""
     words, t, h = words_of(shape, part), part.shards, shape.hidden
     inner, width = max(1, shape.inner // t), max(1, shape.width // t)
+    # at least one key head each: with more shards than key heads these are copied
     keys = max(shape.keys // t, shape.keys // (shape.kv_heads or shape.heads))
     attention = [Product(1, words, inner + 2 * keys, h), Product(1, words, h, inner)]
     return [*attention, Product(1, words, (2 if shape.gated else 1) * width, h), Product(1, words, h, width)]
 
 
 def score_products(shape: Shape, part: RankShare) -> list[Product]:
-    """Forward: queries by keys, and what comes of it by values."""
-    many = max(1, round(part.samples * shape.heads / part.shards))
+    """List the forward products of attention scores: queries by keys, then the scores by values."""
+    batch = max(1, round(part.samples * shape.heads / part.shards))
     size = shape.inner // shape.heads
-    return [Product(many, shape.sequence, shape.sequence, size), Product(many, shape.sequence, size, shape.sequence)]
+    return [Product(batch, shape.sequence, shape.sequence, size), Product(batch, shape.sequence, size, shape.sequence)]
 
 
 def products_s(products: Iterable[Product], device: Device, kernels: DeviceEfficiency) -> Seconds:
-    """One after the other."""
-    made = Products(
+    """Return the seconds of the products, run one after the other."""
+    rates = Products(
         kernels.products * device.flops_per_s, kernels.product_start_s, kernels.waits, device.multiprocessors
     )
-    return sum(product_s(*each, made) for each in products)
+    return sum(product_s(*each, rates) for each in products)
 
 
 def bytes_s(size_bytes: float, device: Device, kernels: DeviceEfficiency) -> Seconds:
-    """Read and written."""
+    """Return the seconds to read and write the bytes."""
     return size_bytes / (kernels.bytes * device.memory_bytes_per_s)
 
 
 def words_of(shape: Shape, part: RankShare) -> int:
-    """b · s."""
+    """Return the number of words, b · s."""
     return max(1, round(part.samples * shape.sequence))
 
 
 def outer_elements(shape: Shape, part: RankShare) -> float:
-    """Of what goes from block to block."""
+    """Count the elements of the activation that goes from block to block."""
     return part.samples * shape.sequence * shape.hidden / part.outer
 
 
 def between_bytes(shape: Shape, part: RankShare) -> float:
-    """Forward, beside products: norms, dropout and sums are b·s·h 14 times; heads laid out anew, the MLP's bend."""
+    """Count the forward bytes in addition to products: norms, dropout and sums are b·s·h 14 times, then head layout and
+    MLP activation."""
     words, e = part.samples * shape.sequence, part.element_bytes
     divided = 3 * (shape.inner + 2 * shape.keys) + (3 if shape.gated else 2) * shape.width
     cast = part.cast_bytes * words * (2 * shape.hidden + (shape.inner + shape.width) / part.shards)
@@ -183,14 +191,16 @@ def between_bytes(shape: Shape, part: RankShare) -> float:
 
 
 def score_bytes(shape: Shape, kernels: DeviceEfficiency, part: RankShare) -> float:
-    """Forward, of what is no product: a softmax and dropout, each read and written, and its mask."""
+    """Count the forward bytes of the scores outside products: a softmax and dropout, each read and written, and its
+    mask."""
     if kernels.fused_scores:
         return 0.0
     return (4 * part.element_bytes + part.mask_bytes) * part.samples * shape.heads * shape.sequence**2 / part.shards
 
 
 def block_calls(shape: Shape, part: RankShare) -> tuple[Call, ...]:
-    """Forward, after attention and after the MLP; backward as many of the same size (1909.08053, 2205.05198)."""
+    """Return the forward collectives after attention and after the MLP; backward has as many of the same size
+    (1909.08053, 2205.05198)."""
     if part.shards == 1:
         return ()
     size_bytes = round(part.samples * shape.sequence * shape.hidden * part.element_bytes)
@@ -200,13 +210,14 @@ def block_calls(shape: Shape, part: RankShare) -> tuple[Call, ...]:
 
 
 def block_parameters(shape: Shape, part: RankShare) -> int:
-    """Of one shard: matrices are divided, norms and the biases of what is summed are not."""
+    """Count the parameters of one shard: matrices are divided, norms and the biases added after a sum are not."""
     whole = shape.block_parameters - shape.matrices
     return round(shape.matrices / part.shards) + whole
 
 
 def saved_bytes(shape: Shape, kernels: DeviceEfficiency, part: RankShare) -> int:
-    """From forward to backward: with e = 2, ungated and t = 1 the 34·s·b·h + 5·a·s²·b of 2205.05198."""
+    """Count the bytes saved from forward to backward: with e = 2, ungated and t = 1 the 34·s·b·h + 5·a·s²·b of
+    2205.05198."""
     if part.recompute == "full":
         return round(outer_elements(shape, part) * part.element_bytes)
     if part.recompute == "selective" and kernels.every_second:
@@ -215,25 +226,27 @@ def saved_bytes(shape: Shape, kernels: DeviceEfficiency, part: RankShare) -> int
 
 
 def kept_bytes(shape: Shape, part: RankShare) -> int:
-    """Of every second product: what comes in, queries, values, one of the MLP's, its last; and what attention makes."""
+    """Count the bytes kept when every second product is: the input, queries, values, one of the MLP's, its last; and
+    attention's output."""
     words = part.samples * shape.sequence
     divided = words * (2 * shape.inner + shape.keys + shape.width) / part.shards
     return round(part.element_bytes * (2 * outer_elements(shape, part) + divided))
 
 
 def whole_bytes(shape: Shape, kernels: DeviceEfficiency, part: RankShare, *, scores: bool) -> int:
-    """What a block saves where it is not computed again."""
+    """Count the bytes that a block saves without recomputation."""
     e, words = part.element_bytes, part.samples * shape.sequence
     masks = 0 if shape.gated else 2 * part.mask_bytes
-    found = (4 * e + masks) * outer_elements(shape, part)
-    found += e * words * (2 * shape.inner + 2 * shape.keys + (4 if shape.gated else 2) * shape.width) / part.shards
+    size_bytes = (4 * e + masks) * outer_elements(shape, part)
+    size_bytes += e * words * (2 * shape.inner + 2 * shape.keys + (4 if shape.gated else 2) * shape.width) / part.shards
     if scores and not kernels.fused_scores:
-        found += (2 * e + part.mask_bytes) * part.samples * shape.heads * shape.sequence**2 / part.shards
-    return round(found)
+        size_bytes += (2 * e + part.mask_bytes) * part.samples * shape.heads * shape.sequence**2 / part.shards
+    return round(size_bytes)
 
 
 def working_bytes(shape: Shape, kernels: DeviceEfficiency, part: RankShare) -> int:
-    """While it is gone through backward: what is computed again, and gradients of its widest activations."""
+    """Count the bytes in use during a block's backward pass: recomputed activations, and gradients of its widest
+    ones."""
     again = {"none": 0, "selective": 0, "full": whole_bytes(shape, kernels, part, scores=True)}[part.recompute]
     scores = part.samples * shape.heads * shape.sequence**2 / part.shards
     if part.recompute == "selective" and kernels.every_second:

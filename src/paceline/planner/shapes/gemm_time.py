@@ -1,6 +1,4 @@
-"""How well a device is used, and what a matrix product takes on it.
-
-What a product of matrices takes on a device: b times (m, k) by (k, n).
+"""How well a device is used, and the seconds of a matrix product on it: b times (m, k) by (k, n).
 
 ::
 
@@ -29,7 +27,7 @@ from paceline.core.types import Seconds
 
 @dataclass(frozen=True, slots=True)
 class DeviceEfficiency:
-    """How well a device's numbers are made use of, and how a model runs there.
+    """Measured efficiency of a device relative to its data sheet, and how a model's kernels run there.
 
     The first three are of 72 products on an H100; bytes, host and call are near what 181 runs of Megatron-DeepSpeed on
     A100 teach (benchmarks/planner: messages.md, calibration.md).
@@ -41,32 +39,31 @@ class DeviceEfficiency:
     waits: float = 0.19
     """q of the last wave of a product."""
     bytes: float = 0.8
-    """The part of memory's bandwidth that what lies between products gets."""
+    """The share of memory's bandwidth that operators between products reach."""
     host_s: Seconds = 2.5e-5
-    """What a host takes to start a kernel."""
+    """Seconds of the host to start a kernel."""
     call_s: Seconds = 2e-4
-    """What hosts wait for each other at a collective of 8 shards; it grows with the third power of shards."""
+    """Seconds that hosts wait for each other at a collective of 8 shards; grows with the third power of shards."""
     fused_scores: bool = True
     """Whether attention never writes its scores: flash attention (2205.14135)."""
     scores: float = 0.6
-    """What its products get of the others' rate then: its backward makes five for two of forward, a causal mask spares
+    """Rate of its products relative to the others then: its backward makes five for two of forward, a causal mask saves
     half of them."""
     unaligned: float = 1 / 16
-    """What attention's products get where a head's size is no multiple of 8: an A100 without its tensor cores, 19.5 of
+    """Rate of attention's products where a head's size is no multiple of 8: an A100 without its tensor cores, 19.5 of
     312 Tflop/s. Of 1, 1/5, 1/10 and 1/16 it fits BigScience's runs with heads of 108 and 180 best."""
     every_second: bool = False
-    """Whether selective recomputation keeps every second product and what attention makes, and computes the rest again,
+    """Whether selective recomputation keeps every second product and attention's output, and computes the rest again,
     as torchtitan does; others compute attention's scores again alone."""
     fused_loss: bool = False
     """Whether the loss keeps no copy of the logits in full precision."""
     plain_loss: bool = False
-    """Whether the loss is PyTorch's cross_entropy, which makes more of them on its way back than others that are not
-    fused."""
+    """Whether the loss is PyTorch's cross_entropy, whose backward makes more such copies than other unfused losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """What one worker has of a micro-batch, and how it goes about it."""
+    """The share of a micro-batch that one worker computes, and how it computes it."""
 
     samples: float
     """b."""
@@ -77,15 +74,15 @@ class RankShare:
     element_bytes: int
     """e."""
     scores_rate: float = 1.0
-    """Of attention's products beside the others: they stay at 16 bits where those are made with 8 or 4."""
+    """Rate of attention's products relative to the others: they stay at 16 bits where those use 8 or 4."""
     mask_bytes: int = 1
-    """Of dropout, for each element: on a CPU PyTorch keeps them as numbers of the kind that it multiplies."""
+    """Bytes of dropout's mask for each element: on a CPU PyTorch keeps masks in the dtype of the activations."""
     cast_bytes: int = 0
-    """Written for each element that goes into a product, where that is made with fewer bits than it is kept in."""
+    """Bytes written for each element that goes into a product, where it is cast to fewer bits first."""
 
     @property
     def outer(self) -> int:
-        """Among how many what lies between blocks is divided."""
+        """Number of shards among which the activations between blocks are divided."""
         return self.shards if self.sequence_divided else 1
 
 
@@ -95,7 +92,7 @@ TILE = 128
 
 
 class Product(NamedTuple):
-    """b products of (m, k) by (k, n)."""
+    """A batch of b products of (m, k) by (k, n)."""
 
     b: int
     m: int
@@ -104,7 +101,7 @@ class Product(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """F: a multiplication and an addition each.
+        """F: one multiplication and one addition for each term.
 
         >>> Product(1, 2, 3, 4).flops
         48.0
@@ -112,7 +109,7 @@ class Product(NamedTuple):
         return 2.0 * self.b * self.m * self.n * self.k
 
     def waves(self, multiprocessors: int) -> int:
-        """How often all of them compute a tile each.
+        """Count the waves: rounds in which each multiprocessor computes one tile.
 
         >>> Product(2, 128, 256, 64).waves(3), Product(2, 128, 384, 64).waves(3), Product(1, 1, 1, 64).waves(3)
         (2, 2, 1)
@@ -120,20 +117,20 @@ class Product(NamedTuple):
         return ceil(self.b * ceil(self.m / TILE) * ceil(self.n / TILE) / multiprocessors)
 
     def rounded_flops(self, multiprocessors: int) -> float:
-        """W: of whole waves of whole tiles."""
+        """Return W: the operations of whole waves of whole tiles."""
         return 2.0 * self.waves(multiprocessors) * multiprocessors * TILE * TILE * self.k
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Products:
-    """What products take on one kind of device.
+    """The speed of matrix products on one kind of device.
 
     Args:
         flops_per_s: P∞, of a product without end.
         start_s: t_0, of any, however small.
-        waits: q, 0 to 1: what of the last wave that is not full is waited for.
-        multiprocessors: that compute a tile each.
+        waits: q, 0 to 1: the share of the last wave's idle tiles that is waited for.
+        multiprocessors: number of them, each computes a tile at a time.
 
     Raises:
         InputError: a number that is out of its range.
@@ -148,22 +145,21 @@ class Products:
     multiprocessors: int = 1
 
     def __post_init__(self) -> None:
-        good = self.flops_per_s > 0 and self.start_s >= 0 and 0 <= self.waits <= 1 and self.multiprocessors >= 1
-        if not good:
+        if self.flops_per_s <= 0 or self.start_s < 0 or not 0 <= self.waits <= 1 or self.multiprocessors < 1:
             raise InputError(
                 f"{self} is no device: flops_per_s must be above 0, start_s at least 0, waits from 0 to 1, and "
                 "multiprocessors at least 1; write Products(7.7e14, 5.8e-6, 0.19, 132), say."
             )
 
     def seconds(self, product: Product) -> Seconds:
-        """t of the equation above."""
-        whole = product.flops
-        lost = product.rounded_flops(self.multiprocessors) - whole
-        return self.start_s + (whole + self.waits * lost) / self.flops_per_s
+        """Compute t of the equation above."""
+        flops = product.flops
+        idle_flops = product.rounded_flops(self.multiprocessors) - flops
+        return self.start_s + (flops + self.waits * idle_flops) / self.flops_per_s
 
 
 def product_s(b: int, m: int, n: int, k: int, device: Products) -> Seconds:
-    """What b products of (m, k) by (k, n) take there, one after the other in one call.
+    """Compute the seconds of b products of (m, k) by (k, n) in one call.
 
     >>> f"{product_s(1, 4096, 4096, 4096, Products(7.7e14, 5.8e-6, 0.19, 132)) * 1e6:.1f} µs"
     '185.4 µs'

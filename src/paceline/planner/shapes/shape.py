@@ -1,4 +1,4 @@
-"""A transformer without its code: how many layers of what sizes, and so its parameters and operations, exactly.
+"""Sizes of a transformer without its code, and from them its parameters and operations, exactly.
 
 ::
 
@@ -16,11 +16,11 @@ from paceline.core.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a decoder or an encoder: attention and MLP in blocks that are alike.
+    """Sizes of a decoder or an encoder: attention and MLP in blocks that are alike.
 
     Args:
         layers: blocks.
-        hidden: h, what a word is in between.
+        hidden: h, elements of a word between blocks.
         heads: a, of queries.
         ffn: f, width of the MLP; 0: four times hidden.
         vocab: V.
@@ -30,7 +30,7 @@ class Shape:
         tied: whether the head has the embedding's parameters.
         gated: whether the MLP has a third matrix (SwiGLU), biases nowhere and norms without one.
         positions: learned ones, ``sequence`` of them; otherwise they have no parameters.
-        name: what it is called.
+        name: of the model, for reports.
 
     Raises:
         InputError: a size is below 1, or heads don't go into hidden or into groups.
@@ -54,8 +54,9 @@ class Shape:
     name: str = ""
 
     def __post_init__(self) -> None:
-        for what in ("layers", "hidden", "heads", "vocab", "sequence"):
-            _at_least_one(what, getattr(self, what))
+        for name in ("layers", "hidden", "heads", "vocab", "sequence"):
+            if (size := getattr(self, name)) < 1:
+                raise InputError(f"{name} = {size}: a model has at least one; write {name} = 1 or more.")
         if not self.head_size and self.hidden % self.heads:
             raise InputError(
                 f"hidden = {self.hidden} is not divisible by heads = {self.heads}; write head_size as well, "
@@ -79,41 +80,42 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """f, of the MLP."""
+        """Width of the MLP, f."""
         return self.ffn or 4 * self.hidden
 
     @property
     def matrices(self) -> int:
-        """Of a block: elements of its weights without norms and biases."""
+        """Elements of a block's weights without norms and biases."""
         attention = self.hidden * (self.inner + 2 * self.keys) + self.inner * self.hidden
         return attention + (3 if self.gated else 2) * self.hidden * self.width
 
     @property
     def block_parameters(self) -> int:
-        """Of a block, with two norms and, where it is not gated, a bias for each output."""
+        """Parameters of a block, with two norms and, where it is not gated, a bias for each output."""
         if self.gated:
             return self.matrices + 2 * self.hidden
         return self.matrices + (self.inner + 2 * self.keys) + 6 * self.hidden + self.width
 
     @property
     def embedding_parameters(self) -> int:
-        """Of words and positions."""
+        """Parameters of words and positions."""
         return (self.vocab + (self.sequence if self.positions else 0)) * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Of the last norm and the words' matrix, which is the embedding's where they are tied."""
+        """Parameters of the last norm and of the words' matrix, which is the embedding's where they are tied."""
         return (1 if self.gated else 2) * self.hidden + self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
-        """All; what is tied counts once."""
+        """Parameters of the whole model; tied ones count once."""
         shared = self.vocab * self.hidden if self.tied else 0
         return self.embedding_parameters + self.layers * self.block_parameters + self.head_parameters - shared
 
     @property
     def flops(self) -> float:
-        """Of one sample, forward and backward, which is twice forward: none counted twice, so without recomputation.
+        """Operations of one sample, forward and backward, where backward is twice forward; recomputation is not
+        counted.
 
         Scores of attention count in full, as in Megatron's 72·B·s·l·h²·(1 + s/6h + V/12lh) (2205.05198, appendix A;
         the 96·… of 2104.04473 counts full recomputation as well and is a third more). Norms and such count nothing.
@@ -122,11 +124,6 @@ class Shape:
         return 3.0 * (self.layers * (2.0 * s * self.matrices + scores) + 2.0 * s * self.hidden * self.vocab)
 
 
-def _at_least_one(what: str, value: int) -> None:
-    if value < 1:
-        raise InputError(f"{what} = {value}: a model has at least one; write {what} = 1 or more.")
-
-
-def _divisor(of: int, near: int) -> int:
-    """That is nearest."""
-    return min((d for d in range(1, of + 1) if of % d == 0), key=lambda d: abs(d - near))
+def _divisor(number: int, near: int) -> int:
+    """Return the divisor of ``number`` that is nearest to ``near``."""
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))

@@ -1,22 +1,6 @@
-"""What a transformer given as a shape takes and holds on a device: layer by layer, without running any.
+"""A transformer given as a shape: read from a TOML file, and its cost layer by layer without running the model.
 
-::
-
-    block      max(device, host)     device  Σ products (products.py) + bytes of what lies between / memory's bandwidth
-                                     host    kernels · what it takes to start one
-    embedding  bytes                 looked up, with its gradient
-    head       a product and the loss's bytes
-
-Backward makes two products of each of forward's; ``recompute="full"`` runs forward again before it, ``"selective"``
-attention's scores alone. Divided among t shards are the matrices, by columns and then by rows, and what lies between
-the two; with ``sequence_divided`` what lies between blocks as well.
-
-Sources: what is saved, 2205.05198 section 4; divided products, 1909.08053; the rest of the byte counts are ours, of a
-transformer in eager mode.
-
-A model without code, from a TOML file: its shape and how it is trained.
-
-::
+The file has the model's sizes and how it is trained::
 
     [model]
     layers = 12
@@ -29,10 +13,24 @@ A model without code, from a TOML file: its shape and how it is trained.
     global_batch = 64
     precision = "bf16-mixed"
     optimizer = "adam"
+
+The cost of a layer on one device::
+
+    block      max(device, host)     device  Σ products (gemm_time.py) + bytes between products / memory's bandwidth
+                                     host    kernels · seconds to start one
+    embedding  bytes                 looked up, with its gradient
+    head       a product and the loss's bytes
+
+Backward makes two products of each of forward's; ``recompute="full"`` runs forward again before it, ``"selective"``
+attention's scores alone. Divided among t shards are the matrices, by columns and then by rows, and the activations
+between the two; with ``sequence_divided`` those between blocks as well.
+
+Sources: saved activations, 2205.05198 section 4; divided products, 1909.08053; the rest of the byte counts are ours, of
+a transformer in eager mode.
 """
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -54,7 +52,7 @@ as long or as short (benchmarks/planner/calibration.md)."""
 @final
 @dataclass(frozen=True)
 class DescribedWorkload(Workload):
-    """A shape, how it is trained, and on what.
+    """A workload from a shape, how it is trained, and its device.
 
     Args:
         shape: of the model.
@@ -62,7 +60,7 @@ class DescribedWorkload(Workload):
         global_batch: samples of a step.
         precision: ``fp32``, ``tf32``, or else mixed: ``bf16-mixed``, ``fp16-mixed``, ``fp8-mixed``.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        kernels: how well the device's numbers are made use of.
+        kernels: efficiency of the device relative to its data sheet.
 
     >>> from paceline.planner.devices import device
     >>> gpt2 = DescribedWorkload(Shape(12, 768, 12, name="gpt2"), device("A100-80GB"), global_batch=64)
@@ -77,28 +75,28 @@ class DescribedWorkload(Workload):
     optimizer: str = "adam"
     kernels: DeviceEfficiency = field(default_factory=DeviceEfficiency)
     held_as: Numerics | None = None
-    """Bytes for each parameter; None: by precision and optimizer."""
+    """Bytes of a parameter; None: by precision and optimizer."""
     spread: float = DATA_SHEET_SPREAD
-    """Nothing of it was measured."""
+    """Relative spread of the predicted times, of which none is measured."""
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The shape's, or its sizes."""
+        """Name of the shape, or its sizes."""
         return self.shape.name or f"{self.shape.layers}x{self.shape.hidden}"
 
     @property
     def sample_words(self) -> int:  # type: ignore[override]
-        """Its sequence."""
+        """Words in a sample: the shape's sequence."""
         return self.shape.sequence
 
     @cached_property
     def numerics(self) -> Numerics:  # type: ignore[override]
-        """Of precision and optimizer."""
+        """Bytes of a parameter by precision and optimizer."""
         return self.held_as or Numerics.of(self.precision, self.optimizer)
 
     @property
     def provenance(self) -> Provenance:  # type: ignore[override]
-        """Of times and bytes."""
+        """Sources of times and bytes."""
         return {
             "layers' times": "computed from the shape and the device's data sheet; nothing of it was measured",
             "activations": "counted as in 2205.05198, section 4",
@@ -112,10 +110,12 @@ class DescribedWorkload(Workload):
         shape, t = self.shape, arrangement.shards
         keys = shape.kv_heads or shape.heads
         if shape.heads % t or (keys % t and t % keys):
+            # with more shards than key heads, each key head is copied to t / keys shards
             return f"{shape.heads} heads ({keys} of keys) are not divisible by {t} shards"
         if shape.width % t or (arrangement.sequence_divided and shape.sequence % t):
             return f"ffn {shape.width} or sequence {shape.sequence} is not divisible by {t} shards"
         if arrangement.stages * arrangement.chunks > shape.layers + 2:
+            # embedding and head count as layers
             return f"{shape.layers + 2} layers are fewer than {arrangement.stages * arrangement.chunks} parts"
         return None
 
@@ -135,13 +135,14 @@ class DescribedWorkload(Workload):
 
 
 _SCORES = {"fp8-mixed": 0.5, "fp4-mixed": 0.25}
+"""Rate of attention's products, which stay at 16 bits, relative to the others."""
 _CAST = {"fp8-mixed": 2, "fp4-mixed": 1}
-"""Once as it is and once transposed, for the products of backward."""
+"""Bytes per element of a product's cast input: once as it is and once transposed, for the products of backward."""
 
 
 @lru_cache(maxsize=1024)
 def _layers(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> tuple[LayerCost, ...]:
-    """Blocks are one object, so that whoever adds them up may count it."""
+    """Return the layers' costs; all blocks are one object, so that sums over layers may count it instead."""
     block = blocks.block(shape, device, kernels, part)
     first, last = blocks.embedding(shape, device, kernels, part), blocks.head(shape, device, kernels, part)
     return (first, *(block,) * shape.layers, last)
@@ -153,7 +154,7 @@ OPTIMIZERS = ("sgd", "momentum", "adam")
 
 @dataclass(frozen=True, slots=True)
 class ShapeJob:
-    """What the file says.
+    """The contents of a shape file.
 
     >>> text = "[model]\\nlayers = 2\\nhidden = 8\\nheads = 2\\n[train]\\nglobal_batch = 4"
     >>> ShapeJob.from_toml(text).shape.parameters
@@ -167,14 +168,14 @@ class ShapeJob:
 
     @classmethod
     def from_toml(cls, text: str, name: str = "") -> "ShapeJob":
-        """From its text.
+        """Parse the text of a shape file.
 
         Raises:
-            InputError: no TOML, a key that is not known or missing, a value of another kind or out of its range.
+            InputError: no TOML, an unknown or missing key, a value of another type or out of its range.
         """
-        told = toml(text)
-        _known("section", told, ("model", "train"))
-        model, train = section(told, "model"), section(told, "train")
+        sections = toml(text)
+        _refuse_unknown("section", sections, ("model", "train"))
+        model, train = section(sections, "model"), section(sections, "train")
         shape = Shape(**{"name": name} | checked(Shape, model, "model"))
         train = checked(cls, {"shape": {}} | train, "train")
         return cls(**train | {"shape": shape})
@@ -190,14 +191,14 @@ class ShapeJob:
                 raise unknown(kind, value, known)
 
     def workload(self, device: Device) -> DescribedWorkload:
-        """On a device; one that has a name is taken at this precision."""
+        """Return the workload on a device; a device of the catalogue is taken at this precision."""
         if device.name in devices.SHEETS:
             device = devices.device(device.name, self.precision)
         return DescribedWorkload(self.shape, device, self.global_batch, self.precision, self.optimizer)
 
 
 def read(path: Path) -> ShapeJob:
-    """From a file.
+    """Read a shape file.
 
     Raises:
         InputError: it can't be read, or see :meth:`ShapeJob.from_toml`.
@@ -206,7 +207,7 @@ def read(path: Path) -> ShapeJob:
 
 
 def text_of(path: Path) -> str:
-    """What is in a file."""
+    """Return the text of a file."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -214,44 +215,44 @@ def text_of(path: Path) -> str:
 
 
 def toml(text: str) -> Mapping[str, Any]:
-    """What it says."""
+    """Parse TOML text."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise InputError(f"this is no TOML: {error}; write lines such as layers = 12 under [model].") from None
 
 
-def section(told: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """One of it."""
-    found = told.get(name)
-    if not isinstance(found, dict):
+def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return one section of a parsed file."""
+    lines = values.get(name)
+    if not isinstance(lines, dict):
         raise InputError(f"there is no section [{name}]; write [{name}] and its lines under it.")
-    return found
+    return lines
 
 
-def checked(kind: type, told: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A section's lines as what a dataclass is made from: each known and of its kind, none missing."""
+def checked(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Check a section's lines as arguments of a dataclass: each known and of its type, none missing."""
     known = {each.name: each for each in fields(kind)}
-    _known(f"key of {section_of(where)}", told, known)
-    for name, each in known.items():
-        if each.default is MISSING and each.default_factory is MISSING and name not in told:
+    _refuse_unknown(f"key of {section_of(where)}", values, known)
+    for name, each in known.items():  # in the order of the fields, so that the first missing one is reported
+        if each.default is MISSING and each.default_factory is MISSING and name not in values:
             raise InputError(f"{section_of(where)} has no {name}; write {name} = … under it.")
-    return {name: _of_kind(value, known[name].type, f"{where} {name}".strip()) for name, value in told.items()}
+    return {name: _of_kind(value, known[name].type, f"{where} {name}".strip()) for name, value in values.items()}
 
 
 def section_of(where: str) -> str:
-    """In words; empty: what stands above all sections."""
+    """Name a section for a message; empty: the keys above all sections."""
     return f"[{where}]" if where else "the file"
 
 
-def _known(kind: str, told: Mapping[str, Any], known: Any) -> None:
-    for name in told:
+def _refuse_unknown(kind: str, names: Iterable[str], known: Collection[str]) -> None:
+    for name in names:
         if name not in known:
             raise unknown(kind, name, known)
 
 
 def _of_kind(value: Any, kind: Any, where: str) -> Any:
-    """Whole numbers are numbers as well; nothing else is turned into anything."""
+    """Return the value if it has the type: a whole number is taken as a number too, nothing else is converted."""
     if kind is float and type(value) is int:
         return float(value)
     if kind in (int, float, bool, str) and type(value) is not kind:
