@@ -29,9 +29,8 @@ def test_every_folder_is_mentioned() -> None:
 
 def test_each_page_leads_to_the_next_and_all_are_reached() -> None:
     pages, page = {"architecture.md"}, "architecture.md"
-    while found := re.search(
-        r"^Read on: \[.*\]\((\S+\.md)\)\.$", (ROOT / "docs" / page).read_text("utf-8"), re.MULTILINE
-    ):
+    link = re.compile(r"^Read on: \[.*\]\((\S+\.md)\)\.$", re.MULTILINE)
+    while found := link.search((ROOT / "docs" / page).read_text("utf-8")):
         page = found[1]
         assert page not in pages
         pages.add(page)

@@ -67,7 +67,8 @@ def run_python(code: str) -> str:
 
 
 def test_the_planner_needs_no_torch() -> None:
-    code = "import sys, paceline.planner.search.search, paceline.planner.predict; from paceline import plan"
+    modules = "paceline.planner.search.search, paceline.planner.row_prediction"
+    code = f"import sys, {modules}; from paceline import plan"
     assert run_python(f"{code}; print(type(plan).__name__, 'torch' in sys.modules)") == "function False"
 
 

@@ -17,9 +17,9 @@ from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding
 from paceline.replica.pipeline.prepare import PartRun, cut_as_named, first_rows, run_parts
 from paceline.replica.tensor.prepare import plan_program
-from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan
+from paceline.replica.tensor.sharding_report import ShardingReport
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.cases import own
 from tests.replica.tensor.threads import together

@@ -153,13 +153,13 @@ def _row(member: Member, cell: Cell, side: str, found: Rounds) -> dict[str, Any]
 
 def _payload(side: str, turn: Turn, elements: int, ranks: int) -> dict[str, Any]:
     """What all ranks send in a step, and who says so."""
-    from paceline.metrics.memory import ring_payload_bytes
+    from paceline.engine.spmd.communicator import ring_bytes
 
     if turn.payload_bytes is not None:
         return {"payload_bytes": round(turn.payload_bytes), "payload_by": "its summary"}
     if side == ALONE:
         return {"payload_bytes": 0, "payload_by": "nothing is sent"}
-    return {"payload_bytes": ranks * ring_payload_bytes(elements, ranks), "payload_by": "ring formula"}
+    return {"payload_bytes": ranks * ring_bytes(4 * elements, ranks), "payload_by": "ring formula"}
 
 
 def _divided_row(member: Member, cell: Cell, backend: str, found: Rounds) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from paceline.engine.local import worker
+from paceline.engine.local import worker_main
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState
@@ -40,4 +40,4 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         return (Batch(None, None, 1) for _ in itertools.count())
 
     RunContext.replica, RunContext.batches = replica, batches  # type: ignore[assignment,method-assign]
-    worker.main(args, fds)
+    worker_main.main(args, fds)

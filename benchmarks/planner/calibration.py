@@ -27,7 +27,7 @@ from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.cluster import Described
 from paceline.planner.cluster_file import EFFICIENCY
 from paceline.planner.devices import ROUND_S
-from paceline.planner.predict import blank, fits
+from paceline.planner.row_prediction import blank, fits
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"

@@ -7,9 +7,8 @@ from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
-from paceline.core.checks import check_bool, check_choice, check_int
 from paceline.core.data_order import Partition
-from paceline.core.errors import InputError, unknown
+from paceline.core.errors import InputError, check_bool, check_choice, check_int, unknown
 from paceline.core.mesh import Mesh
 from paceline.core.text_form import format_option, parse_option, split_outside_brackets
 from paceline.schedule import Schedule

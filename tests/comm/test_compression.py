@@ -13,12 +13,12 @@ import pytest
 import torch
 from comm_entries import Pipe
 from compression_entries import DTYPES, ELEMENTS, FEEDBACK, SHAPES, TEXTS
-from paceline.metrics.memory import ring_payload_bytes
 from torch import Tensor
 
 from paceline.comm.fork_server import ForkServer
 from paceline.compression import parse
 from paceline.compression.powersgd import PowerSgd
+from tests.formulas import ring_payload_bytes
 
 WORLDS = (1, 2, 3)
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}

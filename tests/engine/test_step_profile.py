@@ -10,10 +10,10 @@ from paceline import Strategy, train
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Job
 from paceline.engine.run_context import RunContext
-from paceline.engine.step_profile import predict
+from paceline.engine.step_profile import forecast
 from paceline.engine.step_profile.comm import CollectiveCall, FakeShards, MessageTime
 from paceline.engine.step_profile.compute import Pass, RankProfile
-from paceline.engine.step_profile.predict import Forecast, MeasuredRank
+from paceline.engine.step_profile.forecast import Forecast, MeasuredRank
 from paceline.engine.virtual.durations import MeasuredDurations
 from paceline.engine.virtual.engine import VirtualEngine
 from paceline.schedule import Dependencies
@@ -33,8 +33,8 @@ def of(
     monkeypatch: pytest.MonkeyPatch, strategy: str, ranks: Sequence[MeasuredRank], request_s: Seconds = 0.0
 ) -> Forecast:
     """The forecast from these measurements."""
-    monkeypatch.setattr(predict, "_measure_ranks", lambda job, fork_server: (ranks, request_s))
-    return predict.forecast(job(strategy))
+    monkeypatch.setattr(forecast, "_measure_ranks", lambda job, fork_server: (ranks, request_s))
+    return forecast.forecast(job(strategy))
 
 
 def heard(
@@ -149,7 +149,7 @@ def test_parts_of_stages_and_shards_are_what_they_hold() -> None:
     for strategy in ("stages=2", "shards=2"):
         run = train(Case(zoo.tied).program, strategy, steps=1)
         share = max(run.summary["parameter_bytes"]) / whole
-        assert predict.forecast(job(strategy)).steps_on == pytest.approx(share), strategy
+        assert forecast.forecast(job(strategy)).steps_on == pytest.approx(share), strategy
 
 
 def of_parameters(module: torch.nn.Module) -> int:

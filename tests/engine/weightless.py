@@ -8,7 +8,7 @@ import numpy as np
 from paceline.aggregation import Aggregation, parse
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import parse as distribution
-from paceline.clock.event_queue import EventQueue
+from paceline.clock.times import EventQueue
 from paceline.engine.budget import StepQuota, Unbounded
 from paceline.engine.coordinator import Coordinator
 

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.core.errors import InputError, WorkerError
 from paceline.engine.base import Job
-from paceline.engine.step_profile.predict import Forecast
+from paceline.engine.step_profile.forecast import Forecast
 from paceline.planner.base import Plan
 from paceline.planner.program import plans as by_pieces
 from paceline.planner.program import plans as of_program

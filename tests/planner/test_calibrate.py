@@ -14,7 +14,7 @@ from paceline.planner.calibration.calibrate_memory import calibrated_memory
 from paceline.planner.calibration.corrections import Corrections
 from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, noise
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
-from paceline.planner.predict import blank
+from paceline.planner.row_prediction import blank
 from tests.planner.published_rows import grid, row, timed
 
 SLOWER = Corrections(products=0.9, host=1.4, inside=0.9)

@@ -8,7 +8,7 @@ from paceline.aggregation.base import Arrival, Combine, Need
 from paceline.aggregation.plateau import Plateau
 from paceline.aggregation.thresholds import Threshold
 from paceline.aggregation.throughput import Throughput
-from paceline.core.checks import check_choice, check_int
+from paceline.core.errors import check_choice, check_int
 from paceline.core.registry import register
 
 Memories: TypeAlias = tuple[Any, ...]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Arrival, Combine, Decision, Release, Unsynchronized, combined, updates
-from paceline.core.checks import check_choice
+from paceline.core.errors import check_choice
 from paceline.core.registry import register
 from paceline.core.types import Version
 

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision
-from paceline.core.checks import check_bool, check_choice, check_int
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_bool, check_choice, check_int
 from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import final
 
 from paceline.aggregation.base import Apply, Arrival, Decision, Release, Unsynchronized
-from paceline.core.checks import check_int, check_number
 from paceline.core.delta import Adopt, Delta, Distance, Mix
+from paceline.core.errors import check_int, check_number
 from paceline.core.registry import register
 
 

@@ -5,9 +5,8 @@ from typing import Any, final
 
 from paceline.aggregation.base import Aggregation, Arrival, Decision, Need
 from paceline.aggregation.synchronous import Synchronous
-from paceline.core.checks import check_bool, check_int, check_number, check_positive
 from paceline.core.delta import Change, Delta, Gradient
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_bool, check_int, check_number, check_positive
 from paceline.core.registry import declare, register
 from paceline.core.types import LeaveReason, ReplicaId
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival, Need
 from paceline.aggregation.thresholds import Threshold
-from paceline.core.checks import check_int, check_positive
+from paceline.core.errors import check_int, check_positive
 from paceline.core.registry import register
 
 

@@ -7,8 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, final, get_args
 
 from paceline.aggregation.base import Aggregation, Arrival, Buffer, Combine, Decision, Need, updates
 from paceline.aggregation.thresholds import Function, PerLearningRate, Step, Threshold
-from paceline.core.checks import check_bool, check_choice, check_positive
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_bool, check_choice, check_positive
 from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final, get_args
 
 from paceline.aggregation.base import Aggregation, Apply, Arrival, Combine, Decision, Discard, released
-from paceline.core.checks import check_choice, check_int
+from paceline.core.errors import check_choice, check_int
 from paceline.core.registry import register
 from paceline.core.types import Clock, LeaveReason, ReplicaId
 

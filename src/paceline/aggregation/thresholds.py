@@ -18,8 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar, final
 
 from paceline.aggregation.base import Arrival, Combine, Need
-from paceline.core.checks import check_number, check_positive
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_number, check_positive
 from paceline.core.registry import declare, register
 from paceline.core.text_form import format_number, option_type
 

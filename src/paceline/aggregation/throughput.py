@@ -6,7 +6,7 @@ from typing import NamedTuple, final
 
 from paceline.aggregation.base import Arrival
 from paceline.aggregation.thresholds import Searched
-from paceline.core.checks import check_int, check_number
+from paceline.core.errors import check_int, check_number
 from paceline.core.registry import register
 from paceline.core.types import Seconds
 

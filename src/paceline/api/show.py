@@ -6,15 +6,15 @@ from paceline.api.mesh_drawing import draw_mesh
 from paceline.api.train import check
 from paceline.core.errors import InputError
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.run import own_settings
+from paceline.engine.distributed.rank_run import own_settings
 from paceline.engine.run_context import first_batch, set_threads_and_seed
 from paceline.program import Program
 from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding, StageTable
+from paceline.replica.pipeline.cut_report import cut_table
 from paceline.replica.pipeline.prepare import first_rows, prepare_cut
-from paceline.replica.pipeline.report import cut_table
 from paceline.replica.tensor.prepare import plan_program
-from paceline.replica.tensor.report import ShardingReport, sharding_report
+from paceline.replica.tensor.sharding_report import ShardingReport, sharding_report
 from paceline.strategy import Strategy
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 from paceline.compression.base import Compression, Shape, ring_bytes
-from paceline.core.checks import check_int
+from paceline.core.errors import check_int
 from paceline.core.registry import register
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, final
 import numpy as np
 
 from paceline.compression.base import Compression, Shape, gather_bytes
-from paceline.core.checks import check_number
+from paceline.core.errors import check_number
 from paceline.core.registry import register
 
 if TYPE_CHECKING:

@@ -1,8 +1,8 @@
-"""``python -m paceline.plan.predict FILE.csv --calibrate FILE.csv``: see :mod:`paceline.planner.predict`."""
+"""``python -m paceline.plan.predict FILE.csv --calibrate FILE.csv``: see :mod:`paceline.planner.row_prediction`."""
 
 import sys
 
-from paceline.planner.predict import main
+from paceline.planner.row_prediction import main
 
 if __name__ == "__main__":
     sys.exit(main())

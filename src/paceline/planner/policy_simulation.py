@@ -17,8 +17,7 @@ from typing import Any, NamedTuple, final
 from paceline.aggregation import Aggregation
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import Constant
-from paceline.clock.event_queue import EventQueue
-from paceline.clock.times import Delay, Times
+from paceline.clock.times import Delay, EventQueue, Times
 from paceline.core.delta import Accumulated, Change, Distance
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.budget import Unbounded

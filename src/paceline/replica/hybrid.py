@@ -24,10 +24,10 @@ from paceline.replica.tensor.graph_ops import operator_graph
 from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
 from paceline.replica.tensor.placements import OnRank, Placement, Shard
 from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, gather_alone
-from paceline.replica.tensor.report import ShardingReport
 from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
 from paceline.replica.tensor.shard_check import check_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
+from paceline.replica.tensor.sharding_report import ShardingReport
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 

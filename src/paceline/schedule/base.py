@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from paceline.core.checks import check_int
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_int
 from paceline.core.mesh import StageReplica, StageReplicas
 from paceline.core.registry import declare, registered
 from paceline.core.text_form import parse_option, text_of

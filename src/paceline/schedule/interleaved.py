@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
 
-from paceline.core.checks import check_int
-from paceline.core.errors import InputError
+from paceline.core.errors import InputError, check_int
 from paceline.core.registry import register
 from paceline.schedule.base import Action, Schedule, alternate
 

@@ -20,7 +20,7 @@ from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, MetricsBlock
 from paceline.engine.local.engine import PRELOAD, LocalEngine
-from paceline.engine.local.evaluation import EvaluationProcess
+from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.worker import WorkerMetrics
 from paceline.engine.worker_metrics import Figures, worker_figures

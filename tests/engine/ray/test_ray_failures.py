@@ -234,7 +234,7 @@ def test_or_is_discarded_and_counted(on_ray: OnRay) -> None:
 
 
 def test_who_says_nothing_is_named(on_ray: OnRay, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.engine.ray.run.GRACE_S", 1.0)  # it will not end by itself
+    monkeypatch.setattr("paceline.engine.ray.ray_run.GRACE_S", 1.0)  # it will not end by itself
     loop = functools.partial(moments.loop, replica=1, step=2, prepare=moments.hang)
     with pytest.raises(WaitTimeoutError, match="the server, replica 0 waited 2 s for replica 1 at its step 2"):
         on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, timeout_s=2)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline.replica.tensor.placements import PARTIAL_GRAD, Shard
-from paceline.replica.tensor.report import sharding_report
 from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan
+from paceline.replica.tensor.sharding_report import sharding_report
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.shard_rules import ShardRules
 from tests.replica.tensor.cases import own, put_together

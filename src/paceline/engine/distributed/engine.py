@@ -8,8 +8,8 @@ import torch
 from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.distributed.run import DistributedRun, own_settings
-from paceline.engine.distributed.validation import refuse_model
+from paceline.engine.distributed.fsdp import refuse_model
+from paceline.engine.distributed.rank_run import DistributedRun, own_settings
 from paceline.engine.run_context import RunContext, refuse_absent_gpu
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_backend, refuse_size
 from paceline.engine.spmd.rank_context import open_rank_context

@@ -12,7 +12,7 @@ import torch
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.run import own_settings
+from paceline.engine.distributed.rank_run import own_settings
 from paceline.engine.inference.worker import Answer, InferenceRequest, InferenceWorker, join_answers
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context

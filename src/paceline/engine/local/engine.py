@@ -20,13 +20,13 @@ from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
-from paceline.engine.local.run import LocalRun
+from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.engine.spmd.launcher import SpmdLauncher, preload
 from paceline.support import ENGINES
 
-PRELOAD = ("torch", "paceline.engine.local.worker", "paceline.engine.local.evaluation")
+PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.evaluation_process")
 """Modules that the fork server imports, so that no worker has to."""
 
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
@@ -35,7 +35,7 @@ WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 SPMD = preload("distributed")
 """For replicas of several workers, which export a model and have optimizers of their own."""
 
-GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation")
+GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation_process")
 """For replicas of several workers, each at its own pace."""
 
 

@@ -40,7 +40,7 @@ from paceline.engine.local.replica_group import (
     ShardIO,
     send_all,
 )
-from paceline.engine.local.worker import connect, connected, open_arena
+from paceline.engine.local.worker_main import connect, connected, open_arena
 from paceline.engine.local.worker_processes import PEER_DIED, label
 from paceline.engine.run_context import RunContext, set_threads_and_seed
 from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined

@@ -29,7 +29,7 @@ PEER_DIED = 3
 
 EXIT_PEER_DIED = f"exit code {PEER_DIED}"
 
-ENTRY = "paceline.engine.local.worker:main"
+ENTRY = "paceline.engine.local.worker_main:main"
 
 GROUP_ENTRY = "paceline.engine.local.replica_group_worker:main"
 """Entry of a worker whose replica has several."""

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.ray.cluster import missing_package
-from paceline.engine.ray.evaluation import EvaluatorActor
+from paceline.engine.ray.evaluation_actor import EvaluatorActor
 from paceline.engine.ray.messages import WorkerLocation
 from paceline.engine.ray.replica import ReplicaActor
 from paceline.engine.ray.server import CONTROL, ServerActor

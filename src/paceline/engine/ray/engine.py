@@ -54,7 +54,7 @@ class RayEngine(Engine):
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         from paceline.engine.ray.actor_pool import ActorPool
-        from paceline.engine.ray.run import RayRun
+        from paceline.engine.ray.ray_run import RayRun
 
         cluster = self._connect()
         self._pool = self._pool or ActorPool()

@@ -22,7 +22,7 @@ from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import SnapshotInfo
-from paceline.engine.ray.evaluation import LostError
+from paceline.engine.ray.evaluation_actor import LostError
 from paceline.engine.ray.executor import ReplicaRecord
 from paceline.engine.ray.messages import (
     END,

@@ -26,7 +26,7 @@ from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.loop import TICK_S, RunLoop
-from paceline.engine.ray.evaluation import RayEvaluation
+from paceline.engine.ray.evaluation_actor import RayEvaluation
 from paceline.engine.ray.executor import RayExecutor, ReplicaRecord
 from paceline.engine.ray.messages import Bytes, Phase, RayCompletion, Result, arrays_of
 from paceline.engine.run_context import RunContext, threads

@@ -14,7 +14,7 @@ from torch import nn
 from paceline.clock.times import Times
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
-from paceline.engine.step_profile.predict import Forecast, update_s
+from paceline.engine.step_profile.forecast import Forecast, update_s
 from paceline.engine.step_profile.replica_timing import virtual_span
 from paceline.replica.flat_state import FlatState
 from paceline.trace.spans import Action, Span

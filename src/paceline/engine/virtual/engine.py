@@ -6,7 +6,7 @@ from paceline.clock.times import Times
 from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.virtual.run import VirtualRun
+from paceline.engine.virtual.virtual_run import VirtualRun
 from paceline.support import ENGINES
 
 

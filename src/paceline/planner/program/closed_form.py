@@ -21,7 +21,7 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Job
 from paceline.engine.dry_run import dry_run
 from paceline.engine.run_context import first_batch
-from paceline.engine.step_profile.predict import Forecast, forecast, update_s
+from paceline.engine.step_profile.forecast import Forecast, forecast, update_s
 from paceline.planner.base import Arrangement, Cost, Plan
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.profile import Busy, Pieces, Profile, kind

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.step_profile.predict import NEEDS
+from paceline.engine.step_profile.forecast import NEEDS
 from paceline.planner.base import TERMS, Cost, Plan, Workload
 from paceline.planner.cluster import Cluster
 from paceline.planner.program.closed_form import (

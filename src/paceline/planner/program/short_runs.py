@@ -24,7 +24,7 @@ from paceline.core.errors import PacelineError
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Engine, Job, Progress
 from paceline.engine.local.engine import LocalEngine
-from paceline.engine.step_profile.predict import NEEDS
+from paceline.engine.step_profile.forecast import NEEDS
 from paceline.planner.base import Arrangement, Plan
 from paceline.planner.program.closed_form import (
     closed_plans,

@@ -12,8 +12,7 @@ policy decides for one is executed before the next is taken.
 from contextlib import nullcontext
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.clock.event_queue import EventQueue
-from paceline.clock.times import Times
+from paceline.clock.times import EventQueue, Times
 from paceline.core.delta import Gradient
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import WorkerFigures
@@ -23,7 +22,7 @@ from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
-from paceline.engine.step_profile.predict import forecast
+from paceline.engine.step_profile.forecast import forecast
 from paceline.engine.step_profile.replica_timing import replica_timing, virtual_span
 from paceline.engine.virtual.durations import (
     AttemptTimes,

@@ -24,7 +24,7 @@ from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
 from paceline.replica.flat_state import FlatLayout, FlatState
 
-ENTRY = "paceline.engine.local.evaluation:main"
+ENTRY = "paceline.engine.local.evaluation_process:main"
 
 
 class EvaluationProcess:

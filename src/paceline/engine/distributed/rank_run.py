@@ -19,11 +19,11 @@ from paceline.core.records import Record
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext
+from paceline.engine.distributed.fsdp import ended_within_a_delta
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
 from paceline.engine.distributed.replicated_coordinator import RankEvaluation, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
-from paceline.engine.distributed.validation import ended_within_a_delta
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.run_context import RunContext, set_threads_and_seed, threads
 from paceline.engine.spmd.rank_context import RankContext, RankSetup

@@ -96,7 +96,7 @@ class Forecast:
     """Largest share of A's elements that a worker updates."""
 
 
-NEEDS = (*PRELOAD, "paceline.engine.step_profile.predict")
+NEEDS = (*PRELOAD, "paceline.engine.step_profile.forecast")
 """Modules that the fork server of a forecast's processes imports."""
 
 

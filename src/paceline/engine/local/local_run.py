@@ -24,10 +24,10 @@ from paceline.core.records import ReplicaExit, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
-from paceline.engine.local.evaluation import EvaluationProcess
+from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.local.server import ServerContext, SharedMemoryServer
-from paceline.engine.local.worker import open_arena
+from paceline.engine.local.worker_main import open_arena
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, InterruptGuard, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
