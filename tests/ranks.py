@@ -69,7 +69,7 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     number, size = str(args["rank"]), str(args["size"])
     os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
-    process_group._met = FileStore(args["store"], args["size"])
+    process_group._job_store = FileStore(args["store"], args["size"])
     torch.set_num_threads(1)
     sys.argv = args["arguments"]
     with _said(Path(sys.argv[1]), args["rank"]).open("w") as said:

@@ -61,7 +61,7 @@ def test_large_blocks_come_from_memory_that_is_kept() -> None:
     assert mapped("keep") == 0
 
 
-SLICE = "from paceline.comm import kernel; raise SystemExit(kernel._scheduling().runtime_ns == 200_000)"
+SLICE = "from paceline.comm import linux; raise SystemExit(linux._scheduling().runtime_ns == 200_000)"
 """A child of somebody with short slices has none."""
 
 

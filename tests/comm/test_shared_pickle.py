@@ -210,7 +210,7 @@ def test_who_has_gone_is_told_apart(pairs: list[Pair]) -> None:
     pairs[1][0].close()
     inbox = ObjectReceiver(pairs[1][1])
     assert torch.equal(inbox.collect(), torch.ones(50_000)), "what was said before is heard"
-    with pytest.raises(EOFError, match="has gone"):
+    with pytest.raises(EOFError, match="has closed its end"):
         inbox.collect()
 
 

@@ -59,10 +59,10 @@ class Wire:
     def __init__(self, *, elsewhere: bool = False) -> None:
         self.elsewhere, self.begun, self.waited = elsewhere, list[Tensor](), list[str]()
 
-    def there(self, vector: Tensor) -> Tensor:
+    def to_device(self, vector: Tensor) -> Tensor:
         return vector.clone() if self.elsewhere else vector
 
-    def begin(self, vector: Tensor) -> Tensor:
+    def start_all_reduce(self, vector: Tensor) -> Tensor:
         self.begun.append(vector.clone())
         return vector
 

@@ -39,7 +39,7 @@ def with_holes() -> zoo.Job:
 
 def looking(loose: bool, worker: Any) -> None:
     """Trains, and fails where gradients are not where they are expected."""
-    found = worker._replica._inner._inner._loose
+    found = worker._replica._inner._handoff
     if (found is not None) != loose:
         raise ValueError(f"gradients lie in {found}")
     for batch in worker.batches():

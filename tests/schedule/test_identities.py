@@ -12,8 +12,8 @@ import pytest
 from paceline.core.mesh import StageReplicas
 from paceline.planner.base import Arrangement
 from paceline.planner.cost import bubble_s
-from paceline.planner.cost import in_flight as foretold_in_flight
-from paceline.planner.stage_division import Stage, busiest, turns
+from paceline.planner.cost import in_flight as predicted_in_flight
+from paceline.planner.stage_division import Stage, busiest
 from paceline.schedule import Schedule, StageTimes, in_flight, parse, timeline
 
 PAIRS = 200
@@ -56,7 +56,7 @@ def row(forward_s: Sequence[float], backward_s: Sequence[float]) -> list[Stage]:
 def planned_s(stages: Sequence[Stage], arrangement: Arrangement) -> float:
     """What the busiest stage computes, and the bubble: what a plan says of a step without messages."""
     most = busiest(stages, arrangement)
-    return turns(arrangement, most) * stages[most].seconds + bubble_s(stages, arrangement)
+    return arrangement.own_micro_batches(most) * stages[most].seconds + bubble_s(stages, arrangement)
 
 
 # -------------------------------------------------------------------------------------------------- times, equal stages
@@ -118,7 +118,7 @@ def test_the_bubble_of_zero_bubble_where_both_halves_differ() -> None:
 def test_what_a_plan_says_is_in_flight_is_what_the_schedule_holds(text: str) -> None:
     for p, m, _, _ in drawn(7):
         held = [in_flight(parse(text), stage, p, m) for stage in range(p)]
-        assert [foretold_in_flight(arranged(text, p, m), stage) for stage in range(p)] == held
+        assert list(predicted_in_flight(arranged(text, p, m))) == held
         known = {"gpipe": [m] * p, "1f1b": [min(p - stage, m) for stage in range(p)], "sequential": [1] * p}
         assert held == known.get(text, [min(p, m)] * p)
 
@@ -130,7 +130,7 @@ def test_what_interleaved_parts_hold(v: int) -> None:
         for stage in range(p):
             held = in_flight(parse(f"interleaved:chunks={v}"), stage, p, m)
             assert held == min(v * m, 2 * (p - 1 - stage) + (v - 1) * p + 1)
-            assert foretold_in_flight(arranged("interleaved", p, m, v), stage) * v == pytest.approx(held, abs=1e-9)
+            assert predicted_in_flight(arranged("interleaved", p, m, v))[stage] * v == pytest.approx(held, abs=1e-9)
 
 
 @pytest.mark.parametrize("text", ["gpipe", "1f1b", "sequential"])
@@ -139,7 +139,7 @@ def test_what_those_hold_who_take_turns(text: str) -> None:
     for p, m, _, _ in drawn(8):
         copies = tuple(rng.randint(1, 4) for _ in range(p))
         held = [in_flight(parse(text), stage, p, m, StageReplicas(copies)) for stage in range(p)]
-        assert [foretold_in_flight(arranged(text, p, m, copies=copies), stage) for stage in range(p)] == held
+        assert list(predicted_in_flight(arranged(text, p, m, copies=copies))) == held
 
 
 # ------------------------------------------------------------------------------------------------ times, unequal stages

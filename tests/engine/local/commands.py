@@ -23,7 +23,7 @@ from paceline import Program
 HERE = Path(__file__).parent
 
 def elsewhere():  # asked when it matters: a file's functions travel to workers with the globals that they had in main
-    return getattr(sys.modules["__main__"], "__file__", "").endswith("forkserver.py")
+    return getattr(sys.modules["__main__"], "__file__", "").endswith("fork_server_main.py")
 
 def mark(name):
     if elsewhere():
