@@ -1,7 +1,7 @@
 """The tests that `make test` leaves to `make test-all`, and why.
 
 An entry is a file, or a test of it without its parameters. Where it says ``but_first``, the first of its tests stays in
-`make test`.
+`make test`; where it says ``but``, those whose parameters begin with that text.
 """
 
 from typing import NamedTuple
@@ -13,6 +13,7 @@ class Thorough(NamedTuple):
     name: str
     why: str
     but_first: bool = False
+    but: str = ""
 
 
 PROGRAMS = "runs whole programs; `make test` runs the README's and one example"
@@ -81,6 +82,32 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/planner/test_search.py", PLANNER, but_first=True),
     Thorough("tests/replica/tensor/test_recurrent.py", PARITY, but_first=True),
     Thorough("tests/replica/tensor/test_vision_models.py", PARITY),
+    Thorough("tests/test_readme.py::test_a_policy_of_a_programs_own_file_has_its_name_on_the_command_line", COMMANDS),
+    Thorough("tests/cli/test_train.py::test_show_mesh_refuses_what_can_not_be_trained", COMMANDS),
+    Thorough("tests/comm/shm/test_collectives.py::test_tensors_around_the_stage_and_above", PARITY, but_first=True),
+    Thorough(
+        "tests/comm/shm/test_collectives.py::test_combines_every_dtype_by_every_operation", PARITY, but_first=True
+    ),
+    Thorough("tests/comm/shm/test_collectives.py::test_moves_every_dtype_through_small_stages", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_parity.py", PARITY, but="2"),
+    Thorough("tests/engine/local/test_local_kills.py::test_under_every_policy", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_local_kills.py::test_the_fork_server", KILLS),
+    Thorough("tests/engine/local/test_local_records.py::test_more_points_than_any_queue_holds", "600 evaluations in one run"),
+    Thorough("tests/engine/ray/test_ray_runs.py", "starts a Ray; `make test` trains on one once", but_first=True),
+    Thorough("tests/engine/ray/test_ray_parity.py", PARITY, but_first=True),
+    Thorough("tests/replica/test_capture.py::test_sequences_may_be_of_another_length", PARITY, but_first=True),
+    Thorough(
+        "tests/replica/test_capture.py::test_a_graph_is_the_model_for_batches_of_any_size", PARITY, but_first=True
+    ),
+    Thorough(
+        "tests/replica/test_capture.py::test_a_graph_captured_under_autocast_is_the_model_under_autocast",
+        PARITY,
+        but_first=True,
+    ),
+    Thorough("tests/replica/test_capture.py::test_evaluation_is_a_graph_of_its_own", PARITY, but_first=True),
+    Thorough(
+        "tests/replica/pipeline/test_pipelined_models.py::test_five_steps_equal_one_process", PARITY, but_first=True
+    ),
 )
 
 
@@ -91,9 +118,11 @@ def is_thorough(name: str, seen: set[str]) -> bool:
         name: its node id.
         seen: entries of which the first test has come along already; grows.
     """
-    path, function = name.partition("::")[0], name.partition("[")[0]
+    path, function, parameters = name.partition("::")[0], name.partition("[")[0], name.partition("[")[2]
     for entry in TABLE:
         if entry.name in (path, function):
+            if entry.but and parameters.startswith(entry.but):
+                return False
             if entry.but_first and entry.name not in seen:
                 seen.add(entry.name)
                 return False
