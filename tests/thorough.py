@@ -92,7 +92,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_distributed_parity.py", PARITY, but="2"),
     Thorough("tests/engine/local/test_local_kills.py::test_under_every_policy", KILLS, but_first=True),
     Thorough("tests/engine/local/test_local_kills.py::test_the_fork_server", KILLS),
-    Thorough("tests/engine/local/test_local_records.py::test_more_points_than_any_queue_holds", "600 evaluations in one run"),
+    Thorough("tests/engine/local/test_local_records.py::test_more_points_than_any_queue_holds", "600 evaluations"),
     Thorough("tests/engine/ray/test_ray_runs.py", "starts a Ray; `make test` trains on one once", but_first=True),
     Thorough("tests/engine/ray/test_ray_parity.py", PARITY, but_first=True),
     Thorough("tests/replica/test_capture.py::test_sequences_may_be_of_another_length", PARITY, but_first=True),
