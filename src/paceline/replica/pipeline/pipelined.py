@@ -21,6 +21,11 @@ from paceline.replica.tensor.tp_group import PartialGrads
 class TiedGradients:
     """Sums the gradients of parameters that several stages hold.
 
+    Each sends its gradient to each other and adds all up in the same order, so all get the same sum to the bit::
+
+        worker 0    g0 ----> 2          g0 + g2
+        worker 2    g2 ----> 0          g0 + g2
+
     Args:
         plan: names those parameters and their parts.
         worker: this one.
