@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .PHONY: test test-all check demo venv
 
-# What every change has to pass, in at most ten minutes on two cores.
+# What every change has to pass.
 test: venv
 	@$(MAKE) --no-print-directory check
 

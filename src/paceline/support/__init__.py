@@ -14,19 +14,13 @@ from paceline.core.errors import InputError
 from paceline.support.case import ENGINES, Case, Feature
 from paceline.support.table import TABLE, Row
 
-__all__ = ["ENGINES", "Case", "Feature", "first_row", "reason", "refuse"]
+__all__ = ["ENGINES", "Case", "Feature", "first_row", "refuse"]
 
 
 def refuse(case: Case) -> None:
     """Raise InputError with the sentence of the first row that applies."""
     if row := first_row(case):
         raise InputError(_sentence(row, case))
-
-
-def reason(case: Case) -> str | None:
-    """Return why a combination is not supported, without the line to write instead; None if it is supported."""
-    row = first_row(case)
-    return _sentence(row, case).rpartition("; ")[0] if row else None
 
 
 def first_row(case: Case) -> Row | None:

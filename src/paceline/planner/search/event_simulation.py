@@ -8,7 +8,7 @@ Each worker executes its schedule's order; an action begins when the worker is f
 Where all workers alternate in a common rhythm, whole slots are computed at once as rows of numbers, and slots that have
 become periodic are skipped: thousands of micro-batches take as long as a few. Where stages have replicas there is no
 such rhythm, and the step is simulated event by event. :mod:`paceline.schedule.simulate` records every action as well,
-and takes fifty times as long.
+and takes 13 times as long or more (1F1B of 8 workers and 64 micro-batches: 20 ms, here 0.6 to 1.5).
 
 Schedules whose workers keep a common rhythm are simulated slot by slot. What worker w does in slot k, each counted in
 its order: F forwards, B backwards, W gradients of weights::
