@@ -48,12 +48,12 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         measured.append(workers)
         return known()
 
-    def foretold(plans: Any, *rest: object) -> list[Plan]:
+    def predicted(plans: Any, *rest: object) -> list[Plan]:
         return list(plans)
 
     monkeypatch.setattr(profiling, "profile", profile)
     monkeypatch.setattr(plans, "profile", profile)
-    monkeypatch.setattr(plans, "predict_from_components", foretold)
+    monkeypatch.setattr(plans, "predict_from_components", predicted)
     monkeypatch.setattr("paceline.planner.program.closed_form.cores", lambda: 2)
     monkeypatch.setattr(plans, "cores", lambda: 2)
     return measured

@@ -84,7 +84,7 @@ def _reduce(elements: int, rank: int, ranks: int) -> Case:
     x, root = pattern(elements, rank), rank == 0
 
     def expected() -> list[Tensor]:
-        return [total(elements, ranks) if root else x]  # elsewhere it is nobody's business what is left
+        return [total(elements, ranks) if root else x]  # on other ranks the result is unspecified
 
     return Case(lambda group: dist.reduce(x, 0, group=group), [x], expected)
 

@@ -68,7 +68,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 def fill(said: argparse.Namespace, sheet: Sheet) -> None:
     """Measure, with one crew for each number of ranks."""
     if min(said.ranks) < 2:
-        raise InputError(f"--ranks {min(said.ranks)}: one rank has nobody to talk to; write --ranks 2")
+        raise InputError(f"--ranks {min(said.ranks)}: one rank has no peer; write --ranks 2")
     missing = {ranks: list(cells(said, sheet, ranks)) for ranks in said.ranks}
     with progress(sum(map(len, missing.values()))) as bar:
         for ranks, wanted in missing.items():

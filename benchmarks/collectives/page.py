@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from aims import AIMS, missed
 from calls import BARRIER, CALLS
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid, size_text
 
@@ -34,7 +34,7 @@ def page(rows: Sequence[Row]) -> str:
     """The whole text."""
     return "\n".join(
         [
-            HEAD.format(turn_ms=_span(rows, "turn_ms"), machine=told(rows), pairs=_span(rows, "pairs")),
+            HEAD.format(turn_ms=_span(rows, "turn_ms"), machine=described(rows), pairs=_span(rows, "pairs")),
             *(_table(rows, ranks) for ranks in sorted({int(row["ranks"]) for row in rows})),
             _barriers(rows),
             _slower(rows),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid
 from models import MODELS
@@ -27,11 +27,11 @@ page that is written from them. Without Accelerate or Fabric their rows are left
   optimizer's state divided among the ranks (ZeRO-1). Under torchrun it is the same engine.
 - `{AGAINST}` and `ddp shm`: `DistributedDataParallel` with its defaults on a group of that backend.
 - `accelerate gloo` and `fabric gloo`: as their users write a loop of their own; underneath both use DDP on Gloo.
-- `alone`: the same processes, who communicate nothing. Nobody can be quicker but by chance, or by spending less on the
+- `alone`: the same processes without communication. Nothing can be faster but by chance, or by spending less on the
   optimizer.
 
 All sides take turns in the same processes, one thread each, from the same A_0, with the same one batch a rank again and
-again, so nobody's data cost time: SGD with momentum 0.9 on `cnn` (22k parameters), `transformer` (0.4M) and `mlp`
+again, so data cost no time on any side: SGD with momentum 0.9 on `cnn` (22k parameters), `transformer` (0.4M) and `mlp`
 (5.8M). A step's time is the median of a turn on its slowest rank, then of all turns; a ratio is the median of the
 turns' ratios to `{AGAINST}`, so below 1 is quicker. After the first turn of each side its parameters are compared with
 DDP's on each rank: the script fails where one differs by more than 1e-5.
@@ -57,7 +57,7 @@ SGD's momentum 4·(1 − 1/P) bytes an element, of Adam's two moments twice that
 def page(steps: Sequence[Row], peaks: Sequence[Row], parts: Sequence[Row]) -> str:
     """The whole text, of what has been measured so far."""
     memory = {_key(row): row["peak_mib"] for row in peaks}
-    sections = [HEAD, f"Machine: {told([*steps, *peaks, *parts])}.{_beside(steps)} {_turns(steps)}\n"]
+    sections = [HEAD, f"Machine: {described([*steps, *peaks, *parts])}.{_beside(steps)} {_turns(steps)}\n"]
     if steps:
         sections += [_ratios(steps), _slower(steps), _mlp(steps), f"## All figures\n\n{MEMORY}"]
         sections += [_details(steps, memory, model) for model in MODELS]

@@ -48,7 +48,7 @@ class Turn(NamedTuple):
 
 
 def alone(job: Job) -> Turn:
-    """Processes that communicate nothing: nobody can be quicker but by chance."""
+    """Processes that communicate nothing: nothing can be faster but by chance."""
     model = task(job.model).built()
     return _timed(job, model, model, OPTIMIZERS[job.optimizer](model.parameters()))
 

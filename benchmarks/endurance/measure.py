@@ -76,7 +76,7 @@ def tell_counts(timed: Account, counted: Account, workers: int, steps: int) -> b
         numbers = (a.updates, a.applied, a.discarded, a.gradients, worked(a))
         print(f"| {budget} | {' | '.join(f'{n:,}' for n in numbers)} |")
     print()
-    # When time is up each worker may be at a step, which it still counts and which nobody takes any more.
+    # When time is up each worker may be at a step, which it still counts and which is never applied.
     under_way = worked(timed) - timed.gradients
     return all(
         [

@@ -75,7 +75,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     made.add_argument("--layers", type=int, default=LAYERS, help=f"of the transformer; {LAYERS} by default")
     made.add_argument("--width", type=int, default=WIDTH, help=f"of the transformer; {WIDTH} by default")
-    made.add_argument("--unforetold", action="store_true", help="don't ask virtual time for its prediction")
+    made.add_argument("--without-prediction", action="store_true", help="don't ask virtual time for its prediction")
     made.add_argument("--again", action="store_true", help="also what has been measured")
     made.add_argument("--out", type=Path, default=HERE, metavar="DIR", help="of results/ and README.md; this folder")
     said = made.parse_args(arguments)
@@ -91,7 +91,7 @@ def fill(said: argparse.Namespace, sheet: Sheet) -> None:
     }
     size, pace = Size(said.layers, said.width), Pace(said.rounds, said.steps)
     with LocalEngine() as engine, progress(said.rounds * sum(map(len, wanted.values()))) as bar:
-        runs = Runs(engine, size, pace, foretells=not said.unforetold)
+        runs = Runs(engine, size, pace, predicts=not said.without_prediction)
         for some in wanted.values():
             if some:
                 runs.measure(some, sheet, bar)

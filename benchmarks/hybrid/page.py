@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid
 from latency import MODELS, WAYS
@@ -32,7 +32,7 @@ STEPS = """\
 
 On the local engine. Runs of all meshes take turns with runs of one process, and each ends with the parameters of one
 process, or the script fails. *step* is the median of a run's steps, then of the runs; *÷ one* the median of the rounds'
-ratios. *foretold* is what virtual time makes of measured pieces (`engine="virtual", times="measured"`), measured anew
+ratios. *predicted* is what virtual time makes of measured pieces (`engine="virtual", times="measured"`), measured anew
 in each round, where each worker has a core of its own. *sent* is by all workers in a step; *parameters*, *kept for
 backward* and *memory* are the largest of a worker's.
 """
@@ -61,7 +61,7 @@ def page(steps: Sequence[Row], sides: Sequence[Row], calls: Sequence[Row]) -> st
     """The whole text."""
     parts = [HEAD]
     if steps:
-        parts += [STEPS, _machine(steps), *_tables(steps), _foretold(steps)]
+        parts += [STEPS, _machine(steps), *_tables(steps), _predicted(steps)]
     if sides:
         parts += [BESIDE, _machine(sides), _beside(sides)]
     if calls:
@@ -74,7 +74,7 @@ def _machine(rows: Sequence[Row]) -> str:
         name: " or ".join(sorted({row[name] for row in rows if name in row})) for name in ("rounds", "layers", "width")
     }
     model = f" {said['layers']} layers, {said['width']} wide." if said["layers"] else ""
-    return f"Machine: {told(rows)}. {said['rounds']} rounds.{model}\n"
+    return f"Machine: {described(rows)}. {said['rounds']} rounds.{model}\n"
 
 
 def _mesh(row: Row) -> Mesh:
@@ -94,13 +94,13 @@ def _tables(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Row]) -> str:
-    head = (*Mesh._fields, "step, ms", "÷ one", "foretold, ms", "sent", "parameters", "kept for backward", "memory")
+    head = (*Mesh._fields, "step, ms", "÷ one", "predicted, ms", "sent", "parameters", "kept for backward", "memory")
     sizes = ("sent_bytes", "parameter_bytes", "saved_bytes", "memory_bytes")
     return grid(
         head,
         [
             (
-                *_mesh(row), f"{float(row['step_ms']):.2f}", f"**{row['of_one']}**", _ms(row["foretold_ms"]),
+                *_mesh(row), f"{float(row['step_ms']):.2f}", f"**{row['of_one']}**", _ms(row["predicted_ms"]),
                 *(amount(int(row[name])) if int(row[name]) else "" for name in sizes),
             )
             for row in rows
@@ -112,15 +112,15 @@ def _ms(text: str) -> str:
     return f"{float(text):.2f}" if text else ""
 
 
-def _foretold(rows: Sequence[Row]) -> str:
+def _predicted(rows: Sequence[Row]) -> str:
     """How far the predictions are off."""
     lines = [
-        f"{_mesh(row).strategy}: measured {row['of_foretold']} of what was foretold{_missed(float(row['of_foretold']))}"
+        f"{_mesh(row).strategy}: measured {ratio} of what was predicted{_missed(float(ratio))}"
         for row in _sorted(rows)
-        if row["of_foretold"]
+        if (ratio := row["of_predicted"])
     ]
     return (
-        f"### What was foretold\n\nIt is to be within 10 % of what is measured.\n\n{bullets(lines)}\n" if lines else ""
+        f"### What was predicted\n\nIt is to be within 10 % of what is measured.\n\n{bullets(lines)}\n" if lines else ""
     )
 
 

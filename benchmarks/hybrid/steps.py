@@ -1,4 +1,4 @@
-"""Runs of the local engine by turns: time of a step, bytes sent, memory of a worker; what virtual time foretells."""
+"""Runs of the local engine by turns: time of a step, bytes sent, memory of a worker; what virtual time predicts."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ float32 products, in another order, and the biases of keys, whose gradient is 0,
 
 ALONE = Mesh(1, 1, 1)
 
-FORETOLD = 15
+PREDICTED = 15
 """Steps of virtual time, whose mean is the prediction: each is put together of other measured pieces."""
 
 
@@ -47,18 +47,18 @@ class Runs:
         engine: with processes at hand.
         size: of the model.
         pace: of the measurement.
-        foretells: whether virtual time is asked as well, where each worker has a core.
+        predicts: whether virtual time is asked as well, where each worker has a core.
     """
 
-    def __init__(self, engine: LocalEngine, size: Size, pace: Pace, *, foretells: bool) -> None:
-        self._engine, self._size, self._pace, self._foretells = engine, size, pace, foretells
+    def __init__(self, engine: LocalEngine, size: Size, pace: Pace, *, predicts: bool) -> None:
+        self._engine, self._size, self._pace, self._predicts = engine, size, pace, predicts
         self._program = program(size)
 
     def measure(self, some: Sequence[Mesh], sheet: Sheet, bar: Progress) -> None:
         """A row for each; in each round, one process and then all of them."""
         alone: list[float] = []
         found: dict[Mesh, list[paceline.Run]] = {mesh: [] for mesh in some}
-        foretold: dict[Mesh, list[float]] = {mesh: [] for mesh in some}
+        predicted: dict[Mesh, list[float]] = {mesh: [] for mesh in some}
         for turn in range(self._pace.rounds):
             steps = self._pace.of(some[0])
             one = self._run(ALONE, steps)
@@ -66,22 +66,22 @@ class Runs:
             for mesh in some[:: -1 if turn % 2 else 1]:
                 found[mesh].append(self._run(mesh, steps))
                 _check(mesh, found[mesh][-1], one)
-                if self._foretells and mesh.workers <= cores():
-                    foretold[mesh].append(self._foretell(mesh))
+                if self._predicts and mesh.workers <= cores():
+                    predicted[mesh].append(self._predict(mesh))
                 what = f"{mesh.strategy}, round {turn + 1} of {self._pace.rounds}"
                 bar.update(bar.task_ids[0], description=what, advance=1)
         for mesh, runs in found.items():
             ratio = median(_step_s(run) / one for run, one in zip(runs, alone, strict=True))
-            sheet.put(_row(mesh, runs, ratio, foretold[mesh]) | self._said() | machine())
+            sheet.put(_row(mesh, runs, ratio, predicted[mesh]) | self._said() | machine())
 
     def _run(self, mesh: Mesh, steps: int) -> paceline.Run:
         words: dict[str, Any] = {"steps": steps, "evaluate_every": steps, "progress": False}
         return paceline.train(self._program, mesh.strategy, engine=self._engine, **words)
 
-    def _foretell(self, mesh: Mesh) -> float:
-        words: dict[str, Any] = {"steps": FORETOLD, "evaluate_every": FORETOLD, "progress": False}
+    def _predict(self, mesh: Mesh) -> float:
+        words: dict[str, Any] = {"steps": PREDICTED, "evaluate_every": PREDICTED, "progress": False}
         run = paceline.train(self._program, mesh.strategy, engine="virtual", times="measured", **words)
-        return float(run.summary["seconds"]) / FORETOLD
+        return float(run.summary["seconds"]) / PREDICTED
 
     def _said(self) -> dict[str, Any]:
         return {"rounds": self._pace.rounds, **self._size._asdict()}
@@ -98,7 +98,7 @@ def _check(mesh: Mesh, run: paceline.Run, one: paceline.Run) -> None:
         assert apart <= CLOSE * largest, f"{mesh.strategy}: {name} is {apart:g} from one process's, of {largest:g}"
 
 
-def _row(mesh: Mesh, runs: Sequence[paceline.Run], ratio: float, foretold: Sequence[float]) -> dict[str, Any]:
+def _row(mesh: Mesh, runs: Sequence[paceline.Run], ratio: float, predicted: Sequence[float]) -> dict[str, Any]:
     def largest(name: str) -> int:
         return max((value for run in runs for value in run.summary.get(name, ()) if value is not None), default=0)
 
@@ -106,8 +106,10 @@ def _row(mesh: Mesh, runs: Sequence[paceline.Run], ratio: float, foretold: Seque
         **mesh._asdict(),
         "step_ms": f"{1e3 * median(map(_step_s, runs)):.3f}",
         "of_one": f"{ratio:.3f}",
-        "foretold_ms": f"{1e3 * median(foretold):.3f}" if foretold else "",
-        "of_foretold": f"{median(_step_s(r) / f for r, f in zip(runs, foretold, strict=True)):.3f}" if foretold else "",
+        "predicted_ms": f"{1e3 * median(predicted):.3f}" if predicted else "",
+        "of_predicted": f"{median(_step_s(r) / p for r, p in zip(runs, predicted, strict=True)):.3f}"
+        if predicted
+        else "",
         "sent_bytes": round(median(run.summary["payload_bytes_per_step"] or 0 for run in runs)),
         "parameter_bytes": largest("parameter_bytes"),
         "saved_bytes": largest("peak_saved_bytes"),

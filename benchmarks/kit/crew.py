@@ -83,7 +83,7 @@ def crew(work: Work, ranks: int, *arguments: Any) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Ctrl-C waits for the end of the block: nobody would end a process that is half started."""
+    """Ctrl-C waits for the end of the block: a process that is half started would be left behind."""
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -99,7 +99,7 @@ def _heard(links: Sequence[Connection], processes: Sequence[Any]) -> Iterator[An
     while there:
         ready = wait(list(there), SILENCE_S)
         if not ready:
-            raise RankError(f"the ranks {sorted(there.values())} told nothing for {SILENCE_S:g} s")
+            raise RankError(f"the ranks {sorted(there.values())} reported nothing for {SILENCE_S:g} s")
         said = {there[link]: _received(link) for link in ready if isinstance(link, Connection)}
         for rank, word in said.items():  # first: those who were at work with it fail as well
             if word is None:

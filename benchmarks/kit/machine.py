@@ -23,7 +23,7 @@ def machine() -> Facts:
     }
 
 
-def told(rows: Iterable[Mapping[str, str]]) -> str:
+def described(rows: Iterable[Mapping[str, str]]) -> str:
     """The machines of some rows in words, the days of each as from and to."""
     days: dict[str, list[str]] = {}
     for row in rows:

@@ -4,7 +4,7 @@ So nothing of a baseline is on the machine while the other side is measured::
 
     measure.py     waits ............................................... the figures
     turn.py        ray_server.trivial(...)   ends what is left of it .... prints
-    Ray, workers   start, work, are told to end ... gone
+    Ray, workers   start, work, are asked to end ... gone
 """
 
 import contextlib
@@ -22,7 +22,7 @@ START_S = 240.0
 """How long a baseline may take to start and to end: 26 processes import torch and Ray on what cores there are."""
 
 PATIENCE_S = 10.0
-"""How long what a baseline has told to end may take to do so, before it is killed; and again until it is gone."""
+"""Time limit for a baseline's processes to end once asked, before it is killed; and again until it is gone."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 

@@ -4,7 +4,7 @@
 
     process 0   F0 B0 F0 B0 ... update | F0 I0 F0 I0 ...      parts 0 (and 2, where they are interleaved)
     process 1   F1 B1 F1 B1 ... update | F1 I1 F1 I1 ...      parts 1 (and 3), in the order of the schedule
-                                       meet: nobody works while another has nothing to do
+                                       meet: no worker computes while another is idle
 
 I is the backward of a part whose linear layers need no gradient of their weights and biases.
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import aims
 from checks import STEPS as CHECKED
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid
 from models import LAYERS, MICRO_BATCHES, SIZES
@@ -25,7 +25,7 @@ third command draws a step, and the last writes this page.
 
 The model is an `nn.Sequential` of {LAYERS} transformer layers (norm, attention, norm, MLP four times as wide; no
 dropout), trained in float32 by SGD with momentum 0.9 on the mean square of its error, on one mini-batch of random
-numbers again and again, so nobody's data cost time. A step is {MICRO_BATCHES} micro-batches and the update.
+numbers again and again, so data cost no time on any side. A step is {MICRO_BATCHES} micro-batches and the update.
 
 {{sizes}}
 
@@ -84,7 +84,7 @@ def page(steps: Sequence[Row], saved: Sequence[Row], pictures: Sequence[Path]) -
         pictures: what there is in ``results/``.
     """
     head = HEAD.format(sizes=_sizes([*steps, *saved]))
-    sections = [head, f"Machine: {told([*steps, *saved])}.{_turns(steps)}\n"]
+    sections = [head, f"Machine: {described([*steps, *saved])}.{_turns(steps)}\n"]
     if steps:
         sections += [_table(steps, size, stages) for size, stages in _cells(steps)]
         sections += [f"## What a step is to take with 2 stages\n\n{_aims(steps)}", IDEAL]

@@ -86,7 +86,7 @@ class Theirs(Side):
         return {name: value for part in self._mine.values() for name, value in copied(part).items()}
 
     def close(self) -> None:
-        dist.barrier()  # nobody's sockets close before all have what was sent
+        dist.barrier()  # no socket closes before all have received
         dist.destroy_process_group(self._group)
 
 

@@ -1,4 +1,4 @@
-"""How far off published runs are foretold from others: models, sources, and drawn runs and models left out at a time.
+"""How far off published runs are predicted from others: models, sources, and drawn runs and models left out at a time.
 
     python benchmarks/planner/calibration.py
 
@@ -96,7 +96,7 @@ def of_data_sheets(case: Case) -> Cost:
 def left_out(
     rows: Sequence[PublishedRow], own: Sequence[PublishedRow], whole: Calibration, way: str
 ) -> Iterator[dict[str, Any]]:
-    """Some of the rows, foretold from all others."""
+    """Some of the rows, predicted from all others."""
     others = [row for row in rows if row not in own]
     times = calibrated(others, whole.deviations, steps=STEPS.get(way.rstrip("0123456789 "), 3))
     memory = calibrated_memory(others)
@@ -105,7 +105,7 @@ def left_out(
 
 
 def line(row: PublishedRow, times: Calibration, memory: MemoryCalibration, way: str) -> dict[str, Any]:
-    """Foretold and measured."""
+    """Predicted and measured."""
     asked = blank(row)
     found, room = times.forecast(asked), memory.forecast(asked)
     return {

@@ -16,15 +16,15 @@ from paceline.planner.calibration.corrections import Corrections
 from paceline.planner.calibration.rows import PublishedRow
 
 HEAD = """\
-# Published runs, foretold from others
+# Published runs, predicted from others
 
     python benchmarks/planner/calibration.py
     python -m paceline.plan.predict FILE.csv --calibrate FILE.csv
 
 Nothing is measured here: {many} published runs of {sources} sources (`../shared/data/planner/calibration.csv`) are
-foretold, each from all but those of its source about its model (*model*), or from other sources alone (*source*). The
-second command does the same for rows of your own. An error is |foretold - measured| / measured. *Within* counts runs in
-the interval that is to hold nine of ten.
+predicted, each from all but those of its source about its model (*model*), or from other sources alone (*source*). The
+second command does the same for rows of your own. An error is |predicted - measured| / measured. *Within* counts runs
+in the interval that is to hold nine of ten.
 """
 AIMS = """
 {aim}
@@ -42,8 +42,8 @@ DECISIONS = """\
 ## Which configuration is chosen
 
 Runs of one source with the same model, as many words and as many devices, at least three: each way to divide them is
-foretold without any run of that model, and the one with most samples in a second is taken. *Regret* is how much slower
-it was than the best measured one; *chance* what the middle one was; *rank* is Spearman's correlation of foretold and
+predicted without any run of that model, and the one with most samples in a second is taken. *Regret* is how much slower
+it was than the best measured one; *chance* what the middle one was; *rank* is Spearman's correlation of predicted and
 measured.
 """
 MEMORY = """\
@@ -64,7 +64,7 @@ SHRUNK = (0.95, 0.9, 0.85, 0.8)
 
 
 class Pair(NamedTuple):
-    """A run, and what was foretold of it."""
+    """A run, and what was predicted of it."""
 
     row: PublishedRow
     cells: Cells
@@ -151,7 +151,7 @@ def _figures(pairs: Sequence[Pair]) -> tuple[str, str, str]:
 
 def splits(of: Mapping[str, Sequence[Pair]]) -> str:
     """A line for each way to leave runs out."""
-    head = ("left out", "foretold", "mean", "median", "within", "by source: mean", "within", "memory: mean", "within")
+    head = ("left out", "predicted", "mean", "median", "within", "by source: mean", "within", "memory: mean", "within")
     return grid(head, [_split(way, pairs) for way, pairs in of.items()])
 
 
@@ -236,8 +236,8 @@ def chance(own: Sequence[Pair]) -> float:
 
 def rank(own: Sequence[Pair]) -> float:
     """Spearman's: the correlation of places; runs that are alike share the mean of theirs."""
-    foretold, measured = (_places([each.rate(column) for each in own]) for column in ("step_s", "measured_s"))
-    return float(np.corrcoef(foretold, measured)[0, 1]) if np.ptp(foretold) and np.ptp(measured) else 0.0
+    predicted, measured = (_places([each.rate(column) for each in own]) for column in ("step_s", "measured_s"))
+    return float(np.corrcoef(predicted, measured)[0, 1]) if np.ptp(predicted) and np.ptp(measured) else 0.0
 
 
 def _places(values: Sequence[float]) -> list[float]:
@@ -265,8 +265,8 @@ def room(pairs: Sequence[Pair]) -> str:
     lines = [(f"{part:.0%} of what was measured", f"{_too_small(told, part)} of {len(told)}") for part in SHRUNK]
     ran = [each for each in pairs if each.cells["measured_s"] and each.row.number("gpu_mem_gb")]
     lost = sum(each.cells["fits"] == "no" for each in ran)
-    text = f"Of {len(ran)} runs on devices whose memory is told, all of which fitted, {lost} are foretold not to fit."
-    return "\n".join([grid(("a device with", "foretold not to fit"), lines), "", text])
+    text = f"Of {len(ran)} runs on devices whose memory is known, all of which fitted, {lost} are predicted not to fit."
+    return "\n".join([grid(("a device with", "predicted not to fit"), lines), "", text])
 
 
 def _too_small(told: Sequence[Pair], part: float) -> int:

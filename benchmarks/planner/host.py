@@ -1,4 +1,4 @@
-"""What is foretold of this host's steps and memory, beside what is measured; the plan's choice beside the best.
+"""What is predicted of this host's steps and memory, beside what is measured; the plan's choice beside the best.
 
     python benchmarks/planner/host.py
     python benchmarks/planner/host.py --page
@@ -33,14 +33,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is not there yet, or write the page; returns the exit code."""
     said = parsed(arguments)
     folder = said.out / "results"
-    foretold = Sheet(folder / "host_foretold.csv", ("model", "side"))
+    predicted = Sheet(folder / "host_predicted.csv", ("model", "side"))
     measured = Sheet(folder / "host_measured.csv", ("model", "side", "round"))
 
     def work() -> None:
         if said.page:
-            write(said.out, foretold, measured)
+            write(said.out, predicted, measured)
         else:
-            fill(said, foretold, measured)
+            fill(said, predicted, measured)
 
     return guarded(work, str(folder))
 
@@ -58,22 +58,22 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return said
 
 
-def fill(said: argparse.Namespace, foretold: Sheet, measured: Sheet) -> None:
-    """Each model: first what is foretold, then rounds of runs by turns."""
+def fill(said: argparse.Namespace, predicted: Sheet, measured: Sheet) -> None:
+    """Each model: first what is predicted, then rounds of runs by turns."""
     with progress(len(said.models) * said.rounds) as bar:
         for name in said.models:
             sides = Sides(name, MODELS[name].program(name), said.seconds)
-            for row in sides.foretold(foretold):
-                foretold.put(row)
+            for row in sides.predicted(predicted):
+                predicted.put(row)
             for number in range(said.rounds):
-                one_round(sides, number, foretold, measured, bar)
+                one_round(sides, number, predicted, measured, bar)
                 bar.update(bar.task_ids[0], advance=1)
 
 
-def one_round(sides: Sides, number: int, foretold: Sheet, measured: Sheet, bar: Progress) -> None:
+def one_round(sides: Sides, number: int, predicted: Sheet, measured: Sheet, bar: Progress) -> None:
     """Of what has not been measured."""
     for side in list(SIDES)[:: -1 if number % 2 else 1]:
-        row = foretold.find(sides.name, side)
+        row = predicted.find(sides.name, side)
         if row is None or measured.find(sides.name, side, number):
             continue
         bar.update(bar.task_ids[0], description=f"{sides.name}, {row['strategy']}, round {number + 1}")
@@ -81,12 +81,12 @@ def one_round(sides: Sides, number: int, foretold: Sheet, measured: Sheet, bar: 
         measured.put({"model": sides.name, "side": side, "round": number, **found, **machine()})
 
 
-def write(folder: Path, foretold: Sheet, measured: Sheet) -> None:
+def write(folder: Path, predicted: Sheet, measured: Sheet) -> None:
     """The page, of what there is."""
     if not measured.rows:
         raise InputError(f"nothing has been measured into {measured.path.parent}; leave out --page first")
     path = folder / "host.md"
-    path.write_text(page(foretold.rows, measured.rows), encoding="utf-8")
+    path.write_text(page(predicted.rows, measured.rows), encoding="utf-8")
     print(path)
 
 

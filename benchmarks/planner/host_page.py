@@ -4,47 +4,47 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from math import ceil, floor, sqrt
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid
 
 HEAD = """\
-# Foretold and measured on this host
+# Predicted and measured on this host
 
     python benchmarks/planner/host.py
     python benchmarks/planner/host.py --page
 
-Six models, each by one process and by two workers as replicas, stages and shards: what `paceline.plan` foretells of
-the best of each kind, beside runs of all four in turns. Plans are foretold from measured pieces and from a profile,
+Six models, each by one process and by two workers as replicas, stages and shards: what `paceline.plan` predicts of
+the best of each kind, beside runs of all four in turns. Plans are predicted from measured pieces and from a profile,
 which has run the likely best strategy of each kind for less than a second, three to five times; *before* says whether
 it was this one. A step is the median of a run's, then of the runs, with the 95 % interval of that median by order
-statistics; memory is of the worker that holds most. The aim: each within 10 %, and a choice that can't be told from the
-best measured, or is at most 5 % slower.
+statistics; memory is of the worker that holds most. The aim: each within 10 %, and a choice as good as the best
+measured (within the intervals), or is at most 5 % slower.
 """
 
 NORMAL = 1.96
 """Of standard deviations: 95 % lie within."""
 
 
-def page(foretold: Sequence[Row], measured: Sequence[Row]) -> str:
+def page(predicted: Sequence[Row], measured: Sequence[Row]) -> str:
     """The whole text."""
     rounds = len({row["round"] for row in measured})
-    cells = list(_cells(foretold, measured))
+    cells = list(_cells(predicted, measured))
     head = (
         "model",
         "strategy",
-        "foretold, ms",
+        "predicted, ms",
         "measured, ms",
         "ratio",
         "closed form, ms",
         "before",
-        "foretold, MiB",
+        "predicted, MiB",
         "measured, MiB",
         "ratio",
     )
     parts = [
         HEAD,
-        f"Machine: {told(measured)}. {rounds} rounds.\n",
+        f"Machine: {described(measured)}. {rounds} rounds.\n",
         grid(head, [_line(*cell) for cell in cells]),
         "\n## How far off\n",
         bullets(_errors(cells)),
@@ -56,11 +56,11 @@ def page(foretold: Sequence[Row], measured: Sequence[Row]) -> str:
 
 
 Cell = tuple[Row, Sequence[float], float]
-"""What was foretold, seconds of each run, bytes."""
+"""What was predicted, seconds of each run, bytes."""
 
 
-def _cells(foretold: Sequence[Row], measured: Sequence[Row]) -> Iterator[Cell]:
-    for row in foretold:
+def _cells(predicted: Sequence[Row], measured: Sequence[Row]) -> Iterator[Cell]:
+    for row in predicted:
         own = [each for each in measured if (each["model"], each["side"]) == (row["model"], row["side"])]
         if own:
             yield (

@@ -1,4 +1,4 @@
-"""One process, two replicas, two stages, two shards: what is foretold of each, and runs of each."""
+"""One process, two replicas, two stages, two shards: what is predicted of each, and runs of each."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -33,7 +33,7 @@ class Sides:
     def __init__(self, name: str, program: paceline.Program, seconds: float) -> None:
         self.name, self._program, self._seconds = name, program, seconds
 
-    def foretold(self, known: Sheet) -> Iterator[dict[str, Any]]:
+    def predicted(self, known: Sheet) -> Iterator[dict[str, Any]]:
         """A row for each side that can be had; none where they are known."""
         if any(known.find(self.name, side) for side in SIDES):
             return
@@ -50,7 +50,7 @@ class Sides:
                 yield from self._told(side, sides[side], closed, found)
 
     def _told(self, side: str, plan: Plan, closed: Mapping[str, Plan], found: ProgramPlans) -> Iterator[dict[str, Any]]:
-        """Foretold from its pieces, if it has not been."""
+        """Predicted from its pieces, if it has not been."""
         plan = (
             plan
             if plan.provenance["compute"] == PREDICTED

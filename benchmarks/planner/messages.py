@@ -1,4 +1,4 @@
-"""How far off messages and products of matrices are foretold, beside published measurements.
+"""How far off messages and products of matrices are predicted, beside published measurements.
 
     python benchmarks/planner/messages.py
 
@@ -103,8 +103,8 @@ def single_points(data: Path) -> Iterator[dict[str, Any]]:
     points = nccl(data)["V100", 4]
     for row in _read(data / "comm_measured_jeanzay.csv"):
         if row["nodes"] == "1":
-            foretold = LatencyCurve.of(points).seconds(float(row["payload_bytes"]))
-            yield _row("V100", 4, "from another kind of host", [abs(foretold / float(row["duration_s"]) - 1)])
+            predicted = LatencyCurve.of(points).seconds(float(row["payload_bytes"]))
+            yield _row("V100", 4, "from another kind of host", [abs(predicted / float(row["duration_s"]) - 1)])
 
 
 def nccl(data: Path) -> dict[tuple[str, int], Points]:

@@ -7,12 +7,12 @@ from kit.sheet import Row
 from kit.words import grid
 
 HEAD = """\
-# Messages and products of matrices, foretold and measured
+# Messages and products of matrices, predicted and measured
 
     python benchmarks/planner/messages.py
 
 Nothing is measured here: what `knots` and `collectives` of `paceline.planner` and `paceline.planner.shapes.gemm_time`
-foretell is held to what others have published. An error is |foretold - measured| / measured; *mean* is over sizes and
+predict is held to what others have published. An error is |predicted - measured| / measured; *mean* is over sizes and
 then over numbers of workers, *worst curve* the largest of the means over sizes, *worst* one size's.
 """
 
@@ -25,7 +25,7 @@ other 5. *Beyond 128 MiB*: 256 MiB to 1 GiB from 6 knots below. *From other numb
 curve of the nearest other one.
 """
 
-NOT_FORETOLD = """
+NOT_PREDICTED = """
 V100 hosts of this kind are a mesh: how many links a ring has depends on which workers are in it, so other numbers of
 workers say little. Nor does the curve of one kind of host hold for another with the same devices. Those from several
 hosts (Jean Zay) are one size each: a single knot gives them back, which shows nothing.
@@ -35,7 +35,7 @@ PRODUCTS = """\
 ## Products of matrices
 
 72 products in bfloat16 on an H100, 6 µs to 0.2 ms (OpenXLA's table for its own cost model): a rate, a start and the
-share of the last wave that is waited for. *WorkerMemory out*: constants from one half foretell the other, ten halvings.
+share of the last wave that is waited for. *Held out*: constants from one half predict the other, ten halvings.
 """
 
 
@@ -44,7 +44,7 @@ def page(messages: Sequence[Row], products: Sequence[Row]) -> str:
     ways = list(dict.fromkeys(row["way"] for row in messages))
     head = ("device", "way", "curves", "mean", "worst curve", "worst")
     lines = [line for way in ways for line in _lines(messages, way)]
-    parts = [HEAD, MESSAGES, grid(head, lines), NOT_FORETOLD, PRODUCTS, _products(products), ""]
+    parts = [HEAD, MESSAGES, grid(head, lines), NOT_PREDICTED, PRODUCTS, _products(products), ""]
     return "\n".join(parts)
 
 

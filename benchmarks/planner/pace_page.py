@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import grid
 
@@ -31,7 +31,7 @@ def page(rows: Sequence[Row]) -> str:
         HEAD.format(replicas=replicas, updates=f"{int(updates):,}" if updates.isdigit() else updates),
         grid(head, map(_line, rows)),
         f"\nOff by {fmean(errors):.2%} on average and {max(errors):.2%} at the most. A simulation took {min(took):.1f} "
-        f"to {max(took):.1f} s on {told(rows)}.\n",
+        f"to {max(took):.1f} s on {described(rows)}.\n",
     ]
     return "\n".join(parts)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import grid
 from search_regret import section
@@ -23,8 +23,8 @@ def page(rows: Sequence[Row], regrets: Sequence[Row]) -> str:
     """The whole text."""
     head = ("devices", "looked at", "seconds", "of a processor", "memory, MB", "best")
     lines = [_line(row) for row in sorted(rows, key=lambda row: (int(row["devices"]), row["unbuilt"]))]
-    beside = [section(regrets), f"\nOn {told(regrets)}.\n"] if regrets else []
-    return "\n".join([HEAD, grid(head, lines), f"\nOn {told(rows)}.\n", *beside])
+    beside = [section(regrets), f"\nOn {described(regrets)}.\n"] if regrets else []
+    return "\n".join([HEAD, grid(head, lines), f"\nOn {described(rows)}.\n", *beside])
 
 
 def _line(row: Row) -> tuple[str, ...]:

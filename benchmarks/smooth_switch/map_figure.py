@@ -22,7 +22,7 @@ FAMILIES = {
     "buffered": ("buffered 12",),
     "synchronous": ("synchronous",),
 }
-"""What is told apart by colour."""
+"""Groups distinguished by colour."""
 
 COLOURS = ("#d9d9d9", "#9fd3c7", "#f6d186", "#c3b1e1", "#f4a7a3", "#ffffff")
 
@@ -32,7 +32,7 @@ FIXED = (*CANDIDATES, *OTHERS)
 
 
 def family(name: str | None) -> int:
-    """Its place among :data:`FAMILIES`; the one after the last where nobody won."""
+    """Its place among :data:`FAMILIES`; the one after the last where none won."""
     return next((i for i, members in enumerate(FAMILIES.values()) if name in members), len(FAMILIES))
 
 
@@ -87,7 +87,7 @@ def _by_accuracy(contest: Contest) -> tuple[int, str]:
 def _by_time(contest: Contest) -> tuple[int, str]:
     winner = contest.first(FIXED)
     if winner is None:
-        return family(None), "nobody"
+        return family(None), "none"
     mine, theirs = (contest.standings[name].to_target_s for name in (winner, "asynchronous"))
     beside = f"{theirs:.0f} s" if math.isfinite(theirs) else "never"
     return family(winner), f"{winner}\n{mine:.0f} s" + (f" ({beside})" if mine != theirs else "")

@@ -118,7 +118,7 @@ def _map(contests: Sequence[Contest]) -> str:
     if not contests:
         return f"## The map\n\nIts runs have not been made: `{SCRIPT} --regimes`."
     accuracy = Counter(made.winner(FIXED) for made in contests)
-    times = Counter(made.first(FIXED) or "nobody" for made in contests)
+    times = Counter(made.first(FIXED) or "none" for made in contests)
     ahead = Counter(made.winner(ALL) for made in contests)
     names = sorted({*accuracy, *times, *ahead}, key=lambda name: -accuracy[name])
     rows = [(name, *(str(counts[name]) for counts in (accuracy, times, ahead))) for name in names]

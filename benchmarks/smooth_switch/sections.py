@@ -20,7 +20,7 @@ SCRIPT = "python benchmarks/smooth_switch/measure.py"
 
 OPEN = {
     "combine": "“synchronize all the gradients in the gradient buffer”: added up or averaged, it does not say",
-    "loss": "equation 1 adds up the losses of a batch; PyTorch, which it used, averages them unless told otherwise",
+    "loss": "equation 1 adds up the losses of a batch; PyTorch, which it used, averages them by default",
     "count": "“an increase in the number of gradient updates”: gradients that came in, or updates made of them",
     "initial": "“a very low value”",
     "increment": "“Gradually increase the threshold”; “step size” is said, the height of a step is not",

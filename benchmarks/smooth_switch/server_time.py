@@ -2,7 +2,7 @@
 
 ::
 
-    workers     push push push ....           (none is delayed: somebody's Δ always lies there)
+    workers     push push push ....           (none is delayed: a Δ is always waiting)
     server      |-- K Δs, update --|-- K Δs, update --|-- K Δs, update --|
                                    |<---- period ---->|  =  a + c·K
 

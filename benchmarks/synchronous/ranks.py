@@ -24,7 +24,7 @@ TIMEOUT_S = 120.0
 """Bound on every wait."""
 
 READY = 8
-"""Batches that lie ready on each rank, and are fed again and again: nobody's data cost time."""
+"""Batches that lie ready on each rank, and are fed again and again: data cost no time."""
 
 
 class Case(NamedTuple):

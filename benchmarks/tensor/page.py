@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from kit.machine import told
+from kit.machine import described
 from kit.sheet import Row
 from kit.words import bullets, grid
 from models import ROWS
@@ -43,7 +43,7 @@ def page(rows: Sequence[Row]) -> str:
     rule = f"With 2 shards on shm at most {asked}; nowhere more than DTensor."
     aims = f"## What a step is to take\n\n{rule}\n\n{bullets(_aims(rows))}\n"
     pairs = " or ".join(sorted({row["pairs"] for row in rows}))
-    return "\n".join([HEAD, f"Machine: {told(rows)}. {pairs} rounds.\n", *tables, aims])
+    return "\n".join([HEAD, f"Machine: {described(rows)}. {pairs} rounds.\n", *tables, aims])
 
 
 def _table(rows: Sequence[Row]) -> str:

@@ -37,7 +37,7 @@ def test_where_workers_share_cores_there_are_fewer_steps(load: Callable[[str], A
 def test_meshes_are_measured_once(load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measure, mesh = load("measure"), load("meshes").Mesh
     monkeypatch.setattr(measure, "meshes", lambda count: [mesh(count, 1, 1), mesh(1, count, 1)])
-    words = [*SMALL, "--workers", "2", "--steps", "2", "--unforetold", "--out", str(tmp_path)]
+    words = [*SMALL, "--workers", "2", "--steps", "2", "--without-prediction", "--out", str(tmp_path)]
     assert measure.main(words) == 0
     sheet = tmp_path / "results" / "steps.csv"
     whole, part = read(sheet)
@@ -70,18 +70,18 @@ def test_a_single_sample_is_asked_for(load: Callable[[str], Any], monkeypatch: p
     assert float(row["call_ms"]) > 0
 
 
-def test_the_page_says_what_shares_cores_and_what_was_foretold_badly(load: Callable[[str], Any]) -> None:
+def test_the_page_says_what_shares_cores_and_what_was_predicted_badly(load: Callable[[str], Any]) -> None:
     usual = MACHINE | {"rounds": "5", "layers": "4", "width": "128"}
     sizes = dict.fromkeys(("sent_bytes", "parameter_bytes", "saved_bytes", "memory_bytes"), "1048576")
 
-    def row(mesh: tuple[int, int, int], foretold: str, ratio: str) -> dict[str, str]:
+    def row(mesh: tuple[int, int, int], predicted: str, ratio: str) -> dict[str, str]:
         names = zip(("replicas", "stages", "shards"), map(str, mesh), strict=True)
         return {
             **dict(names),
             "step_ms": "80",
             "of_one": "0.5",
-            "foretold_ms": foretold,
-            "of_foretold": ratio,
+            "predicted_ms": predicted,
+            "of_predicted": ratio,
             **sizes,
             **usual,
         }
@@ -95,7 +95,7 @@ def test_the_page_says_what_shares_cores_and_what_was_foretold_badly(load: Calla
     assert "| 1 | 2 | 1 | 80.00 | **0.5** | 79.00 | 1.05 MB |" in text
     assert "### 4 workers\n\nThey share 2 cores" in text
     assert "### 2 workers\n\n| replicas" in text
-    assert "replicas=1 stages=2 shards=1 micro_batches=4 threads=1: measured 1.013 of what was foretold\n" in text
-    assert "replicas=2 stages=1 shards=1 threads=1: measured 1.333 of what was foretold (missed)" in text
+    assert "replicas=1 stages=2 shards=1 micro_batches=4 threads=1: measured 1.013 of what was predicted\n" in text
+    assert "replicas=2 stages=1 shards=1 threads=1: measured 1.333 of what was predicted (missed)" in text
     assert text.index("| shm | paceline | 80.00") < text.index("|  | torch | 80.00")
     assert "| tiny | shards=2 | 0.500 | **0.7** |" in text

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks" / "planner"
 MACHINE = {"processor": "p", "cores": "2", "system": "s", "torch": "t", "python": "3", "date": "2026-11-22"}
 
 
-def foretold(side: str, strategy: str, step_s: float, **more: object) -> dict[str, str]:
+def predicted(side: str, strategy: str, step_s: float, **more: object) -> dict[str, str]:
     row = {"model": "m", "side": side, "strategy": strategy, "step_s": step_s, "closed_s": step_s * 2}
     return {
         name: str(value)
@@ -45,7 +45,7 @@ def test_the_interval_of_a_median(load: Callable[[str], Any], runs: list[float],
 
 
 def test_the_page_says_how_far_off_and_what_a_choice_costs(load: Callable[[str], Any]) -> None:
-    rows = [foretold("alone", "replicas=1", 0.010, chosen=1), foretold("replicas", "replicas=2", 0.012)]
+    rows = [predicted("alone", "replicas=1", 0.010, chosen=1), predicted("replicas", "replicas=2", 0.012)]
     runs = [measured("alone", n, 0.0125) for n in range(9)] + [measured("replicas", n, 0.010) for n in range(9)]
     text = load("host_page").page(rows, runs)
     assert "| m | replicas=1 | 10.00 | 12.50 (12.50 to 12.50) | 1.25 | 20.00 | no | 1 | 2 | 2.00 |" in text
@@ -63,8 +63,8 @@ def test_what_is_there_is_not_measured_again(
         def __init__(self, name: str, program: object, seconds: float) -> None:
             self.name = name
 
-        def foretold(self, known: Any) -> list[dict[str, str]]:
-            return [] if known.rows else [foretold("alone", "replicas=1", 0.01) | {"model": self.name}]
+        def predicted(self, known: Any) -> list[dict[str, str]]:
+            return [] if known.rows else [predicted("alone", "replicas=1", 0.01) | {"model": self.name}]
 
         def run(self, row: dict[str, str]) -> dict[str, object]:
             ran.append(row["strategy"])

@@ -153,13 +153,13 @@ def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pyte
     assert found.why_not == "it can't run: its loss is a sum"
 
 
-def test_plans_of_a_program_are_those_of_its_profile_the_foretold_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    def foretold(plans: Sequence[Plan], program: Program, profile: Profile, tell: object) -> list[Plan]:
+def test_plans_of_a_program_are_those_of_its_profile_the_predicted_ones_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    def predicted(plans: Sequence[Plan], program: Program, profile: Profile, tell: object) -> list[Plan]:
         return [
             replace(plan, why_not="it can't be had" if kind(plan.arrangement) == "shards" else "") for plan in plans
         ]
 
-    monkeypatch.setattr(of_program, "predict_from_components", foretold)
+    monkeypatch.setattr(of_program, "predict_from_components", predicted)
     monkeypatch.setattr(of_program, "cores", lambda: 2)
     found = plans_here(program(), Objectives(), PROFILE)
     assert found.objectives.fixed == "replica"

@@ -1,4 +1,4 @@
-"""Calibrations learn what rows were made with, and published runs are foretold within the aims."""
+"""Calibrations learn what rows were made with, and published runs are predicted within the aims."""
 
 from dataclasses import replace
 from math import exp, log
@@ -27,7 +27,7 @@ def learnt_rows() -> list[PublishedRow]:
     return timed(grid("made"), SLOWER, noise=0.02) + timed(other, SLOWER, off=log(1.2), noise=0.02)
 
 
-def test_rows_of_the_same_kind_are_foretold_within_their_noise(learnt_rows: list[PublishedRow]) -> None:
+def test_rows_of_the_same_kind_are_predicted_within_their_noise(learnt_rows: list[PublishedRow]) -> None:
     asked, others = learnt_rows[::5], [each for at, each in enumerate(learnt_rows) if at % 5]
     found = calibrated(others)
     errors = [abs(found.forecast(blank(each)).step_s / (each.step_s or 0) - 1) for each in asked]
@@ -123,25 +123,25 @@ def test_what_nobody_saw_has_no_effect_and_all_deviation() -> None:
     assert effects(4).of(of_source("b")) == (0.0, pytest.approx(1.01**0.5))
 
 
-def test_left_out_is_what_others_alone_foretell() -> None:
+def test_left_out_is_what_others_alone_predict() -> None:
     errors = np.array([0.1, 0.4, -0.2, 0.3])
     rows = [of_source("a"), of_source("a"), of_source("b"), of_source("a")]
     found, deviations = Effects(rows, errors, np.full(4, 0.01), TWO).left_out(range(4))
     for at in range(4):
         others = [each for each in range(4) if each != at]
         alone = Effects([rows[i] for i in others], errors[others], np.full(3, 0.01), TWO)
-        foretold, deviation = alone.of(rows[at])
-        assert found[at] == pytest.approx(errors[at] - foretold, rel=1e-9)
+        predicted, deviation = alone.of(rows[at])
+        assert found[at] == pytest.approx(errors[at] - predicted, rel=1e-9)
         assert deviations[at] == pytest.approx(deviation, rel=1e-9)
 
 
-def test_left_out_together_is_what_those_of_other_kinds_foretell() -> None:
+def test_left_out_together_is_what_those_of_other_kinds_predict() -> None:
     errors = np.array([0.1, 0.4, -0.2, 0.3])
     rows = [of_source("a"), of_source("a"), of_source("b"), of_source("a")]
     found, deviations = Effects(rows, errors, np.full(4, 0.01), TWO).left_out(["x", "y", "y", "x"])
     for at, others in enumerate(([1, 2], [0, 3], [0, 3], [1, 2])):
-        foretold, deviation = Effects([rows[i] for i in others], errors[others], np.full(2, 0.01), TWO).of(rows[at])
-        assert found[at] == pytest.approx(errors[at] - foretold, rel=1e-9)
+        predicted, deviation = Effects([rows[i] for i in others], errors[others], np.full(2, 0.01), TWO).of(rows[at])
+        assert found[at] == pytest.approx(errors[at] - predicted, rel=1e-9)
         assert deviations[at] == pytest.approx(deviation, rel=1e-9)
 
 
@@ -224,7 +224,7 @@ LEFT_OUT = (("vtrain1", "gpt-l24-h2048"), ("vtrainN", "gpt-l40-h6144"), ("vtrain
 """Of the twelve groups of these sources; all of them are in benchmarks/planner."""
 
 
-def test_models_left_out_are_foretold_within_the_aim(published: list[PublishedRow]) -> None:
+def test_models_left_out_are_predicted_within_the_aim(published: list[PublishedRow]) -> None:
     errors = []
     whole = calibrated(published)
     for group in LEFT_OUT:
@@ -235,7 +235,7 @@ def test_models_left_out_are_foretold_within_the_aim(published: list[PublishedRo
     assert fmean(errors) <= AIM_TIME
 
 
-def test_memory_of_models_left_out_is_foretold_within_the_aim(published: list[PublishedRow]) -> None:
+def test_memory_of_models_left_out_is_predicted_within_the_aim(published: list[PublishedRow]) -> None:
     errors = []
     told = [each for each in published if each.held_bytes and each.source == "bigscience-a100"]
     for group in {each.group for each in told}:

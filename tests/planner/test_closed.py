@@ -35,7 +35,7 @@ def other_passes(plan: Plan) -> Plan:
 
 
 def test_what_passes_took_beside_grows_with_them() -> None:
-    """Of the run by hand: 2 ms of computing in three passes, and of the rest 2.3 ms more than the 1 ms foretold."""
+    """Of the run by hand: 2 ms of computing in three passes, and of the rest 2.3 ms more than the 1 ms predicted."""
     for plan in (of_kind("stages"), other_passes(of_kind("stages"))):
         found = corrected(plan, PROFILE)
         added = 2e-3 / 3 * passes(plan.arrangement) + (9.3e-3 - 6e-3) - 1e-3
@@ -44,7 +44,7 @@ def test_what_passes_took_beside_grows_with_them() -> None:
         assert found.high_s / found.cost.step_s == pytest.approx(plan.high_s / plan.cost.step_s)
 
 
-def test_what_took_less_than_foretold_takes_as_many_times_less_elsewhere() -> None:
+def test_what_took_less_than_predicted_takes_as_many_times_less_elsewhere() -> None:
     """Half the computing, and of the rest the half."""
     plan = of_kind("replicas")
     quick = replace(PROFILE.runs["replicas"], closed_s=26e-3, closed_compute_s=12e-3, step_s=13e-3)

@@ -40,7 +40,7 @@ def spread(points: Points, count: int) -> Points:
     return [points[i] for i in np.linspace(0, len(points) - 1, count).round().astype(int)]
 
 
-def test_six_knots_foretell_every_measured_point(nccl: dict[tuple[str, int], Points]) -> None:
+def test_six_knots_predict_every_measured_point(nccl: dict[tuple[str, int], Points]) -> None:
     curves = [LatencyCurve.of(points, most=6) for points in nccl.values()]
     means = [np.mean(errors(curve, points)) for curve, points in zip(curves, nccl.values(), strict=True)]
     assert len(means) == 14
@@ -48,7 +48,7 @@ def test_six_knots_foretell_every_measured_point(nccl: dict[tuple[str, int], Poi
     assert max(means) < 0.01  # 3 % was asked for
 
 
-def test_knots_chosen_blindly_foretell_the_points_between_them(nccl: dict[tuple[str, int], Points]) -> None:
+def test_knots_chosen_blindly_predict_the_points_between_them(nccl: dict[tuple[str, int], Points]) -> None:
     found = list[float]()
     for points in nccl.values():
         known = spread(points, 6)

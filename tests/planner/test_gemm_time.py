@@ -27,7 +27,7 @@ def mean_error(device: Products, products: list[Product], seconds: list[float]) 
     return float(np.mean(np.abs(product_fit.relative_errors(device, products, seconds))))
 
 
-def test_three_constants_foretell_72_products_of_an_h100(h100: tuple[list[Product], list[float]]) -> None:
+def test_three_constants_predict_72_products_of_an_h100(h100: tuple[list[Product], list[float]]) -> None:
     products, seconds = h100
     assert len(products) == 72
     device = product_fit.fitted(products, seconds, H100_MULTIPROCESSORS)
@@ -35,7 +35,7 @@ def test_three_constants_foretell_72_products_of_an_h100(h100: tuple[list[Produc
     assert 0.7e15 < device.flops_per_s < 0.989e15  # of NVIDIA's data sheet: no product is quicker than the device
 
 
-def test_constants_of_one_half_foretell_the_other(h100: tuple[list[Product], list[float]]) -> None:
+def test_constants_of_one_half_predict_the_other(h100: tuple[list[Product], list[float]]) -> None:
     products, seconds = h100
     errors = []
     for seed in range(10):

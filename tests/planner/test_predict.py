@@ -1,4 +1,4 @@
-"""The command that foretells rows of a table."""
+"""The command that predicts rows of a table."""
 
 import csv
 import io
@@ -94,7 +94,7 @@ def test_outcomes_of_asked_rows_are_not_looked_at(measured: Path, capsys: pytest
     assert lines[0].endswith(",ok\n")
 
 
-def test_a_device_with_less_memory_than_is_needed_is_foretold(
+def test_a_device_with_less_memory_than_is_needed_is_predicted(
     measured: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [PublishedRow({**each.cells, "gpu_mem_gb": str(size)}) for size in (80, 2) for each in grid()[:4]]
@@ -131,17 +131,17 @@ CELLS = ("", "0", "1", "3", "16", "0.5", "64", "4096", "fp8", "full", "A100", "?
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_whatever_stands_in_cells_has_an_answer_or_a_reason(foreteller: RowPredictor, data: st.DataObject) -> None:
+def test_whatever_stands_in_cells_has_an_answer_or_a_reason(predicter: RowPredictor, data: st.DataObject) -> None:
     columns = data.draw(st.dictionaries(st.sampled_from(sorted(STRANGE[0].cells)), st.sampled_from(CELLS), max_size=4))
     asked = PublishedRow({**data.draw(st.sampled_from(STRANGE)).cells, **columns, "row_id": "a"})
-    reason = _refusal(foreteller, asked)
+    reason = _refusal(predicter, asked)
     assert not reason or reason.startswith("row a: ")
 
 
-def _refusal(foreteller: RowPredictor, asked: PublishedRow) -> str:
+def _refusal(predicter: RowPredictor, asked: PublishedRow) -> str:
     """Empty where there is an answer."""
     try:
-        line, forecast = foreteller.line(asked), foreteller.times.forecast(blank(asked))
+        line, forecast = predicter.line(asked), predicter.times.forecast(blank(asked))
     except InputError as error:
         return str(error)
     assert 0 < float(line.step_time_s) < inf
@@ -151,7 +151,7 @@ def _refusal(foreteller: RowPredictor, asked: PublishedRow) -> str:
 
 
 @pytest.fixture(scope="module")
-def foreteller(measured: Path) -> RowPredictor:
+def predicter(measured: Path) -> RowPredictor:
     return RowPredictor.of(read(measured))
 
 

@@ -18,7 +18,7 @@ class Ran:
         self.summary = {"step_time_s": step_s, "peak_memory_bytes": [1000, 4000], "interrupted": interrupted}
 
 
-def test_plans_take_turns_and_are_laid_beside_what_was_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_take_turns_and_are_laid_beside_what_was_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
     def train(program: Any, strategy: Strategy, **words: Any) -> Ran:
