@@ -19,7 +19,7 @@ the best of each kind, beside runs of all four in turns. Plans are predicted fro
 which has run the likely best strategy of each kind for less than a second, three to five times; *before* says whether
 it was this one. A step is the median of a run's, then of the runs, with the 95 % interval of that median by order
 statistics; memory is of the worker that holds most. The aim: each within 10 %, and a choice as good as the best
-measured (within the intervals), or is at most 5 % slower.
+measured (within the intervals), or at most 5 % slower.
 """
 
 NORMAL = 1.96
