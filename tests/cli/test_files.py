@@ -29,8 +29,8 @@ def drawings(monkeypatch: pytest.MonkeyPatch) -> None:
 
     loaded = SimpleNamespace(spans=list(SPANS), strategy="replicas=2", summary={})
     monkeypatch.setattr(import_module("paceline.run"), "load", lambda path: loaded)
-    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "svg", drawing("svg"))
-    monkeypatch.setattr(import_module("paceline.trace.swimlane"), "text", drawing("text"))
+    monkeypatch.setattr(import_module("paceline.trace.svg"), "swimlanes_svg", drawing("svg"))
+    monkeypatch.setattr(import_module("paceline.trace.text"), "swimlanes_text", drawing("text"))
     monkeypatch.setattr(import_module("paceline.trace.perfetto"), "write_perfetto", write)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.trace import SERVER, Action, Span
+from paceline.trace.spans import SERVER, Action, Span
 
 MS = 10**6
 Golden = Callable[[str, str], None]

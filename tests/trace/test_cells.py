@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.trace import Span
-from paceline.trace.swimlane import innermost
+from paceline.trace.spans import Span
+from paceline.trace.text import innermost
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 8)), max_size=8)
 

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.trace import SERVER, Span
 from paceline.trace.lanes import Stretch, dominant, duration, lanes, present, stretch, ticks
+from paceline.trace.spans import SERVER, Span
 
 
 def at(replica: int, stage: int, shard: int) -> Span:

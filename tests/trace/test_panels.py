@@ -5,8 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from paceline.trace import Panel, Span, panels_svg, panels_text
-from paceline.trace.svg import COLOURS
+from paceline.trace.lanes import LOOKS, Panel
+from paceline.trace.spans import Span
+from paceline.trace.svg import panels_svg
+from paceline.trace.text import panels_text
 from tests.trace.conftest import span
 from tests.trace.test_picture import SVG, drawn, words
 
@@ -76,7 +78,7 @@ def test_forward_and_backward_are_told_apart_by_colour(panels: list[Panel]) -> N
         if "fill" in group.attrib
         for title in group.iter(f"{SVG}title")
     }
-    assert colours == {name: COLOURS[name] for name in ("forward", "backward", "recompute", "apply", "wait")}
+    assert colours == {name: LOOKS[name].colour for name in ("forward", "backward", "recompute", "apply", "wait")}
 
 
 def test_titles_sentence_and_table_lie_within_the_frame(panels: list[Panel]) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from paceline.trace import SERVER, Span, write_perfetto
+from paceline.trace.perfetto import write_perfetto
+from paceline.trace.spans import SERVER, Span
 
 
 def load(path: Path, spans: list[Span]) -> list[dict[str, Any]]:

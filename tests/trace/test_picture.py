@@ -7,9 +7,9 @@ from xml.etree import ElementTree
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.trace import ACTIONS, SERVER, Action, Span, svg
-from paceline.trace.lanes import Stretch
-from paceline.trace.svg import COLOURS, boxes
+from paceline.trace.lanes import LOOKS, Stretch
+from paceline.trace.spans import ACTIONS, SERVER, Action, Span
+from paceline.trace.svg import boxes, swimlanes_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 CYCLE: list[Action] = ["pull", "forward", "backward", "push", "wait"]
@@ -39,7 +39,7 @@ def words(picture: str) -> list[str]:
 
 
 def test_labels_legend_and_axis(synchronous: list[Span]) -> None:
-    found = words(svg(synchronous))
+    found = words(swimlanes_svg(synchronous))
     legend = ["forward", "backward", "pull", "push", "apply", "wait", "delay"]
     assert found[:7] == legend
     assert found[-3:] == ["replica 0", "replica 1", "server"]
@@ -47,13 +47,13 @@ def test_labels_legend_and_axis(synchronous: list[Span]) -> None:
 
 
 def test_titles_tell_action_step_and_duration(synchronous: list[Span], pipeline: list[Span]) -> None:
-    titles = drawn(svg(synchronous))
+    titles = drawn(swimlanes_svg(synchronous))
     assert {"forward · step 2 · 3.5 ms", "push · step 1 · 400 bytes · 1 ms", "apply · step 1 · 2 ms"} <= titles.keys()
-    assert "forward · step 1 · micro-batch 2 · 1 ms" in drawn(svg(pipeline))
+    assert "forward · step 1 · micro-batch 2 · 1 ms" in drawn(swimlanes_svg(pipeline))
 
 
 def test_boxes_are_true_to_scale(synchronous: list[Span]) -> None:
-    found = drawn(svg(synchronous))
+    found = drawn(swimlanes_svg(synchronous))
     (x_first, width), (x_second, _) = found["forward · step 1 · 3.5 ms"][0], found["forward · step 2 · 3.5 ms"][0]
     (_, longer), _ = found["backward · step 1 · 6 ms"]
     pixels_per_ms = (x_second - x_first) / 20
@@ -62,15 +62,15 @@ def test_boxes_are_true_to_scale(synchronous: list[Span]) -> None:
 
 
 def test_a_stretch_shows_what_lies_in_it(synchronous: list[Span]) -> None:
-    found = drawn(svg(synchronous, start_s=0.0, end_s=0.02))
+    found = drawn(swimlanes_svg(synchronous, start_s=0.0, end_s=0.02))
     assert all("step 1" in title for title in found)
     assert sum(len(places) for places in found.values()) == sum(each.step == 1 for each in synchronous)
     with pytest.raises(InputError, match="shows nothing"):
-        svg(synchronous, start_s=1.0)
+        swimlanes_svg(synchronous, start_s=1.0)
 
 
 def test_it_needs_nothing_else(synchronous: list[Span]) -> None:
-    picture = svg(synchronous)
+    picture = swimlanes_svg(synchronous)
     assert re.findall(r"https?://[^\"]*", picture) == ["http://www.w3.org/2000/svg"]
     assert set(re.findall(r"url\(#([^)]*)\)", picture)) == set(re.findall(r' id="([^"]*)"', picture))
     assert not re.search(r"<(script|style|image|link)", picture)
@@ -80,7 +80,7 @@ def test_all_lies_within_the_frame() -> None:
     every = [
         Span(r, 0, 0, action, 1, 0, 10 * i, 10 * i + 9, 0) for r in (0, SERVER) for i, action in enumerate(ACTIONS)
     ]
-    root = ElementTree.fromstring(svg(every))
+    root = ElementTree.fromstring(swimlanes_svg(every))
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     assert root.attrib["viewBox"] == f"0 0 {width:g} {height:g}"
     for each in root.iter(f"{SVG}text"):
@@ -94,11 +94,11 @@ def test_all_lies_within_the_frame() -> None:
 
 def test_many_spans_stay_small() -> None:
     spans = dense(100_000, replicas=8)
-    assert len(svg(spans)) < 300_000
+    assert len(swimlanes_svg(spans)) < 300_000
 
 
 def test_many_lanes_are_labelled_in_part() -> None:
-    found = words(svg([*dense(1000, replicas=200), Span(SERVER, 0, 0, "apply", 1, 0, 0, 1000, 0)]))
+    found = words(swimlanes_svg([*dense(1000, replicas=200), Span(SERVER, 0, 0, "apply", 1, 0, 0, 1000, 0)]))
     lanes = [each for each in found if each.startswith("replica")]
     assert lanes == [f"replica {index}" for index in range(0, 200, 5)]
     assert found[-1] == "server"
@@ -131,9 +131,9 @@ def test_merging_loses_no_time() -> None:
 
 
 def test_every_action_has_its_own_colour() -> None:
-    assert list(COLOURS) == list(ACTIONS)
-    assert len(set(COLOURS.values())) == len(ACTIONS)
+    assert list(LOOKS) == list(ACTIONS)
+    assert len({look.colour for look in LOOKS.values()}) == len(ACTIONS)
 
 
 def test_no_spans() -> None:
-    assert words(svg([])) == ["no spans"]
+    assert words(swimlanes_svg([])) == ["no spans"]

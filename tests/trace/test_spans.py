@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
-from paceline.trace import ACTIONS, Span, read_spans, write_spans
+from paceline.trace.spans import ACTIONS, Span, read_spans, write_spans
 
 numbers = st.integers(0, 2**62)
 spans = st.builds(

@@ -33,8 +33,9 @@ def trace(
     with session(json_output=json):
         # Imported here: torch takes seconds, and --help needs none of it.
         from paceline.run import load
-        from paceline.trace import swimlane
         from paceline.trace.perfetto import write_perfetto
+        from paceline.trace.svg import swimlanes_svg
+        from paceline.trace.text import swimlanes_text
 
         loaded = load(run)
         spans = loaded.spans
@@ -42,14 +43,14 @@ def trace(
             raise InputError(f"{run} holds no spans; record the run with --trace")
         shown = _pipeline_step(loaded, step, whole=start is not None or end is not None)
         if svg is not None:
-            drawing = shown.svg() if shown else swimlane.svg(spans, start_s=start, end_s=end)
+            drawing = shown.svg() if shown else swimlanes_svg(spans, start_s=start, end_s=end)
             write_target("--svg", svg).write_text(drawing, encoding="utf-8")
         if perfetto is not None:
             write_perfetto(write_target("--perfetto", perfetto), spans, shown.ideal_spans() if shown else ())
         text = ""
         if svg is None and perfetto is None and not json:
             width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - GUTTER)
-            text = shown.text(width) if shown else swimlane.text(spans, start_s=start, end_s=end)
+            text = shown.text(width) if shown else swimlanes_text(spans, start_s=start, end_s=end)
     if json:
         files: dict[str, Any] = {"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)}
         print_json(files | ({"pipeline": shown.to_json()} if shown else {}))

@@ -13,9 +13,10 @@ from paceline.metrics.pipeline import Interval, Pace, PipelineWorkerFigures, ide
 from paceline.metrics.summary import NEEDS, SAVED
 from paceline.schedule import Dependencies
 from paceline.strategy import Strategy
-from paceline.trace.lanes import duration
+from paceline.trace.lanes import Panel, duration
 from paceline.trace.spans import Span
-from paceline.trace.step_view import Panel, panels_svg, panels_text
+from paceline.trace.svg import panels_svg
+from paceline.trace.text import panels_text
 
 _TITLES = ("stage", "utilisation", "bubble", "exposed communication", "peak activations")
 NOTHING: Mapping[str, Any] = {}

@@ -13,7 +13,7 @@ from paceline.report import figures
 from paceline.report.inputs import Section, Source, StrategyRuns, sections
 from paceline.report.tables import legend, name, notes, results, strategies
 from paceline.trace.spans import SERVER, Span
-from paceline.trace.swimlane import svg
+from paceline.trace.svg import swimlanes_svg
 
 CSS = """
 :root { --ink: #222; --soft: #5c5c5c; --line: #dcdcdc; --wash: #f6f7f8; }
@@ -187,7 +187,7 @@ def swimlanes(recorded: Sequence[Sequence[Span]]) -> list[str]:
         whole_s = (max(span.end_ns for span in spans) - min(span.start_ns for span in spans)) / 1e9
         start_s = max(0.0, (whole_s - length_s) / 2)
         # A window is never empty, however short the run.
-        drawings.append(svg(spans, start_s, max(min(start_s + length_s, whole_s), start_s + 1e-9)))
+        drawings.append(swimlanes_svg(spans, start_s, max(min(start_s + length_s, whole_s), start_s + 1e-9)))
     return drawings
 
 

@@ -19,8 +19,25 @@ __all__ = ["ENGINES", "Case", "Feature", "first_row", "refuse"]
 
 def refuse(case: Case) -> None:
     """Raise InputError with the sentence of the first row that applies."""
-    if row := first_row(case):
-        raise InputError(_sentence(row, case))
+    row = first_row(case)
+    if row is None:
+        return
+    s = case.strategy()
+    # Engines of real time only: virtual time does not replace them.
+    engines = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
+    sentence = row.sentence.format(
+        s=s,
+        feature=row.feature,
+        value=getattr(s, row.feature, None),
+        engine=case.engine,
+        engines=" or ".join(engines),
+        policy=text_of(case.policy),
+        clip_norm=case.clip_norm,
+        copies=list(s.copies),
+        most=max(s.copies),
+        enough=2 * s.stage_count * max(s.copies),
+    )
+    raise InputError(sentence)
 
 
 def first_row(case: Case) -> Row | None:
@@ -29,21 +46,3 @@ def first_row(case: Case) -> Row | None:
         if row.applies(case):
             return row
     return None
-
-
-def _sentence(row: Row, case: Case) -> str:
-    s = case.strategy()
-    # Engines of real time only: virtual time does not replace them.
-    supporting = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
-    return row.sentence.format(
-        s=s,
-        feature=row.feature,
-        value=getattr(s, row.feature, None),
-        engine=case.engine,
-        engines=" or ".join(supporting),
-        policy=text_of(case.policy),
-        clip_norm=case.clip_norm,
-        copies=list(s.copies),
-        most=max(s.copies),
-        enough=2 * s.stage_count * max(s.copies),
-    )

@@ -17,29 +17,28 @@ Feature: TypeAlias = Literal[
     "cuda",
     "compression",
     "shard_optimizer",
+    "groups-shard_optimizer",  # the same where a replica is several workers
     "shard_parameters",
     "noise_scale",
     "virtual-time",
 ]
 
+GROUPS = "groups-"
+"""Beginning of a feature that an engine supports only where a replica is several workers."""
+
+_PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "noise_scale"})
+
 ENGINES: Mapping[str, frozenset[Feature]] = {
-    "local": frozenset({"asynchronous", "in-place", "stages", "async-stages", "shards", "cuda", "noise_scale"}),
+    "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
     "ray": frozenset({"asynchronous", "cuda"}),
-    "distributed": frozenset(
-        {
-            "stages",
-            "async-stages",
-            "shards",
-            "cuda",
-            "compression",
-            "shard_optimizer",
-            "shard_parameters",
-            "noise_scale",
-        }
-    ),
+    "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
 }
 """Features of the engines that come with Paceline; the planner chooses among engines without importing any."""
+
+
+_SAME = ("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters")
+"""Fields of a case that a strategy has under the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,21 +96,15 @@ class Case:
             ENGINES[engine] if features is None else features,
             lambda: strategy,
             strategy.aggregation,
-            strategy.replicas,
-            strategy.stage_count,
-            max(strategy.shards) if isinstance(strategy.shards, tuple) else strategy.shards,
-            max(strategy.copies),
-            strategy.pipelined,
-            strategy.order if strategy.pipelined else None,
-            strategy.micro_batch_count,
-            strategy.recompute,
-            strategy.accumulate,
-            strategy.device,
-            strategy.compression,
-            strategy.shard_optimizer,
-            strategy.shard_parameters,
-            bool(strategy.shard_rules),
-            strategy.batchnorm,
+            stages=strategy.stage_count,
+            shards=max(strategy.shards) if isinstance(strategy.shards, tuple) else strategy.shards,
+            stage_replicas=max(strategy.copies),
+            schedule=strategy.order if strategy.pipelined else None,
+            micro_batches=strategy.micro_batch_count,
+            recompute=strategy.recompute,
+            shard_rules=bool(strategy.shard_rules),
+            batchnorm=strategy.batchnorm,
+            **{name: getattr(strategy, name) for name in _SAME},
             **options,
         )
 

@@ -3,12 +3,42 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
 
 from paceline.core.errors import InputError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.trace.spans import ACTIONS, SERVER, Action, Span
 
 _UNITS: tuple[tuple[int, str], ...] = ((10**9, "s"), (10**6, "ms"), (10**3, "µs"), (1, "ns"))
+
+
+class Look(NamedTuple):
+    """Look of an action: its character in a line of text, and its colour in an SVG."""
+
+    letter: str
+    colour: str
+
+
+# Blue and orange, as far apart as colours get for those who see few of them (after Okabe and Ito, 2008): shades of one
+# hue belong together, what is no work is pale.
+LOOKS: dict[Action, Look] = {
+    "compute": Look("C", "#4464ad"),
+    "forward": Look("F", "#2f7fc1"),
+    "backward": Look("B", "#e58a1f"),
+    "backward_input": Look("I", "#c8651b"),
+    "backward_weight": Look("W", "#f3b765"),
+    "recompute": Look("R", "#8fc3e8"),
+    "send": Look("s", "#b183b8"),
+    "receive": Look("r", "#d3b3d8"),
+    "all_reduce": Look("=", "#7b4f8c"),
+    "pull": Look("v", "#7cc5ad"),
+    "push": Look("^", "#27937a"),
+    "apply": Look("A", "#33415c"),
+    "wait": Look(".", "#e2e2e2"),
+    "delay": Look("~", "url(#paceline-delay)"),
+    "evaluate": Look("E", "#e3cf3a"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +93,52 @@ def stretch(spans: Sequence[Span], start_s: Seconds | None = None, end_s: Second
 def lanes(spans: Iterable[Span]) -> list[Lane]:
     """Return one lane per worker, by replica, stage and shard; the server's last."""
     workers: dict[tuple[int, int, int], list[Span]] = {}
-    for span in spans:
+    for span in sorted(spans, key=lambda span: (span.start_ns, span.end_ns)):
         workers.setdefault((span.replica, span.stage, span.shard), []).append(span)
-    order = sorted(workers, key=lambda worker: (worker[0] == SERVER, worker))
-    split = {server: any(w[1:] != (0, 0) for w in order if (w[0] == SERVER) is server) for server in (False, True)}
+    # Stage and shard are part of a label if any worker of its kind, replicas or servers, has others than 0.
+    split = {replica == SERVER for replica, *place in workers if place != [0, 0]}
+    found: list[Lane] = []
+    for replica, stage, shard in sorted(workers, key=lambda worker: (worker[0] == SERVER, worker)):
+        server = replica == SERVER
+        label = "server" if server else f"replica {replica}"
+        if server in split:
+            label += f"{' ' if server else '.'}{stage}.{shard}"
+        found.append(Lane(label, server, tuple(workers[replica, stage, shard])))
+    return found
 
-    def label(worker: tuple[int, int, int]) -> str:
-        name = "server" if worker[0] == SERVER else f"replica {worker[0]}"
-        if not split[worker[0] == SERVER]:
-            return name
-        return f"{name}{' ' if worker[0] == SERVER else '.'}{worker[1]}.{worker[2]}"
 
-    return [
-        Lane(
-            label(worker),
-            worker[0] == SERVER,
-            tuple(sorted(workers[worker], key=lambda span: (span.start_ns, span.end_ns))),
-        )
-        for worker in order
-    ]
+def window_lanes(
+    spans: Sequence[Span], start_s: Seconds | None, end_s: Seconds | None
+) -> tuple[Stretch, list[Lane], list[Action]]:
+    """Return a time window of a run as of :func:`stretch`, the lanes, and the actions that they show in it."""
+    shown, drawn = stretch(spans, start_s, end_s), lanes(spans)
+    return shown, drawn, present(drawn, shown)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One step of a pipeline."""
+
+    title: str
+    spans: Sequence[Span]
+    """Spans of one replica, whose times begin with 0."""
+    length_ns: Nanoseconds
+
+    def lanes(self) -> list[Lane]:
+        """Return one for each worker, labelled by its stage."""
+        split = any(span.shard for span in self.spans)
+        workers = [(lane, lane.spans[0]) for lane in lanes(self.spans)]
+        return [
+            Lane(f"stage {first.stage}{f'.{first.shard}' if split else ''}", lane.server, lane.spans)
+            for lane, first in workers
+        ]
+
+
+def panel_lanes(panels: Iterable[Panel]) -> tuple[Stretch, list[list[Lane]], list[Action]]:
+    """Return the time window that holds all panels, the lanes of each, and the actions that they show."""
+    panels = list(panels)
+    shown, rows = Stretch(0, 0, max(1, *(panel.length_ns for panel in panels))), [panel.lanes() for panel in panels]
+    return shown, rows, present(chain.from_iterable(rows), shown)
 
 
 def present(all_lanes: Iterable[Lane], shown: Stretch) -> list[Action]:

@@ -32,7 +32,7 @@ class Recorder:
     """
 
     def __init__(self, replica: int, stage: int, shard: int, sink: int) -> None:
-        self._replica, self._stage, self._shard, self._sink = replica, stage, shard, sink
+        self._worker, self._sink = (replica, stage, shard), sink
         self._buffer = bytearray(_CAPACITY)
         self._used = 0
 
@@ -47,17 +47,7 @@ class Recorder:
     ) -> None:
         """Record one span; both times are readings of ``time.monotonic_ns()``, which all processes of a host share."""
         _LAYOUT.pack_into(
-            self._buffer,
-            self._used,
-            self._replica,
-            self._stage,
-            self._shard,
-            _CODES[action],
-            micro_batch,
-            step,
-            start_ns,
-            end_ns,
-            bytes,
+            self._buffer, self._used, *self._worker, _CODES[action], micro_batch, step, start_ns, end_ns, bytes
         )
         self._used += _LAYOUT.size
         if self._used == _CAPACITY:
@@ -76,15 +66,7 @@ class Recorder:
 class NullRecorder:
     """Records nothing: used while no trace is requested."""
 
-    def record(
-        self,
-        action: Action,
-        step: int,
-        start_ns: Nanoseconds,
-        end_ns: Nanoseconds,
-        micro_batch: int = 0,
-        bytes: int = 0,
-    ) -> None:
+    def record(self, *_: object, **__: object) -> None:
         """Do nothing."""
 
     def close(self) -> None:
