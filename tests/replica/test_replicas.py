@@ -13,8 +13,8 @@ from torch.optim import SGD, Adam
 
 from paceline import Program
 from paceline.core.delta import Keep, Mix, Replace
-from paceline.replica.base import EMPTY, Batch, finite
-from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.base import EMPTY, Batch
+from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.single import Autograd, Single, step_seed
 from tests import oracle

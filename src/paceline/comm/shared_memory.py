@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import torch
@@ -242,8 +243,7 @@ class SpillAllocator:
     """
 
     def __init__(self, roomy_bytes: int | None = None) -> None:
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self._left = int(SHARE * available_bytes() / workers) if roomy_bytes is None else roomy_bytes
+        self._roomy_bytes, self._used = roomy_bytes, 0
         self._mapped: list[weakref.ref[mmap.mmap]] = []
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -254,7 +254,7 @@ class SpillAllocator:
         """
         nbytes = elements * dtype.itemsize
         if not self.spills(nbytes):
-            self._left -= nbytes
+            self._used += nbytes
             return torch.empty(elements, dtype=dtype)
         _write_out(self._mapped[-1:])
         with contextlib.closing(SharedMemory.on_disk(nbytes)) as segment:
@@ -268,7 +268,12 @@ class SpillAllocator:
 
     def spills(self, nbytes: int) -> bool:
         """Return whether so many bytes more would be allocated on disk."""
-        return nbytes >= LEAST_BYTES and nbytes > self._left
+        return nbytes >= LEAST_BYTES and nbytes > self._budget_bytes - self._used
+
+    @cached_property
+    def _budget_bytes(self) -> int:
+        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return int(SHARE * available_bytes() / workers) if self._roomy_bytes is None else self._roomy_bytes
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy, detached."""
@@ -286,7 +291,7 @@ class SpillAllocator:
         """Return the tensor itself, detached, within the budget; beyond it a contiguous copy on disk."""
         if tensor.device.type == "cpu" and self.spills(tensor.nbytes):
             return self.copy(tensor)
-        self._left -= tensor.nbytes
+        self._used += tensor.nbytes
         return tensor.detach()
 
     def segment(self, name: str, size_bytes: int, *, reserved_bytes: int = 0) -> SharedMemory:

@@ -20,7 +20,7 @@ from torch.jit import ScriptModule
 
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
-from paceline.engine.worker_metrics import Figures, MetricsSink
+from paceline.engine.worker_metrics import STEP_TIMES, Figures, MetricsSink
 from paceline.replica.base import Batch, Measured, Replica, as_batch
 from paceline.replica.flat_state import FlatState
 from paceline.step import Server, step
@@ -128,6 +128,26 @@ class WorkerMetrics:
         figures = self._sink.figures(self._replica)
         self._sink.measure(self._replica, figures._replace(peak_memory_bytes=self._peak))
         self._recorder.close()
+
+
+class InMemorySink:
+    """Metrics sink of one worker, in its own memory."""
+
+    def __init__(self) -> None:
+        self.newest = Figures(0, 0, 0, 0)
+        self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
+
+    def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
+        """Store the figures so far, and the time of one more step."""
+        del replica
+        self.newest = figures
+        if step_time_s is not None:
+            self.step_times.append(step_time_s)
+
+    def figures(self, replica: ReplicaId) -> Figures:
+        """Return the figures so far."""
+        del replica
+        return self.newest
 
 
 class InstrumentedReplica(Replica):
@@ -273,7 +293,7 @@ class ClientWorker(Worker):
                 self._metrics.spent("delay", began, client.attempt)
             if client.cancelled():
                 raise Cancelled
-            loss = step(self._replica, client, as_batch(batch), clock)
+            loss = step(self._replica, client, batch if isinstance(batch, Batch) else as_batch(batch), clock)
         except Cancelled:
             # Clock, seeds, delays and batches move on as if the attempt had been completed.
             undone = client.ack_cancel()

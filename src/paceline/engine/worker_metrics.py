@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,26 +37,6 @@ class MetricsSink(Protocol):
 
     def figures(self, replica: ReplicaId) -> Figures:
         """Return a worker's figures so far."""
-
-
-class InMemorySink:
-    """Metrics sink of one worker, in its own memory."""
-
-    def __init__(self) -> None:
-        self.newest = Figures(0, 0, 0, 0)
-        self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
-
-    def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
-        """Store the figures so far, and the time of one more step."""
-        del replica
-        self.newest = figures
-        if step_time_s is not None:
-            self.step_times.append(step_time_s)
-
-    def figures(self, replica: ReplicaId) -> Figures:
-        """Return the figures so far."""
-        del replica
-        return self.newest
 
 
 def worker_figures(

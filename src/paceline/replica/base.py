@@ -1,10 +1,8 @@
 """The contract of replicas: adopt an A, make micro-steps on batches of data, hand over Δ."""
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from paceline.core.delta import Accumulated, Change, Delta, Distance
@@ -122,11 +120,3 @@ def micro_steps(delta: Delta) -> int:
     if isinstance(delta, Accumulated):
         return delta.micro_steps
     return delta.steps if isinstance(delta, (Change, Distance)) else 1
-
-
-def finite(vectors: list[Tensor], loss: float) -> bool:
-    """Return whether a loss and all elements are finite."""
-    if not math.isfinite(loss):
-        return False
-    # One pass in the usual case: a sum is finite only if all its terms are; it may still overflow.
-    return all(math.isfinite(abs(v.sum().item())) or bool(torch.isfinite(v).all()) for v in vectors)

@@ -11,6 +11,7 @@ It holds only what training changes: trainable parameters, and buffers that a tr
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -186,6 +187,14 @@ def write(module: nn.Module, state: FlatState) -> nn.Module:
         for name, view in state.named():
             tensors[name].copy_(view)
     return module
+
+
+def finite(vectors: list[Tensor], loss: float) -> bool:
+    """Return whether a loss and all elements are finite."""
+    if not math.isfinite(loss):
+        return False
+    # One pass in the usual case: a sum is finite only if all its terms are; it may still overflow.
+    return all(math.isfinite(abs(v.sum().item())) or bool(torch.isfinite(v).all()) for v in vectors)
 
 
 def digest_of(module: nn.Module, layout: FlatLayout) -> str:

@@ -8,10 +8,10 @@ from torch.optim import Optimizer
 from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
-from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.clipping import clip
 from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import FlatState
+from paceline.replica.flat_state import FlatState, finite
 from paceline.replica.single import Autograd
 
 

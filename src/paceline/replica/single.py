@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program, call, map_tree
-from paceline.replica.base import Batch, GradientSink, Measured, Replica, finite
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.base import Batch, GradientSink, Measured, Replica
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 

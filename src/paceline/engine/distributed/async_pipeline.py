@@ -176,7 +176,7 @@ class AsyncPipelineClient(RankClient):
 
     def _begin(self, kind: StatusKind, measured: Measured) -> None:
         """Begin the exchange of the statuses of a step."""
-        now, stop = self._context.clock.now_ns(), self._context.stop_requested()
+        now, stop = self._context.clock.now_ns(), self._context.interrupts.count > 0
         status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now)
         table = torch.zeros(self._shard.pipeline.mesh.workers, FIELDS, dtype=torch.float64)
         table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
@@ -195,4 +195,4 @@ class AsyncPipelineClient(RankClient):
             communicator.sent_bytes += ring_bytes(table.nbytes, communicator.ranks)
         rows = [RankStatus.decode(row) for row in table.tolist()]
         self._context.metrics.waited(began, self.attempt)
-        self._coordinator.take(by_replica(self._shard.pipeline.mesh, rows))
+        self._coordinator.take(by_replica(rows, self._shard.pipeline.mesh.replicas))

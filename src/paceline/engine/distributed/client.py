@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,7 +19,8 @@ from paceline.engine.distributed.reduce_buffer import (
 )
 from paceline.engine.distributed.replicated_coordinator import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
-from paceline.engine.spmd.watchdog import StoreSignals
+from paceline.engine.loop import InterruptGuard
+from paceline.engine.spmd.rank_registry import StoreSignals
 from paceline.engine.worker import WorkerMetrics
 from paceline.replica.base import GradientSink, Measured
 from paceline.replica.flat_state import FlatState
@@ -46,8 +46,8 @@ class ClientContext:
     """None: passes don't communicate, so ranks may make different numbers of them."""
     store_signals: StoreSignals | None
     """None: there is a single rank."""
-    stop_requested: Callable[[], bool]
-    """Returns whether this process was asked to end, by Ctrl-C say."""
+    interrupts: InterruptGuard
+    """Counts how often this process was asked to end, by Ctrl-C say."""
     stop_event: threading.Event
     """Set when it is asked."""
 
@@ -159,8 +159,7 @@ class AllReduceClient(RankClient, GradientSink):
         context, step = self._context, self.attempt
         if context.shadow_passes is not None:
             context.shadow_passes.catch_up(self._coordinator.passes)
-        began, now = time.monotonic_ns(), context.clock.now_ns()
-        stop = context.stop_requested()
+        began, now, stop = time.monotonic_ns(), context.clock.now_ns(), context.interrupts.count > 0
         status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm)
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if context.overlap is not None:

@@ -48,9 +48,9 @@ from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
-from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import ELEMENTWISE, FlatOptimizer
-from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views
+from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
 from paceline.replica.single import Autograd
 
 _ELEMENTWISE = (

@@ -28,8 +28,8 @@ from paceline.engine.loop import InterruptGuard
 from paceline.engine.run_context import RunContext, set_threads_and_seed, threads
 from paceline.engine.spmd.rank_context import RankContext, RankSetup
 from paceline.engine.spmd.shared_model import build_once_per_host
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import InMemorySink, SpanLog, WorkersFile, training_spans, worker_figures
+from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
+from paceline.engine.worker_metrics import SpanLog, WorkersFile, training_spans, worker_figures
 from paceline.replica.flat_state import FlatLayout, digest_of, write
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
@@ -129,7 +129,7 @@ class DistributedRun:
             shadow_passes=self._shadow_passes if self._shadow_passes.needed else None,
             metrics=self._metrics,
             store_signals=self._context.store_signals,
-            stop_requested=lambda: interrupts.count > 0,
+            interrupts=interrupts,
             stop_event=stop_event,
         )
         if isinstance(shard, AsyncStageShard):

@@ -25,7 +25,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from paceline.core.mesh import Mesh
 from paceline.core.types import Clock, Nanoseconds
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import RankSetup
@@ -156,9 +155,10 @@ def from_digits(digits: Sequence[float]) -> int:
     return low + (middle << BITS) + (high << (2 * BITS))
 
 
-def by_replica(mesh: Mesh, statuses: Sequence[RankStatus]) -> list[RankStatus]:
-    """Merge the statuses of all ranks to one for each replica."""
-    return [RankStatus.merge([statuses[r] for r in mesh.replica_ranks(replica)]) for replica in range(mesh.replicas)]
+def by_replica(statuses: Sequence[RankStatus], replicas: int) -> list[RankStatus]:
+    """Merge the statuses of all ranks to one for each replica, whose ranks are neighbours."""
+    each = len(statuses) // replicas
+    return [RankStatus.merge(statuses[start : start + each]) for start in range(0, len(statuses), each)]
 
 
 class ReduceBuffer:
@@ -340,6 +340,7 @@ class ModelParallelSync:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
         self._contributes, self._norms, self._replica = contributes, norms, self._mesh.coordinate(self._rank).replica
+        self._replica_ranks = self._mesh.replica_ranks(self._replica)
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
         every = len(parameters) == len(counted)
         self._counted = buffer.state.parameters if every else [parameters[name] for name in counted]
@@ -360,11 +361,12 @@ class ModelParallelSync:
             status = status._replace(norm=status.norm._replace(combined=self._norms.combined()))
 
         self._table.zero_()
-        row = [*status.encode(), square_norm(self._counted)]
+        row = [*status.encode(), square_norm(self._counted) if self._counted else 0.0]
         self._table[self._rank] = torch.tensor(row, dtype=torch.float64)
         if self._communicator is not None:
             self._communicator.all_reduce([self._table.view(-1)], of_step(step))
         rows = self._table.tolist()
         # Summed in ascending rank, so that every rank computes the same bits and clips by the same scale.
-        self.square = sum(rows[rank][-1] for rank in self._mesh.replica_ranks(self._replica))
-        return by_replica(self._mesh, [RankStatus.decode(row, norms=self._norms is not None) for row in rows])
+        self.square = sum(rows[rank][-1] for rank in self._replica_ranks)
+        statuses = [RankStatus.decode(row, norms=self._norms is not None) for row in rows]
+        return by_replica(statuses, self._mesh.replicas)

@@ -28,8 +28,8 @@ from paceline.engine.ray.messages import (
     unpack,
 )
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, check_in_forward
-from paceline.engine.worker_metrics import InMemorySink, SpanLog
+from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
+from paceline.engine.worker_metrics import SpanLog
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.spans import Span

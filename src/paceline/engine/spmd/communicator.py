@@ -1,6 +1,18 @@
-"""Collectives of one rank over the process group of a run or a subgroup, under the watchdog, with a byte count."""
+"""Collectives of one rank over the process group of a run or a subgroup: with a byte count, and under a watchdog.
 
+The watchdog waits in slices of 50 ms, and checks between slices for dead, failed or late ranks::
+
+    collective under way -- 50 ms -- check: a failure in the store? a process of this host gone? -- 50 ms -- check ...
+                                       |               |         timeout_s: ping all ranks, name those without an answer
+                                       +-- raise it    +-- report the failure: all ranks raise the same error
+
+The first failure that reaches the store wins. A rank that has failed reports its error with its traceback.
+"""
+
+import os
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -9,12 +21,23 @@ from torch import Tensor
 
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.comm.shm.staging import ReduceRule
+from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
+from paceline.core.types import Seconds
 from paceline.engine.spmd.process_group import ProcessGroup
-from paceline.engine.spmd.watchdog import CollectiveWatchdog
+from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 
 # torch 2.13 has other names for them, and warns of these.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+SLICE = timedelta(milliseconds=50)
+"""Time between two checks; a collective that ends sooner costs none."""
+
+STORE_CHECK_S: Seconds = 0.25
+"""Time between two checks of the store: each is a message to another process."""
+
+GRACE_S: Seconds = 3.0
+"""Longest wait for other ranks to report why a connection broke, or to answer a ping."""
 
 
 class Communicator:
@@ -28,9 +51,11 @@ class Communicator:
     """
 
     def __init__(
-        self, group: ProcessGroup, watchdog: CollectiveWatchdog, device: str, whole: "Communicator | None" = None
+        self, group: ProcessGroup, watchdog: "CollectiveWatchdog", device: str, whole: "Communicator | None" = None
     ) -> None:
         self.group, self._watchdog, self._device = group, watchdog, torch.device(device)
+        self.wait = watchdog.wait
+        """Waits for a collective that has been started; see :meth:`CollectiveWatchdog.wait`."""
         self.ranks = dist.get_world_size(group.handle)
         self._shm = group.handle if isinstance(group.handle, ShmProcessGroup) else None
         self._whole, self._sent_bytes = whole, 0
@@ -69,7 +94,7 @@ class Communicator:
         moved = [self.to_device(vector) for vector in vectors]
         works = [self.start_all_reduce(vector) for vector in moved]
         for work in works:
-            self._watchdog.wait(work, description)
+            self.wait(work, description)
         for vector, result in zip(vectors, moved, strict=True):
             if result is not vector:
                 vector.copy_(result)
@@ -90,7 +115,7 @@ class Communicator:
             result = x.clone(memory_format=torch.contiguous_format)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
-        self._watchdog.wait(work, description)
+        self.wait(work, description)
         self.sent_bytes += ring_bytes(x.nbytes, self.ranks)
         return result
 
@@ -107,14 +132,10 @@ class Communicator:
     def broadcast(self, vector: Tensor, source: int, description: str) -> None:
         """Replace a vector by that of one rank."""
         moved = self.to_device(vector)
-        self._watchdog.wait(dist.broadcast(moved, source, group=self.group.handle, async_op=True), description)
+        self.wait(dist.broadcast(moved, source, group=self.group.handle, async_op=True), description)
         if moved is not vector:
             vector.copy_(moved)
         self.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
-
-    def wait(self, work: Any, description: str) -> None:
-        """Wait for a collective that has been started."""
-        self._watchdog.wait(work, description)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a tensor to receive into, on the backend's device."""
@@ -132,3 +153,136 @@ def ring_bytes(nbytes: int, ranks: int) -> int:
     (1500, 0)
     """
     return 2 * (ranks - 1) * nbytes // ranks
+
+
+class CollectiveWatchdog:
+    """Waits for the collectives of one rank.
+
+    Args:
+        store_signals: of the run.
+        registry: of the run's ranks.
+        timeout_s: longest wait.
+        backend: of the collectives.
+    """
+
+    def __init__(self, store_signals: StoreSignals, registry: RankRegistry, timeout_s: Seconds, backend: str) -> None:
+        self._signals, self._registry, self._timeout_s, self._backend = store_signals, registry, timeout_s, backend
+        self._checked_s = 0.0
+
+    def wait(self, work: Any, description: str) -> None:
+        """Wait for a collective that has been started.
+
+        Args:
+            work: torch's.
+            description: of the collective, in words that follow "waited for".
+
+        Raises:
+            WorkerError: a rank has failed or died.
+            WaitTimeoutError: a rank did not come in time.
+        """
+        began = time.monotonic()
+        while True:
+            try:
+                if _wait_by_polling(work) if self._backend == "nccl" else _wait_slice(work):
+                    return
+            except RuntimeError as error:
+                raise self._reason(error, description) from error
+            self._raise_if_peer_died(description)
+            now = time.monotonic()
+            if now - self._checked_s < STORE_CHECK_S:
+                continue
+            self._checked_s = now
+            failure = self._check_store(description)
+            if failure is not None:
+                raise failure
+            if now - began > self._timeout_s:
+                extended_ns = self._signals.extended_until_ns() + int(self._timeout_s * 1e9)
+                if time.monotonic_ns() + self._registry.clock_offset_ns > extended_ns:
+                    raise self._late(description)
+
+    def _raise_if_peer_died(self, description: str) -> None:
+        dead = self._registry.first_exited()
+        if dead is not None:
+            raise self._agreed(WorkerError(f"{dead} ended while {self._registry.own} waited for {description}"))
+
+    def _agreed(self, error: PacelineError) -> PacelineError:
+        """Return the failure that is in the store, or put this one there; the store may be gone with its process."""
+        try:
+            return self._signals.first_failure() or self._signals.report_failure(error)
+        except RuntimeError:
+            return error
+
+    def _check_store(self, description: str) -> PacelineError | None:
+        """Answer a ping, and return the failure that another rank has reported."""
+        try:
+            if self._signals.pinged():
+                self._signals.answer_ping()
+            return self._signals.first_failure()
+        except RuntimeError as error:
+            return WorkerError(
+                f"the job's store, which rank 0 or torchrun keeps, is gone while {self._registry.own} waited for "
+                f"{description}: {error}"
+            )
+
+    def _reason(self, error: RuntimeError, description: str) -> PacelineError:
+        """Find out why a collective broke: a reported failure, a dead process, or a rank that answers no ping."""
+        absent: list[int] = []
+        try:
+            if isinstance(error, PacelineError):  # backend shm has found the reason itself
+                self._raise_if_peer_died(description)
+                return self._check_store(description) or error
+            deadline = time.monotonic() + GRACE_S
+            while time.monotonic() < deadline:
+                failure = self._signals.first_failure()
+                if failure is not None:
+                    return failure
+                self._raise_if_peer_died(description)
+                time.sleep(SLICE.total_seconds())  # the store's own wait would print each time that it times out
+            absent = self._absent()
+        except PacelineError as reason:
+            return reason
+        except RuntimeError:  # the store is gone
+            pass
+        lost = ", ".join(str(self._registry.peers[rank]) for rank in absent) or "a rank"
+        return self._agreed(
+            WorkerError(f"{lost} was lost while {self._registry.own} waited for {description}: {error}")
+        )
+
+    def _late(self, description: str) -> PacelineError:
+        absent = self._absent()
+        present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
+        late = ", ".join(str(self._registry.peers[rank]) for rank in absent) or "no rank in particular"
+        return self._agreed(
+            WaitTimeoutError(
+                f"{present} waited {self._timeout_s:g} s for {late} in {description}; write a larger timeout_s= if a "
+                "step takes so long"
+            )
+        )
+
+    def _absent(self) -> list[int]:
+        self._signals.ping()
+        self._signals.answer_ping()
+        return self._signals.unanswered(GRACE_S)
+
+
+def _wait_slice(work: Any) -> bool:
+    """Wait for one slice; safe on all backends but NCCL, since a wait that has timed out may be made again."""
+    try:
+        work.wait(SLICE)
+        return True
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+    work.wait()  # raises the error, unless it ended just then
+    return True
+
+
+def _wait_by_polling(work: Any) -> bool:
+    """Poll for one slice: NCCL aborts a collective whose wait has timed out."""
+    deadline = time.monotonic() + SLICE.total_seconds()
+    while time.monotonic() < deadline and not work.is_completed():
+        os.sched_yield()
+    if not work.is_completed():
+        return False
+    work.wait()
+    return True

@@ -148,7 +148,9 @@ class ProcessGroupP2P(P2P):
     """
 
     def __init__(self, communicator: Communicator, routes: Routes) -> None:
-        self._communicator, self._group, self._routes = communicator, communicator.group.handle, routes
+        self._communicator, self._group = communicator, communicator.group.handle
+        columns = range(len(routes.mesh.stage_replicas))
+        self._destinations, self._sources = list(map(routes.to, columns)), list(map(routes.source, columns))
         self._wait_thread = None if communicator.group.backend in WAITS_AGAIN else WaitThread()
         self._polls = communicator.group.backend == "shm"
         self._sends: deque[_Send] = deque()
@@ -158,14 +160,14 @@ class ProcessGroupP2P(P2P):
             self._sends.popleft()
         if tensor.numel():
             moved = self._communicator.to_device(tensor)
-            ranks = self._routes.to(destination)
+            ranks = self._destinations[destination]
             works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend without its checks
             self._sends.append(_Send(works, moved, description))
             self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
         buffer = self._communicator.empty(shape, dtype)
-        work = self._group.recv([_real(buffer)], self._routes.source(source), 0) if buffer.numel() else None
+        work = self._group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
         return _Message(self, work, buffer, description)
 
     def wait_sends(self, newest: int = 0) -> None:

@@ -225,6 +225,6 @@ def pipelined(pipeline: PipelineRank, micro_steps: int, recorder: AnyRecorder) -
     """
     partial_grads = None
     if pipeline.shards is not None:
-        pipeline.shards.recorder = recorder
+        pipeline.shards.record_by(recorder)
         partial_grads = PartialGrads(pipeline.shards, pipeline.layout, pipeline.shared)
     return Pipelined(pipeline.setup(recorder), micro_steps=micro_steps, partial_grads=partial_grads)

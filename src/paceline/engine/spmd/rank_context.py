@@ -36,9 +36,9 @@ from paceline.core.errors import PacelineError, WorkerError, encode_failure, fai
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
-from paceline.engine.spmd.communicator import Communicator
+from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
 from paceline.engine.spmd.process_group import LaunchEnv, opened
-from paceline.engine.spmd.watchdog import CollectiveWatchdog, RankRegistry, StoreSignals
+from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.replica.flat_state import FlatLayout
 
 LINGER_S: Seconds = 5.0

@@ -9,10 +9,10 @@ import torch
 from paceline.core.delta import Adopt
 from paceline.core.types import Clock
 from paceline.program import Program
-from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.clipping import clip_by_square, square_norm
 from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.local_sgd import mix
 
 

@@ -22,7 +22,7 @@ from paceline.replica.tensor.placements import OnRank, Placement, Shard, shard_l
 from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import SingleRankTP, TPCollectives
-from paceline.trace.recorder import AnyRecorder, NullRecorder
+from paceline.trace.recorder import AnyRecorder, Recorder
 
 
 @final
@@ -38,8 +38,11 @@ class ProcessGroupTP(TPCollectives):
         super().__init__(rank, communicator.ranks)
         self._communicator, self._group = communicator, communicator.group.handle
         self._others = " and ".join(str(shard) for shard in range(self.count) if shard != rank)
-        self.recorder: AnyRecorder = NullRecorder()
-        """Records a span for each collective, within that of its forward or backward pass."""
+        self._recorder: Recorder | None = None
+
+    def record_by(self, recorder: AnyRecorder) -> None:
+        """Record a span for each collective, within that of its forward or backward pass."""
+        self._recorder = recorder if isinstance(recorder, Recorder) else None
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         with self._timed(ring_bytes(tensor.nbytes, self.count)):
@@ -86,7 +89,8 @@ class ProcessGroupTP(TPCollectives):
     def _timed(self, sent_bytes: int) -> Iterator[int]:
         began = time.monotonic_ns()
         yield sent_bytes
-        self.recorder.record("all_reduce", self.step, began, time.monotonic_ns(), bytes=sent_bytes)
+        if self._recorder is not None:
+            self._recorder.record("all_reduce", self.step, began, time.monotonic_ns(), bytes=sent_bytes)
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
@@ -134,7 +138,7 @@ class TensorParallelRank:
             loose: receives the gradients; None: they are written to the Δ buffer.
         """
         if isinstance(self.shards, ProcessGroupTP):
-            self.shards.recorder = recorder
+            self.shards.record_by(recorder)
         return TensorParallel(
             self.run_context.job.program,
             self.prepared,

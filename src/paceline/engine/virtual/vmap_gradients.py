@@ -22,8 +22,8 @@ from paceline.core.types import ReplicaId
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, PendingDelta
 from paceline.program import LossFunction, Program, Tree, as_tensors
-from paceline.replica.base import Measured, Replica, finite
-from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.base import Measured, Replica
+from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 
 MOST = 32
 """Bound on the gradients of one call."""

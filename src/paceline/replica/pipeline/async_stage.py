@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.core.types import Clock, Version
-from paceline.replica.base import Batch, Measured, Replica, finite
+from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.pipeline.comm_plan import ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup

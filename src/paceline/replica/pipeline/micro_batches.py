@@ -78,8 +78,10 @@ def micro_batches(batch: Batch, count: int, flatten: Callable[[Tree], list[Tenso
         def rows(leaf: Tensor) -> Tensor:
             return leaf[start:stop] if has_rows(leaf) else leaf
 
-        inputs = flatten(map_tree(rows, batch.input))
+        trees = batch.input, batch.target
+        own, target = (rows(tree) if isinstance(tree, Tensor) else map_tree(rows, tree) for tree in trees)
+        inputs = flatten(own)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in inputs)
-        return MicroBatch(index, stop - start, inputs, map_tree(rows, batch.target), shapes)
+        return MicroBatch(index, stop - start, inputs, target, shapes)
 
     return [part(index, start, stop) for index, (start, stop) in enumerate(bounds)]

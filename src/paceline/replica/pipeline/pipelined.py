@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.types import Clock
-from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.flat_state import FlatState
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.flat_state import FlatState, finite
 from paceline.replica.pipeline.base import P2P, all_reduce, broadcast_first
 from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
 from paceline.replica.pipeline.pipeline_setup import PipelineSetup

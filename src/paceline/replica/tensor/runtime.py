@@ -12,13 +12,13 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
 from paceline.program import Program
 from paceline.replica.activation_memory import StorageCounter
-from paceline.replica.base import Batch, Measured, Replica, finite
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
 from paceline.replica.tensor.prepare import PreparedShard
 from paceline.replica.tensor.tp_group import PartialGrads, TPCollectives
-from paceline.trace.recorder import AnyRecorder
+from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 
 @final
@@ -50,13 +50,15 @@ class TensorParallel(Replica):
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
     ) -> None:
-        self._program, self._captured, self._shards = program, prepared.captured, shards
-        self._replica, self._device, self._recorder, self._micro_steps = replica, device, recorder, micro_steps
+        self._seed, self._shards, self._flatten = program.seed, shards, prepared.captured.input_spec.flatten
+        self._autocast = program.autocast(device)
+        self._replica, self._device, self._micro_steps = replica, device, micro_steps
+        self._recorder = None if isinstance(recorder, NullRecorder) else recorder
         self._handoff = loose
         self._module = prepared.shard.module
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
-        self._partial_grads = PartialGrads(shards, layout, partial)
+        self._partial_grads = PartialGrads(shards, layout, partial) if partial else None
         self._loss_sum, self._samples = 0.0, 0
         self._seen_shapes: set[tuple[torch.Size, ...]] = set()
         self.peak_saved_bytes = 0
@@ -70,7 +72,7 @@ class TensorParallel(Replica):
         if not batch.samples:
             return math.nan
         # All shards seed alike: dropout draws the numbers of the whole tensor on each of them.
-        torch.default_generator.manual_seed(step_seed(self._program.seed, self._replica, clock))
+        torch.default_generator.manual_seed(step_seed(self._seed, self._replica, clock))
         self._shards.step = clock + 1
         try:
             loss = self._forward_backward(batch, clock)
@@ -87,15 +89,16 @@ class TensorParallel(Replica):
     def _forward_backward(self, batch: Batch, clock: Clock) -> float:
         """Run both passes and return the mean loss."""
         began = time.monotonic_ns()
-        leaves = [leaf.to(self._device) for leaf in self._captured.flatten((batch.input, batch.target))]
-        with self._program.autocast(self._device):
+        leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
+        with self._autocast:
             loss = self._forward(leaves)
         turned = time.monotonic_ns()
         # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
         (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
-        self._recorder.record("forward", clock + 1, began, turned)
-        self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
+        if self._recorder is not None:
+            self._recorder.record("forward", clock + 1, began, turned)
+            self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
         return value
 
     def _forward(self, leaves: list[Tensor]) -> Tensor:
@@ -115,7 +118,7 @@ class TensorParallel(Replica):
     def finish(self, out: FlatState) -> Measured:
         gradients = self._autograd.take_gradients()
         with torch.no_grad():
-            if self._samples:  # the same on all shards, so either all of them reduce or none
+            if self._partial_grads is not None and self._samples:  # the same on all shards: all of them reduce, or none
                 self._partial_grads.all_reduce_(gradients)
             if self._micro_steps > 1 and self._samples:
                 torch._foreach_div_(gradients, float(self._samples))

@@ -1,0 +1,167 @@
+"""The ranks of a run as one of them sees the others: their processes, rank 0's clock, signals in the job's store."""
+
+import json
+import os
+import socket
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from paceline.comm import liveness
+from paceline.core import errors
+from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.types import Nanoseconds, Seconds
+from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
+
+CLOCK_PINGS = 8
+"""Round trips to measure a clock offset; the fastest one counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerInfo:
+    """Description of a rank for the others."""
+
+    rank: int
+    host: str
+    kernel: str
+    """Equal for ranks that share a clock and see each other's processes: one boot of one host, one pid namespace."""
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.pid} on {self.host})"
+
+
+class RankRegistry:
+    """All ranks of a run: their processes, and the offset of rank 0's clock.
+
+    Args:
+        world: this rank's launch environment.
+        group: by which the ranks exchange their descriptions; None: this rank is alone.
+    """
+
+    def __init__(self, world: LaunchEnv, group: ProcessGroup | None) -> None:
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        kernel = f"alone {world.rank}"
+        if boot.exists():
+            kernel = boot.read_text().strip() + os.readlink("/proc/self/ns/pid")
+        self.own = PeerInfo(world.rank, socket.gethostname(), kernel, os.getpid())
+        self.peers: list[PeerInfo] = [self.own] if group is None else group.gather(self.own)
+        self._pidfds: dict[int, int] = {}
+        for peer in self.peers:
+            if peer.kernel == kernel and peer.rank != world.rank:
+                self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
+        self.clock_offset_ns: Nanoseconds = 0
+        """How far rank 0's clock is ahead of this host's."""
+        if group is not None:
+            # One after the other, so that rank 0 answers at once; ranks of its own kernel share its clock.
+            for peer in self.peers:
+                if peer.kernel != self.peers[0].kernel and self.own.rank in (0, peer.rank):
+                    self.clock_offset_ns = _clock_offset(group.handle, self.own.rank, peer.rank)
+
+    def first_exited(self) -> PeerInfo | None:
+        """Return a rank of this host whose process has ended, or None."""
+        for rank, pidfd in self._pidfds.items():
+            if not liveness.alive(pidfd):
+                return self.peers[rank]
+        return None
+
+    def close(self) -> None:
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
+
+def _clock_offset(handle: Any, own: int, other: int) -> Nanoseconds:
+    """Measure how far rank 0's clock is ahead of ``other``'s; rank 0 answers, and its own offset stays 0.
+
+    Half of the fastest round trip bounds the error (Cristian 1989).
+    """
+    message = torch.zeros(1, dtype=torch.int64)
+    pings: list[tuple[Nanoseconds, Nanoseconds]] = []
+    for _ in range(CLOCK_PINGS):
+        if own == 0:
+            dist.recv(message, other, group=handle)
+            dist.send(torch.tensor([time.monotonic_ns()]), other, group=handle)
+        else:
+            sent = time.monotonic_ns()
+            dist.send(message, 0, group=handle)
+            dist.recv(message, 0, group=handle)
+            received = time.monotonic_ns()
+            pings.append((received - sent, int(message) - (sent + received) // 2))
+    return min(pings)[1] if pings else 0
+
+
+_FAILURE, _PING = "failure", "ping"
+
+
+class StoreSignals:
+    """Failures and signs of life in the job's c10d store, which outlives a rank: torchrun keeps it, or rank 0.
+
+    Args:
+        store: with a prefix of this run.
+        rank: of the writer.
+        size: number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store, self._rank, self._size = store, rank, size
+
+    def report_failure(self, error: PacelineError) -> PacelineError:
+        """Report why the run ends, unless another rank has; return the error that all ranks raise."""
+        own = json.dumps({"kind": type(error).__name__, "text": str(error)})
+        return _rebuilt(self._store.compare_set(_FAILURE, "", own))  # atomic: the first one wins
+
+    def first_failure(self) -> PacelineError | None:
+        """Return the failure that has been reported, or None."""
+        return _rebuilt(self._store.get(_FAILURE)) if self._store.check([_FAILURE]) else None
+
+    def extend_timeout(self, until_ns: int) -> None:
+        """Announce that this rank may take until then, by rank 0's clock; 0: no longer."""
+        self._store.set(f"extended {self._rank}", str(until_ns))
+
+    def extended_until_ns(self) -> int:
+        """Return when the last of the extended timeouts ends; 0: there is none."""
+        names = [f"extended {rank}" for rank in range(self._size)]
+        return max((int(self._store.get(name)) for name in names if self._store.check([name])), default=0)
+
+    def ping(self) -> None:
+        """Ask all waiting ranks for a sign of life."""
+        self._store.set(_PING, "")
+
+    def pinged(self) -> bool:
+        return bool(self._store.check([_PING]))
+
+    def answer_ping(self) -> None:
+        self._store.set(f"alive {self._rank}", "")
+
+    def unanswered(self, timeout_s: Seconds) -> list[int]:
+        """Wait for the answers of all ranks, and return the ranks without one."""
+        names = {rank: f"alive {rank}" for rank in range(self._size)}
+        try:
+            self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
+        except RuntimeError:  # a FileStore raises no DistStoreError
+            return [rank for rank, name in names.items() if not self._store.check([name])]
+        return []
+
+    def acknowledge(self) -> None:
+        """Announce that this rank has read the failure."""
+        self._store.set(f"read {self._rank}", "")
+
+    def await_acknowledgements(self, timeout_s: Seconds) -> None:
+        """Wait until all others have read the failure, or the time is up."""
+        try:
+            self._store.wait([f"read {r}" for r in range(self._size) if r != self._rank], timedelta(seconds=timeout_s))
+        except RuntimeError:  # a FileStore raises no DistStoreError
+            return
+
+
+def _rebuilt(content: bytes) -> PacelineError:
+    failure = json.loads(content)
+    error: PacelineError = getattr(errors, failure["kind"], WorkerError)(failure["text"])
+    return error
