@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.shm.process_group import ShmProcessGroup
-from paceline.comm.shm.staging import ReduceRule
 from paceline.replica.tensor.tp_group import TPCollectives
 
 
@@ -29,7 +28,7 @@ class Bare(TPCollectives):
         del what
         if isinstance(self._group, ShmProcessGroup):  # as the engine does
             made = torch.empty(tensor.shape, dtype=tensor.dtype)
-            self._group.combine(tensor, made, ReduceRule.max if largest else ReduceRule.sum).wait()
+            self._group.combine(tensor, made, "max" if largest else "sum").wait()
             return made
         made = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(made, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=self._group)

@@ -70,7 +70,7 @@ def test_all_of_it_is_measured_in_a_word() -> None:
         ("compute=measured apply=measured", r"transfer and apply are measured together with compute"),
         ("gradient=measured", r"it is measured with apply; write times='measured'"),
         ("compute=mesured", "compute=mesured: unknown distribution"),
-        ("gradient=normal:mean=1", "gradient=normal:mean=1: normal needs std"),
+        ("gradient=normal:mean=1", "gradient=normal:mean=1: normal has no default for std"),
     ],
 )
 def test_bad_times_are_refused(text: str, message: str) -> None:

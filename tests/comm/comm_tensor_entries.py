@@ -12,7 +12,7 @@ from paceline.comm.shared_pickle import SharedObject, unpack
 
 def add_one(args: Args, fds: list[int]) -> None:
     """Adds 1 to a tensor in shared memory."""
-    segment = SharedMemory.attach(fds[0], args["size_bytes"])
+    segment = SharedMemory(fds[0], args["size_bytes"])
     arena = Arena()
     arena.add("first", (5,), torch.uint8)
     arena.add("second", (2, 3), torch.float64)
@@ -33,7 +33,7 @@ def receive(args: Args, fds: list[int]) -> None:
 
 def _parcel_pages() -> dict[str, int]:
     """kB of the parcel's mapping, by kind, from /proc/self/smaps."""
-    lines = Path("/proc/self/smaps").read_text().split("memfd:paceline:parcel")[1].splitlines()[1:20]
+    lines = Path("/proc/self/smaps").read_text().split("memfd:paceline:shared-object")[1].splitlines()[1:20]
     fields = (line.split() for line in lines)
     return {f[0].rstrip(":"): int(f[1]) for f in fields if f[0] in ("Rss:", "Anonymous:")}
 

@@ -72,7 +72,7 @@ def test_what_lies_on_disk_has_room_and_no_name(monkeypatch: pytest.MonkeyPatch,
     segment = SharedMemory.on_disk(1 << 20)
     assert os.fstat(segment.fd).st_blocks * 512 >= 1 << 20
     assert not any(tmp_path.iterdir())
-    twin = SharedMemory.attach(os.dup(segment.fd), 1 << 20)
+    twin = SharedMemory(os.dup(segment.fd), 1 << 20)
     segment.tensor(64, (4,), torch.int32).fill_(5)
     assert twin.tensor(64, (4,), torch.int32).tolist() == [5] * 4
     segment.close()
@@ -107,7 +107,7 @@ def test_close_gives_every_descriptor_and_mapping_back() -> None:
 
     before = os.listdir("/proc/self/fd")
     segment = SharedMemory.create("given-back", 4096)
-    twin = SharedMemory.attach(os.dup(segment.fd), 4096)
+    twin = SharedMemory(os.dup(segment.fd), 4096)
     segment.tensor(0, (4,), torch.int32).fill_(5)
     assert twin.tensor(0, (4,), torch.int32).tolist() == [5] * 4
     assert mapped()
@@ -127,7 +127,7 @@ def test_slots_are_aligned_and_apart_and_the_same_everywhere(entries: list[tuple
     for slot in arena.slots.values():
         assert slot.offset % 64 == 0
         assert slot.offset >= end
-        end = slot.offset + slot.size_bytes
+        end = slot.offset + prod(slot.shape) * slot.dtype.itemsize
     assert arena.size_bytes >= max(end, 1)
     segment = SharedMemory.create("test", arena.size_bytes)
     for i, (name, tensor) in enumerate(arena.tensors(segment).items()):
@@ -193,16 +193,16 @@ def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_what_is_more_than_was_left_lies_on_disk(folder: Path) -> None:
-    spill = SpillAllocator(roomy_bytes=LEAST_BYTES + 100)
+    spill = SpillAllocator(budget_bytes=LEAST_BYTES + 100)
     assert [on_disk(spill.empty(ELEMENTS, torch.float32), folder) for _ in range(3)] == [False, True, True]
 
 
 def test_small_tensors_stay_in_memory(folder: Path) -> None:
-    assert not on_disk(SpillAllocator(roomy_bytes=0).empty(ELEMENTS - 1, torch.float32), folder)
+    assert not on_disk(SpillAllocator(budget_bytes=0).empty(ELEMENTS - 1, torch.float32), folder)
 
 
 def test_a_tensor_is_kept_as_it_is_while_there_is_room(folder: Path) -> None:
-    spill, tensor = SpillAllocator(roomy_bytes=LEAST_BYTES), torch.arange(ELEMENTS, dtype=torch.float32).view(2, -1)
+    spill, tensor = SpillAllocator(budget_bytes=LEAST_BYTES), torch.arange(ELEMENTS, dtype=torch.float32).view(2, -1)
     assert spill.kept(tensor).data_ptr() == tensor.data_ptr()
     second = spill.kept(tensor)
     assert on_disk(second, folder)
@@ -210,7 +210,7 @@ def test_a_tensor_is_kept_as_it_is_while_there_is_room(folder: Path) -> None:
 
 
 def test_a_segment_is_shared_in_either_place(folder: Path) -> None:
-    segments = [SpillAllocator(roomy_bytes).segment("test", LEAST_BYTES) for roomy_bytes in (0, LEAST_BYTES)]
+    segments = [SpillAllocator(budget_bytes).segment("test", LEAST_BYTES) for budget_bytes in (0, LEAST_BYTES)]
     assert [on_disk(each.tensor(0, (4,), torch.float32), folder) for each in segments] == [True, False]
     for each in segments:
         each.close()
@@ -228,7 +228,7 @@ def test_what_is_copied_piece_by_piece_is_the_same(folder: Path, monkeypatch: py
     monkeypatch.setattr("paceline.comm.shared_memory.PIECE_BYTES", LEAST_BYTES // 3)
     rows = torch.randn(7, ELEMENTS // 2, generator=torch.Generator().manual_seed(1))
     for tensor in (rows, rows.T, rows.reshape(-1)):
-        copy = SpillAllocator(roomy_bytes=0).copy(tensor)
+        copy = SpillAllocator(budget_bytes=0).copy(tensor)
         assert on_disk(copy, folder)
         assert copy.is_contiguous()
         assert torch.equal(copy, tensor)
@@ -248,7 +248,7 @@ def dirty_bytes(tensor: Tensor) -> int:
 
 
 def test_what_is_filled_is_written_out(folder: Path) -> None:
-    spill = SpillAllocator(roomy_bytes=0)
+    spill = SpillAllocator(budget_bytes=0)
     first = spill.empty(ELEMENTS, torch.float32).fill_(1)
     assert dirty_bytes(first) >= LEAST_BYTES
     second = spill.empty(ELEMENTS, torch.float32).fill_(2)
@@ -264,7 +264,7 @@ def test_a_parcel_of_many_small_arrays_is_written_out_on_its_way(folder: Path, m
     asked = list[int]()
 
     class Told(SharedMemory):
-        """Says how often its pages were asked for, which is to write them out."""
+        """Counts the accesses to its pages: one for its buffer, others write them out."""
 
         @property
         def pages(self) -> mmap.mmap:
@@ -273,5 +273,5 @@ def test_a_parcel_of_many_small_arrays_is_written_out_on_its_way(folder: Path, m
 
     monkeypatch.setattr("paceline.comm.shared_memory.SharedMemory", Told)
     monkeypatch.setattr("paceline.comm.shared_pickle.PIECE_BYTES", LEAST_BYTES)
-    share([torch.randn(ELEMENTS // 4) for _ in range(16)], SpillAllocator(roomy_bytes=0)).close()
-    assert len(asked) == 4, "each of four MiB once"
+    share([torch.randn(ELEMENTS // 4) for _ in range(16)], SpillAllocator(budget_bytes=0)).close()
+    assert len(asked) == 5, "each of four MiB once, and the buffer"

@@ -49,7 +49,7 @@ def mapped() -> int:
 
 def test_it_has_the_same_bits_and_ties(program: Program) -> None:
     before = mapped()
-    module, plain = materialize(program, SpillAllocator(roomy_bytes=0)), program.build()
+    module, plain = materialize(program, SpillAllocator(budget_bytes=0)), program.build()
     assert mapped() - before == 2, "the tied weight and the mask; a third tensor is somebody else's as well"
     layout = FlatLayout.of(plain, ("mask",))
     assert digest_of(module, layout) == digest_of(plain, layout)
@@ -60,7 +60,7 @@ def test_it_has_the_same_bits_and_ties(program: Program) -> None:
 
 def test_nothing_is_left_behind(program: Program) -> None:
     before = mapped()
-    module = materialize(program, SpillAllocator(roomy_bytes=0))
+    module = materialize(program, SpillAllocator(budget_bytes=0))
     del module
     assert mapped() == before
     program.build()
@@ -68,8 +68,8 @@ def test_nothing_is_left_behind(program: Program) -> None:
 
 
 def test_gradients_are_compared_one_by_one_on_disk_too(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.replica.capture.verify.SpillAllocator", lambda: SpillAllocator(roomy_bytes=0))
-    module, inputs = materialize(program, SpillAllocator(roomy_bytes=0)), torch.randn(4, WIDTH)
+    monkeypatch.setattr("paceline.replica.capture.verify.SpillAllocator", lambda: SpillAllocator(budget_bytes=0))
+    module, inputs = materialize(program, SpillAllocator(budget_bytes=0)), torch.randn(4, WIDTH)
     module.first.weight.grad = mine = torch.ones_like(module.first.weight)
     captured = capture(module, inputs)
     assert module.first.weight.grad is mine, "what was there is there again"

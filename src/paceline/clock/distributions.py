@@ -10,24 +10,25 @@
 ``trace:path=FILE,column=NAME``             measured values, see :class:`paceline.clock.distributions.Trace`
 ==========================================  ================================================================
 
-``constant`` prints as the bare number, and a value at its default is not printed.
+``constant`` prints as the bare number; the others are registered values of ``core/text_form.py``.
 """
 
 import csv
-import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain, cycle, repeat
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, ClassVar, Literal, TypeAlias, final, get_args
+from typing import Literal, TypeAlias, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.core.errors import InputError, unknown
+from paceline.core.errors import InputError, check_choice
+from paceline.core.registry import Family, declare, register
+from paceline.core.text_form import parse_value, text_of
 from paceline.core.types import Seconds
 
 
@@ -51,22 +52,20 @@ def finite(value: float, where: str) -> float:
     return value
 
 
-def at_least(least: float, value: float, where: str) -> None:
-    """Refuse a value that is not finite or below ``least``."""
-    if finite(value, where) < least:
+def within(value: float, where: str, *, least: float = -math.inf, most: float = math.inf) -> float:
+    """Return ``value`` if it is finite, at least ``least`` and at most ``most``."""
+    finite(value, where)
+    if value < least:
         raise InputError(f"{where}={show(value)}, but it must be {show(least)} or more; write {where}={show(least)}.")
-
-
-def at_most(most: float, value: float, where: str) -> None:
-    """Refuse a value that is not finite or above ``most``."""
-    if finite(value, where) > most:
+    if value > most:
         raise InputError(f"{where}={show(value)}, but it must be {show(most)} or less; write {where}={show(most)}.")
+    return value
 
 
-def above(bound: float, value: float, where: str) -> None:
-    """Refuse a value that is not finite or not above ``bound``."""
-    if finite(value, where) <= bound:
-        raise InputError(f"{where}={show(value)}, but it must be above {show(bound)}; write {where}=0.1, say.")
+def positive(value: float, where: str) -> None:
+    """Refuse a value that is not finite or not above 0."""
+    if finite(value, where) <= 0:
+        raise InputError(f"{where}={show(value)}, but it must be above 0; write {where}=0.1, say.")
 
 
 def show(value: float) -> str:
@@ -78,33 +77,15 @@ def show(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
-def pairs(words: Iterable[str], where: str, example: str) -> dict[str, str]:
-    """Return the keys and values of ``key=value`` words.
-
-    >>> pairs(["mean=0", "std=1"], "normal", "normal:mean=0,std=1")
-    {'mean': '0', 'std': '1'}
-    """
-    found: dict[str, str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise InputError(f"{where}: {word!r} is not key=value; write {example}.")
-        if key in found:
-            raise InputError(f"{where}: {key} is given twice, {found[key]} and {value}; write {key}={value} alone.")
-        found[key] = value
-    return found
-
-
 _BLOCK = 256
 """Draws per call of numpy: one at a time costs twenty times as much."""
 
+_FAMILY = Family("distribution")
 
+
+@declare(_FAMILY)
 class Distribution(ABC):
     """Durations in seconds, never negative; a frozen dataclass whose fields are the keys of its text form."""
-
-    name: ClassVar[str]
-    example: ClassVar[str]
-    """A line to write, for error messages."""
 
     @property
     @abstractmethod
@@ -116,9 +97,7 @@ class Distribution(ABC):
         """Return endless draws; the k-th depends on k and the state of ``rng`` alone, which the stream then owns."""
 
     def __str__(self) -> str:
-        values = ((each, getattr(self, each.name)) for each in _fields(type(self)))
-        words = (f"{each.name}={_show(value)}" for each, value in values if value != each.default)
-        return f"{self.name}:{','.join(words)}"
+        return text_of(self)
 
 
 class Drawn(Distribution):
@@ -134,33 +113,8 @@ class Drawn(Distribution):
             yield from self.block(rng, _BLOCK).tolist()
 
 
-def build(kind: type[Distribution], words: list[str]) -> Distribution:
-    """Return the distribution of a kind that ``key=value`` words describe.
-
-    Raises:
-        InputError: a word that is not ``key=value``, an unknown or missing key, or a value out of its range.
-    """
-    given = pairs(words, kind.name, kind.example)
-    fields = {each.name: each for each in _fields(kind)}
-    for key in given:
-        if key not in fields:
-            raise unknown(f"value of {kind.name}", key, fields)
-    missing = [key for key, each in fields.items() if each.default is dataclasses.MISSING and key not in given]
-    if missing:
-        raise InputError(f"{kind.name} needs {' and '.join(missing)}; write {kind.example}.")
-    return kind(**{key: number(value, key) if fields[key].type is float else value for key, value in given.items()})
-
-
-def _fields(kind: type[Distribution]) -> list["dataclasses.Field[Any]"]:
-    assert dataclasses.is_dataclass(kind)
-    return [each for each in dataclasses.fields(kind) if each.init]
-
-
-def _show(value: str | float) -> str:
-    return value if isinstance(value, str) else show(value)
-
-
 @final
+@register("trace")
 @dataclass(frozen=True)
 class Trace(Distribution):
     """The seconds in a file, replayed in a circle from a seeded place, so that replicas don't move in step.
@@ -176,8 +130,6 @@ class Trace(Distribution):
         InputError: no such file or column, a line that is no number of at least 0 (with its number), or no line at all.
     """
 
-    name: ClassVar[str] = "trace"
-    example: ClassVar[str] = "trace:path=FILE"
     path: str
     column: str = ""
     values: tuple[Seconds, ...] = field(init=False, repr=False, compare=False)
@@ -205,7 +157,10 @@ def _read(path: str, column: str) -> list[Seconds]:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"trace {path} can't be read: {error}; write trace:path= and a text file.") from error
     cells = _column(lines, path, column) if column else list(enumerate(lines, start=1))
-    values = [_value(cell, f"{path}:{line}") for line, cell in cells if cell.strip()]
+    values = list[Seconds]()
+    for line, cell in cells:
+        if cell.strip():
+            values.append(within(number(cell, f"{path}:{line}"), f"{path}:{line}", least=0))
     if not values:
         raise InputError(f"trace {path} holds no values; write one number of seconds a line.")
     return values
@@ -219,27 +174,20 @@ def _column(lines: list[str], path: str, column: str) -> list[tuple[int, str]]:
     return [(rows.line_num, row[column] or "") for row in rows]
 
 
-def _value(cell: str, where: str) -> Seconds:
-    value = number(cell, where)
-    at_least(0, value, where)
-    return value
-
-
 Negative: TypeAlias = Literal["clip", "abs"]
 """Replacement of a draw below zero: 0, or its magnitude."""
 
 
 @final
+@register("constant")
 @dataclass(frozen=True)
 class Constant(Distribution):
     """Always ``value`` seconds."""
 
-    name: ClassVar[str] = "constant"
-    example: ClassVar[str] = "constant:value=0.01"
     value: float
 
     def __post_init__(self) -> None:
-        at_least(0, self.value, "value")
+        within(self.value, "value", least=0)
 
     @property
     def mean_s(self) -> Seconds:
@@ -253,21 +201,19 @@ class Constant(Distribution):
 
 
 @final
+@register("normal")
 @dataclass(frozen=True)
 class Normal(Drawn):
     """Normal, with what falls below zero clipped or mirrored; ``mean`` and ``std`` in seconds, before that."""
 
-    name: ClassVar[str] = "normal"
-    example: ClassVar[str] = "normal:mean=0,std=0.25"
     mean: float
     std: float
     negative: Negative = "clip"
 
     def __post_init__(self) -> None:
         finite(self.mean, "mean")
-        at_least(0, self.std, "std")
-        if self.negative not in get_args(Negative):
-            raise unknown("value of negative", self.negative, get_args(Negative))
+        within(self.std, "std", least=0)
+        check_choice("value of negative", self.negative, get_args(Negative))
 
     @property
     def mean_s(self) -> Seconds:
@@ -284,16 +230,15 @@ class Normal(Drawn):
 
 
 @final
+@register("exponential")
 @dataclass(frozen=True)
 class Exponential(Drawn):
     """Exponential with a mean in seconds."""
 
-    name: ClassVar[str] = "exponential"
-    example: ClassVar[str] = "exponential:mean=0.1"
     mean: float
 
     def __post_init__(self) -> None:
-        above(0, self.mean, "mean")
+        positive(self.mean, "mean")
 
     @property
     def mean_s(self) -> Seconds:
@@ -304,18 +249,17 @@ class Exponential(Drawn):
 
 
 @final
+@register("shifted-exponential")
 @dataclass(frozen=True)
 class ShiftedExponential(Drawn):
     """``shift`` seconds that all take, plus an exponential of ``mean`` seconds (Dutta et al., arXiv 1803.01113)."""
 
-    name: ClassVar[str] = "shifted-exponential"
-    example: ClassVar[str] = "shifted-exponential:shift=0.1,mean=0.2"
     shift: float
     mean: float
 
     def __post_init__(self) -> None:
-        at_least(0, self.shift, "shift")
-        above(0, self.mean, "mean")
+        within(self.shift, "shift", least=0)
+        positive(self.mean, "mean")
 
     @property
     def mean_s(self) -> Seconds:
@@ -326,18 +270,17 @@ class ShiftedExponential(Drawn):
 
 
 @final
+@register("pareto")
 @dataclass(frozen=True)
 class Pareto(Drawn):
     """Pareto: at least ``scale`` seconds, with a tail of power ``shape``; its mean is infinite for shape <= 1."""
 
-    name: ClassVar[str] = "pareto"
-    example: ClassVar[str] = "pareto:scale=0.1,shape=2"
     scale: float
     shape: float
 
     def __post_init__(self) -> None:
-        above(0, self.scale, "scale")
-        at_least(0.1, self.shape, "shape")  # a longer tail holds durations that no float does
+        positive(self.scale, "scale")
+        within(self.shape, "shape", least=0.1)  # a longer tail holds durations that no float does
 
     @property
     def mean_s(self) -> Seconds:
@@ -348,19 +291,17 @@ class Pareto(Drawn):
 
 
 @final
+@register("lognormal")
 @dataclass(frozen=True)
 class Lognormal(Drawn):
     """Lognormal: half of the draws below ``median`` seconds; ``sigma`` is the standard deviation of the logarithm."""
 
-    name: ClassVar[str] = "lognormal"
-    example: ClassVar[str] = "lognormal:median=0.1,sigma=0.5"
     median: float
     sigma: float
 
     def __post_init__(self) -> None:
-        above(0, self.median, "median")
-        at_least(0, self.sigma, "sigma")
-        at_most(10, self.sigma, "sigma")  # likewise
+        positive(self.median, "median")
+        within(self.sigma, "sigma", least=0, most=10)  # likewise
 
     @property
     def mean_s(self) -> Seconds:
@@ -368,12 +309,6 @@ class Lognormal(Drawn):
 
     def block(self, rng: np.random.Generator, count: int) -> NDArray[np.float64]:
         return rng.lognormal(math.log(self.median), self.sigma, count)
-
-
-DISTRIBUTIONS: dict[str, type[Distribution]] = {
-    kind.name: kind for kind in (Constant, Exponential, Lognormal, Normal, Pareto, ShiftedExponential, Trace)
-}
-"""Every kind by name."""
 
 
 def parse(text: str) -> Distribution:
@@ -387,11 +322,10 @@ def parse(text: str) -> Distribution:
     >>> str(parse("pareto:scale=1.0,shape=2")), str(parse("5e-3"))
     ('pareto:scale=1,shape=2', '0.005')
     """
-    name, colon, values = text.strip().partition(":")
-    if name in DISTRIBUTIONS:
-        return build(DISTRIBUTIONS[name], values.split(",") if values else [])
-    if colon or name[:1].isalpha():
-        raise unknown("distribution", name, DISTRIBUTIONS)
-    if not name:
-        raise InputError(f"an empty text is no distribution; write a number of seconds or {Normal.example}.")
-    return Constant(number(name, "value"))
+    text = text.strip()
+    if not text:
+        raise InputError("an empty text is no distribution; write a number of seconds or normal:mean=0,std=0.25.")
+    if ":" in text or text[0].isalpha():
+        distribution: Distribution = parse_value(_FAMILY, text)
+        return distribution
+    return Constant(number(text, "value"))

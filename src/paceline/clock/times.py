@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
 
 import numpy as np
 
-from paceline.clock.distributions import Constant, Distribution, finite, number, pairs, parse, show
-from paceline.core.errors import InputError, unknown
+from paceline.clock.distributions import Constant, Distribution, finite, number, parse, show
+from paceline.core.errors import InputError, check_choice
 from paceline.core.types import ReplicaId, Seconds
 
 Event = TypeVar("Event")
@@ -194,11 +194,16 @@ class Times:
         """
         if text.strip() == "measured":
             return cls("measured", "measured", "measured")
-        given = pairs(text.split(), "times", repr(_EXAMPLE))
-        for key in given:
-            if key not in (known := [each.name for each in fields(cls)]):
-                raise unknown("time", key, known)
-        return cls(**{key: _value(key, value) for key, value in given.items()})  # type: ignore[arg-type]
+        values: dict[str, Any] = {}
+        for word in text.split():
+            key, equals, value = word.partition("=")
+            if not equals or not value:
+                raise InputError(f"times: {word!r} is not key=value; write {_EXAMPLE!r}.")
+            if key in values:
+                raise InputError(f"times: {key} is given twice, {values[key]} and {value}; write {key}={value} alone.")
+            check_choice("time", key, [each.name for each in fields(cls)])
+            values[key] = _value(key, value)
+        return cls(**values)
 
     def __str__(self) -> str:
         return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))

@@ -48,7 +48,7 @@ class ForkServer:
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]", link: socket.socket) -> None:
-        self._process, self._link = process, link
+        self._process, self._link, self.pid = process, link, process.pid
         self._children: dict[int, ProcessHandle] = {}
         self._lock = threading.Lock()
         self._requests, self._ready = 0, False
@@ -68,7 +68,14 @@ class ForkServer:
         main = liveness.open_pid(os.getpid())
         with remote:
             try:
-                process = _popen(remote.fileno(), main)
+                # Its own session: no Ctrl-C of a terminal. -P: main's path has the folder it was started in, if wanted.
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "paceline.comm.fork_server_main", str(remote.fileno()), str(main)],
+                    stdin=subprocess.DEVNULL,
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
+                    pass_fds=(remote.fileno(), main),
+                    start_new_session=True,
+                )
             finally:
                 os.close(main)
         fork_server = cls(process, local)
@@ -76,10 +83,6 @@ class ForkServer:
         with contextlib.suppress(BrokenPipeError):  # wait_ready reports that it has ended, and how
             local.send(json.dumps(first).encode())
         return fork_server
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def alive(self) -> bool:
@@ -152,8 +155,13 @@ class ForkServer:
             message = json.dumps(request | {"id": self._requests}).encode()
             try:
                 socket.send_fds(self._link, [message], list(fds))
+            except ConnectionError as error:
+                raise self._gone(str(error)) from error
             except OSError as error:
-                raise self._broken(error, len(message), len(fds)) from error
+                raise InputError(
+                    f"a child's arguments of {len(message):,} bytes with {len(fds)} file descriptors can't be sent: "
+                    f"{error}; share() what is large and pass its fd, and at most 253 of them"
+                ) from error
             return self._expect(self._requests, ANSWER_TIMEOUT_S)
 
     def _expect(self, number: int, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
@@ -178,14 +186,6 @@ class ForkServer:
             raise self._gone("it closed its socket")
         return json.loads(message), fds
 
-    def _broken(self, error: OSError, size: int, fds: int) -> PacelineError:
-        if isinstance(error, (BrokenPipeError, ConnectionError)):
-            return self._gone(str(error))
-        return InputError(
-            f"a child's arguments of {size:,} bytes with {fds} file descriptors can't be sent: {error}; "
-            "share() what is large and pass its fd, and at most 253 of them"
-        )
-
     def _gone(self, reason: str) -> PacelineError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             reason = f"{reason}; {liveness.describe_exit(self._process.wait(timeout=1.0))}"
@@ -193,17 +193,6 @@ class ForkServer:
             f"the fork server (pid {self.pid}) does not answer ({reason}); children that it had made live on, "
             "new ones need a new run"
         )
-
-
-def _popen(link: int, main: int) -> "subprocess.Popen[bytes]":
-    # Its own session: no Ctrl-C of a terminal. -P: the folder main was started in is on main's path or is not wanted.
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", "paceline.comm.fork_server_main", str(link), str(main)],
-        stdin=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path())},
-        pass_fds=(link, main),
-        start_new_session=True,
-    )
 
 
 def _import_path() -> list[str]:

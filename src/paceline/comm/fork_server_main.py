@@ -103,6 +103,7 @@ class ForkServerLoop:
             self._reap(pid)
 
     def _become_child(self, request: dict[str, Any], fds: list[int]) -> NoReturn:
+        """Call the entry, and leave: by os._exit, for the fork server's atexit handlers are not this process's."""
         code = 1
         try:
             os.setpgid(0, 0)
@@ -116,7 +117,10 @@ class ForkServerLoop:
         except BaseException:
             traceback.print_exc()
         finally:
-            _leave(code)
+            try:
+                _flush()
+            finally:
+                os._exit(code)
 
 
 def _call(entry: str, args: dict[str, Any], fds: list[int]) -> int:
@@ -128,14 +132,6 @@ def _call(entry: str, args: dict[str, Any], fds: list[int]) -> int:
             return leave.code or 0
         raise
     return 0
-
-
-def _leave(code: int) -> NoReturn:
-    # os._exit: the fork server's atexit handlers are not this process's.
-    try:
-        _flush()
-    finally:
-        os._exit(code)
 
 
 def _flush() -> None:
@@ -167,14 +163,6 @@ def _leaving_with_main(link: socket.socket, main: int) -> Iterator[None]:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
 
-def _default_signals() -> None:
-    """Reset the signals to those of a fresh process, however main was started; but ignore Ctrl-C, which is main's."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def _prepare(link: socket.socket) -> None:
     """Import the modules that main names; report to it that they are ready, or the error."""
     request = json.loads(link.recv(MESSAGE_BYTES))
@@ -195,7 +183,11 @@ def _prepare(link: socket.socket) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Run the fork server; ``arguments`` are the two file descriptors."""
-    _default_signals()
+    # The signals of a fresh process, however main was started; but no Ctrl-C, which is main's.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     link, main_pidfd = socket.socket(fileno=int(arguments[0])), int(arguments[1])
     os.set_inheritable(link.fileno(), False)
     os.set_inheritable(main_pidfd, False)

@@ -29,15 +29,14 @@ from torch._C._distributed_c10d import (
     ReduceOptions,
     Store,
 )
-from torch.futures import Future
 
 from paceline.comm.shm.collectives import plain, vector
 from paceline.comm.shm.process_group import PythonProcessGroup, ShmProcessGroup
-from paceline.comm.shm.progress import completed
-from paceline.comm.shm.region import host_id, rendezvous
+from paceline.comm.shm.progress import PythonWork
+from paceline.comm.shm.rendezvous import host_id, rendezvous
 
 
-class ChainedWork(dist.Work):
+class ChainedWork(PythonWork):
     """A call of several legs, each started once the one before has ended.
 
     No thread advances it: it goes on while a caller waits for it, or for a later one in its queue.
@@ -49,8 +48,8 @@ class ChainedWork(dist.Work):
     """
 
     def __init__(self, queue: "deque[ChainedWork]", legs: Iterator[dist.Work], outputs: Sequence[Tensor]) -> None:
-        super().__init__()
-        self._queue, self._legs, self._outputs = queue, legs, outputs
+        super().__init__(outputs)
+        self._queue, self._legs = queue, legs
         self._current: dist.Work | None = None
         self._done = False
         self._error: BaseException | None = None
@@ -80,18 +79,6 @@ class ChainedWork(dist.Work):
 
     def exception(self) -> BaseException | None:
         return self._error
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the outputs."""
-        self.wait()
-        return list(self._outputs)
-
-    def get_future(self) -> "Future[list[Tensor]]":
-        """Wait, and return a completed future."""
-        return completed(self.result())
 
     def _run(self, deadline: float | None) -> None:
         """Wait for the leg under way; for the first of the queue."""

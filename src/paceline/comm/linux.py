@@ -13,9 +13,9 @@ import platform
 import signal
 import struct
 import sys
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -107,20 +107,10 @@ def considerate() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
-class _Scheduling(NamedTuple):
-    """The first fields of ``struct sched_attr``."""
-
-    size: int
-    policy: int
-    flags: int
-    nice: int
-    priority: int
-    runtime_ns: int
-    """Length of a slice."""
-    deadline_ns: int
-    period_ns: int
-    clamp_min: int
-    clamp_max: int
+_Scheduling = namedtuple(
+    "_Scheduling", "size policy flags nice priority runtime_ns deadline_ns period_ns clamp_min clamp_max"
+)
+"""The first fields of ``struct sched_attr``; ``runtime_ns`` is the length of a slice."""
 
 
 def _scheduling() -> _Scheduling | None:

@@ -21,7 +21,6 @@ import warnings
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import prod
 
 import torch
@@ -53,8 +52,8 @@ class SharedMemory:
     """
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool = True) -> None:
-        """Map ``fd``, and take it over; use ``create`` or ``attach``."""
-        self._fd, self.size_bytes, self._writable = fd, size_bytes, writable
+        """Map an ``fd`` that was created, inherited or received, and take it over: ``close`` closes it."""
+        self.fd, self.size_bytes, self._writable = fd, size_bytes, writable
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         try:
             self._map: mmap.mmap | None = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, access)
@@ -107,24 +106,21 @@ class SharedMemory:
                 "large for the memory that is free; set TMPDIR to a folder with more room, or free some memory"
             ) from error
 
-    @classmethod
-    def attach(cls, fd: int, size_bytes: int) -> "SharedMemory":
-        """Map an ``fd`` that was inherited or received; closing the segment closes it."""
-        return cls(fd, size_bytes)
-
     def readable(self) -> "SharedMemory":
         """Map the same memory again, read-only: a write is a SIGSEGV."""
-        return SharedMemory(os.dup(self._fd), self.size_bytes, writable=False)
+        return SharedMemory(os.dup(self.fd), self.size_bytes, writable=False)
 
     @property
-    def fd(self) -> int:
-        """Descriptor, to pass to another process."""
-        return self._fd
+    def pages(self) -> mmap.mmap:
+        """The mapping; its ``flush`` writes out the pages of a file on disk, which can then be evicted."""
+        if self._map is None:
+            raise PacelineError("this segment is closed; take tensors from it before close()")
+        return self._map
 
     @property
     def buffer(self) -> memoryview:
         """All its bytes, writable; release it before ``close`` to have the memory go at once."""
-        return memoryview(self._mapping())
+        return memoryview(self.pages)
 
     def tensor(self, offset: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a contiguous view of the bytes from ``offset`` on; it keeps them mapped after ``close``."""
@@ -134,7 +130,7 @@ class SharedMemory:
         with warnings.catch_warnings():
             if not self._writable:  # torch has no tensors that can't be written, and says so
                 warnings.simplefilter("ignore", UserWarning)
-            return torch.frombuffer(self._mapping(), dtype=dtype, count=count, offset=offset).view(tuple(shape))
+            return torch.frombuffer(self.pages, dtype=dtype, count=count, offset=offset).view(tuple(shape))
 
     def reserve(self, offset: int, size_bytes: int) -> None:
         """Give these bytes memory now, so that a write can't meet a full memory later (which would kill by SIGBUS).
@@ -146,14 +142,9 @@ class SharedMemory:
         if size_bytes > available:
             raise _no_memory(size_bytes, f"{available:,} bytes are free")
         try:
-            os.posix_fallocate(self._fd, offset, size_bytes)
+            os.posix_fallocate(self.fd, offset, size_bytes)
         except OSError as error:
             raise _no_memory(size_bytes, str(error)) from error
-
-    @property
-    def pages(self) -> mmap.mmap:
-        """The mapping; its ``flush`` writes out the pages of a file on disk, which can then be evicted."""
-        return self._mapping()
 
     def close(self) -> None:
         """Unmap the memory; idempotent. Tensors and buffers of it keep it mapped as long as they live."""
@@ -161,12 +152,7 @@ class SharedMemory:
         # unmap the memory under living tensors.
         if self._map is not None:
             self._map = None
-            os.close(self._fd)
-
-    def _mapping(self) -> mmap.mmap:
-        if self._map is None:
-            raise PacelineError("this segment is closed; take tensors from it before close()")
-        return self._map
+            os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,11 +162,6 @@ class TensorSlot:
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def size_bytes(self) -> int:
-        """Size without padding."""
-        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass
@@ -202,11 +183,11 @@ class Arena:
     def add(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Place one more tensor, at a multiple of 64 bytes; returns its offset."""
         assert name not in self.slots, f"{name} has a slot already"
-        slot = TensorSlot(self._end, tuple(shape), dtype)
-        self.slots[name] = slot
-        self._end = aligned(slot.offset + slot.size_bytes)
+        offset = self._end
+        self.slots[name] = TensorSlot(offset, tuple(shape), dtype)
+        self._end = aligned(offset + prod(shape) * dtype.itemsize)
         self.size_bytes = max(self.size_bytes, self._end)
-        return slot.offset
+        return offset
 
     def tensor(self, segment: SharedMemory, name: str) -> Tensor:
         """Return the view of ``name`` in ``segment``."""
@@ -239,11 +220,11 @@ class SpillAllocator:
     """Allocates ordinary memory up to a budget, and files on disk beyond it.
 
     Args:
-        roomy_bytes: the budget; None: an eighth of what is free, divided among the workers of this host.
+        budget_bytes: the budget; None: an eighth of what is free, divided among the workers of this host.
     """
 
-    def __init__(self, roomy_bytes: int | None = None) -> None:
-        self._roomy_bytes, self._used = roomy_bytes, 0
+    def __init__(self, budget_bytes: int | None = None) -> None:
+        self._budget_bytes, self._used = budget_bytes, 0
         self._mapped: list[weakref.ref[mmap.mmap]] = []
 
     def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
@@ -268,24 +249,24 @@ class SpillAllocator:
 
     def spills(self, nbytes: int) -> bool:
         """Return whether so many bytes more would be allocated on disk."""
-        return nbytes >= LEAST_BYTES and nbytes > self._budget_bytes - self._used
-
-    @cached_property
-    def _budget_bytes(self) -> int:
-        workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        return int(SHARE * available_bytes() / workers) if self._roomy_bytes is None else self._roomy_bytes
+        if nbytes < LEAST_BYTES:
+            return False
+        if self._budget_bytes is None:  # what is free is looked up for the first large tensor
+            workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self._budget_bytes = int(SHARE * available_bytes() / workers)
+        return nbytes > self._budget_bytes - self._used
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Return a contiguous copy, detached."""
         source, spilled = tensor.detach(), self.spills(tensor.nbytes)
-        made = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
+        copy = self.empty(tensor.numel(), tensor.dtype).view(tensor.shape)
         if not spilled:
-            return made.copy_(source)
+            return copy.copy_(source)
         rows = max(1, PIECE_BYTES * len(source) // source.nbytes)
-        for target, piece in zip(torch.split(made, rows), torch.split(source, rows), strict=True):
+        for target, piece in zip(torch.split(copy, rows), torch.split(source, rows), strict=True):
             target.copy_(piece)
             _write_out(self._mapped[-1:])
-        return made
+        return copy
 
     def kept(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself, detached, within the budget; beyond it a contiguous copy on disk."""

@@ -1,22 +1,21 @@
 """Objects between processes of one host: pickled once (pickle protocol 5), their arrays out of band in shared memory.
 
-- :func:`share` and :func:`unpack`: an object in memory of its own, which is passed on as a descriptor and mapped.
-- :class:`ObjectSender` and :class:`ObjectReceiver`: a channel over sockets, whose memory is written anew each time::
+cloudpickle takes what pickle can't: lambdas, closures, functions and classes of ``__main__`` and of notebook cells.
+Tensor storages and contiguous numpy arrays of 64 KiB and more are left out of the pickle and stored after it. So an
+object is a list of parts, :func:`parts_of` and :func:`object_of`; in shared memory they are::
 
-    small    | pickle |                                one message
-    large    | - sizes | + | pickle | array | array |  memory; its descriptor is sent along if the memory is new
+    | count, sizes | pickle | array | array | ...      each part at a multiple of 64 bytes
 
-The sender may only write the next object when all receivers have collected the last, as in request and answer.
+- :func:`share` and :func:`unpack`: an object in memory of its own, which is passed on as a descriptor. Receivers map it
+  copy-on-write, so 25 receivers of 100 MB cost 100 MB once, and one that writes into its tensors changes no other's::
 
     share(program) -> SharedObject --fd--> receiver: unpack(SharedObject(fd)) -> program
 
-cloudpickle takes what pickle can't: lambdas, closures, functions and classes of ``__main__`` and of notebook cells.
-Tensor storages and contiguous numpy arrays of 64 KiB and more are left out of the pickle and stored after it::
+- :class:`ObjectSender` and :class:`ObjectReceiver`: a channel over sockets, whose memory is written anew each time. The
+  sender may only write the next object when all receivers have collected the last, as in request and answer::
 
-    | sizes | pickle | array | array | ...      each part at a multiple of 64 bytes
-
-Receivers map these bytes copy-on-write, so 25 receivers of 100 MB cost 100 MB once, and one that writes into its
-tensors changes no other's.
+    small    one message: the pickle
+    large    one message: "-", with the memory's descriptor if the memory is new; the parts are in the memory
 """
 
 import contextlib
@@ -26,7 +25,7 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -75,20 +74,11 @@ def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
         PacelineError: there is not enough memory.
     """
     parts = parts_of(obj)
-    sizes = [len(part) for part in parts]
-    offsets = _offsets(sizes)
+    size_bytes = _offsets(parts)[-1]
     new = SharedMemory.create if spill is None else spill.segment
-    segment = new("parcel", offsets[-1], reserved_bytes=offsets[-1])
+    segment = new("shared-object", size_bytes, reserved_bytes=size_bytes)
     try:
-        with segment.buffer as target:
-            _write(target, 0, memoryview(b"".join(n.to_bytes(_INT, "little") for n in (len(sizes), *sizes))))
-            unwritten = 0
-            for offset, piece in _pieces(offsets, parts):
-                _write(target, offset, piece)
-                unwritten += len(piece)
-                if unwritten >= PIECE_BYTES:
-                    segment.pages.flush()  # nothing to do where it lies in memory
-                    unwritten = 0
+        _write(segment, parts)
         return SharedObject(os.dup(segment.fd))
     finally:
         segment.close()
@@ -96,8 +86,6 @@ def share(obj: object, spill: SpillAllocator | None = None) -> SharedObject:
 
 def parts_of(obj: object) -> list[memoryview]:
     """Return the pickle of an object graph, then its large arrays: each distinct one once, and none copied.
-
-    ``pickle.loads(first, buffers=rest)`` rebuilds the graph, its large arrays as views of these.
 
     Raises:
         InputError: a part of it can't be pickled.
@@ -112,6 +100,11 @@ def parts_of(obj: object) -> list[memoryview]:
             "make such parts inside the functions that use them, not outside"
         ) from error
     return [stream.getbuffer(), *pickler.buffers]
+
+
+def object_of(parts: Sequence[Any]) -> Any:
+    """Rebuild an object graph of the parts, or of any buffers that hold them; its large arrays are views of these."""
+    return pickle.loads(parts[0], buffers=parts[1:])
 
 
 def unpack(shared: SharedObject, *, at_once: bool = True) -> Any:
@@ -129,11 +122,7 @@ def unpack(shared: SharedObject, *, at_once: bool = True) -> Any:
     if at_once:
         with contextlib.suppress(OSError):  # before Linux 5.14
             pages.madvise(_MADV_POPULATE_READ)
-    view = memoryview(pages)
-    count = _number(view, 0)
-    sizes = [_number(view, _INT * (i + 1)) for i in range(count)]
-    stream, *buffers = (view[o : o + n] for o, n in zip(_offsets(sizes), sizes, strict=False))
-    return pickle.loads(stream, buffers=buffers)
+    return object_of(_read(memoryview(pages)))
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
@@ -166,24 +155,34 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return False
 
 
-def _offsets(sizes: list[int]) -> list[int]:
+def _offsets(parts: Sequence[Sized]) -> list[int]:
     """Return where each part starts, after the count and the sizes, and where the last one ends."""
-    return list(accumulate((aligned(n) for n in sizes), initial=aligned(_INT * (len(sizes) + 1))))
+    return list(accumulate((aligned(len(part)) for part in parts), initial=aligned(_INT * (len(parts) + 1))))
 
 
-def _write(target: memoryview, offset: int, part: memoryview) -> None:
-    target[offset : offset + len(part)] = part
+def _write(segment: SharedMemory, parts: Sequence[memoryview]) -> None:
+    """Write the parts in pieces, which memory on disk can then evict."""
+    header = struct.pack(f"<{len(parts) + 1}Q", len(parts), *map(len, parts))
+    unwritten = 0
+    with segment.buffer as target:
+        target[: len(header)] = header
+        for offset, part in zip(_offsets(parts), parts, strict=False):
+            for start in range(0, len(part), PIECE_BYTES):
+                piece = part[start : start + PIECE_BYTES]
+                target[offset + start : offset + start + len(piece)] = piece
+                unwritten += len(piece)
+                if unwritten >= PIECE_BYTES:
+                    segment.pages.flush()  # nothing to do where it lies in memory
+                    unwritten = 0
 
 
-def _pieces(offsets: Sequence[int], parts: Sequence[memoryview]) -> Iterator[tuple[int, memoryview]]:
-    """Cut parts into pieces that are small enough to be written out at once; yield each with its offset."""
-    for offset, part in zip(offsets, parts, strict=False):
-        for start in range(0, len(part), PIECE_BYTES):
-            yield offset + start, part[start : start + PIECE_BYTES]
-
-
-def _number(view: memoryview, offset: int) -> int:
-    return int.from_bytes(view[offset : offset + _INT], "little")
+def _read(source: memoryview) -> list[memoryview]:
+    [count] = struct.unpack_from("<Q", source)
+    start, parts = aligned(_INT * (count + 1)), list[memoryview]()
+    for size in struct.unpack_from(f"<{count}Q", source, _INT):
+        parts.append(source[start : start + size])
+        start += aligned(size)
+    return parts
 
 
 def _bytes_of(storage: UntypedStorage) -> Any:
@@ -225,27 +224,18 @@ class ObjectSender:
         Raises:
             InputError: a part of it can't be pickled.
         """
-        stream, *arrays = parts_of(obj)
-        if not arrays and len(stream) <= SHARED_FROM_BYTES:
-            return [_sent(link, bytes(stream), []) for link in links]
-        parts = [stream, *arrays]
-        sizes = [len(part) for part in parts]
-        segment, fds = self._roomy(_ends(sizes)[-1])
-        with segment.buffer as target:
-            for start, part in zip(_ends(sizes), parts, strict=False):
-                target[start : start + len(part)] = part
-        message = _LARGE + struct.pack(f"<{len(sizes)}Q", *sizes)
+        parts, fds = parts_of(obj), list[int]()
+        if len(parts) == 1 and len(parts[0]) <= SHARED_FROM_BYTES:
+            message = bytes(parts[0])
+        else:
+            message, size_bytes, segment = _LARGE, _offsets(parts)[-1], self._segment
+            if segment is None or segment.size_bytes < size_bytes:
+                capacity = max(size_bytes, LEAST_BYTES, 2 * segment.size_bytes if segment is not None else 0)
+                self.close()
+                self._segment = segment = SharedMemory.create("objects", capacity, reserved_bytes=capacity)
+                fds = [segment.fd]
+            _write(segment, parts)
         return [_sent(link, message, fds) for link in links]
-
-    def _roomy(self, size_bytes: int) -> tuple[SharedMemory, list[int]]:
-        """Return memory of that size, and, if it is new, the descriptor for the receivers."""
-        before = self._segment
-        if before is not None and before.size_bytes >= size_bytes:
-            return before, []
-        capacity = max(size_bytes, LEAST_BYTES, 2 * before.size_bytes if before is not None else 0)
-        self.close()
-        self._segment = made = SharedMemory.create("letters", capacity, reserved_bytes=capacity)
-        return made, [made.fd]
 
     def close(self) -> None:
         """Unmap the memory."""
@@ -272,25 +262,19 @@ class ObjectReceiver:
             raise EOFError("the sender has closed its end")
         if fds:
             self.close()
-            self._segment = SharedMemory.attach(fds[0], os.fstat(fds[0]).st_size)
-        if message[:1] != _LARGE:
+            self._segment = SharedMemory(fds[0], os.fstat(fds[0]).st_size)
+        if message != _LARGE:
             return pickle.loads(message)
-        sizes = [size for (size,) in struct.iter_unpack("<Q", message[1:])]
         assert self._segment is not None, "its descriptor came with the first"
         with self._segment.buffer as source:  # copied: the next object is written to the same memory
-            stream, *arrays = (bytearray(source[a : a + n]) for a, n in zip(_ends(sizes), sizes, strict=False))
-        return pickle.loads(stream, buffers=arrays)
+            parts = [bytearray(part) for part in _read(source)]
+        return object_of(parts)
 
     def close(self) -> None:
         """Unmap the memory."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None
-
-
-def _ends(sizes: Sequence[int]) -> list[int]:
-    """Return where each part starts, and where the last one ends."""
-    return list(accumulate(map(aligned, sizes), initial=0))
 
 
 def _sent(link: socket.socket, message: bytes, fds: list[int]) -> bool:

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from paceline.core.types import Nanoseconds, Seconds
 
@@ -136,9 +136,11 @@ class Futex:
         self._number = _FUTEX_NUMBERS[platform.machine()]
 
     def set(self) -> None:
+        """Wake the owner if it sleeps."""
         _syscall(self._number, self._address, _WAKE, _ALL_WAITERS, None)
 
     def wait(self, timeout_s: Seconds) -> bool:
+        """Sleep until set; return False if the time is up first."""
         seconds = int(timeout_s)
         bound = _TIMESPEC.pack(seconds, int((timeout_s - seconds) * 1e9))
         if _syscall(self._number, self._address, _WAIT, 1, bound) == 0:
@@ -176,19 +178,6 @@ def fence() -> None:
         return
 
 
-class WakeupEvent(Protocol):
-    """An :class:`EventFd` or a :class:`Futex`."""
-
-    def set(self) -> None:
-        """Wake the owner if it sleeps."""
-
-    def clear(self) -> None:
-        """Forget that it was set."""
-
-    def wait(self, timeout_s: Seconds) -> bool:
-        """Sleep until set; return False if the time is up first."""
-
-
 class Wakeup:
     """An event, and a word in shared memory that is 1 while its owner sleeps.
 
@@ -199,7 +188,7 @@ class Wakeup:
             their time slice is over; a process that sleeps instead runs as soon as it is woken.
     """
 
-    def __init__(self, event: WakeupEvent, asleep: "memoryview[int]", spin_ns: Nanoseconds = UNBOUNDED_NS) -> None:
+    def __init__(self, event: EventFd | Futex, asleep: "memoryview[int]", spin_ns: Nanoseconds = UNBOUNDED_NS) -> None:
         self.event, self._asleep, self.spin_ns = event, asleep, spin_ns
         self._polls = MAX_POLLS
         self._began: Nanoseconds = 0

@@ -30,7 +30,7 @@ A compression of your own is one file. A Strategy reads its name without torch, 
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, final
 
 from paceline.core.errors import InputError
 from paceline.core.registry import declare
@@ -80,6 +80,14 @@ class Compression(ABC, Generic[S]):
         return text_of(self)
 
 
+class Stateless(Compression[None]):
+    """A compression that keeps nothing from step to step."""
+
+    @final
+    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> None:
+        del shapes, dtype, device
+
+
 def parse(text: str) -> Compression[Any]:
     """Return the compression that a text says.
 
@@ -104,6 +112,14 @@ def canonical(text: Any) -> str:
             f"compression={text!r} is no text; write compression='none', or compression='powersgd:rank=4'."
         )
     return str(parse(text))
+
+
+def all_reduce(tensor: "Tensor", group: "dist.ProcessGroup") -> int:
+    """Replace a tensor by its sum over the ranks, and return the :func:`ring_bytes` of it."""
+    import torch.distributed as dist
+
+    dist.all_reduce(tensor, group=group)
+    return ring_bytes(tensor, group.size())
 
 
 def ring_bytes(tensor: "Tensor", ranks: int) -> int:

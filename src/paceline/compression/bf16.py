@@ -7,15 +7,13 @@ Each of P ranks rounds its term once and the sum is rounded P-1 times, each time
 A rounding is off by u/2 at most; the bound holds with u for backends that cut off instead of rounding to the nearest.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from paceline.compression.base import Compression, Shape, ring_bytes
+from paceline.compression.base import Stateless, all_reduce
 from paceline.core.registry import register
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import Tensor
 
@@ -23,18 +21,12 @@ if TYPE_CHECKING:
 @final
 @register("bf16")
 @dataclass(frozen=True)
-class Bf16(Compression[None]):
+class Bf16(Stateless):
     """One all-reduce in bfloat16: 8 significant bits, half of float32's bytes."""
 
-    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> None:
-        del shapes, dtype, device
-
     def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
-        import torch
-        import torch.distributed as dist
-
         del state
-        small = gradient.to(torch.bfloat16)
-        dist.all_reduce(small, group=group)
+        small = gradient.bfloat16()
+        sent_bytes = all_reduce(small, group)
         gradient.copy_(small)
-        return ring_bytes(small, group.size())
+        return sent_bytes

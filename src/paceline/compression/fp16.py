@@ -11,11 +11,10 @@ If a rank's gradient is not finite, nothing is moved: what is infinite or not a 
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from paceline.compression.base import Compression, Shape, ring_bytes
+from paceline.compression.base import Stateless, all_reduce, ring_bytes
 from paceline.core.registry import register
 
 if TYPE_CHECKING:
@@ -30,11 +29,8 @@ LARGEST = 15
 @final
 @register("fp16")
 @dataclass(frozen=True)
-class Fp16(Compression[None]):
+class Fp16(Stateless):
     """Two all-reduces: of the largest magnitude, then of the gradient in float16, 11 significant bits."""
-
-    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> None:
-        del shapes, dtype, device
 
     def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
         import torch
@@ -47,9 +43,9 @@ class Fp16(Compression[None]):
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
         exponent = scale(float(peak), ranks, torch.finfo(gradient.dtype))
         small = gradient.mul(2.0**exponent).to(torch.float16)
-        dist.all_reduce(small, group=group)
+        sent_bytes = ring_bytes(peak, ranks) + all_reduce(small, group)
         gradient.copy_(small).mul_(2.0**-exponent)
-        return ring_bytes(peak, ranks) + ring_bytes(small, ranks)
+        return sent_bytes
 
 
 def scale(peak: float, ranks: int, limits: "torch.finfo") -> int:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
-from paceline.compression.base import Compression, Shape, ring_bytes
+from paceline.compression.base import Compression, Shape, all_reduce
 from paceline.core.errors import check_int
 from paceline.core.registry import register
 
@@ -100,10 +100,10 @@ class PowerSgd(Compression[LowRankState]):
         matrices = [place.of(gradient) for place in state.matrices]
         whole = [place.of(gradient) for place in state.rest]
         products = [matrix @ _orthonormal(q.T) for matrix, q in zip(matrices, state.queries, strict=True)]
-        first = _sum([*whole, *products], group)
+        first, sent_bytes = _sum([*whole, *products], group)
         if not bool(torch.isfinite(first).all()):
             gradient.fill_(math.nan)
-            return ring_bytes(first, group.size())
+            return sent_bytes
         sums = _split(first, [*whole, *products])
         bases = [_orthonormal(product) for product in sums[len(whole) :]]
         factors = [base.T @ matrix for base, matrix in zip(bases, matrices, strict=True)]
@@ -111,13 +111,13 @@ class PowerSgd(Compression[LowRankState]):
         for place, matrix, base, factor in zip(state.matrices, matrices, bases, factors, strict=True):
             lost = torch.mm(base, factor, out=place.of(state.residual))
             torch.sub(matrix, lost, out=lost)
-        second = _sum(factors, group)
+        second, second_bytes = _sum(factors, group)
         state.queries = _split(second, factors)
         for matrix, base, q in zip(matrices, bases, state.queries, strict=True):
             torch.mm(base, q, out=matrix)
         for parameter, total in zip(whole, sums[: len(whole)], strict=True):
             parameter.copy_(total)
-        return ring_bytes(first, group.size()) + ring_bytes(second, group.size())
+        return sent_bytes + second_bytes
 
 
 def _orthonormal(columns: "Tensor") -> "Tensor":
@@ -128,15 +128,12 @@ def _orthonormal(columns: "Tensor") -> "Tensor":
     return base
 
 
-def _sum(tensors: "Sequence[Tensor]", group: "dist.ProcessGroup") -> "Tensor":
-    """Return the sums over the ranks, in one vector and one message."""
+def _sum(tensors: "Sequence[Tensor]", group: "dist.ProcessGroup") -> "tuple[Tensor, int]":
+    """Return the sums over the ranks, in one vector and one message, and the bytes sent."""
     import torch
-    import torch.distributed as dist
 
     flat = torch.cat([t.flatten() for t in tensors]) if tensors else torch.empty(0)
-    if len(flat):
-        dist.all_reduce(flat, group=group)
-    return flat
+    return flat, all_reduce(flat, group) if len(flat) else 0
 
 
 def _split(flat: "Tensor", like: "Sequence[Tensor]") -> "list[Tensor]":

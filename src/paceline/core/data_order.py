@@ -9,7 +9,6 @@ engine reads the same stream. Below, N samples, P replicas, batch size b::
                epoch e:  each replica shuffles its subset and cuts it into chunks of b; the last may be smaller
 """
 
-from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -51,80 +50,69 @@ def _pieces(length: int, pieces: int, piece: int) -> tuple[int, int]:
     return start, start + size + (piece < larger)
 
 
-class _Cut(ABC):
-    """Division of a shuffled epoch into batches."""
-
-    @abstractmethod
-    def rounds(self, replica: ReplicaId) -> int:
-        """Return the number of batches of this replica in an epoch."""
-
-    @abstractmethod
-    def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
-        """Return start and stop of a batch within ``shuffled``."""
-
-    @abstractmethod
-    def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
-        """Return the samples of an epoch, in the order in which they are cut."""
-
-
 @final
-class _Global(_Cut):
-    def __init__(self, samples: int, batch_size: int, replicas: int, seed: int) -> None:
-        self._samples, self._batch_size, self._replicas, self._seed = samples, batch_size, replicas, seed
-        self._full_rounds, self._rest = divmod(samples, batch_size * replicas)
-        self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // samples)
+class _Global:
+    """Division of a shuffled epoch into batches: one permutation for all replicas."""
+
+    def __init__(self, order: "DataOrder") -> None:
+        self._order = order
+        self._full_rounds, self._rest = divmod(order.samples, order.batch_size * order.replicas)
+        self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // order.samples)
         self._epochs: OrderedDict[int, Indices] = OrderedDict()
 
     def rounds(self, replica: ReplicaId) -> int:  # noqa: ARG002 - the same for all
+        """Return the number of batches of this replica in an epoch."""
         return self._full_rounds + (self._rest > 0)
 
     def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
+        """Return start and stop of a batch within ``shuffled``."""
+        order = self._order
         if round_ < self._full_rounds:
-            start = (round_ * self._replicas + replica) * self._batch_size
-            return start, start + self._batch_size
-        start, stop = _pieces(self._rest, self._replicas, replica)
-        return self._samples - self._rest + start, self._samples - self._rest + stop
+            start = (round_ * order.replicas + replica) * order.batch_size
+            return start, start + order.batch_size
+        start, stop = _pieces(self._rest, order.replicas, replica)
+        return order.samples - self._rest + start, order.samples - self._rest + stop
 
     def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:  # noqa: ARG002 - the same for all
-        found = self._epochs.get(epoch)
-        if found is None:
-            found = self._epochs[epoch] = _permutation(self._seed, _TAG, epoch)(self._samples)
+        """Return the samples of an epoch, in the order in which they are cut."""
+        if epoch not in self._epochs:
+            self._epochs[epoch] = _permutation(self._order.seed, _TAG, epoch)(self._order.samples)
             if len(self._epochs) > self._keep:
                 self._epochs.popitem(last=False)
-        else:
-            self._epochs.move_to_end(epoch)
-        return found
+        self._epochs.move_to_end(epoch)
+        return self._epochs[epoch]
 
 
 @final
-class _Disjoint(_Cut):
-    def __init__(self, samples: int, batch_size: int, replicas: int, seed: int) -> None:
-        self._samples, self._batch_size, self._replicas, self._seed = samples, batch_size, replicas, seed
+class _Disjoint:
+    """Division of a shuffled epoch into batches: a subset for each replica."""
+
+    def __init__(self, order: "DataOrder") -> None:
+        self._order = order
         self._all: Indices | None = None
         self._current: dict[ReplicaId, tuple[int, Indices]] = {}
 
+    def _subset(self, replica: ReplicaId) -> tuple[int, int]:
+        return _pieces(self._order.samples, self._order.replicas, replica)
+
     def rounds(self, replica: ReplicaId) -> int:
-        start, stop = _pieces(self._samples, self._replicas, replica)
-        return -(-(stop - start) // self._batch_size)
+        start, stop = self._subset(replica)
+        return -(-(stop - start) // self._order.batch_size)
 
     def bounds(self, replica: ReplicaId, round_: int) -> tuple[int, int]:
-        first, last = _pieces(self._samples, self._replicas, replica)
-        start = round_ * self._batch_size
-        return start, min(start + self._batch_size, last - first)
+        first, last = self._subset(replica)
+        start = round_ * self._order.batch_size
+        return start, min(start + self._order.batch_size, last - first)
 
     def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:
-        current = self._current.get(replica)
+        current, seed = self._current.get(replica), self._order.seed
         if current is None or current[0] != epoch:
-            subset = self._subset(replica)
-            current = epoch, _permutation(self._seed, _TAG, _SHUFFLES, epoch, replica)(subset)
+            if self._all is None:
+                self._all = _permutation(seed, _TAG, _SUBSETS)(self._order.samples)
+            start, stop = self._subset(replica)
+            current = epoch, _permutation(seed, _TAG, _SHUFFLES, epoch, replica)(self._all[start:stop])
             self._current[replica] = current
         return current[1]
-
-    def _subset(self, replica: ReplicaId) -> Indices:
-        if self._all is None:
-            self._all = _permutation(self._seed, _TAG, _SUBSETS)(self._samples)
-        start, stop = _pieces(self._samples, self._replicas, replica)
-        return self._all[start:stop]
 
 
 _CUTS: dict[Partition, type[_Global] | type[_Disjoint]] = {"global": _Global, "disjoint": _Disjoint}
@@ -161,7 +149,7 @@ class DataOrder:
     replicas: int
     seed: int
     partition: Partition = "global"
-    _cut: _Cut = field(init=False, repr=False, compare=False)
+    _cut: _Global | _Disjoint = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "replicas"):
@@ -176,8 +164,7 @@ class DataOrder:
                 f"partition=disjoint needs a sample for each replica, but there are {self.replicas} replicas and "
                 f"{self.samples} samples; write partition=global or replicas={self.samples}."
             )
-        cut = _CUTS[self.partition](self.samples, self.batch_size, self.replicas, self.seed)
-        object.__setattr__(self, "_cut", cut)
+        object.__setattr__(self, "_cut", _CUTS[self.partition](self))
 
     def batch(self, replica: ReplicaId, k: int) -> Indices:
         """Return the samples of the k-th batch of a replica, k = 0, 1, ... over all epochs; the caller's own copy."""

@@ -115,7 +115,7 @@ def parse_option(name: str, hint: Any, text: str) -> Any:
 
     Args:
         name: of the option, for messages.
-        hint: its type: bool, int, float, tuple[int, ...], tuple[str, ...], a Literal, a registered family's base,
+        hint: its type: bool, int, float, str, tuple[int, ...], tuple[str, ...], a Literal, a registered family's base,
             None, an :func:`option_type`, or a union of these.
         text: what stands after the ``=``.
     """
@@ -193,6 +193,7 @@ _OPTION_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     bool: (_parse_word({"true": True, "false": False}), "true or false"),
     int: (int, "a whole number"),
     float: (float, "a number"),
+    str: (str, "a text"),
     NoneType: (_parse_word({"none": None}), "none"),
     tuple[int, ...]: (_parse_integers, "a list of whole numbers"),
     tuple[str, ...]: (_parse_names, ""),

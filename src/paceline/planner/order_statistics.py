@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.clock.distributions import (
-    DISTRIBUTIONS,
     Constant,
     Distribution,
     Exponential,
@@ -31,6 +30,7 @@ from paceline.clock.distributions import (
     Trace,
 )
 from paceline.core.errors import InputError
+from paceline.core.registry import registered
 from paceline.core.types import Seconds
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -234,7 +234,9 @@ def _survival(distribution: Distribution) -> tuple[Survival, tuple[Seconds, ...]
             values = np.sort(np.array(distribution.values, dtype=np.float64))
             marks = tuple(sorted({*distribution.values}))
             return lambda x: np.asarray(1.0 - np.searchsorted(values, x, side="right") / len(values)), marks, inf
-    raise InputError(f"P(X > x) of {distribution} is not known here; write one of {', '.join(sorted(DISTRIBUTIONS))}.")
+    raise InputError(
+        f"P(X > x) of {distribution} is not known here; write one of {', '.join(sorted(registered(Distribution)))}."
+    )
 
 
 def _normal_tail(z: Floats) -> NDArray[np.float64]:

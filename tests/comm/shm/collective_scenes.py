@@ -9,7 +9,7 @@ import torch.distributed as dist
 from shm_values import Job, bits, combined, counts, numbers, operations, small_stages
 from torch import Tensor
 
-from paceline.comm.shm.staging import rule_of
+from paceline.comm.shm.collectives import rule_of
 
 Outcome = tuple[Tensor, Tensor]
 """What came out, and what should have."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.comm.shm import region
+from paceline.comm.shm import rendezvous
 from paceline.core.errors import PacelineError
 
 
@@ -156,10 +156,10 @@ def refusals(rank: int, size: int) -> list[str]:
 def elsewhere(rank: int, size: int, what: str) -> str:
     """A second group whose ranks believe to be apart."""
     if what == "host" and rank == 1:
-        region.host_id = lambda: "another"  # type: ignore[assignment]
+        rendezvous.host_id = lambda: "another"  # type: ignore[assignment]
     if what == "process" and rank == 1:
-        real = region.address_of
-        region.address_of = lambda segment: region.SegmentAddress(  # type: ignore[assignment]
+        real = rendezvous.address_of
+        rendezvous.address_of = lambda segment: rendezvous.SegmentAddress(  # type: ignore[assignment]
             os.getppid(), 0, real(segment).size_bytes, real(segment).token
         )
     return told(lambda: dist.new_group(timeout=timedelta(seconds=5)))
@@ -167,7 +167,7 @@ def elsewhere(rank: int, size: int, what: str) -> str:
 
 def absent(rank: int, size: int, folder: str) -> str:
     """A group that one of its ranks never joins."""
-    from paceline.comm.shm.region import rendezvous
+    from paceline.comm.shm.rendezvous import rendezvous
 
     if rank == 1:
         dist.barrier()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.shm import collectives, p2p, region
+from paceline.comm.shm import collectives, p2p, region, rendezvous
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -97,7 +97,7 @@ class Job:
 def small_stages() -> Iterator[None]:
     """Groups made herein show little at a time; they must be used herein too."""
     with (
-        patch.object(region, "STAGE_BYTES", SMALL_BYTES),
+        patch.object(rendezvous, "STAGE_BYTES", SMALL_BYTES),
         patch.object(collectives, "AT_ONCE_BYTES", SMALL_BYTES // 4),
         patch.object(collectives, "BROADCAST_BYTES", 2 * SMALL_BYTES),
         patch.object(region, "PIECE_BYTES", SMALL_BYTES // 8),

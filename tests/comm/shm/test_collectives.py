@@ -5,7 +5,7 @@ import torch
 from shm_ranks import Ranks
 from shm_values import COMBINED, MOVED
 
-from paceline.comm.shm.region import STAGE_BYTES
+from paceline.comm.shm.rendezvous import STAGE_BYTES
 
 FEW = (torch.bool, torch.int32, torch.bfloat16, torch.float64)
 """One of each size in bytes."""

@@ -248,6 +248,6 @@ def parcel(lines: list[list[str]]) -> Iterator[list[str]]:
     inside = False
     for words in lines:
         if not words[0].endswith(":"):
-            inside = any("paceline:parcel" in word for word in words)
+            inside = any("paceline:shared-object" in word for word in words)
         elif inside:
             yield words

@@ -50,7 +50,7 @@ def test_gradients_of_parts_may_lie_on_disk(monkeypatch: pytest.MonkeyPatch) -> 
         """No room in memory, and an account of what it is given."""
 
         def __init__(self) -> None:
-            super().__init__(roomy_bytes=0)
+            super().__init__(budget_bytes=0)
 
         def kept(self, tensor: Tensor) -> Tensor:
             if self.spills(tensor.nbytes):

@@ -12,23 +12,15 @@ alike, which saves a round.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate, pairwise, product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.region import OTHERWISE
-from paceline.comm.shm.staging import (
-    UNEVEN,
-    CollectiveKind,
-    Fingerprint,
-    ReduceRule,
-    StagedRounds,
-    Steps,
-    checksum,
-    reduce,
-)
+from paceline.comm.shm.region import OTHERWISE, StagedRounds, Steps, fingerprint
 from paceline.core.errors import CollectiveError, InputError
 
 AT_ONCE_BYTES = 512 * 1024
@@ -40,6 +32,68 @@ On 2 idle cores of an Intel Xeon, at once against in slices: 2 ranks 53 to 71 µ
 
 BROADCAST_BYTES = 2**20
 """Bytes of a round in which one rank alone shows something: all N stages would hold more, but not the caches."""
+
+
+RULES: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+"""How two elements are reduced, by the names of ``torch.distributed.ReduceOp``."""
+
+
+def rule_of(op: Any) -> str:
+    """Return the rule of a ``torch.distributed.ReduceOp``.
+
+    Raises:
+        InputError: backend shm has no such rule.
+
+    >>> rule_of(torch.distributed.ReduceOp.SUM)
+    'sum'
+    """
+    name = getattr(op, "op", op).name
+    if name.lower() not in RULES:
+        raise InputError(
+            f"reduce operation {name} is not known to backend shm; write one of {', '.join(map(str.upper, RULES))}"
+        )
+    return str(name.lower())
+
+
+@cache
+def check_rule(rule: str, dtype: torch.dtype) -> None:
+    """Raise InputError if elements of a dtype can't be reduced by a rule."""
+    try:
+        probe = torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype)
+        RULES[rule](probe, probe, out=probe)
+    except (RuntimeError, NotImplementedError) as error:
+        reason = str(error)
+    else:
+        if rule != "avg" or dtype.is_floating_point or dtype.is_complex:
+            return
+        reason = "a mean of whole numbers is none"
+    raise InputError(
+        f"{rule} of {str(dtype).removeprefix('torch.')} can't be had ({reason}); convert the tensor first, as by "
+        "x.float()"
+    )
+
+
+def _reduce(parts: Sequence[Tensor], rule: str, out: Tensor) -> None:
+    """Reduce the parts, elementwise, into ``out``, which may be one of the first two."""
+    if len(parts) == 1:
+        out.copy_(parts[0])
+        return
+    # In ascending order of ranks, whichever rank does it: sums of floats then have the same bits on all of them.
+    combine = RULES[rule]
+    combine(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        combine(out, part, out=out)
+    if rule == "avg":
+        out.div_(len(parts))
 
 
 def plain(x: Tensor) -> bool:
@@ -65,9 +119,7 @@ def vector(x: Tensor) -> Tensor:
 
 def written_back(steps: Steps, tensors: Sequence[Tensor], vectors: Sequence[Tensor]) -> Steps:
     """Return the same steps, after which results in vectors that are copies are written to their tensors."""
-    if all(map(plain, tensors)):
-        return steps
-    return _write_back(steps, zip(tensors, vectors, strict=True))
+    return steps if all(map(plain, tensors)) else _write_back(steps, zip(tensors, vectors, strict=True))
 
 
 def _write_back(steps: Steps, pairs: Iterable[tuple[Tensor, Tensor]]) -> Steps:
@@ -96,92 +148,77 @@ def cut(whole: Tensor, parts: int, name: str, sizes: Sequence[int] | None = None
     return [whole[start:end] for start, end in pairwise(ends)]
 
 
-def _barrier(rounds: StagedRounds, fingerprint: Fingerprint | None) -> Steps:
-    """Post this round and wait for all ranks; in the first round of a collective compare the fingerprints."""
-    if fingerprint is not None:
-        rounds.show(fingerprint)
-    rounds.post()
-    if not rounds.all_posted():
-        yield rounds.all_posted
-    if fingerprint is not None:
-        rounds.check(fingerprint)
+def _starts(elements: int, per_round: int) -> range:
+    """Return where each round's chunk of a vector starts; an empty one has one too, since all ranks must post."""
+    return range(0, max(elements, 1), per_round)
 
 
-def _chunks(x: Tensor, size: int) -> list[Tensor]:
-    """Cut a vector; an empty one is one chunk, since all ranks must post a round."""
-    return [x[start : start + size] for start in range(0, max(x.numel(), 1), size)]
-
-
-def barrier(rounds: StagedRounds) -> Steps:
-    """Wait for all ranks."""
-    yield from _barrier(rounds, Fingerprint(CollectiveKind.barrier))
+def _slot(stage: Tensor, slot: int, rank: int, part: Tensor) -> Tensor:
+    """Return the place of a rank's part on a stage that is cut into slots."""
+    return stage[rank * slot : rank * slot + part.numel()]
 
 
 def broadcast(rounds: StagedRounds, x: Tensor, root: int) -> Steps:
     """Replace ``x`` by the root's ``x``, on all ranks."""
-    fingerprint: Fingerprint | None = Fingerprint(CollectiveKind.broadcast, x.dtype, x.numel(), root)
-    per_round = min(rounds.joint(x.dtype).numel(), BROADCAST_BYTES // x.element_size())
-    for chunk in _chunks(x, per_round):
+    header = fingerprint("broadcast", x.dtype, x.numel(), root=root)
+    per_round = min(rounds.stage_bytes * rounds.size, BROADCAST_BYTES) // x.element_size()
+    for start in _starts(x.numel(), per_round):
+        chunk = x[start : start + per_round]
         stage = rounds.joint(x.dtype)[: chunk.numel()]
         if rounds.rank == root:
             stage.copy_(chunk)
-        yield from _barrier(rounds, fingerprint)
-        fingerprint = None
+        yield from rounds.barrier(header)
         if rounds.rank != root:
             chunk.copy_(stage)
 
 
-def all_reduce(rounds: StagedRounds, x: Tensor, out: Tensor, rule: ReduceRule) -> Steps:
+def all_reduce(rounds: StagedRounds, x: Tensor, out: Tensor, rule: str) -> Steps:
     """Write the reduction of all ranks' ``x`` to ``out``; ``x`` stays as it is unless both are one."""
-    fingerprint = Fingerprint(CollectiveKind.all_reduce, x.dtype, x.numel(), rule=rule)
+    header = fingerprint("all_reduce", x.dtype, x.numel(), rule=rule)
     if rounds.size > 1 and _is_small(rounds, x):
-        return _reduce_at_once(rounds, fingerprint, x, rule, out)
+        return _reduce_at_once(rounds, header, x, rule, out)
     if out is not x:
         out.copy_(x)
-    return iter(()) if rounds.size == 1 else _reduce_in_slices(rounds, fingerprint, out, rule, keeps=True)
+    return iter(()) if rounds.size == 1 else _reduce_in_slices(rounds, header, out, rule, keeps=True)
 
 
-def reduce_to(rounds: StagedRounds, x: Tensor, root: int, rule: ReduceRule) -> Steps:
+def reduce(rounds: StagedRounds, x: Tensor, root: int, rule: str) -> Steps:
     """Replace the root's ``x`` by the reduction of all ranks' ``x``; on other ranks it stays as it is."""
     if rounds.size == 1:  # its own reduction, of any number of bytes
         return iter(())
-    fingerprint = Fingerprint(CollectiveKind.reduce, x.dtype, x.numel(), root, rule)
+    header = fingerprint("reduce", x.dtype, x.numel(), root=root, rule=rule)
     keeps = rounds.rank == root
     if _is_small(rounds, x):
-        return _reduce_at_once(rounds, fingerprint, x, rule, x if keeps else None)
-    return _reduce_in_slices(rounds, fingerprint, x, rule, keeps=keeps)
+        return _reduce_at_once(rounds, header, x, rule, x if keeps else None)
+    return _reduce_in_slices(rounds, header, x, rule, keeps=keeps)
 
 
 def _is_small(rounds: StagedRounds, x: Tensor) -> bool:
     return x.numel() * x.element_size() <= min(AT_ONCE_BYTES // rounds.size, rounds.stage_bytes)
 
 
-def _reduce_at_once(
-    rounds: StagedRounds, fingerprint: Fingerprint, x: Tensor, rule: ReduceRule, out: Tensor | None
-) -> Steps:
-    shown = rounds.fronts(x.dtype, x.numel())
+def _reduce_at_once(rounds: StagedRounds, header: bytes, x: Tensor, rule: str, out: Tensor | None) -> Steps:
+    shown = rounds.stages(x.dtype, x.numel())
     shown[rounds.rank].copy_(x)
-    yield from _barrier(rounds, fingerprint)
+    yield from rounds.barrier(header)
     if out is not None:
-        reduce(shown, rule, out)
+        _reduce(shown, rule, out)
 
 
-def _reduce_in_slices(
-    rounds: StagedRounds, fingerprint: Fingerprint | None, x: Tensor, rule: ReduceRule, *, keeps: bool
-) -> Steps:
+def _reduce_in_slices(rounds: StagedRounds, header: bytes, x: Tensor, rule: str, *, keeps: bool) -> Steps:
     rank, size = rounds.rank, rounds.size
     slot = rounds.stages(x.dtype)[0].numel() // size
     before: list[Tensor] = []  # slices of the chunk whose results are shown in this round
-    for chunk in [*_chunks(x, slot * size), None]:
-        stages = rounds.stages(x.dtype)
-        # As equal as can be; the last ones are shorter or empty.
-        each = 0 if chunk is None else -(-chunk.numel() // size)
-        slices = [] if chunk is None else [chunk[i * each : (i + 1) * each] for i in range(size)]
+    for start in [*_starts(x.numel(), slot * size), None]:
+        stages, slices = rounds.stages(x.dtype), list[Tensor]()
+        if start is not None:
+            chunk = x[start : start + slot * size]
+            each = -(-chunk.numel() // size)  # as equal as can be; the last ones are shorter or empty
+            slices = [chunk[i * each : (i + 1) * each] for i in range(size)]
         for other, part in enumerate(slices):
             if other != rank:
                 _slot(stages[rank], slot, other, part).copy_(part)
-        yield from _barrier(rounds, fingerprint)
-        fingerprint = None
+        yield from rounds.barrier(header)
         if keeps:
             for other, part in enumerate(before):
                 if other != rank:
@@ -192,116 +229,105 @@ def _reduce_in_slices(
             parts[rank] = own
             # The stages of the next round: the others read the result there after its barrier.
             result = _slot(rounds.stages(x.dtype)[rank], slot, rank, own)
-            reduce(parts, rule, result)
+            _reduce(parts, rule, result)
             if keeps:
                 own.copy_(result)
         before = slices
 
 
-def _slot(stage: Tensor, slot: int, rank: int, part: Tensor) -> Tensor:
-    """Return the place of a rank's part on a stage that is cut into slots."""
-    return stage[rank * slot : rank * slot + part.numel()]
-
-
-def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], rule: ReduceRule) -> Steps:
+def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], rule: str) -> Steps:
     """Write the reduction of all ranks' part for this rank to ``out``."""
-    rank, sizes = rounds.rank, [part.numel() for part in parts]
-    fingerprint: Fingerprint | None = Fingerprint(
-        CollectiveKind.reduce_scatter, out.dtype, UNEVEN, rule=rule, sizes_sum=checksum(sizes)
-    )
+    rank, sizes = rounds.rank, tuple(part.numel() for part in parts)
+    header = fingerprint("reduce_scatter", out.dtype, rule=rule, sizes=sizes)
     slot = rounds.stages(out.dtype)[0].numel() // rounds.size
-    for start in range(0, max(*sizes, 1), slot):
+    for start in _starts(max(sizes), slot):
         stages = rounds.stages(out.dtype)
         for other, part in enumerate(parts):
             if other != rank:
                 chunk = part[start : start + slot]
                 _slot(stages[rank], slot, other, chunk).copy_(chunk)
-        yield from _barrier(rounds, fingerprint)
-        fingerprint = None
+        yield from rounds.barrier(header)
         own = parts[rank][start : start + slot]
         shown = [_slot(stage, slot, rank, own) for stage in stages]
         place, shown[rank] = shown[rank], own
-        reduce(shown, rule, place)  # not into out, which may be the own part itself
+        _reduce(shown, rule, place)  # not into out, which may be the own part itself
         out[start : start + slot].copy_(place)
 
 
 def all_gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor) -> Steps:
     """Write each rank's ``x`` to ``outs[rank]``."""
     if any(out.numel() != x.numel() for out in outs):
-        return exchange(rounds, CollectiveKind.all_gather, outs, [x] * rounds.size)
-    return _gather(rounds, Fingerprint(CollectiveKind.all_gather, x.dtype, x.numel()), outs, x)
+        return exchange(rounds, "all_gather", outs, [x] * rounds.size)
+    return _gather(rounds, fingerprint("all_gather", x.dtype, x.numel()), outs, x)
 
 
 def gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor, root: int) -> Steps:
     """Write each rank's ``x`` to the root's ``outs[rank]``; other ranks give no ``outs``."""
-    return _gather(rounds, Fingerprint(CollectiveKind.gather, x.dtype, x.numel(), root), outs, x)
+    return _gather(rounds, fingerprint("gather", x.dtype, x.numel(), root=root), outs, x)
 
 
-def _gather(rounds: StagedRounds, fingerprint: Fingerprint | None, outs: Sequence[Tensor], x: Tensor) -> Steps:
+def _gather(rounds: StagedRounds, header: bytes, outs: Sequence[Tensor], x: Tensor) -> Steps:
     per_round = rounds.stages(x.dtype)[0].numel()
-    for start in range(0, max(x.numel(), 1), per_round):
+    for start in _starts(x.numel(), per_round):
         stages, chunk = rounds.stages(x.dtype), x[start : start + per_round]
         stages[rounds.rank][: chunk.numel()].copy_(chunk)
-        yield from _barrier(rounds, fingerprint)
-        fingerprint = None
+        yield from rounds.barrier(header)
         for stage, out in zip(stages, outs, strict=False):
             out[start : start + per_round].copy_(stage[: chunk.numel()])
 
 
 def scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], root: int) -> Steps:
     """Write the root's part for this rank to ``out``; other ranks give no ``parts``."""
-    fingerprint: Fingerprint | None = Fingerprint(CollectiveKind.scatter, out.dtype, out.numel(), root)
+    header = fingerprint("scatter", out.dtype, out.numel(), root=root)
     per_round = rounds.stages(out.dtype)[0].numel()
-    for start in range(0, max(out.numel(), 1), per_round):
+    for start in _starts(out.numel(), per_round):
         stages, chunk = rounds.stages(out.dtype), out[start : start + per_round]
         for stage, part in zip(stages, parts, strict=False):
             stage[: chunk.numel()].copy_(part[start : start + per_round])
-        yield from _barrier(rounds, fingerprint)
-        fingerprint = None
+        yield from rounds.barrier(header)
         chunk.copy_(stages[rounds.rank][: chunk.numel()])
 
 
-def exchange(rounds: StagedRounds, kind: CollectiveKind, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
+def exchange(rounds: StagedRounds, call: str, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Write each rank's part for this one to ``outs[rank]``; sizes may differ from pair to pair.
 
     Raises:
         CollectiveError: a rank expects another size than it is given; on all ranks alike.
     """
-    dtype, all_sizes, words = parts[0].dtype, rounds.sizes(), 2 * rounds.size
+    rank, dtype, all_sizes, words = rounds.rank, parts[0].dtype, rounds.sizes(), 2 * rounds.size
     own_sizes = array("q", [*(part.numel() for part in parts), *(out.numel() for out in outs)])
-    all_sizes[rounds.rank * words : (rounds.rank + 1) * words] = memoryview(own_sizes)
-    fingerprint: Fingerprint | None = Fingerprint(kind, dtype, UNEVEN)
+    all_sizes[rank * words : (rank + 1) * words] = memoryview(own_sizes)
+    header = fingerprint(call, dtype)
     slot = rounds.stages(dtype)[0].numel() // rounds.size
     start, longest = 0, 1
     while start < longest:
         stages = rounds.stages(dtype)
         for other, part in enumerate(parts):
-            if other != rounds.rank:
+            if other != rank:
                 chunk = part[start : start + slot]
-                _slot(stages[rounds.rank], slot, other, chunk).copy_(chunk)
-        yield from _barrier(rounds, fingerprint)
-        if fingerprint is not None:
+                _slot(stages[rank], slot, other, chunk).copy_(chunk)
+        yield from rounds.barrier(header)
+        if start == 0:
             longest = _longest_part(rounds, all_sizes.tolist())
-        fingerprint = None
         for other, (stage, out) in enumerate(zip(stages, outs, strict=True)):
-            if other != rounds.rank:
+            if other != rank:
                 chunk = out[start : start + slot]
-                chunk.copy_(_slot(stage, slot, rounds.rank, chunk))
+                chunk.copy_(_slot(stage, slot, rank, chunk))
         start += slot
-    outs[rounds.rank].copy_(parts[rounds.rank])
+    outs[rank].copy_(parts[rank])
 
 
 def _longest_part(rounds: StagedRounds, sizes: list[int]) -> int:
     """Compare the sizes of all parts with those that are expected, and return the largest."""
-    size = rounds.size
+    size, region = rounds.size, rounds.region
     if sizes.count(sizes[0]) == len(sizes):
         return sizes[0]
     for source, destination in product(range(size), repeat=2):
         given, expected = sizes[source * 2 * size + destination], sizes[destination * 2 * size + size + source]
         if given != expected:
             raise CollectiveError(
-                f"in group {rounds.region.name} {rounds.region.named([source])} gives {given:,} elements to "
-                f"{rounds.region.named([destination])}, which expects {expected:,}; make both the same"
+                f"in group {region.name} {region.named([source])} gives {given:,} elements to "
+                f"{region.named([destination])}, which expects {expected:,}; make both the same"
             )
     return max(sizes)
 
@@ -316,7 +342,7 @@ def sparse_all_reduce(rounds: StagedRounds, x: Tensor) -> Steps:
     all_values = [values.new_empty(count, *values.shape[1:]) for count in counts.tolist()]
     for outs, part in ((all_indices, indices), (all_values, values)):
         vectors = [out.view(-1) for out in outs]
-        yield from exchange(rounds, CollectiveKind.all_gather, vectors, [part.contiguous().view(-1)] * rounds.size)
+        yield from exchange(rounds, "all_gather", vectors, [part.contiguous().view(-1)] * rounds.size)
     # In the order of ranks, so that coalescing adds them in the same order on all of them.
     whole = torch.sparse_coo_tensor(torch.cat(all_indices, 1), torch.cat(all_values), x.shape, check_invariants=False)
     with torch.no_grad():

@@ -15,42 +15,41 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from paceline.comm.shm.region import LINE, PIECE_BYTES, PIECES, Region
-from paceline.comm.shm.staging import DTYPE_CODES, DTYPES, Steps
+from paceline.comm.shm.region import LINE, PIECE_BYTES, PIECES, Region, Steps
 from paceline.comm.wakeup import FENCED, fence
 from paceline.core.errors import CollectiveError
 
 _PACKED = struct.Struct("<3q")
 
+_DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
+"""All dtypes, aliases among them; their order is the same on every rank, which all run the same torch."""
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+
+
+class Envelope(NamedTuple):
     """Description of a message, next to each of its pieces.
 
-    >>> envelope = Envelope(40, 7, torch.float32)
-    >>> Envelope.unpacked(envelope.packed()) == envelope, str(envelope)
-    (True, '10 float32 with tag 7')
+    >>> print(Envelope.of(torch.zeros(10), tag=7))
+    10 float32 with tag 7
     """
 
     size_bytes: int
     tag: int
-    dtype: torch.dtype
-
-    def packed(self) -> bytes:
-        return _PACKED.pack(self.size_bytes, self.tag, DTYPE_CODES[self.dtype])
+    dtype_code: int
 
     @classmethod
-    def unpacked(cls, line: bytes) -> "Envelope":
-        size_bytes, tag, code = _PACKED.unpack(line)
-        return cls(size_bytes, tag, DTYPES[code])
+    def of(cls, x: Tensor, tag: int) -> "Envelope":
+        return cls(x.nbytes, tag, _DTYPE_CODES[x.dtype])
 
     def __str__(self) -> str:
-        elements = self.size_bytes // self.dtype.itemsize
-        return f"{elements:,} {str(self.dtype).removeprefix('torch.')} with tag {self.tag}"
+        dtype = _DTYPES[self.dtype_code]
+        return f"{self.size_bytes // dtype.itemsize:,} {str(dtype).removeprefix('torch.')} with tag {self.tag}"
 
 
 class Channel:
@@ -61,10 +60,11 @@ class Channel:
     """
 
     def __init__(self, region: Region, source: int, destination: int) -> None:
-        start = region.layout.channel(source, destination)
+        layout = region.layout
+        start = layout.channels + (source * layout.size + destination) * layout.channel_bytes
         self._written, self._read = region.words(start, 1), region.words(start + LINE, 1)
         self._envelopes = [region.bytes(start + LINE * (2 + slot), _PACKED.size) for slot in range(PIECES)]
-        first = start + region.layout.channel_bytes - PIECES * PIECE_BYTES
+        first = start + layout.channel_bytes - PIECES * PIECE_BYTES
         self._slots = region.tensor(first, PIECES * PIECE_BYTES, torch.uint8)  # keeps the memory mapped
         self._places = [self._slots.data_ptr() + slot * PIECE_BYTES for slot in range(PIECES)]
 
@@ -89,7 +89,7 @@ class Channel:
 
     def envelope(self) -> Envelope:
         """Return the envelope of the message whose piece is next."""
-        return Envelope.unpacked(bytes(self._envelopes[self._read[0] % PIECES]))
+        return Envelope._make(_PACKED.unpack(self._envelopes[self._read[0] % PIECES]))
 
     def take(self, message: Tensor, start: int) -> int:
         """Read the next piece into a message from its byte ``start`` on; return where the piece ends."""
@@ -101,48 +101,27 @@ class Channel:
         return start + size_bytes
 
 
-class SendQueue:
-    """The messages that one rank of a group sends."""
-
-    def __init__(self, region: Region) -> None:
-        self._region = region
-        self._channels: dict[int, Channel] = {}
-
-    def send(self, destination: int, tag: int, message: Tensor, dtype: torch.dtype) -> Steps:
-        """Write a message's bytes into the ring; ends when all are there, read or not."""
-        channel = self._channels.get(destination)
-        if channel is None:
-            channel = self._channels[destination] = Channel(self._region, self._region.rank, destination)
-        envelope = _PACKED.pack(message.numel(), tag, DTYPE_CODES[dtype])
-        written = -1  # an empty message is a piece too
-        while written < message.numel():
-            if not channel.has_room():
-                yield channel.has_room
-            written = channel.put(message, max(written, 0), envelope)
-            self._region.wake(destination)
-
-
+@dataclass(eq=False, slots=True)
 class Receive:
     """A posted receive.
 
     Args:
         source: rank in the group; None: any.
-        tag: of the message.
+        envelope: of the message that is expected.
         buffer: receives its bytes.
-        dtype: of its elements.
+        received_from: the message's source, once it has been received.
     """
 
-    def __init__(self, source: int | None, tag: int, buffer: Tensor, dtype: torch.dtype) -> None:
-        self.source, self.tag, self.buffer = source, tag, buffer
-        self.expected = Envelope(buffer.numel(), tag, dtype)
-        self.received_from: int | None = None
-        """The message's source, once it has been received."""
+    source: int | None
+    envelope: Envelope
+    buffer: Tensor
+    received_from: int | None = None
 
     def matches(self, source: int, envelope: Envelope) -> bool:
-        return self.source in (None, source) and self.tag == envelope.tag
+        return self.source in (None, source) and self.envelope.tag == envelope.tag
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class _Message:
     """A message of which pieces are still to come, or that was set aside."""
 
@@ -152,15 +131,29 @@ class _Message:
     filled: int = 0
 
 
-class RecvMatching:
-    """The messages that one rank of a group receives."""
+class Messages:
+    """The messages that one rank of a group sends and receives."""
 
     def __init__(self, region: Region) -> None:
         self._region = region
+        self._outgoing: dict[int, Channel] = {}
         self._channels = [Channel(region, source, region.rank) for source in range(region.size)]
         self._posted: list[Receive] = []
         self._incoming: list[_Message | None] = [None] * region.size
         self._aside: list[deque[_Message]] = [deque() for _ in range(region.size)]
+
+    def send(self, destination: int, envelope: Envelope, message: Tensor) -> Steps:
+        """Write a message's bytes into the ring; ends when all are there, read or not."""
+        channel = self._outgoing.get(destination)
+        if channel is None:
+            channel = self._outgoing[destination] = Channel(self._region, self._region.rank, destination)
+        packed = _PACKED.pack(*envelope)
+        written = -1  # an empty message is a piece too
+        while written < message.numel():
+            if not channel.has_room():
+                yield channel.has_room
+            written = channel.put(message, max(written, 0), packed)
+            self._region.wake(destination)
 
     def receive(self, receive: Receive) -> Steps:
         """Wait for the receive's message."""
@@ -235,8 +228,8 @@ class RecvMatching:
 
     def _check(self, receive: Receive, source: int, envelope: Envelope) -> None:
         """Raise CollectiveError if a message is not of the size and dtype that are expected."""
-        if envelope != receive.expected:
+        if envelope != receive.envelope:
             raise CollectiveError(
                 f"{self._region.named([source])} sends {envelope} to {self._region.named([self._region.rank])}, which "
-                f"receives {receive.expected}, in group {self._region.name}; make both the same"
+                f"receives {receive.envelope}, in group {self._region.name}; make both the same"
             )

@@ -1,31 +1,20 @@
 """The ``shm`` process group of torch.distributed: checks arguments, and hands vectors to the collectives."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
 
 from paceline.comm.shm import collectives
-from paceline.comm.shm.collectives import cut, vector, written_back
-from paceline.comm.shm.p2p import Receive, RecvMatching, SendQueue
+from paceline.comm.shm.collectives import check_rule, cut, rule_of, vector, written_back
+from paceline.comm.shm.p2p import Envelope, Messages, Receive
 from paceline.comm.shm.progress import Operation, Work, Works, own_progress
-from paceline.comm.shm.region import Region, rendezvous
-from paceline.comm.shm.staging import CollectiveKind, ReduceRule, StagedRounds, Steps, check_rule, rule_of
+from paceline.comm.shm.region import Region, StagedRounds, Steps, fingerprint
+from paceline.comm.shm.rendezvous import rendezvous
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
@@ -76,7 +65,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def __init__(self, region: Region, timeout_s: Seconds) -> None:
         super().__init__(region.rank, region.size)
         self._region, self._timeout_s = region, timeout_s
-        self._rounds, self._matching, self._send_queue = StagedRounds(region), RecvMatching(region), SendQueue(region)
+        self._rounds, self._messages = StagedRounds(region), Messages(region)
         self._calls: deque[Operation] = deque()
         self._sends: list[deque[Operation]] = [deque() for _ in range(region.size)]
         self._progress = own_progress()
@@ -86,76 +75,73 @@ class ShmProcessGroup(PythonProcessGroup):
     # ------------------------------------------------------------------------------------------------- collectives
 
     def barrier(self, opts: Any = None) -> Work:
-        return self._call("barrier", collectives.barrier(self._rounds), opts or BarrierOptions())
+        return self._call("barrier", self._rounds.barrier(fingerprint("barrier")), opts)
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = opts or BroadcastOptions()
         x = _single(tensors, "broadcast")
         v = vector(x)
-        steps = collectives.broadcast(self._rounds, v, self._root(opts))
-        return self._call("broadcast", written_back(steps, [x], [v]), opts, [x])
+        return self._call("broadcast", collectives.broadcast(self._rounds, v, self._root(opts)), opts, [x], [v])
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = opts or AllreduceOptions()
         x = _single(tensors, "all_reduce")
         rule = _rule(opts, x)
         if x.layout is torch.sparse_coo:
-            if rule is not ReduceRule.sum:
-                raise InputError(f"backend shm adds sparse tensors, and has no {rule.name} of them; write x.to_dense()")
+            if rule != "sum":
+                raise InputError(f"backend shm adds sparse tensors, and has no {rule} of them; write x.to_dense()")
             return self._call("all_reduce", collectives.sparse_all_reduce(self._rounds, x), opts, [x])
         v = vector(x)
-        steps = collectives.all_reduce(self._rounds, v, v, rule)
-        return self._call("all_reduce", written_back(steps, [x], [v]), opts, [x])
+        return self._call("all_reduce", collectives.all_reduce(self._rounds, v, v, rule), opts, [x], [v])
 
-    def combine(self, x: Tensor, out: Tensor, rule: ReduceRule) -> Work:
+    def combine(self, x: Tensor, out: Tensor, rule: str) -> Work:
         """All-reduce a dense tensor into another one, without the checks and options of torch.distributed.
 
-        ``x`` stays as it is, unless ``out`` is the same. It is the same collective as all_reduce on other ranks.
+        It is the same collective as all_reduce on other ranks.
+
+        Args:
+            x: stays as it is, unless ``out`` is the same.
+            out: of the same shape.
+            rule: ``sum``, ``max``, ...: one of :data:`paceline.comm.shm.collectives.RULES`.
         """
         check_rule(rule, x.dtype)
         v = vector(x)
         result = v if out is x else vector(out)
         steps = collectives.all_reduce(self._rounds, v, result, rule)
-        return self._begin(_all_reduce, written_back(steps, [out], [result]), self._rounds.missing, queue=self._calls)
+        return self._call("all_reduce", steps, None, [out], [result])
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = opts or ReduceOptions()
         x = _single(tensors, "reduce")
         v = vector(x)
-        steps = collectives.reduce_to(self._rounds, v, self._root(opts), _rule(opts, x))
-        return self._call("reduce", written_back(steps, [x], [v]), opts, [x])
+        steps = collectives.reduce(self._rounds, v, self._root(opts), _rule(opts, x))
+        return self._call("reduce", steps, opts, [x], [v])
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         outs, x = self._per_rank(outputs, "all_gather"), _single(inputs, "all_gather")
         _check_dtypes("all_gather", [x, *outs])
         vs = [vector(out) for out in outs]
-        steps = collectives.all_gather(self._rounds, vs, vector(x))
-        return self._call("all_gather", written_back(steps, outs, vs), opts or AllgatherOptions(), outs)
+        return self._call("all_gather", collectives.all_gather(self._rounds, vs, vector(x)), opts, outs, vs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        _check_dtypes("all_gather_into_tensor", [input, output])
+        name, size = "all_gather_into_tensor", self._region.size
+        _check_dtypes(name, [input, output])
         v, x = vector(output), vector(input)
-        if v.numel() != x.numel() * self._region.size:
+        if v.numel() != x.numel() * size:
             raise InputError(
-                f"all_gather_into_tensor: the output has {v.numel():,} elements, and {self._region.size} ranks give "
-                f"{x.numel():,} each; make it of {x.numel() * self._region.size:,}"
+                f"{name}: the output has {v.numel():,} elements, and {size} ranks give "
+                f"{x.numel():,} each; make it of {x.numel() * size:,}"
             )
-        steps = collectives.all_gather(self._rounds, cut(v, self._region.size, "all_gather_into_tensor"), x)
-        return self._call("all_gather", written_back(steps, [output], [v]), opts or AllgatherOptions(), [output])
+        steps = collectives.all_gather(self._rounds, cut(v, size, name), x)
+        return self._call("all_gather", steps, opts, [output], [v])
 
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
-        opts = opts or GatherOptions()
         x, root = _single(inputs, "gather"), self._root(opts)
         outs = self._per_rank(outputs, "gather") if self._region.rank == root else []
         _check_dtypes("gather", [x, *outs])
         vs = [vector(out) for out in outs]
         if any(v.numel() != x.numel() for v in vs):
             raise InputError(f"gather: every output must have the {x.numel():,} elements of the input")
-        steps = collectives.gather(self._rounds, vs, vector(x), root)
-        return self._call("gather", written_back(steps, outs, vs), opts, outs)
+        return self._call("gather", collectives.gather(self._rounds, vs, vector(x), root), opts, outs, vs)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
-        opts = opts or ScatterOptions()
         out, root = _single(outputs, "scatter"), self._root(opts)
         parts = self._per_rank(inputs, "scatter") if self._region.rank == root else []
         _check_dtypes("scatter", [out, *parts])
@@ -163,7 +149,7 @@ class ShmProcessGroup(PythonProcessGroup):
         if any(part.numel() != v.numel() for part in parts):
             raise InputError(f"scatter: every input must have the {v.numel():,} elements of the output")
         steps = collectives.scatter(self._rounds, v, [vector(part) for part in parts], root)
-        return self._call("scatter", written_back(steps, [out], [v]), opts, [out])
+        return self._call("scatter", steps, opts, [out], [v])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         out, parts = _single(outputs, "reduce_scatter"), self._per_rank(inputs, "reduce_scatter")
@@ -174,23 +160,22 @@ class ShmProcessGroup(PythonProcessGroup):
         return self._reduce_scatter(output, [input], parts, opts)
 
     def _reduce_scatter(self, out: Tensor, given: Sequence[Tensor], parts: Sequence[Tensor], opts: Any) -> Work:
-        opts = opts or ReduceScatterOptions()
         _check_dtypes("reduce_scatter", [out, *given])
-        v = vector(out)
-        if parts[self._region.rank].numel() != v.numel():
+        v, expected = vector(out), parts[self._region.rank].numel()
+        if expected != v.numel():
             raise InputError(
                 f"reduce_scatter: the output has {v.numel():,} elements, and the part for it has "
-                f"{parts[self._region.rank].numel():,}; make both the same"
+                f"{expected:,}; make both the same"
             )
         steps = collectives.reduce_scatter(self._rounds, v, parts, _rule(opts, out))
-        return self._call("reduce_scatter", written_back(steps, [out], [v]), opts, [out])
+        return self._call("reduce_scatter", steps, opts, [out], [v])
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         outs, parts = self._per_rank([outputs], "all_to_all"), self._per_rank([inputs], "all_to_all")
         _check_dtypes("all_to_all", [*outs, *parts])
         vs = [vector(out) for out in outs]
-        steps = collectives.exchange(self._rounds, CollectiveKind.all_to_all, vs, [vector(part) for part in parts])
-        return self._call("all_to_all", written_back(steps, outs, vs), opts or AllToAllOptions(), outs)
+        steps = collectives.exchange(self._rounds, "all_to_all", vs, [vector(part) for part in parts])
+        return self._call("all_to_all", steps, opts, outs, vs)
 
     def all_to_all_single(
         self,
@@ -204,15 +189,14 @@ class ShmProcessGroup(PythonProcessGroup):
         v, size, name = vector(output), self._region.size, "all_to_all_single"
         outs = cut(v, size, name, output_split_sizes, len(output) if output.dim() else 1)
         parts = cut(vector(input), size, name, input_split_sizes, len(input) if input.dim() else 1)
-        steps = collectives.exchange(self._rounds, CollectiveKind.all_to_all, outs, parts)
-        return self._call("all_to_all", written_back(steps, [output], [v]), opts or AllToAllOptions(), [output])
+        return self._call(
+            "all_to_all", collectives.exchange(self._rounds, "all_to_all", outs, parts), opts, [output], [v]
+        )
 
     # ------------------------------------------------------------------------------------------- several in one call
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        alone = AllreduceOptions()
-        alone.reduceOp = opts.reduceOp if opts else alone.reduceOp
-        return Works([self.allreduce([x], alone) for x in tensors])
+        return Works([self.allreduce([x], opts) for x in tensors])
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -249,8 +233,12 @@ class ShmProcessGroup(PythonProcessGroup):
     def send(self, tensors: Sequence[Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803 (torch's name)
         x = _single(tensors, "send")
         self._check_rank("send", dstRank)
-        steps = self._send_queue.send(dstRank, tag, vector(x).view(torch.uint8), x.dtype)
-        return self._begin(_message("send", x, tag), steps, lambda: [dstRank], queue=self._sends[dstRank])
+        v = vector(x)
+        envelope = Envelope.of(v, tag)
+        steps = self._messages.send(dstRank, envelope, v.view(torch.uint8))
+        return self._begin(
+            Operation(self._region, steps, lambda: f"send of {envelope}", lambda: [dstRank], self._sends[dstRank])
+        )
 
     def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803 (torch's name)
         self._check_rank("recv", srcRank)
@@ -262,10 +250,11 @@ class ShmProcessGroup(PythonProcessGroup):
     def _receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work:
         x = _single(tensors, "recv")
         v = vector(x)
-        receive = Receive(source, tag, v.view(torch.uint8), x.dtype)
-        steps = written_back(self._matching.receive(receive), [x], [v])
+        receive = Receive(source, Envelope.of(v, tag), v.view(torch.uint8))
+        steps = written_back(self._messages.receive(receive), [x], [v])
         awaited = partial(self._awaited_sources, source)
-        return self._begin(_message("recv", x, tag), steps, awaited, outputs=[x], receive=receive)
+        operation = Operation(self._region, steps, lambda: f"recv of {receive.envelope}", awaited)
+        return self._begin(operation, [x], receive)
 
     def _awaited_sources(self, source: int | None) -> list[int]:
         """Return the ranks that a receive waits for; any source will do as long as one is left."""
@@ -293,24 +282,26 @@ class ShmProcessGroup(PythonProcessGroup):
 
     # ------------------------------------------------------------------------------------------------------ inside
 
-    def _call(self, name: str, steps: Steps, opts: Any, outputs: Sequence[Tensor] = ()) -> Work:
-        """Start a collective, after all that were called before it."""
-        work = self._begin(lambda: name, steps, self._rounds.missing, queue=self._calls, outputs=outputs)
-        if not work.is_success() and (timeout_s := opts.timeout.total_seconds()) > 0:
+    def _call(
+        self, name: str, steps: Steps, opts: Any, outputs: Sequence[Tensor] = (), vectors: Sequence[Tensor] = ()
+    ) -> Work:
+        """Start a collective, after all that were called before it.
+
+        Args:
+            name: of the collective.
+            steps: of it.
+            opts: torch's, or None.
+            outputs: its results.
+            vectors: of the outputs, if the steps write these.
+        """
+        if vectors:
+            steps = written_back(steps, outputs, vectors)
+        work = self._begin(Operation(self._region, steps, lambda: name, self._rounds.missing, self._calls), outputs)
+        if opts is not None and not work.is_success() and (timeout_s := opts.timeout.total_seconds()) > 0:
             work.timeout_s = timeout_s
         return work
 
-    def _begin(
-        self,
-        describe: Callable[[], str],
-        steps: Steps,
-        awaited: Callable[[], Sequence[int]],
-        *,
-        queue: "deque[Operation] | None" = None,
-        outputs: Sequence[Tensor] = (),
-        receive: Receive | None = None,
-    ) -> Work:
-        operation = Operation(self._region, steps, describe, awaited, queue)
+    def _begin(self, operation: Operation, outputs: Sequence[Tensor] = (), receive: Receive | None = None) -> Work:
         self._progress.start(operation)
         work = Work(operation, self._timeout_s, outputs, receive)
         if self._coalesced is not None:
@@ -318,8 +309,9 @@ class ShmProcessGroup(PythonProcessGroup):
         return work
 
     def _root(self, opts: Any) -> int:
-        self._check_rank("root", opts.rootRank)
-        return int(opts.rootRank)
+        root = int(opts.rootRank) if opts else 0
+        self._check_rank("root", root)
+        return root
 
     def _check_rank(self, name: str, rank: int) -> None:
         if not 0 <= rank < self._region.size:
@@ -342,10 +334,6 @@ def create(options: Any, _backend_options: Any) -> ShmProcessGroup:
     return ShmProcessGroup(region, timeout_s)
 
 
-def _all_reduce() -> str:
-    return "all_reduce"
-
-
 def _single(tensors: Sequence[Tensor], name: str) -> Tensor:
     if len(tensors) != 1:
         raise InputError(f"{name} takes one tensor, and was given {len(tensors)}; make one call for each")
@@ -359,11 +347,7 @@ def _check_dtypes(name: str, tensors: Sequence[Tensor]) -> None:
         raise InputError(f"{name}: tensors of one dtype are needed, not {', '.join(sorted(map(str, dtypes)))}")
 
 
-def _rule(opts: Any, x: Tensor) -> ReduceRule:
-    rule = rule_of(opts.reduceOp)
+def _rule(opts: Any, x: Tensor) -> str:
+    rule = rule_of(opts.reduceOp) if opts else "sum"
     check_rule(rule, x.dtype)
     return rule
-
-
-def _message(call: str, x: Tensor, tag: int) -> Callable[[], str]:
-    return lambda: f"{call} of {x.numel():,} {str(x.dtype).removeprefix('torch.')} with tag {tag}"

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from paceline.comm.shm.p2p import Receive
-from paceline.comm.shm.region import Region, own_wakeup_page, wakeup_on
-from paceline.comm.shm.staging import Steps
+from paceline.comm.shm.region import Region, Steps
+from paceline.comm.shm.rendezvous import own_wakeup_page, wakeup_on
 from paceline.core.errors import CollectiveError, WaitTimeoutError
 from paceline.core.types import Seconds
 
@@ -29,6 +30,7 @@ class LateError(CollectiveError, WaitTimeoutError):
     """A rank waited for others longer than its group's timeout."""
 
 
+@dataclass(eq=False, slots=True)
 class Operation:
     """A call that has been started.
 
@@ -38,27 +40,25 @@ class Operation:
         describe: returns what it is, for messages.
         awaited: returns the ranks in the group that it waits for.
         queue: operations that run one after the other, this one among them; None: it runs by itself.
+        ready: whether its next step can run.
+        done: it has ended, with or without an error.
+        error: that it has ended with.
     """
 
-    def __init__(
-        self,
-        region: Region,
-        steps: Steps,
-        describe: Callable[[], str],
-        awaited: Callable[[], Sequence[int]],
-        queue: "deque[Operation] | None" = None,
-    ) -> None:
-        self.region, self.describe, self.awaited, self.queue = region, describe, awaited, queue
-        self._steps = steps
-        self.ready: Callable[[], bool] = _always
-        self.done = False
-        self.error: Exception | None = None
+    region: Region
+    steps: Steps
+    describe: Callable[[], str]
+    awaited: Callable[[], Sequence[int]]
+    queue: "deque[Operation] | None" = None
+    ready: Callable[[], bool] = lambda: True
+    done: bool = False
+    error: Exception | None = None
 
     def advance(self) -> None:
         """Run steps until one has to wait."""
         try:
             while self.ready():
-                self.ready = next(self._steps)
+                self.ready = next(self.steps)
         except StopIteration:
             self.done = True
         except Exception as error:
@@ -68,17 +68,10 @@ class Operation:
             self.fail(CollectiveError(f"{call} was interrupted; nothing more can be sent in this group"))
             raise
 
-    def __str__(self) -> str:
-        return f"{self.describe()} in group {self.region.name}"
-
     def fail(self, error: Exception) -> None:
         """End it with an error, which is reported to all ranks."""
         self.done, self.error = True, error
         self.region.fail(str(error))
-
-
-def _always() -> bool:
-    return True
 
 
 class Progress:
@@ -101,6 +94,7 @@ class Progress:
                 queue.append(operation)
                 if len(queue) > 1:
                     return
+            self._active.append(operation)
             self._run(operation)
 
     def wait(self, operation: Operation, timeout_s: Seconds, slice_s: Seconds | None = None) -> None:
@@ -137,20 +131,20 @@ class Progress:
         with self._lock:
             self._active = [operation for operation in self._active if operation.region is not region]
 
-    def _run(self, operation: Operation | None) -> None:
-        """Run an operation, and those behind it in its queue, until one has to wait."""
-        while operation is not None:
-            operation.advance()
-            if not operation.done:
-                self._active.append(operation)
+    def _run(self, operation: Operation) -> None:
+        """Advance an active operation; if it ends, those behind it in its queue, until one has to wait."""
+        operation.advance()
+        while operation.done:
+            self._active.remove(operation)
+            queue = operation.queue
+            if queue is None:
                 return
-            operation = self._next(operation)
-
-    def _next(self, ended: Operation) -> Operation | None:
-        if ended.queue is None:
-            return None
-        ended.queue.popleft()
-        return ended.queue[0] if ended.queue else None
+            queue.popleft()
+            if not queue:
+                return
+            operation = queue[0]
+            self._active.append(operation)
+            operation.advance()
 
     def _advance_ready(self) -> bool:
         """Advance the operations that are ready; return whether there was one."""
@@ -159,10 +153,7 @@ class Progress:
             for operation in tuple(self._active):
                 if operation.ready():
                     moved = True
-                    operation.advance()
-                    if operation.done:
-                        self._active.remove(operation)
-                        self._run(self._next(operation))
+                    self._run(operation)
         return moved
 
     def _check(self, operation: Operation, *, late: bool, timeout_s: Seconds, spoils: bool) -> None:
@@ -177,32 +168,30 @@ class Progress:
         with self._lock:
             if operation.done:
                 return
-            region = operation.region
+            region, awaited = operation.region, operation.awaited()
             own, failure = region.named([region.rank]), region.failure()
-            exited = region.exited(operation.awaited()) if failure is None else []
-            error: CollectiveError | None = None
+            call = f"{operation.describe()} in group {region.name}"
+            exited = region.exited(awaited) if failure is None else []
             if failure is not None:
                 error = CollectiveError(failure)
             elif exited and not operation.ready():  # what they wrote last may have arrived meanwhile
                 error = CollectiveError(
-                    f"{region.named(exited)} ended while {own} waited in {operation}; look at what it printed last"
+                    f"{region.named(exited)} ended while {own} waited in {call}; look at what it printed last"
                 )
             elif late:
-                awaited = operation.awaited()
-                error = LateError(
-                    f"{own} waited {timeout_s:g} s for {region.named(awaited)} in {operation}; see what "
+                text = (
+                    f"{own} waited {timeout_s:g} s for {region.named(awaited)} in {call}; see what "
                     f"{'they do' if len(awaited) > 1 else 'it does'} instead, or give the group a larger timeout "
                     "(timeout=)"
                 )
-                if not spoils:
-                    try:
-                        raise error
-                    finally:
-                        del error  # or it, this frame and what is being sent would keep each other alive
-            if error is not None:
-                if operation in self._active:
-                    self._active.remove(operation)
-                operation.fail(error)
+                if not spoils:  # bound to no name: it, this frame and what is being sent would keep each other alive
+                    raise LateError(text)
+                error = LateError(text)
+            else:
+                return
+            if operation in self._active:
+                self._active.remove(operation)
+            operation.fail(error)
 
 
 @cache
@@ -211,28 +200,34 @@ def own_progress() -> Progress:
     return Progress()
 
 
-class Works(dist.Work):
-    """Several calls that are waited for as one."""
+class PythonWork(dist.Work):
+    """A call that has been made, as torch.distributed returns it; subclasses wait for it.
 
-    def __init__(self, works: "Sequence[Work]") -> None:
+    Args:
+        outputs: results, once it has ended.
+    """
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
         super().__init__()
-        self._works = works
+        self._outputs = outputs
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return all(work.wait(timeout) for work in self._works)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+    def synchronize(self) -> None:
+        self.wait()
 
     def result(self) -> list[Tensor]:
-        return [output for work in self._works for output in work.result()]
+        """Wait, and return the outputs."""
+        self.wait()
+        return list(self._outputs)
 
     def get_future(self) -> "Future[list[Tensor]]":
-        return completed(self.result())
+        """Wait, and return a completed future: DDP asks for it at once, and no thread would complete it later."""
+        future: Future[list[Tensor]] = Future()
+        future.set_result(self.result())
+        return future
 
 
-class Work(dist.Work):
-    """A call that has been made, as torch.distributed returns it.
+class Work(PythonWork):
+    """A call over shared memory.
 
     Args:
         operation: started.
@@ -244,8 +239,8 @@ class Work(dist.Work):
     def __init__(
         self, operation: Operation, timeout_s: Seconds, outputs: Sequence[Tensor] = (), receive: Receive | None = None
     ) -> None:
-        super().__init__()
-        self._operation, self.timeout_s, self._outputs, self._receive = operation, timeout_s, outputs, receive
+        super().__init__(outputs)
+        self._operation, self.timeout_s, self._receive = operation, timeout_s, receive
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the results; raise if they can't come, or do not come within ``timeout``."""
@@ -266,14 +261,6 @@ class Work(dist.Work):
     def exception(self) -> Exception | None:
         return self._operation.error
 
-    def synchronize(self) -> None:
-        self.wait()
-
-    def result(self) -> list[Tensor]:
-        """Wait, and return the outputs."""
-        self.wait()
-        return list(self._outputs)
-
     def source_rank(self) -> int:
         """Return where the message of a receive that has ended came from."""
         source = self._receive.received_from if self._receive else None
@@ -282,13 +269,16 @@ class Work(dist.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> "Future[list[Tensor]]":
-        """Wait, and return a completed future: DDP asks for it at once, and no thread would complete it later."""
-        return completed(self.result())
 
+class Works(PythonWork):
+    """Several calls that are waited for as one."""
 
-def completed(result: list[Tensor]) -> "Future[list[Tensor]]":
-    """Return a future that has its result."""
-    future: Future[list[Tensor]] = Future()
-    future.set_result(result)
-    return future
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__([output for work in works for output in work._outputs])
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)

@@ -1,41 +1,41 @@
-"""The shared memory of one process group: its layout, its members, their rendezvous, and how one wakes another.
-
-Two kinds of segment are shared. The *region* belongs to a group and holds its counters, data and failures. A *wakeup
-page* belongs to a process and holds one word, on which the process sleeps whatever group the news comes from, since it
-can sleep on one word only. Members find both through ``/proc/PID/fd/N`` of the owner, so that nothing has a name that
-could outlive the job. Linux only.
+"""The shared memory of one process group: its layout, the failures that ranks report in it, and its staged rounds.
 
 ::
 
-    | token | posted | failures | headers | notes | stages | channels |
+    | token | posted | failures | headers | sizes | stages | channels |
               N        N          2 x N     2 x N   2 x N    N x N         N ranks; 2: even and odd rounds
 
-A round's headers, notes and stages are those of its parity, so that a fast rank can write the next round while a slow
+In a round of a collective every rank writes its data to its stage, and the fingerprint of its call to its header,
+before any rank goes on::
+
+    rank 0   write  post 1 .......... read | write  post 2 . read |
+    rank 1   write ........... post 1 read | write ... post 2 read |
+             stages of odd rounds            stages of even rounds
+
+A rank that posts round n + 1 has read all of round n. So when all have posted n + 1, the stages of round n may be
+written again: two stages and one counter for each rank are enough, and a fast rank writes the next round while a slow
 one still reads this one.
 """
 
-import json
-import os
-import secrets
-import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from functools import cache
-from pathlib import Path
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from paceline.comm import liveness
 from paceline.comm.shared_memory import SharedMemory
-from paceline.comm.wakeup import Futex, Wakeup, fence
-from paceline.core.errors import CollectiveError, InputError, WaitTimeoutError
-from paceline.core.types import Nanoseconds, Seconds
+from paceline.comm.wakeup import FENCED, Wakeup, fence
+from paceline.core.errors import CollectiveError
 
 LINE = 64
 """Bytes of a cache line. Words that different ranks write lie on different lines, or each write would slow all."""
+
+WORD = 8
 
 PAGE = 4096
 
@@ -45,26 +45,24 @@ TOKEN_BYTES = 16
 FAILURE_BYTES = 2048
 """Bytes for the failure that a rank reports: a flag, the length, and the text."""
 
+HEADER_BYTES = 2 * LINE
+"""Bytes for the fingerprint of a rank's call."""
+
 PIECE_BYTES = 256 * 1024
 """Bytes of one slot of a channel."""
 
 PIECES = 4
 """Slots of a channel: how many pieces a sender may be ahead of its receiver."""
 
-STAGE_BYTES = 2**21
-"""Bytes that a rank shows the others in one round: smaller rounds have more barriers. On 2 cores of an Intel Xeon
-100 MiB among 8 ranks took 180 ms with 1 MiB, 162 with 2 and 165 with 4."""
-
-SPIN_NS: Nanoseconds = 50_000
-"""Longest spin of a wait. With more ranks than cores a longer one keeps those from running that it waits for."""
+MAX_VIEWS = 1024
+"""Views that are kept for the next collective of the same size: creating them takes as long as a small sum."""
 
 OTHERWISE = "write init_process_group('gloo'), or 'nccl' for GPUs"
 
-_WORD = 8
-_WAKEUP_WORD, _WAKEUP_BYTES = slice(LINE, LINE + _WORD), 2 * LINE
+Steps: TypeAlias = Iterator[Callable[[], bool]]
+"""A collective in steps: between two of them it waits until the function that it has yielded returns True."""
 
 
-@dataclass(frozen=True, slots=True)
 class RegionLayout:
     """Offsets in bytes, in the order in which they lie in the region.
 
@@ -73,106 +71,26 @@ class RegionLayout:
         stage_bytes: bytes that a rank can show the others in one round; a multiple of the page size.
     """
 
-    size: int
-    stage_bytes: int
-
-    @property
-    def posted(self) -> int:
+    def __init__(self, size: int, stage_bytes: int) -> None:
+        self.size, self.stage_bytes = size, stage_bytes
+        self.posted = LINE
         """One line for each rank: how many rounds it has posted."""
-        return LINE
-
-    @property
-    def failures(self) -> int:
-        return self.posted + LINE * self.size
-
-    @property
-    def headers(self) -> int:
-        """One line for each parity of the round and each rank: the fingerprint of its collective."""
-        return self.failures + FAILURE_BYTES * self.size
-
-    @property
-    def sizes(self) -> int:
+        self.failures = self.posted + LINE * size
+        self.headers = self.failures + FAILURE_BYTES * size
+        """For each parity of the round and each rank: the fingerprint of its call."""
+        self.sizes = self.headers + 2 * HEADER_BYTES * size
         """2·N words for each parity and each rank: elements that it has for each rank, then that it expects of each."""
-        return self.headers + 2 * LINE * self.size
-
-    @property
-    def stages(self) -> int:
-        return _paged(self.sizes + 2 * self.size * 2 * self.size * _WORD)
-
-    @property
-    def channels(self) -> int:
-        return self.stages + 2 * self.size * self.stage_bytes
-
-    @property
-    def channel_bytes(self) -> int:
+        self.stages = _paged(self.sizes + 2 * size * 2 * size * WORD)
+        """One for each parity and each rank."""
+        self.channels = self.stages + 2 * size * stage_bytes
+        """One for each source and each destination."""
+        self.channel_bytes = _paged(LINE * (2 + PIECES)) + PIECES * PIECE_BYTES
         """Two counters on lines of their own, then the envelopes of the slots, then their pieces."""
-        return _paged(LINE * (2 + PIECES)) + PIECES * PIECE_BYTES
-
-    @property
-    def size_bytes(self) -> int:
-        return self.channels + self.size * self.size * self.channel_bytes
-
-    def stage(self, parity: int, rank: int) -> int:
-        return self.stages + (parity * self.size + rank) * self.stage_bytes
-
-    def channel(self, source: int, destination: int) -> int:
-        return self.channels + (source * self.size + destination) * self.channel_bytes
+        self.size_bytes = self.channels + size * size * self.channel_bytes
 
 
 def _paged(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
-
-
-@dataclass(frozen=True, slots=True)
-class SegmentAddress:
-    """Where another process finds a segment."""
-
-    pid: int
-    fd: int
-    size_bytes: int
-    token: str
-
-    def open(self) -> SharedMemory:
-        """Map the segment.
-
-        Raises:
-            OSError: its process has ended, or belongs to another user or container.
-            CollectiveError: the descriptor is another file by now.
-        """
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(fd).st_size != self.size_bytes:
-            os.close(fd)
-            raise CollectiveError(f"{path} is not what was to be found there")
-        segment = SharedMemory.attach(fd, self.size_bytes)
-        if bytes(segment.buffer[:TOKEN_BYTES]).hex() != self.token:
-            segment.close()
-            raise CollectiveError(f"{path} is not what was to be found there")
-        return segment
-
-
-def create_segment(name: str, size_bytes: int, *, reserved_bytes: int = 0) -> SharedMemory:
-    """Create shared memory that peers can find by its :func:`address_of`."""
-    segment = SharedMemory.create(name, size_bytes, reserved_bytes=reserved_bytes)
-    segment.buffer[:TOKEN_BYTES] = secrets.token_bytes(TOKEN_BYTES)
-    return segment
-
-
-def address_of(segment: SharedMemory) -> SegmentAddress:
-    """Return where peers find a segment that this process has created."""
-    return SegmentAddress(os.getpid(), segment.fd, segment.size_bytes, bytes(segment.buffer[:TOKEN_BYTES]).hex())
-
-
-@cache
-def own_wakeup_page() -> SharedMemory:
-    """Return this process's wakeup page; one for all its groups."""
-    return create_segment("wakeup", _WAKEUP_BYTES)
-
-
-def wakeup_on(page: SharedMemory) -> Wakeup:
-    """Return the wakeup of a page's owner, for the owner or a peer."""
-    word = page.buffer[_WAKEUP_WORD].cast("q")
-    return Wakeup(Futex(word), word, SPIN_NS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,18 +99,6 @@ class Peer:
 
     pidfd: int
     wakeup: Wakeup
-
-
-@cache
-def peer_at(page: SegmentAddress) -> Peer:
-    """Return the process that owns a wakeup page; the same object for all groups. Raises as SegmentAddress.open."""
-    return Peer(liveness.open_pid(page.pid), wakeup_on(page.open()))
-
-
-def host_id() -> str:
-    """Return a name of this host that holds until it restarts; containers and network namespaces differ."""
-    namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
-    return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
 
 
 class Region:
@@ -221,14 +127,12 @@ class Region:
         self._peers = tuple(peers)
         self._others = tuple(peer.wakeup for other, peer in enumerate(peers) if other != rank)
         self._segment: SharedMemory | None = segment
-        self._failures = []
-        for member in range(self.size):
-            start = layout.failures + FAILURE_BYTES * member
-            self._failures.append((self.words(start, 2), self.bytes(start + LINE, FAILURE_BYTES - LINE)))
+        starts = range(layout.failures, layout.headers, FAILURE_BYTES)
+        self._failures = [(self.words(at, 2), self.bytes(at + LINE, FAILURE_BYTES - LINE)) for at in starts]
 
     def words(self, offset: int, count: int) -> "memoryview[int]":
         """Return a view of 8-byte words."""
-        return self.bytes(offset, count * _WORD).cast("q")
+        return self.bytes(offset, count * WORD).cast("q")
 
     def bytes(self, offset: int, size_bytes: int) -> "memoryview[int]":
         assert self._segment is not None, "this group has been destroyed"
@@ -285,43 +189,112 @@ class Region:
             self._segment = None
 
 
-def rendezvous(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> Region:
-    """Find the other members and the group's memory, which the first rank creates.
+@lru_cache(maxsize=4096)
+def fingerprint(
+    call: str,
+    dtype: torch.dtype | None = None,
+    elements: int | None = None,
+    *,
+    root: int | None = None,
+    rule: str = "",
+    sizes: tuple[int, ...] = (),
+) -> bytes:
+    """Return what must be the same on all ranks that make a call, as the text of a header.
 
-    Raises:
-        InputError: members are on different hosts, or can't map each other's memory.
-        WaitTimeoutError: some did not come in time.
+    Args:
+        call: the collective's name.
+        dtype: of its tensors; None: a barrier has none.
+        elements: of this rank's tensor; None if ranks may differ, and are compared in another way.
+        root: rank in the group.
+        rule: of a reduction.
+        sizes: of several parts, if ranks must cut alike; a checksum stands for them.
+
+    >>> fingerprint("all_reduce", torch.float32, 1000, rule="sum").rstrip(b"\\0")
+    b'all_reduce(sum) of 1,000 float32'
     """
-    layout = RegionLayout(len(ranks), STAGE_BYTES)
-    created = None
-    if rank == 0:
-        created = create_segment("group", layout.size_bytes, reserved_bytes=layout.channels)
-    segment_address = asdict(address_of(created)) if created is not None else None
-    page_address = asdict(address_of(own_wakeup_page()))
-    own = {"host": host_id(), "name": socket.gethostname(), "page": page_address, "segment": segment_address}
-    keys = [str(member) for member in range(len(ranks))]
-    store.set(keys[rank], json.dumps(own))
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        absent = [str(ranks[member]) for member, key in enumerate(keys) if not store.check([key])]
-        raise WaitTimeoutError(
-            f"rank {ranks[rank]} waited {timeout_s:g} s for ranks {', '.join(absent)} to join group {name}; "
-            "start them, or write a larger timeout="
-        ) from error
-    members = [json.loads(store.get(key)) for key in keys]
-    for other, member in zip(ranks, members, strict=True):
-        if member["host"] != members[0]["host"]:
-            raise InputError(
-                f"ranks {ranks[0]} and {other} are on different hosts ({members[0]['name']}, {member['name']}), but "
-                f"backend shm joins CPU ranks of one host; {OTHERWISE}"
+    text = f"{call}({rule})" if rule else call
+    if root is not None:
+        text += f" with root {root}"
+    if dtype is not None:
+        count = "" if elements is None else f"{elements:,} "
+        text += f" of {count}{str(dtype).removeprefix('torch.')}"
+    if sizes:
+        text += f" in parts (checksum {zlib.crc32(struct.pack(f'<{len(sizes)}q', *sizes)):08x})"
+    return text.encode().ljust(HEADER_BYTES, b"\0")
+
+
+class StagedRounds:
+    """The rounds of one group, as one rank makes them. Between two posts all methods mean the round being written."""
+
+    def __init__(self, region: Region) -> None:
+        self.region, self.rank, self.size = region, region.rank, region.size
+        layout, header_bytes, words = region.layout, region.size * HEADER_BYTES, 2 * region.size * region.size
+        self.stage_bytes = layout.stage_bytes
+        self._posted = region.words(layout.posted, region.size * LINE // WORD)[:: LINE // WORD]
+        self._headers = [region.bytes(layout.headers + parity * header_bytes, header_bytes) for parity in (0, 1)]
+        self._own_headers = [h[self.rank * HEADER_BYTES : (self.rank + 1) * HEADER_BYTES] for h in self._headers]
+        self._sizes = [region.words(layout.sizes + parity * words * WORD, words) for parity in (0, 1)]
+        self._joint: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._stages: dict[tuple[int, torch.dtype, int | None], list[Tensor]] = {}
+        self._number = 0
+
+    def joint(self, dtype: torch.dtype) -> Tensor:
+        """Return all stages as one vector, for a collective in which one rank alone shows something."""
+        parity = (self._number + 1) & 1
+        joint = self._joint.get((parity, dtype))
+        if joint is None:
+            size_bytes = self.stage_bytes * self.size
+            joint = self.region.tensor(self.region.layout.stages + parity * size_bytes, size_bytes, dtype)
+            self._joint[parity, dtype] = joint
+        return joint
+
+    def stages(self, dtype: torch.dtype, count: int | None = None) -> list[Tensor]:
+        """Return all ranks' stages as vectors, of the first ``count`` elements if that is given."""
+        key = ((self._number + 1) & 1, dtype, count)
+        stages = self._stages.get(key)
+        if stages is None:
+            if len(self._stages) == MAX_VIEWS:
+                self._stages.clear()
+            stages = self._stages[key] = list(self.joint(dtype).view(self.size, -1)[:, :count])
+        return stages
+
+    def sizes(self) -> "memoryview[int]":
+        """Return, rank after rank, the elements that it has for each rank, and then that it expects of each."""
+        return self._sizes[(self._number + 1) & 1]
+
+    def barrier(self, header: bytes) -> Steps:
+        """Post this round and wait for all ranks.
+
+        Args:
+            header: the fingerprint of the call.
+
+        Raises:
+            CollectiveError: ranks make different calls; on every rank alike.
+        """
+        self._own_headers[(self._number + 1) & 1][:] = header
+        # The data before the counter: x86 keeps the order of stores, other processors need a fence.
+        if not FENCED:
+            fence()
+        self._number = number = self._number + 1
+        self._posted[self.rank] = number
+        self.region.wake_all()
+        if not self.all_posted():
+            yield self.all_posted
+        headers = bytes(self._headers[number & 1])
+        if headers != header * self.size:
+            callers: dict[str, list[int]] = {}
+            for rank in range(self.size):
+                line = headers[rank * HEADER_BYTES : (rank + 1) * HEADER_BYTES]
+                callers.setdefault(line.rstrip(b"\0").decode(), []).append(rank)
+            calls = "; ".join(f"{self.region.named(ranks)}: {call}" for call, ranks in callers.items())
+            raise CollectiveError(
+                f"ranks of group {self.region.name} call different things: {calls}; make the same call on all of them"
             )
-    try:
-        peers = [peer_at(SegmentAddress(**member["page"])) for member in members]
-        segment = created or SegmentAddress(**members[0]["segment"]).open()
-    except (OSError, CollectiveError) as error:
-        raise InputError(
-            f"rank {ranks[rank]} can't reach the memory of another rank of group {name}: {error}; backend shm is for "
-            f"ranks of one user in one container, that are all still there; {OTHERWISE}"
-        ) from error
-    return Region(name, rank, ranks, segment, layout, peers)
+
+    def all_posted(self) -> bool:
+        """Return whether all ranks have posted the round that this rank has posted last."""
+        return min(self._posted) >= self._number
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not posted it."""
+        return [rank for rank, number in enumerate(self._posted) if number < self._number]

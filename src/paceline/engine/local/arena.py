@@ -78,7 +78,7 @@ class ParameterArena:
         if fd is None:
             self.segment = SharedMemory.create("run", size, reserved_bytes=touched if layout.slots else size)
         else:
-            self.segment = SharedMemory.attach(fd, size)
+            self.segment = SharedMemory(fd, size)
         self._readable: SharedMemory | None = None
         self.mapped: dict[str, FlatState] = {}
         """The states that have been mapped, by name; "readonly v" where they can't be written."""

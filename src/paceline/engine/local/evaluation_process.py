@@ -149,7 +149,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             module = job.program.build()
             layout = FlatLayout.of(module, job.running_buffers)
             arena = _arena(layout)
-            memory = SharedMemory.attach(memory_fd, arena.size_bytes)
+            memory = SharedMemory(memory_fd, arena.size_bytes)
             try:
                 snapshot = _state_in(memory, arena, layout)
             finally:

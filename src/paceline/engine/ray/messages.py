@@ -1,6 +1,5 @@
 """Messages between the actors and the driver, and tensors in Ray's object store."""
 
-import pickle
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -9,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.comm.shared_pickle import parts_of
+from paceline.comm.shared_pickle import object_of, parts_of
 from paceline.core.errors import PacelineError
 from paceline.core.records import Account, Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Version
@@ -31,7 +30,7 @@ def unpack(parts: Sequence[Bytes]) -> Any:
     """Rebuild the object; its large buffers are views of ``parts``."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # the object store is read-only, of which torch warns
-        return pickle.loads(parts[0].tobytes(), buffers=parts[1:])
+        return object_of(parts)
 
 
 def arrays_of(state: FlatState) -> list[Bytes]:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.shm.process_group import ShmProcessGroup
-from paceline.comm.shm.staging import ReduceRule
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
 from paceline.engine.spmd.process_group import ProcessGroup
@@ -103,14 +102,14 @@ class Communicator:
     def start_all_reduce(self, vector: Tensor) -> Any:
         """Start an all-reduce in place of a vector on the backend's device; the caller waits, and counts the bytes."""
         if self._shm is not None:
-            return self._shm.combine(vector, vector, ReduceRule.sum)
+            return self._shm.combine(vector, vector, "sum")
         return dist.all_reduce(vector, group=self.group.handle, async_op=True)
 
     def reduced(self, x: Tensor, description: str, *, largest: bool = False) -> Tensor:
         """Return the sum of all ranks' tensors, or their elementwise maximum; ``x`` stays as it is."""
         if self._shm is not None and x.is_cpu:
             result = torch.empty(x.shape, dtype=x.dtype)
-            work: Any = self._shm.combine(x, result, ReduceRule.max if largest else ReduceRule.sum)
+            work: Any = self._shm.combine(x, result, "max" if largest else "sum")
         else:
             result = x.clone(memory_format=torch.contiguous_format)
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
