@@ -67,7 +67,7 @@ def run_python(code: str) -> str:
 
 
 def test_the_planner_needs_no_torch() -> None:
-    modules = "paceline.planner.search.search, paceline.planner.row_prediction"
+    modules = "paceline.planner.search.search, paceline.plan.predict"
     code = f"import sys, {modules}; from paceline import plan"
     assert run_python(f"{code}; print(type(plan).__name__, 'torch' in sys.modules)") == "function False"
 

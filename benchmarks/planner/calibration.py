@@ -19,15 +19,14 @@ from calibration_page import page
 from kit.sheet import Sheet
 from kit.work import guarded
 
+from paceline.plan.predict import blank, fits
 from paceline.planner.base import Cost, OverlapModel
-from paceline.planner.calibration.calibrate import Calibration, calibrated
-from paceline.planner.calibration.calibrate_memory import MemoryCalibration, calibrated_memory
+from paceline.planner.calibration.calibrate import Calibration, MemoryCalibration, calibrated, calibrated_memory
 from paceline.planner.calibration.corrections import Case
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.cluster import Described
 from paceline.planner.cluster_file import EFFICIENCY
 from paceline.planner.devices import ROUND_S
-from paceline.planner.row_prediction import blank, fits
 
 HERE = Path(__file__).parent
 DATA = HERE.parents[1].parent / "shared" / "data" / "planner" / "calibration.csv"

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.planner.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, traits
-from paceline.planner.calibration.calibrate_memory import calibrated_memory
+from paceline.plan.predict import blank
+from paceline.planner.calibration.calibrate import EXTRAPOLATED, SCALES, calibrated, calibrated_memory, traits
 from paceline.planner.calibration.corrections import Corrections
 from paceline.planner.calibration.mixed_effects import Effects, Scales, Traits, noise
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
-from paceline.planner.row_prediction import blank
 from tests.planner.published_rows import grid, row, timed
 
 SLOWER = Corrections(products=0.9, host=1.4, inside=0.9)

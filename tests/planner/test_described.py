@@ -9,7 +9,8 @@ from paceline.planner.cluster import Cluster, Device
 from paceline.planner.cost import cost
 from paceline.planner.devices import device, messages
 from paceline.planner.shapes import blocks
-from paceline.planner.shapes.gemm_time import DeviceEfficiency, RankShare
+from paceline.planner.shapes.blocks import RankShare, TransformerCosts
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import DescribedWorkload
 
@@ -41,21 +42,26 @@ def test_layers_have_all_parameters_of_the_shape(shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [GPT, LLAMA])
 def test_products_have_all_operations_of_the_shape(shape: Shape) -> None:
     part = RankShare(1.0, 1, "none", False, 2)
-    products = [*blocks.matrix_products(shape, part), *blocks.score_products(shape, part)]
+    costs = TransformerCosts(shape, A100, DeviceEfficiency(), part)
+    products = [*costs.matrix_products(), *costs.score_products()]
     head = 2 * shape.sequence * shape.hidden * shape.vocab
     assert 3 * (shape.layers * sum(each.flops for each in products) + head) == shape.flops
 
 
 @pytest.mark.parametrize("shards", [1, 2, 4])
 def test_products_are_divided_among_shards(shards: int) -> None:
-    whole, part = (RankShare(2.0, t, "none", False, 2) for t in (1, shards))
-    for products in (blocks.matrix_products, blocks.score_products):
-        assert sum(p.flops for p in products(GPT, whole)) == shards * sum(p.flops for p in products(GPT, part))
+    parts = (RankShare(2.0, t, "none", False, 2) for t in (1, shards))
+    whole, part = (TransformerCosts(GPT, A100, DeviceEfficiency(), each) for each in parts)
+    for all_products, own in (
+        (whole.matrix_products(), part.matrix_products()),
+        (whole.score_products(), part.score_products()),
+    ):
+        assert sum(p.flops for p in all_products) == shards * sum(p.flops for p in own)
 
 
 def test_more_shards_than_heads_of_keys_each_have_one() -> None:
-    row = [product.n for product in blocks.matrix_products(LLAMA, RankShare(1.0, 8, "none", False, 2))]
-    assert row[0] == 1024 // 8 + 2 * 64
+    costs = TransformerCosts(LLAMA, A100, DeviceEfficiency(), RankShare(1.0, 8, "none", False, 2))
+    assert costs.matrix_products()[0].n == 1024 // 8 + 2 * 64
 
 
 # Equations 1 to 6 of 2205.05198, per block: b samples, t shards; exact, as all are whole numbers.

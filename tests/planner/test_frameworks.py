@@ -8,8 +8,8 @@ from paceline.planner.calibration import row_shapes
 from paceline.planner.calibration.corrections import Case
 from paceline.planner.calibration.rows import PublishedRow
 from paceline.planner.devices import device
-from paceline.planner.shapes.blocks import block, head
-from paceline.planner.shapes.gemm_time import DeviceEfficiency, RankShare
+from paceline.planner.shapes.blocks import RankShare, TransformerCosts
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape
 from tests.planner.published_rows import row
 
@@ -96,13 +96,17 @@ def test_a_cpus_masks_are_kept_as_pytorch_keeps_them() -> None:
 
 def _saved_bytes(mask_bytes: int) -> int:
     part = RankShare(1, 1, "none", sequence_divided=False, element_bytes=4, mask_bytes=mask_bytes)
-    return block(TINY, device("CPU-core", "fp32"), DeviceEfficiency(fused_scores=False), part).saved_bytes
+    return (
+        TransformerCosts(TINY, device("CPU-core", "fp32"), DeviceEfficiency(fused_scores=False), part)
+        .block()
+        .saved_bytes
+    )
 
 
 @pytest.mark.parametrize("shards", [1, 4])
 def test_a_loss_holds_what_pytorchs_makes_of_logits(shards: int) -> None:
     part = RankShare(1, shards, "none", sequence_divided=False, element_bytes=2)
-    found = head(TINY, device("A100-80GB"), DeviceEfficiency(plain_loss=True), part)
+    found = TransformerCosts(TINY, device("A100-80GB"), DeviceEfficiency(plain_loss=True), part).head()
     logits = TINY.sequence * TINY.vocab / shards
     # 12 bytes of each, and 16 among shards: what is saved, a gradient, and what is computed from both.
     outer = 2 * 2 * TINY.sequence * TINY.hidden
@@ -115,7 +119,7 @@ def test_every_second_product_is_kept_where_selection_is_by_products() -> None:
     }
     kernels, where = DeviceEfficiency(every_second=True), device("A100-80GB")
     gated = Shape(4, 256, 4, vocab=1000, sequence=128, gated=True)
-    found = {how: block(gated, where, kernels, part) for how, part in parts.items()}
+    found = {how: TransformerCosts(gated, where, kernels, part).block() for how, part in parts.items()}
     assert found["full"].saved_bytes < found["selective"].saved_bytes < 0.7 * found["none"].saved_bytes
     assert found["none"].backward_s < found["selective"].backward_s < found["full"].backward_s
 

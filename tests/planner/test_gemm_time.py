@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.planner.shapes.gemm_time import Product, Products, product_s
+from paceline.planner.shapes.gemm_time import Product, Products
 from tests.planner.equations import product_fit
 
 H100_MULTIPROCESSORS = 132
@@ -84,10 +84,6 @@ def test_time_grows_with_every_size() -> None:
     for name in Product._fields:
         larger = base._replace(**{name: getattr(base, name) * 2})
         assert REAL.seconds(larger) > REAL.seconds(base)
-
-
-def test_a_product_may_be_given_by_its_sizes() -> None:
-    assert product_s(1, 64, 32, 16, REAL) == REAL.seconds(Product(1, 64, 32, 16))
 
 
 @pytest.mark.parametrize("wrong", [(0.0, 0.0, 0.0, 1), (1.0, -1.0, 0.0, 1), (1.0, 0.0, 1.1, 1), (1.0, 0.0, 0.0, 0)])

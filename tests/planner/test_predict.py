@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
+from paceline.plan.predict import OUTCOMES, RowPredictor, blank, fits, main
 from paceline.planner.calibration import rows
-from paceline.planner.calibration.calibrate_memory import MemoryPrediction
+from paceline.planner.calibration.calibrate import MemoryPrediction
 from paceline.planner.calibration.corrections import Case, Corrections
 from paceline.planner.calibration.row_shapes import precision, shape
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
-from paceline.planner.row_prediction import OUTCOMES, RowPredictor, blank, fits, main
 from tests.planner.published_rows import COLUMNS, grid, row, timed
 
 ROOT = Path(__file__).parents[2] / "src"
@@ -167,8 +167,8 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_of_it_imports_torch() -> None:
-    modules = "row_prediction calibration.calibrate shapes.shape_file devices cluster_file cost"
-    lines = [f"import paceline.planner.{name}" for name in modules.split()]
+    modules = "calibration.calibrate shapes.shape_file devices cluster_file cost"
+    lines = ["import paceline.plan.predict", *(f"import paceline.planner.{name}" for name in modules.split())]
     lines += ["import sys", "sys.exit('torch' in sys.modules)"]
     found = subprocess.run([sys.executable, "-c", "\n".join(lines)], env={"PYTHONPATH": str(ROOT)}, timeout=60)
     assert found.returncode == 0

@@ -1,1 +1,1 @@
-"""The place of the command ``python -m paceline.plan.predict``; the planner is :mod:`paceline.planner`."""
+"""The command ``python -m paceline.plan.predict`` alone; the planner is :mod:`paceline.planner`."""

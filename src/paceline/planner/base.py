@@ -15,6 +15,7 @@ replica in a step, b samples in one of them. Nothing here imports torch.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from math import ceil
 from typing import Literal, TypeAlias
 
@@ -65,6 +66,17 @@ def merged(*parts: Provenance) -> dict[str, str]:
             sources = result.setdefault(name, [])
             sources.extend([source] if source not in sources else [])
     return {name: "; ".join(sources) for name, sources in result.items()}
+
+
+@cache
+def divisors(number: int) -> tuple[int, ...]:
+    """Return all divisors, ascending.
+
+    >>> divisors(12)
+    (1, 2, 3, 4, 6, 12)
+    """
+    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return tuple(sorted({*low, *(number // n for n in low)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from math import inf
 from typing import Literal, TypeAlias
 
 from paceline.core.formatting import bytes_text
-from paceline.planner.base import Arrangement, Cost, Recomputed
+from paceline.planner.base import Arrangement, Cost, Recomputed, divisors
 from paceline.planner.search import supported
-from paceline.planner.search.candidates import Frame, Option, divisors, is_supported
+from paceline.planner.search.candidates import Frame, Option, is_supported
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import search

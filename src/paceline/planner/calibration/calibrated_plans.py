@@ -13,8 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 from paceline.planner.base import Arrangement, OverlapModel, Plan, WorkerMemory
-from paceline.planner.calibration.calibrate import Calibration, calibrated, computed
-from paceline.planner.calibration.calibrate_memory import MemoryCalibration, calibrated_memory, corrections, held_bytes
+from paceline.planner.calibration import calibrate
 from paceline.planner.calibration.corrections import Case, corrected, kernels, overlap_of
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.cluster import Cluster, Described
@@ -23,7 +22,7 @@ from paceline.planner.shapes.shape_file import DescribedWorkload
 
 @dataclass(frozen=True)
 class PlanCalibration:
-    """Calibration of the plans of a shape on a cluster.
+    """calibrate.Calibration of the plans of a shape on a cluster.
 
     Args:
         times: of rows.
@@ -33,8 +32,8 @@ class PlanCalibration:
         described_cluster: likewise.
     """
 
-    times: Calibration
-    memory: MemoryCalibration
+    times: calibrate.Calibration
+    memory: calibrate.MemoryCalibration
     source: str
     described: DescribedWorkload
     described_cluster: Cluster
@@ -47,7 +46,7 @@ class PlanCalibration:
             InputError: it can't be read, or too few rows have a step time.
         """
         rows = read(path)
-        return cls(calibrated(rows), calibrated_memory(rows), path.name, workload, cluster)
+        return cls(calibrate.calibrated(rows), calibrate.calibrated_memory(rows), path.name, workload, cluster)
 
     @cached_property
     def workload(self) -> DescribedWorkload:
@@ -69,7 +68,7 @@ class PlanCalibration:
         row = self.row(Arrangement(micro_batch=1))
         case = Case.of(row)
         assert case is not None, "it has a shape"
-        context, activations = corrections(row, self.memory.deviations)
+        context, activations = calibrate.memory_corrections(row, self.memory.deviations)
         return replace(overlap_of(case, self.times.corrections), context_bytes=context, fragmentation=activations)
 
     def row(self, a: Arrangement) -> PublishedRow:
@@ -77,37 +76,22 @@ class PlanCalibration:
         shape, cluster, device = self.described.shape, self.described_cluster, self.described_cluster.device
         assert isinstance(cluster.messages, Described), "a cluster in words is described"
         links = cluster.messages.links
-        columns = {
+        columns: dict[str, object] = {
             "row_id": "plan",
             "source_id": "paceline",
             "framework": "Paceline",
             "hw": device.name,
-            "gpu_mem_gb": device.memory_bytes / GIB,
-            "peak_tflops": device.flops_per_s / 1e12,
-            "n_devices": a.workers,
-            "dev_per_node": cluster.devices_per_host,
-            "intra_bw_GBps": links.inside_bytes_per_s / 1e9,
-            "inter_bw_GBps_per_dev": links.between_bytes_per_s / 1e9,
-            "model": self.described.name,
-            "n_params": shape.parameters,
-            "layers": shape.layers,
-            "hidden": shape.hidden,
-            "heads": shape.heads,
-            "ffn": shape.width,
-            "vocab": shape.vocab,
-            "seq": shape.sequence,
-            "dp": a.replicas,
-            "tp": a.shards,
-            "pp": a.stages,
-            "vpp": a.chunks,
-            "zero": a.divided,
-            "mbs": a.micro_batch,
-            "ga": a.micro_batches,
-            "gbs": a.samples,
-            "precision": self.described.precision,
-            "recompute": "none" if a.recompute == "none" else "full",
-            "schedule": a.schedule,
         }
+        columns |= {"gpu_mem_gb": device.memory_bytes / GIB, "peak_tflops": device.flops_per_s / 1e12}
+        columns |= {"n_devices": a.workers, "dev_per_node": cluster.devices_per_host}
+        columns |= {"intra_bw_GBps": links.inside_bytes_per_s / 1e9}
+        columns |= {"inter_bw_GBps_per_dev": links.between_bytes_per_s / 1e9}
+        columns |= {"model": self.described.name, "n_params": shape.parameters, "layers": shape.layers}
+        columns |= {"hidden": shape.hidden, "heads": shape.heads, "ffn": shape.width}
+        columns |= {"vocab": shape.vocab, "seq": shape.sequence}
+        columns |= {"dp": a.replicas, "tp": a.shards, "pp": a.stages, "vpp": a.chunks, "zero": a.divided}
+        columns |= {"mbs": a.micro_batch, "ga": a.micro_batches, "gbs": a.samples, "schedule": a.schedule}
+        columns |= {"precision": self.described.precision, "recompute": "none" if a.recompute == "none" else "full"}
         return PublishedRow({name: str(value) for name, value in columns.items()})
 
     def plan(self, plan: Plan) -> Plan:
@@ -115,8 +99,8 @@ class PlanCalibration:
         row = self.row(plan.arrangement)
         case, time, room = Case.of(row), self.times.forecast(row), self.memory.forecast(row)
         # The row's effects alone: the corrections are in the plan already.
-        slower = time.step_s / computed(row, case, self.times.corrections, self.times.flops_of)
-        larger = room.bytes / held_bytes(row, case, self.memory.deviations)
+        slower = time.step_s / calibrate.computed(row, case, self.times.corrections, self.times.flops_of)
+        larger = room.bytes / calibrate.held_bytes(row, case, self.memory.deviations)
         memory = tuple(
             WorkerMemory(*(larger * getattr(each, part.name) for part in fields(WorkerMemory)))
             for each in plan.cost.memory
@@ -127,12 +111,7 @@ class PlanCalibration:
             "spread": f"calibrated by {self.source}: {time.why}",
             "memory": f"calibrated by {self.source}: nine of ten within {low:+.0%} to {high:+.0%}",
         }
-        return replace(
-            plan,
-            cost=cost,
-            low_s=cost.step_s * time.low_s / time.step_s,
-            high_s=cost.step_s * time.high_s / time.step_s,
-            samples_per_s=plan.samples_per_s / slower,
-            utilisation=None if plan.utilisation is None else plan.utilisation / slower,
-            provenance={**plan.provenance, **notes},
-        )
+        low_s, high_s = cost.step_s * time.low_s / time.step_s, cost.step_s * time.high_s / time.step_s
+        rates = plan.samples_per_s / slower, None if plan.utilisation is None else plan.utilisation / slower
+        provenance = {**plan.provenance, **notes}
+        return Plan(plan.arrangement, cost, low_s, high_s, *rates, plan.strategy, plan.simulated, provenance)

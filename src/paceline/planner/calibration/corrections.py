@@ -7,10 +7,11 @@ Where a row does not say what is divided among replicas, what is recomputed, or 
 is taken for the least that fits its device, since it was trained so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 from math import exp
+from typing import Any
 
 from paceline.planner.base import Arrangement, Cost, Numerics, OverlapModel, Recomputed
 from paceline.planner.calibration import row_shapes
@@ -34,21 +35,31 @@ class Case:
     numerics: Numerics
     kernels: DeviceEfficiency
     """As expected of its device."""
-    newer: bool
 
     @classmethod
     def of(cls, row: PublishedRow) -> "Case | None":
-        """Return the case of a row, what it leaves open settled; None if it has no shape."""
+        """Return the case of a row; None if it has no shape.
+
+        What the row leaves open is settled in the first way that fits its device, or the last.
+        """
         shape = row_shapes.shape(row)
-        return None if shape is None else _settled(row, shape)
+        if shape is None:
+            return None
+        given = row_shapes.arrangement(row)
+        cluster, kernels = row_shapes.cluster(row, given.workers), row_shapes.kernels(row)
+        for recompute, samples, level in _choices(row, given):
+            many = max(1, round(given.samples / given.replicas / samples))
+            tried = replace(given, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
+            case = cls(row, shape, tried, cluster, row_shapes.numerics(row, tried), kernels)
+            if case.cost(case.workload, cluster, OverlapModel()).peak.total < _FILLED * cluster.device.memory_bytes:
+                break
+        return case
 
     @property
     def workload(self) -> DescribedWorkload:
         """The workload, as expected of its device."""
-        precision = row_shapes.precision(self.row)
-        return DescribedWorkload(
-            self.shape, self.cluster.device, 1, precision, kernels=self.kernels, held_as=self.numerics
-        )
+        device, precision = self.cluster.device, row_shapes.precision(self.row)
+        return DescribedWorkload(self.shape, device, 1, precision, kernels=self.kernels, held_as=self.numerics)
 
     @property
     def cuts(self) -> tuple[int, ...]:
@@ -61,50 +72,6 @@ class Case:
         layers = workload.layers(self.arrangement)
         row = stages_of(layers, self.cuts, self.arrangement, cluster)
         return cost(workload, cluster, self.arrangement, overlap, StageDivision(layers, self.cuts, row))
-
-
-def _settled(row: PublishedRow, shape: Shape) -> Case:
-    """Return the first way to settle what the row leaves open that fits its device, or the last."""
-    given = row_shapes.arrangement(row)
-    cluster, levels = row_shapes.cluster(row, given.workers), _levels(row, given.divided)
-    again: tuple[Recomputed, ...] = (
-        (given.recompute,) if _says_recomputation(row) or row_shapes.newer(row) else ("none", "full")
-    )
-    for recompute, samples, level in product(again, _samples(row, given), levels):
-        many = max(1, round(given.samples / given.replicas / samples))
-        tried = replace(given, divided=level, recompute=recompute, micro_batch=samples, micro_batches=many)
-        case = Case(
-            row, shape, tried, cluster, row_shapes.numerics(row, tried), row_shapes.kernels(row), row_shapes.newer(row)
-        )
-        if case.cost(case.workload, cluster, OverlapModel()).peak.total < _FILLED * cluster.device.memory_bytes:
-            break
-    return case
-
-
-def _levels(row: PublishedRow, given: int) -> tuple[int, ...]:
-    """Return the ZeRO levels that a row may mean: Megatron-Core's distributed optimizer is often written as none."""
-    if not row.text("zero"):
-        return (0, 1, 3)
-    if given == 3 and row_shapes.keeps_whole(row):
-        return (1,)
-    return (0, 1) if given == 0 and row_shapes.newer(row) else (given,)
-
-
-def _samples(row: PublishedRow, given: Arrangement) -> tuple[float, ...]:
-    """Return the micro-batch sizes to try if a row leaves it open: the largest that fits, of the likely ones."""
-    if row.text("mbs") or not row.text("gbs"):
-        return (given.micro_batch,)
-    return tuple(samples for samples in (4.0, 2.0, 1.0) if samples <= given.micro_batch) or (given.micro_batch,)
-
-
-_FILLED = 0.9
-"""Of a device's memory: the rest is the runtime's."""
-
-
-def _says_recomputation(row: PublishedRow) -> bool:
-    """Return whether a row says what is recomputed, if only that not everything is: ``unknown (selective/none)``."""
-    text = row.text("recompute")
-    return bool(text) and (not text.startswith("unknown") or "none" in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +123,29 @@ LATENCY_S, BETWEEN_LATENCY_S = 1.5e-5, 3e-5
 """Of a round of NCCL, roughly what 8 A100 take for a small all_reduce among them."""
 
 
+def _choices(row: PublishedRow, given: Arrangement) -> Iterator[tuple[Recomputed, float, int]]:
+    """Return the recomputations, the samples of a micro-batch and the ZeRO levels that a row may mean."""
+    newer, text = row_shapes.newer(row), row.text("recompute")
+    # A row may say no more than that not everything is recomputed: "unknown (selective/none)".
+    says = text and (not text.startswith("unknown") or "none" in text)
+    recomputed: tuple[Recomputed, ...] = (given.recompute,) if says or newer else ("none", "full")
+    samples: tuple[float, ...] = (given.micro_batch,)
+    if row.text("gbs") and not row.text("mbs"):  # the largest that fits, of the likely ones
+        samples = tuple(each for each in (4.0, 2.0, 1.0) if each <= given.micro_batch) or samples
+    levels: tuple[int, ...] = (given.divided,)
+    if not row.text("zero"):
+        levels = (0, 1, 3)
+    elif given.divided == 3 and row_shapes.keeps_whole(row):
+        levels = (1,)
+    elif given.divided == 0 and newer:  # Megatron-Core's distributed optimizer is often written as none
+        levels = (0, 1)
+    return product(recomputed, samples, levels)
+
+
+_FILLED = 0.9
+"""Of a device's memory: the rest is the runtime's."""
+
+
 def predicted(case: Case, corrections: Corrections) -> Cost:
     """Return what a step of a case takes and holds, as corrected."""
     work = replace(case.workload, kernels=kernels(case.kernels, corrections))
@@ -164,14 +154,10 @@ def predicted(case: Case, corrections: Corrections) -> Cost:
 
 def kernels(expected: DeviceEfficiency, corrections: Corrections) -> DeviceEfficiency:
     """Return a device's efficiency as corrected."""
-    return replace(
-        expected,
-        products=expected.products * corrections.products,
-        bytes=expected.bytes * corrections.bytes,
-        host_s=expected.host_s * corrections.host,
-        call_s=expected.call_s * corrections.call,
-        scores=expected.scores * corrections.scores,
-    )
+    factors = {"products": corrections.products, "bytes": corrections.bytes, "host_s": corrections.host}
+    factors |= {"call_s": corrections.call, "scores": corrections.scores}
+    changed: dict[str, Any] = {name: getattr(expected, name) * factor for name, factor in factors.items()}
+    return replace(expected, **changed)
 
 
 def corrected(cluster: Cluster, corrections: Corrections) -> Cluster:
@@ -185,10 +171,8 @@ def corrected(cluster: Cluster, corrections: Corrections) -> Cluster:
 
 def overlap_of(case: Case, corrections: Corrections) -> OverlapModel:
     """Return the framework's overlap model; older ones sum gradients after backward."""
-    return replace(
-        EXPECTED_OVERLAP,
-        added_moves=0.0 if row_shapes.adds_in_products(case.row) else EXPECTED_OVERLAP.added_moves,
-        overlap=min(1.0, EXPECTED_OVERLAP.overlap * corrections.overlap) if case.newer else 0.0,
-        step_s=EXPECTED_OVERLAP.step_s * corrections.step,
-        micro_batch_s=EXPECTED_OVERLAP.micro_batch_s * corrections.micro_batch,
-    )
+    expected = EXPECTED_OVERLAP
+    overlap = min(1.0, expected.overlap * corrections.overlap) if row_shapes.newer(case.row) else 0.0
+    added_moves = 0.0 if row_shapes.adds_in_products(case.row) else expected.added_moves
+    step_s, micro_batch_s = expected.step_s * corrections.step, expected.micro_batch_s * corrections.micro_batch
+    return OverlapModel(overlap, step_s=step_s, micro_batch_s=micro_batch_s, added_moves=added_moves)

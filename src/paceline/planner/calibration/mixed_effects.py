@@ -19,9 +19,11 @@ The corrections x are pulled towards what is expected of them::
 by Gauss-Newton steps, in two rounds: first with each row's noise as expected, then with more for outliers.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import sqrt
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -68,8 +70,11 @@ def covariance(first: Sequence[Traits], second: Sequence[Traits], scales: Scales
     for at, (name, scale) in enumerate(scales.keys.items()):
         same = _same([each.keys[at] for each in first], [each.keys[at] for each in second])
         result += scale**2 * (same * shares if name == scales.device else same)
+    left, right = (np.array([each.place for each in rows], dtype=np.float64) for rows in (first, second))
+    near = np.exp(-np.square(left[:, None, :] - right[None, :, :]).sum(axis=2) / 2)
+    left, right = (np.array([each.slopes for each in rows], dtype=np.float64) for rows in (first, second))
     same = _same([each.source for each in first], [each.source for each in second])
-    return result + same * (scales.like**2 * _proximity(first, second) + scales.own**2 * _slope_products(first, second))
+    return np.asarray(result + same * (scales.like**2 * near + scales.own**2 * (left @ right.T)))
 
 
 def _same(first: Sequence[Any], second: Sequence[Any]) -> Array:
@@ -77,17 +82,6 @@ def _same(first: Sequence[Any], second: Sequence[Any]) -> Array:
     left = np.array([numbers.setdefault(each, len(numbers)) for each in first])
     right = np.array([numbers.setdefault(each, len(numbers)) for each in second])
     return np.asarray(np.equal(left[:, None], right[None, :]), dtype=np.float64)
-
-
-def _proximity(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
-    left, right = (np.array([each.place for each in rows], dtype=np.float64) for rows in (first, second))
-    apart = np.square(left[:, None, :] - right[None, :, :]).sum(axis=2)
-    return np.asarray(np.exp(-apart / 2), dtype=np.float64)
-
-
-def _slope_products(first: Sequence[Traits], second: Sequence[Traits]) -> Array:
-    left, right = (np.array([each.slopes for each in rows], dtype=np.float64) for rows in (first, second))
-    return np.asarray(left @ right.T)
 
 
 _TOLERATED = 1.5
@@ -152,63 +146,48 @@ class Effects:
         return np.asarray(np.linalg.inv(whole))
 
 
-Linearised: TypeAlias = tuple[Array, Sequence[Traits]]
-"""Errors, and the rows with their slopes, for some x."""
-
-
-@dataclass
-class Mixed:
-    """A fit of corrections and effects.
+def fitted(
+    computed: Callable[[Array], Array],
+    measured: Array,
+    traits: Sequence[Traits],
+    scales: Scales,
+    start: Array,
+    steps: int,
+    device: Sequence[float] = (),
+) -> tuple[Array, Effects]:
+    """Fit corrections and effects; return x, and the effects that remain.
 
     Args:
         computed: x -> f, the logarithm of each row.
         measured: y.
         traits: of each row, without slopes.
         scales: of effects.
+        start: where to begin; zeros, or the result for nearly the same rows.
+        steps: of each round, at the most; each computes all rows once for each correction.
         device: the weight of each slope in the share of a row that depends on its device; empty: all of it does.
     """
+    expected = np.array([each.noise for each in traits])
+    x, noises = start, expected**2
 
-    computed: Callable[[Array], Array]
-    measured: Array
-    traits: Sequence[Traits]
-    scales: Scales
-    device: Sequence[float] = ()
+    def at(x: Array) -> tuple[Array, list[Traits]]:
+        """Return y - f at x, and the rows with their slopes there."""
+        logs, slopes = linearised(computed, x)
+        return measured - logs, [sloped(row, own, device) for row, own in zip(traits, slopes, strict=True)]
 
-    def fitted(self, start: Array, steps: int) -> tuple[Array, Effects]:
-        """Return x, and the effects that remain.
-
-        Args:
-            start: where to begin; zeros, or the result for nearly the same rows.
-            steps: of each round, at the most; each computes all rows once for each correction.
-        """
-        expected = np.array([each.noise for each in self.traits])
-        x, linear, noises = start, self._at(start), expected**2
-        for _ in range(2):
-            x, linear = self._round(x, linear, noises, steps)
-            errors, traits = linear
-            noises = noise(errors, covariance(traits, traits, self.scales), expected)
-        return x, Effects(traits, errors, noises, self.scales)
-
-    def _round(self, x: Array, linear: Linearised, noises: Array, steps: int) -> tuple[Array, Linearised]:
-        """Make Gauss-Newton steps with these noises."""
-        for _ in range(steps):
-            errors, traits = linear
-            root = np.linalg.cholesky(covariance(traits, traits, self.scales) + np.diag(noises))
-            slopes = np.array([each.slopes for each in traits])
-            rows = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(x))])
+    errors, rows = at(x)
+    for _ in range(2):
+        for _ in range(steps):  # Gauss-Newton with these noises
+            root = np.linalg.cholesky(covariance(rows, rows, scales) + np.diag(noises))
+            slopes = np.array([each.slopes for each in rows])
+            equations = np.concatenate([np.linalg.solve(root, slopes), np.eye(len(x))])
             target = np.concatenate([np.linalg.solve(root, errors), -x])  # the prior pulls x towards 0
-            step = np.linalg.lstsq(rows, target, rcond=None)[0]
+            step = np.linalg.lstsq(equations, target, rcond=None)[0]
             x = x + step * min(1.0, FARTHEST / max(FARTHEST, float(np.abs(step).max())))
-            linear = self._at(x)
+            errors, rows = at(x)
             if np.abs(step).max() < DIFFERENCE:
                 break
-        return x, linear
-
-    def _at(self, x: Array) -> Linearised:
-        """Return y - f at x, and the rows with their slopes there."""
-        computed, slopes = linearised(self.computed, x)
-        traits = [sloped(each, own, self.device) for each, own in zip(self.traits, slopes, strict=True)]
-        return np.asarray(self.measured - computed), traits
+        noises = noise(errors, covariance(rows, rows, scales), expected)
+    return x, Effects(rows, errors, noises, scales)
 
 
 def sloped(row: Traits, slopes: Array, device: Sequence[float] = ()) -> Traits:
@@ -228,3 +207,92 @@ FARTHEST = 1.0
 """Standard deviations in one step: beyond, the linearisation is poor."""
 DIFFERENCE = 0.05
 """Of a standard deviation, for slopes: products of few words are of whole ones, so a smaller one would see steps."""
+
+
+# ------------------------------------------------------------------------------------------------------------ intervals
+
+COVERED = 0.9
+"""The part of the measured rows that an interval is to contain."""
+
+PRIOR_WEIGHT = 2.0
+"""The prior of a source counts as much as so many of its rows or models."""
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """The factor c of each source, from how far off its rows were in deviations; each kind of rows counts once.
+
+    Args:
+        squares: by source, the mean square of each kind.
+    """
+
+    squares: Mapping[str, Mapping[Hashable, float]]
+
+    @classmethod
+    def of(cls, scores: Array, traits: Sequence[Traits], kinds: Sequence[Hashable]) -> "Disagreement":
+        """Average the squared scores of rows by source and kind."""
+        squares: dict[str, dict[Hashable, list[float]]] = {}
+        for score, row, kind in zip(scores, traits, kinds, strict=True):
+            squares.setdefault(row.source, {}).setdefault(kind, []).append(float(score) ** 2)
+        return cls({name: {kind: float(np.mean(own)) for kind, own in by.items()} for name, by in squares.items()})
+
+    def factor(self, source: str, without: Hashable = None) -> float:
+        """Return c by all kinds but one; at least 1."""
+        own = [square for kind, square in self.squares.get(source, {}).items() if kind != without]
+        return sqrt(max(1.0, (PRIOR_WEIGHT + sum(own)) / (PRIOR_WEIGHT + len(own))))
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Widths of the intervals of requested rows.
+
+    Args:
+        widths: w of a row whose model was seen, whose source was, and of any other.
+        rows: how far rows of a source disagree.
+        models: how far its models do.
+        groups: models of sources that were seen.
+    """
+
+    widths: tuple[float, float, float]
+    rows: Disagreement
+    models: Disagreement
+    groups: frozenset[Hashable]
+
+    @classmethod
+    def of(cls, effects: Effects) -> "Intervals":
+        """Return the intervals that follow from how far off the rows were."""
+        traits = effects.traits
+        groups: list[Hashable] = [row.group for row in traits]
+
+        def scores(kinds: Sequence[Hashable]) -> Array:
+            errors, deviations = effects.left_out(kinds)
+            return np.asarray(np.abs(errors) / deviations)
+
+        def width(kinds: Sequence[Hashable]) -> tuple[float, Disagreement]:
+            own = scores(kinds)
+            disagreement = Disagreement.of(own, traits, kinds)
+            factors = [disagreement.factor(row.source, kind) for row, kind in zip(traits, kinds, strict=True)]
+            return _quantile(own / np.array(factors), traits), disagreement
+
+        (of_row, rows), (of_group, models) = width(range(len(traits))), width(groups)
+        of_source = _quantile(scores([row.source for row in traits]), traits)
+        return cls((of_row, of_group, of_source), rows, models, frozenset(groups))
+
+    def width(self, row: Traits) -> float:
+        """Return w · c_s of a row."""
+        if row.group in self.groups:
+            return self.widths[0] * self.rows.factor(row.source)
+        seen = row.source in self.models.squares
+        return self.widths[1] * self.models.factor(row.source) if seen else self.widths[2]
+
+
+def _quantile(scores: Array, traits: Sequence[Traits]) -> float:
+    """Return the score below which nine of ten are, each source counting alike, and one more that is above all.
+
+    Conformal, with weights: R. J. Tibshirani and others, Conformal Prediction Under Covariate Shift, 2019.
+    """
+    rows_of = Counter(row.source for row in traits)
+    weights = np.array([1.0 / rows_of[row.source] for row in traits])
+    order = np.argsort(scores)
+    reached = np.cumsum(weights[order]) / (weights.sum() + weights.min())
+    return float(scores[order][min(int(np.searchsorted(reached, COVERED)), len(scores) - 1)])

@@ -8,25 +8,18 @@
 - Micro-batches follow from ``gbs / (dp · mbs)`` where ``ga`` is blank.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from math import gcd, log2
 from typing import Literal
 
-from paceline.planner.base import Arrangement, Numerics, Recomputed
+from paceline.planner.base import Arrangement, Numerics, divisors
 from paceline.planner.calibration import rows
 from paceline.planner.calibration.rows import GIB, PublishedRow
 from paceline.planner.cluster import Cluster, Described, Device, Links
 from paceline.planner.devices import SHEETS, Sheet
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
-from paceline.planner.shapes.shape import Shape
-
-
-def recompute(row: PublishedRow) -> Recomputed:
-    """Return what is recomputed, by the first word of the column."""
-    text = row.text("recompute")
-    return "full" if text.startswith("full") else "selective" if text.startswith("selective") else "none"
+from paceline.planner.shapes.shape import Shape, nearest_divisor
 
 
 def newer(row: PublishedRow) -> bool:
@@ -57,11 +50,6 @@ def adds_in_products(row: PublishedRow) -> bool:
     [True, False]
     """
     return "Megatron" in row.text("framework") and "DeepSpeed" not in row.text("framework")
-
-
-def sequence_divided(row: PublishedRow) -> bool:
-    """Return whether shards divide activations between operators as well."""
-    return newer(row) or "seqpar" in row.text("recompute")
 
 
 def precision(row: PublishedRow) -> str:
@@ -95,19 +83,16 @@ def numerics(row: PublishedRow, at: Arrangement) -> Numerics:
     if row.framework == "Megatron-DeepSpeed":
         gradient = 4.0 if whole else 2.0
         copied = 0.0 if whole else 4.0
-        again = copied if at.divided else gradient * _laid_out(row, at)
+        # Without ZeRO gradients are copied a part at a time; none without other replicas to sum with.
+        own = rows.whole(row) / at.shards / at.stages
+        laid_out = min(1.0, _AT_A_TIME / own) if at.replicas > 1 else 0.0
+        again = copied if at.divided else gradient * laid_out
         return Numerics(gradient, gradient, (8 if whole else 12) + again)
     if whole:
         return Numerics(4, 4, 8)
     if keeps_whole(row):
         return Numerics(2, 4, 16)
     return Numerics(2, 4, 10) if at.divided == 3 else Numerics(2, 4, 12)
-
-
-def _laid_out(row: PublishedRow, at: Arrangement) -> float:
-    """Return the part of gradients that DeepSpeed copies at a time; none without other replicas to sum with."""
-    own = rows.whole(row) / at.shards / at.stages
-    return min(1.0, _AT_A_TIME / own) if at.replicas > 1 else 0.0
 
 
 _AT_A_TIME = 5e8
@@ -119,11 +104,11 @@ def keeps_whole(row: PublishedRow) -> bool:
     return row.framework == TITAN and row.whole("pp", 1) > 1
 
 
-def sheet(row: PublishedRow) -> Sheet | None:
-    """Return the data sheet of its device; None: a family without one."""
+def sheet(row: PublishedRow) -> Sheet:
+    """Return the data sheet of its device, or else an A100's."""
     candidates = [each for name, each in SHEETS.items() if name.upper().startswith(row.family)] if row.family else []
     memory = (row.number("gpu_mem_gb") or 0) * GIB
-    return min(candidates, key=lambda each: abs(each.memory_bytes - memory)) if candidates else None
+    return min(candidates, key=lambda each: abs(each.memory_bytes - memory), default=SHEETS["A100-80GB"])
 
 
 def plain_flops_per_s(row: PublishedRow) -> float:
@@ -136,8 +121,7 @@ def plain_flops_per_s(row: PublishedRow) -> float:
 
 def device(row: PublishedRow) -> Device:
     """Return the device as the row says, by its data sheet where it doesn't, or else an A100."""
-    known = sheet(row) or SHEETS["A100-80GB"]
-    name = precision(row)
+    known, name = sheet(row), precision(row)
     peak = (row.number("peak_tflops") or 0) * 1e12
     base = known.flops_per_s.get("bf16") or max(known.flops_per_s.values())
     peak = peak or known.flops_per_s.get(name.removesuffix("-mixed"), base)
@@ -154,7 +138,7 @@ HOSTS = ("A64FX", "CPU")
 
 def cluster(row: PublishedRow, workers: int) -> Cluster:
     """Return hosts with links as the row says, or as usual for its device."""
-    known = sheet(row) or SHEETS["A100-80GB"]
+    known = sheet(row)
     per_host = row.whole("dev_per_node", known.devices_per_host)
     devices = row.whole("n_devices", workers)
     inside = (row.number("intra_bw_GBps") or 0) * 1e9 or known.inside_bytes_per_s
@@ -171,7 +155,8 @@ def shape(row: PublishedRow) -> Shape | None:
     """Return the shape of the model; None: it is no transformer of equal blocks, or nothing is known of it."""
     layers, hidden = row.whole("layers", 0), row.whole("hidden", 0)
     if layers and hidden:
-        return _nearest(row, layers, hidden, _heads(hidden, row.whole("heads", max(1, hidden // 128))))
+        heads = row.whole("heads", max(1, hidden // 128))  # in some rows they were guessed
+        return _nearest(row, layers, hidden, nearest_divisor(hidden, heads))
     parameters = row.number("n_params") or rows.dense(row)
     if not parameters or not row.number("seq"):
         return None
@@ -179,15 +164,16 @@ def shape(row: PublishedRow) -> Shape | None:
     return _nearest(row, max(1, round(parameters / (12 * hidden**2))), hidden, heads)
 
 
-def _heads(hidden: int, given: int) -> int:
-    """Return the divisor of hidden nearest to the given heads: in some rows they were guessed."""
-    return min(_divisors(hidden), key=lambda heads: abs(heads - given))
-
-
 def _nearest(row: PublishedRow, layers: int, hidden: int, heads: int) -> Shape:
     """Return the shape with the nearest parameters; the plain one if they are blank or near enough."""
-    given = row.number("n_params") or 0.0
-    plain, *others = _open(row, layers, hidden, heads)
+    given, words = row.number("n_params") or 0.0, row.whole("seq", 512 if "bert" in row.model.lower() else 1024)
+    ffn, vocab = row.whole("ffn", 4 * hidden), row.whole("vocab", 50257)
+    plain = Shape(layers, hidden, heads, ffn, vocab, words, name=row.model)
+    others = [replace(plain, tied=False)] + [
+        replace(plain, gated=True, tied=tied, kv_heads=groups, positions=False)
+        for tied, groups in product((False, True), (0, 8))
+        if not groups or heads % groups == 0
+    ]
     near = min(others, key=lambda each: abs(each.parameters - given))
     return near if abs(near.parameters - given) < _NEAR * given < abs(plain.parameters - given) else plain
 
@@ -196,29 +182,12 @@ _NEAR = 0.03
 """Of n_params: they are often rounded to two digits."""
 
 
-def _open(row: PublishedRow, layers: int, hidden: int, heads: int) -> Iterator[Shape]:
-    plain = Shape(
-        layers,
-        hidden,
-        heads,
-        row.whole("ffn", 4 * hidden),
-        row.whole("vocab", 50257),
-        row.whole("seq", 512 if "bert" in row.model.lower() else 1024),
-        name=row.model,
-    )
-    yield plain
-    yield replace(plain, tied=False)
-    for tied, groups in product((False, True), (0, 8)):
-        if not groups or heads % groups == 0:
-            yield replace(plain, gated=True, tied=tied, kv_heads=groups, positions=False)
-
-
 def arrangement(row: PublishedRow) -> Arrangement:
     """Return how the row was divided; replicas are as many as there are devices for."""
     shards, stages = _divided(row)
     context = row.whole("cp", 1)
     devices = row.whole("n_devices", row.whole("dp", 1) * shards * stages * context)
-    parts = row.whole("layers", MOST_PARTS)
+    parts, text = row.whole("layers", MOST_PARTS), row.text("recompute")
     stages = max(1, min(stages, devices // (shards * context), parts))
     replicas = max(1, devices // (shards * stages * context))
     micro_batch, micro_batches = _micro_batches(row, replicas, stages)
@@ -231,8 +200,8 @@ def arrangement(row: PublishedRow) -> Arrangement:
         micro_batches=micro_batches,
         schedule="gpipe" if row.text("schedule").startswith("gpipe") else "1f1b",
         divided=min(3, int(row.number("zero") or 0)),
-        recompute=recompute(row),
-        sequence_divided=shards > 1 and sequence_divided(row),
+        recompute="full" if text.startswith("full") else "selective" if text.startswith("selective") else "none",
+        sequence_divided=shards > 1 and (newer(row) or "seqpar" in text),
         next_to_shards="replicas",
         context=context,
         experts=row.whole("ep", 1),
@@ -250,13 +219,9 @@ def _divided(row: PublishedRow) -> tuple[int, int]:
         return row.whole("tp", 1), row.whole("pp", 1)
     needed = (row.number("n_params") or 0.0) * _STATES / device(row).memory_bytes
     devices, per_host = row.whole("n_devices", 1), row.whole("dev_per_node", 8)
-    shards = next(t for t in _divisors(gcd(devices, per_host)) if t >= min(needed, gcd(devices, per_host)))
-    stages = next((p for p in _divisors(devices // shards) if p * shards >= needed), devices // shards)
+    shards = next(t for t in divisors(gcd(devices, per_host)) if t >= min(needed, gcd(devices, per_host)))
+    stages = next((p for p in divisors(devices // shards) if p * shards >= needed), devices // shards)
     return shards, stages
-
-
-def _divisors(of: int) -> list[int]:
-    return [each for each in range(1, of + 1) if of % each == 0]
 
 
 _STATES = 18 / 0.6
@@ -264,21 +229,19 @@ _STATES = 18 / 0.6
 
 
 def _micro_batches(row: PublishedRow, replicas: int, stages: int) -> tuple[float, int]:
-    """Return b and m: as the row says, or by b · m · R = B."""
+    """Return b and m: as the row says, or by b · m · R = B.
+
+    Where a row leaves b open: torchtitan makes as many micro-batches as there are stages (its default of
+    ``pipeline_parallel_microbatches``), others as small ones as can be; without stages a few samples.
+    """
     batch, b, m = row.number("gbs"), row.number("mbs"), row.number("ga")
     if batch and not b:
-        b, m = min(batch / replicas, _likely(row, batch / replicas, stages)), None
+        samples = batch / replicas
+        likely = _FEW if stages == 1 else samples / stages if row.framework == TITAN else 1.0
+        b, m = min(samples, likely), None
     if batch and b:
         m = batch / replicas / b
     return b or 1.0, max(1, round(m or 1))
-
-
-def _likely(row: PublishedRow, samples: float, stages: int) -> float:
-    """Return b where a row leaves it open: torchtitan makes as many micro-batches as there are stages (its default of
-    ``pipeline_parallel_microbatches``), others as small ones as can be; without stages a few samples."""
-    if stages == 1:
-        return _FEW
-    return samples / stages if row.framework == TITAN else 1.0
 
 
 _FEW = 4.0

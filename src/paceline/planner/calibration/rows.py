@@ -58,20 +58,20 @@ class PublishedRow:
             InputError: it is no number, below 0, or above the column's bound.
         """
         text = self.text(column)
-        try:
-            found = float(text) if text else None
-        except ValueError:
-            found = inf
-        if found is None:
+        if not text:
             return None
-        if not isfinite(found):
+        try:
+            value = float(text)
+        except ValueError:
+            value = inf
+        if not isfinite(value):
             raise InputError(f"row {self.name}: {column} = {text!r} is no number; write a number or leave it blank.")
         most = MOST.get(column, MOST_OF_ALL)
-        if not 0 <= found <= most:
+        if not 0 <= value <= most:
             raise InputError(
                 f"row {self.name}: {column} = {text!r} is not from 0 to {most:g}; write what it was or leave it blank."
             )
-        return found
+        return value
 
     def whole(self, column: str, otherwise: int) -> int:
         """Return a cell as a whole number of at least 1, or else ``otherwise``."""
@@ -147,18 +147,14 @@ def read(path: Path) -> list[PublishedRow]:
             rows = [PublishedRow({name: text for name, text in cells.items() if name}) for cells in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} can't be read ({error}); write the path of a CSV file.") from None
-    _refuse(rows, path)
-    return rows
-
-
-def _refuse(rows: Iterable[PublishedRow], path: Path) -> None:
-    seen: set[str] = set()
-    for row in rows:
-        if not row.name:
+    names = set[str]()
+    for name in (row.name for row in rows):
+        if not name:
             raise InputError(f"{path} has a row without row_id; write a name of its own into each row.")
-        if row.name in seen:
-            raise InputError(f"{path} has two rows {row.name}; write a name of its own into each row.")
-        seen.add(row.name)
+        if name in names:
+            raise InputError(f"{path} has two rows {name}; write a name of its own into each row.")
+        names.add(name)
+    return rows
 
 
 ACTIVE: Mapping[str, float] = {
@@ -266,5 +262,6 @@ def whole(row: PublishedRow) -> float:
 
 
 def _written(name: str) -> float | None:
-    found = re.search(r"(\d+(?:\.\d+)?)([bmt])(?![a-z0-9])", name)
-    return float(found.group(1)) * {"m": 1e6, "b": 1e9, "t": 1e12}[found.group(2)] if found else None
+    """Return the parameters that a model's name gives."""
+    match = re.search(r"(\d+(?:\.\d+)?)([bmt])(?![a-z0-9])", name)
+    return float(match.group(1)) * {"m": 1e6, "b": 1e9, "t": 1e12}[match.group(2)] if match else None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.planner.base import Arrangement, Recomputed, Workload
+from paceline.planner.base import Arrangement, Recomputed, Workload, divisors
 from paceline.planner.cluster import Cluster
 from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
@@ -156,17 +156,6 @@ def _uneven_stages(workers: int, stages: int, shards: tuple[int, ...]) -> Sequen
 
     result = (UnevenStages(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in rows(p, workers))
     return [one for one in result if is_searched(one)]
-
-
-@cache
-def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, ascending.
-
-    >>> divisors(12)
-    (1, 2, 3, 4, 6, 12)
-    """
-    low = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
-    return tuple(sorted({*low, *(number // n for n in low)}))
 
 
 class Option(NamedTuple):

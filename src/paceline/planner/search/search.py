@@ -15,10 +15,9 @@ Among equals the one that needs less memory and then the plainest is first.
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import InputError
-from paceline.planner.base import OverlapModel, Plan, Workload
+from paceline.planner.base import OverlapModel, Plan, Workload, divisors
 from paceline.planner.cluster import Cluster
 from paceline.planner.policies import compete
-from paceline.planner.search.candidates import divisors
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.ranking import Ranking, key, undominated

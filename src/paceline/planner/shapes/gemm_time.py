@@ -61,31 +61,6 @@ class DeviceEfficiency:
     """Whether the loss is PyTorch's cross_entropy, whose backward makes more such copies than other unfused losses."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankShare:
-    """The share of a micro-batch that one worker computes, and how it computes it."""
-
-    samples: float
-    """b."""
-    shards: int
-    """t."""
-    recompute: str
-    sequence_divided: bool
-    element_bytes: int
-    """e."""
-    scores_rate: float = 1.0
-    """Rate of attention's products relative to the others: they stay at 16 bits where those use 8 or 4."""
-    mask_bytes: int = 1
-    """Bytes of dropout's mask for each element: on a CPU PyTorch keeps masks in the dtype of the activations."""
-    cast_bytes: int = 0
-    """Bytes written for each element that goes into a product, where it is cast to fewer bits first."""
-
-    @property
-    def outer(self) -> int:
-        """Number of shards among which the activations between blocks are divided."""
-        return self.shards if self.sequence_divided else 1
-
-
 TILE = 128
 """Rows and columns of results in a tile: of the shapes that libraries use the one that fits 72 products of an H100 best
 (128 × 256, 64 × 128 and 64 × 64 are 0.3 to 1.4 percentage points worse)."""
@@ -108,17 +83,14 @@ class Product(NamedTuple):
         """
         return 2.0 * self.b * self.m * self.n * self.k
 
-    def waves(self, multiprocessors: int) -> int:
-        """Count the waves: rounds in which each multiprocessor computes one tile.
-
-        >>> Product(2, 128, 256, 64).waves(3), Product(2, 128, 384, 64).waves(3), Product(1, 1, 1, 64).waves(3)
-        (2, 2, 1)
-        """
-        return ceil(self.b * ceil(self.m / TILE) * ceil(self.n / TILE) / multiprocessors)
-
     def rounded_flops(self, multiprocessors: int) -> float:
-        """Return W: the operations of whole waves of whole tiles."""
-        return 2.0 * self.waves(multiprocessors) * multiprocessors * TILE * TILE * self.k
+        """Return W: the operations of whole waves of whole tiles; in a wave each multiprocessor computes one tile.
+
+        >>> [Product(2, 128, n, 64).rounded_flops(3) / Product(3, 128, 128, 64).flops for n in (256, 384, 1)]
+        [2.0, 2.0, 1.0]
+        """
+        waves = ceil(self.b * ceil(self.m / TILE) * ceil(self.n / TILE) / multiprocessors)
+        return 2.0 * waves * multiprocessors * TILE * TILE * self.k
 
 
 @final
@@ -135,8 +107,8 @@ class Products:
     Raises:
         InputError: a number that is out of its range.
 
-    >>> Products(1e12, 1e-6, 0.0, 4).seconds(Product(1, 1000, 1000, 500))
-    0.001001
+    >>> f"{Products(7.7e14, 5.8e-6, 0.19, 132).seconds(Product(1, 4096, 4096, 4096)) * 1e6:.1f} µs"
+    '185.4 µs'
     """
 
     flops_per_s: float
@@ -156,12 +128,3 @@ class Products:
         flops = product.flops
         idle_flops = product.rounded_flops(self.multiprocessors) - flops
         return self.start_s + (flops + self.waits * idle_flops) / self.flops_per_s
-
-
-def product_s(b: int, m: int, n: int, k: int, device: Products) -> Seconds:
-    """Compute the seconds of b products of (m, k) by (k, n) in one call.
-
-    >>> f"{product_s(1, 4096, 4096, 4096, Products(7.7e14, 5.8e-6, 0.19, 132)) * 1e6:.1f} µs"
-    '185.4 µs'
-    """
-    return device.seconds(Product(b, m, n, k))

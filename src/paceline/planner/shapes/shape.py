@@ -12,6 +12,7 @@ Letters: h hidden, a heads, k heads of keys and values, d size of a head, f ffn,
 from dataclasses import dataclass
 
 from paceline.core.errors import InputError
+from paceline.planner.base import divisors
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,12 @@ class Shape:
         if not self.head_size and self.hidden % self.heads:
             raise InputError(
                 f"hidden = {self.hidden} is not divisible by heads = {self.heads}; write head_size as well, "
-                f"or heads = {_divisor(self.hidden, self.heads)}."
+                f"or heads = {nearest_divisor(self.hidden, self.heads)}."
             )
         if self.kv_heads and self.heads % self.kv_heads:
             raise InputError(
                 f"heads = {self.heads} is not divisible by kv_heads = {self.kv_heads}; "
-                f"write kv_heads = {_divisor(self.heads, self.kv_heads)}."
+                f"write kv_heads = {nearest_divisor(self.heads, self.kv_heads)}."
             )
 
     @property
@@ -124,6 +125,6 @@ class Shape:
         return 3.0 * (self.layers * (2.0 * s * self.matrices + scores) + 2.0 * s * self.hidden * self.vocab)
 
 
-def _divisor(number: int, near: int) -> int:
+def nearest_divisor(number: int, near: int) -> int:
     """Return the divisor of ``number`` that is nearest to ``near``."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - near))
+    return min(divisors(number), key=lambda d: abs(d - near))

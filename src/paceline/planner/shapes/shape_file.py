@@ -40,8 +40,8 @@ from paceline.core.errors import InputError, unknown
 from paceline.planner import devices
 from paceline.planner.base import Arrangement, LayerCost, Numerics, Provenance, Workload
 from paceline.planner.cluster import Device
-from paceline.planner.shapes import blocks
-from paceline.planner.shapes.gemm_time import DeviceEfficiency, RankShare
+from paceline.planner.shapes.blocks import RankShare, TransformerCosts
+from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape
 
 DATA_SHEET_SPREAD = 0.37
@@ -131,7 +131,7 @@ class DescribedWorkload(Workload):
             mask_bytes=element_bytes if self.device.kind == "cpu" else 1,
             cast_bytes=_CAST.get(self.precision, 0),
         )
-        return _layers(self.shape, self.device, self.kernels, part)
+        return _layers(TransformerCosts(self.shape, self.device, self.kernels, part))
 
 
 _SCORES = {"fp8-mixed": 0.5, "fp4-mixed": 0.25}
@@ -141,11 +141,9 @@ _CAST = {"fp8-mixed": 2, "fp4-mixed": 1}
 
 
 @lru_cache(maxsize=1024)
-def _layers(shape: Shape, device: Device, kernels: DeviceEfficiency, part: RankShare) -> tuple[LayerCost, ...]:
+def _layers(costs: TransformerCosts) -> tuple[LayerCost, ...]:
     """Return the layers' costs; all blocks are one object, so that sums over layers may count it instead."""
-    block = blocks.block(shape, device, kernels, part)
-    first, last = blocks.embedding(shape, device, kernels, part), blocks.head(shape, device, kernels, part)
-    return (first, *(block,) * shape.layers, last)
+    return (costs.embedding(), *(costs.block(),) * costs.shape.layers, costs.head())
 
 
 PRECISIONS = ("fp32", "tf32", "fp16-mixed", "bf16-mixed", "fp8-mixed", "fp4-mixed")
