@@ -11,8 +11,7 @@ from paceline.planner.answer import alternatives
 from paceline.planner.base import Arrangement, Plan
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.ranking import kind_of
-from paceline.planner.search.search import search
+from paceline.planner.search.search import kind_of, search
 from tests.planner.plain_workload import Plain, cluster
 
 

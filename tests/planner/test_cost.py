@@ -6,7 +6,7 @@ import pytest
 
 from paceline.planner.base import TERMS, Arrangement, LayerCost, Numerics, OverlapModel
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links
-from paceline.planner.cost import bubble_s, cost, in_flight, messages_s, optimizer_s, replicas_s, stage_memory
+from paceline.planner.cost import Step, bubble_s, cost, in_flight
 from paceline.planner.search.event_simulation import PartTimes, steps_s
 from paceline.planner.shapes.shape import Shape
 from paceline.planner.shapes.shape_file import DescribedWorkload
@@ -20,6 +20,11 @@ CLUSTER = Cluster(4, 8, DEVICE, Described(LINKS))
 WORK = DescribedWorkload(Shape(8, 64, 4, vocab=1000, sequence=32), DEVICE, 64)
 PART = Stage(0.01, 0.02, 0.0, 1_000_000, 500, 70, 30)
 NUMERICS = WORK.numerics
+
+
+def step(arrangement: Arrangement, overlap_model: OverlapModel | None = None) -> Step:
+    """With equal stages."""
+    return Step(WORK, CLUSTER, arrangement, overlap_model or OverlapModel(), [PART] * arrangement.stages)
 
 
 def layer(name: str = "", parameters: int = 10, tied: str = "") -> LayerCost:
@@ -87,7 +92,7 @@ def test_messages_between_stages_that_overlap_are_those_in_between() -> None:
     arrangement = Arrangement(stages=4, micro_batches=6)
     one = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(arrangement))
     for overlap, seen in ((0.0, 2 * 3 + 2 * 6), (1.0, 2 * 3)):
-        found = messages_s([PART] * 4, arrangement, CLUSTER, OverlapModel(send_overlap=overlap))
+        found = step(arrangement, OverlapModel(send_overlap=overlap)).messages_s()
         assert found == pytest.approx(seen * one)
 
 
@@ -105,7 +110,7 @@ def test_mini_batches_one_after_the_other(p: int, m: int, a: int) -> None:
 def test_schedules_whose_closed_forms_are_exact(schedule: str, m: int, overlap: float) -> None:
     made = Arrangement(stages=4, micro_batches=m, schedule=schedule)
     one_s = CLUSTER.messages.seconds("send", PART.sent_bytes, CLUSTER.neighbours(made))
-    found = messages_s([PART] * 4, made, CLUSTER, OverlapModel(send_overlap=overlap))
+    found = step(made, OverlapModel(send_overlap=overlap)).messages_s()
     each = PartTimes((PART.forward_s,) * 4, (PART.backward_s,) * 4, overlap * one_s, (1 - overlap) * one_s)
     if schedule == "sequential":
         assert m * PART.seconds + bubble_s([PART] * 4, made) + found == pytest.approx(steps_s(made, [each])[0])
@@ -126,19 +131,19 @@ def test_what_replicas_send(divided: int, gathers: int | None) -> None:
     if gathers is not None:
         expected = seconds("reduce_scatter", sums, group) + gathers * seconds("all_gather", parameters, group)
         expected *= 5 if divided == 3 else 1  # of each micro-batch: none keeps all of A, or of its own Δ
-    assert replicas_s(PART, WORK, arrangement, CLUSTER, OverlapModel()) == pytest.approx(expected)
+    assert step(arrangement).replicas_s(0) == pytest.approx(expected)
 
 
 def test_summing_hides_in_backward_as_far_as_it_may() -> None:
     arrangement = Arrangement(replicas=8)
-    seen = [replicas_s(PART, WORK, arrangement, CLUSTER, OverlapModel(overlap=share)) for share in (0.0, 0.01, 1.0)]
+    seen = [step(arrangement, OverlapModel(overlap=share)).replicas_s(0) for share in (0.0, 0.01, 1.0)]
     assert seen[0] - seen[1] == pytest.approx(0.01 * PART.backward_s)
     assert seen[2] == 0
 
 
 @pytest.mark.parametrize("divided", [0, 1, 2, 3])
 def test_states_are_divided_as_zero_says(divided: int) -> None:
-    held = stage_memory([PART], WORK, Arrangement(replicas=4, divided=divided), OverlapModel())[0]
+    held = step(Arrangement(replicas=4, divided=divided)).memory()[0]
     # 1910.02054, figure 1: first the optimizer's, then gradients, then parameters.
     states = [NUMERICS.optimizer, NUMERICS.gradient, NUMERICS.parameter]
     expected = [PART.parameters * each / (4 if divided > at else 1) for at, each in enumerate(states)]
@@ -146,19 +151,16 @@ def test_states_are_divided_as_zero_says(divided: int) -> None:
 
 
 def test_workers_that_share_a_sequence_divide_states_as_replicas_do() -> None:
-    held = [
-        stage_memory([PART], WORK, Arrangement(replicas=r, context=c, divided=3), OverlapModel())
-        for r, c in ((4, 2), (8, 1))
-    ]
+    held = [step(Arrangement(replicas=r, context=c, divided=3)).memory() for r, c in ((4, 2), (8, 1))]
     assert held[0] == held[1]
 
 
 def test_who_takes_turns_at_a_stage_sums_its_gradients() -> None:
     turning = Arrangement(stages=2, copies=(3, 1), micro_batches=6)
-    each = [replicas_s(PART, WORK, turning, CLUSTER, OverlapModel(), j) for j in (0, 1)]
+    each = [step(turning).replicas_s(j) for j in (0, 1)]
     assert each == [CLUSTER.messages.seconds("all_reduce", PART.parameters * NUMERICS.gradient, DeviceGroup(3, 3)), 0.0]
     divided = replace(turning, divided=1)
-    held = [each.optimizer for each in stage_memory([PART] * 2, WORK, divided, OverlapModel())]
+    held = [each.optimizer for each in step(divided).memory()]
     assert held[1] == 3 * held[0]
 
 
@@ -170,16 +172,16 @@ def test_stages_of_a_replica_that_spans_hosts_talk_between_hosts() -> None:
 
 
 def test_each_further_micro_batch_adds_its_gradients() -> None:
-    one, four = (optimizer_s(PART, WORK, Arrangement(micro_batches=m), CLUSTER, OverlapModel()) for m in (1, 4))
+    one, four = (step(Arrangement(micro_batches=m)).optimizer_s(0) for m in (1, 4))
     assert four - one == pytest.approx(3 * 3 * NUMERICS.gradient * PART.parameters / DEVICE.memory_bytes_per_s)
     fused = OverlapModel(added_moves=0.0)
-    assert optimizer_s(PART, WORK, Arrangement(micro_batches=4), CLUSTER, fused) == one
+    assert step(Arrangement(micro_batches=4), fused).optimizer_s(0) == one
 
 
 @pytest.mark.parametrize(("schedule", "kept"), [("pipedream", [3, 2, 1]), ("pipedream-2bw", [2, 2, 2])])
 def test_streams_keep_versions_of_their_weights(schedule: str, kept: list[int]) -> None:
     made = Arrangement(stages=3, schedule=schedule, micro_batches=1 if schedule == "pipedream" else 3)
-    held = stage_memory([PART] * 3, WORK, made, OverlapModel())
+    held = step(made).memory()
     assert [each.parameters / (NUMERICS.parameter * PART.parameters) for each in held] == kept
     assert [each.activations / PART.saved_bytes for each in held] == [3, 2, 1]
     assert {(each.gradients, each.optimizer) for each in held} == {(held[0].gradients, held[0].optimizer)}
@@ -202,9 +204,9 @@ def test_what_stages_share_has_to_be_alike_on_all_of_them(made: Arrangement, apa
 
 
 def test_the_update_reads_and_writes_all_states_once() -> None:
-    found = optimizer_s(PART, WORK, Arrangement(), CLUSTER, OverlapModel())
+    found = step(Arrangement()).optimizer_s(0)
     assert found == pytest.approx(2 * NUMERICS.total * PART.parameters / DEVICE.memory_bytes_per_s)
-    assert optimizer_s(PART, WORK, Arrangement(replicas=4, divided=1), CLUSTER, OverlapModel()) == found / 4
+    assert step(Arrangement(replicas=4, divided=1)).optimizer_s(0) == found / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------- whole

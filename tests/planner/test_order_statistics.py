@@ -13,8 +13,8 @@ from paceline.clock import Distribution, parse
 from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.planner.closed_forms import stale_synchronous
 from paceline.planner.order_statistics import erlang, expected_s, identical, integral
+from paceline.planner.policy_pace import stale_synchronous
 from tests.planner.equations import equations
 
 KINDS = (
@@ -188,20 +188,19 @@ def test_staleness_and_freshness_meet_at_their_ends(k: int, replicas: int) -> No
 @given(st.integers(1, 5), st.integers(0, 4), st.integers(0, 10**6))
 def test_nobody_is_further_ahead_than_the_bound(replicas: int, bound: int, seed: int) -> None:
     times = np.random.default_rng(seed).exponential(1.0, (30, replicas))
-    found = stale_synchronous(times, bound)
-    assert np.allclose(found.end_s - found.begin_s, times)
+    end_s = stale_synchronous(times, bound)
+    begin_s = end_s - times + 1e-12  # rounded: ends are sums of up to 30 times
     for clock in range(bound + 1, 30):
-        assert (found.begin_s[clock] >= found.end_s[clock - 1 - bound].max()).all()
-    slack = found.begin_s[1:] - found.end_s[:-1]
-    assert (slack >= 0).all()
+        assert (begin_s[clock] >= end_s[clock - 1 - bound].max()).all()
+    assert (begin_s[1:] >= end_s[:-1]).all()
 
 
 def test_bounds_go_from_lockstep_to_free_running() -> None:
     times = np.random.default_rng(0).exponential(1.0, (50, 6))
-    lockstep, free = (stale_synchronous(times, bound).end_s for bound in (0, 50))
+    lockstep, free = (stale_synchronous(times, bound) for bound in (0, 50))
     assert lockstep[-1].max() == pytest.approx(times.max(axis=1).sum())
     assert np.allclose(free, np.cumsum(times, axis=0))
-    ends = [stale_synchronous(times, bound).end_s[-1].max() for bound in range(8)]
+    ends = [stale_synchronous(times, bound)[-1].max() for bound in range(8)]
     assert ends == sorted(ends, reverse=True)
 
 

@@ -10,8 +10,7 @@ from paceline.planner.explain import Gain, ScalingCurve, curve, curve_of, explai
 from paceline.planner.feasibility import Fit, smallest_change
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.ranking import key, kind_of
-from paceline.planner.search.search import OF_EACH_KIND, search
+from paceline.planner.search.search import OF_EACH_KIND, key, kind_of, search
 
 SHOWN = 5
 """Plans of a report."""

@@ -19,8 +19,8 @@ Sources: the bubble of GPipe (1811.06965) and of interleaved schedules (2104.044
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import cache
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import ceil
 
 from paceline import schedule as schedules
@@ -59,60 +59,115 @@ def cost(
         overlap_model: of the runtime; None: nothing overlaps, and the runtime takes no time or memory.
         division: of the layers, where it is known already.
     """
-    overlap_model = overlap_model or OverlapModel()
     division = division or Divisions(workload, cluster).of(arrangement)
-    stages = division.stages
+    overlap, stages = overlap_model or OverlapModel(), division.stages
+    step = Step(workload, cluster, arrangement, overlap, stages)
     # Hundreds of stages are of a few kinds: terms are computed once for each kind.
     slowest, distinct = busiest(stages, arrangement), distinct_stages(stages, arrangement)
     many = arrangement.own_micro_batches(slowest)
-    each = arrangement, cluster, overlap_model
     terms = {
         "compute": many * (stages[slowest].forward_s + stages[slowest].backward_s),
         "shards": many * stages[slowest].calls_s,
         "bubble": bubble_s(stages, arrangement),
-        "stages": messages_s(stages, *each),
-        "replicas": max(replicas_s(stages[j], workload, *each, j) for j in distinct)
-        + tied_s(division, workload, arrangement, cluster),
-        "optimizer": max(optimizer_s(stages[j], workload, *each, j) for j in distinct),
-        "waiting": overlap_model.step_s + overlap_model.micro_batch_s * arrangement.micro_batches,
+        "stages": step.messages_s(),
+        "replicas": max(map(step.replicas_s, distinct)) + tied_s(division, workload, arrangement, cluster),
+        "optimizer": max(map(step.optimizer_s, distinct)),
+        "waiting": overlap.step_s + overlap.micro_batch_s * arrangement.micro_batches,
     }
-    memory = stage_memory(stages, workload, arrangement, overlap_model)
     old = staleness(arrangement.schedule, [each.parameters for each in stages])
-    return Cost(terms, memory, sent_bytes(division, workload, arrangement), division.cuts, old)
+    return Cost(terms, step.memory(), sent_bytes(division, workload, arrangement), division.cuts, old)
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of an arrangement, of which each method computes a part of the cost."""
 
+    workload: Workload
+    cluster: Cluster
+    arrangement: Arrangement
+    overlap_model: OverlapModel
+    stages: Sequence[Stage]
 
-def stage_memory(
-    stages: Sequence[Stage], workload: Workload, arrangement: Arrangement, overlap_model: OverlapModel
-) -> tuple[WorkerMemory, ...]:
-    """Return the peak memory of a worker of each stage.
+    def memory(self) -> tuple[WorkerMemory, ...]:
+        """Return the peak memory of a worker of each stage.
 
-    Parameters, gradients and the optimizer's state count as divided by ZeRO; activations once for each micro-batch in
-    flight; an asynchronous pipeline keeps several versions of the parameters.
-    """
-    numerics, last = workload.numerics, len(stages) - 1
-    built, result = dict[object, WorkerMemory](), list[WorkerMemory]()
-    for j, (stage, flying) in enumerate(zip(stages, in_flight(arrangement), strict=True)):
-        versions = weight_versions(arrangement.schedule, arrangement.stages, j)
-        key = id(stage), versions, arrangement.stage_replicas[j], j == last, flying
-        if key not in built:  # of hundreds of stages most are equal
-            among, size = arrangement.parameter_replicas(j), stage.parameters
-            # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
-            zero_1, zero_2, zero_3 = (among if arrangement.divided >= level else 1 for level in (1, 2, 3))
-            # A message is received while another is sent; the last stage sends nothing on.
-            buffers = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
-            built[key] = WorkerMemory(
-                versions * numerics.parameter * size / zero_3,
-                numerics.gradient * size / zero_2,
-                numerics.optimizer * size / zero_1,
-                flying * stage.saved_bytes * overlap_model.fragmentation,
-                buffers * overlap_model.fragmentation,
-                overlap_model.context_bytes,
-            )
-        result.append(built[key])
-    return tuple(result)
+        Parameters, gradients and the optimizer's state count as divided by ZeRO; activations once for each micro-batch
+        in flight; an asynchronous pipeline keeps several versions of the parameters.
+        """
+        a, numerics, overlap, last = self.arrangement, self.workload.numerics, self.overlap_model, len(self.stages) - 1
+        built, result = dict[object, WorkerMemory](), list[WorkerMemory]()
+        for j, (stage, flying) in enumerate(zip(self.stages, in_flight(a), strict=True)):
+            versions = weight_versions(a.schedule, a.stages, j)
+            key = id(stage), versions, a.stage_replicas[j], j == last, flying
+            if key not in built:  # of hundreds of stages most are equal
+                among, size = a.parameter_replicas(j), stage.parameters
+                # 1910.02054, figure 1: the optimizer's state is divided first, then gradients, then parameters.
+                zero_1, zero_2, zero_3 = (among if a.divided >= level else 1 for level in (1, 2, 3))
+                # A message is received while another is sent; the last stage sends nothing on.
+                buffers = stage.working_bytes + (0 if j == last else 2 * stage.sent_bytes)
+                parameters = versions * numerics.parameter * size / zero_3
+                states = parameters, numerics.gradient * size / zero_2, numerics.optimizer * size / zero_1
+                activations = flying * stage.saved_bytes * overlap.fragmentation
+                built[key] = WorkerMemory(*states, activations, buffers * overlap.fragmentation, overlap.context_bytes)
+            result.append(built[key])
+        return tuple(result)
+
+    def messages_s(self) -> Seconds:
+        """Return the exposed messages: 2 (p - 1) in a row while the pipeline fills and empties, and a part of the
+        others.
+
+        With ``sequential``, where one micro-batch is in the pipeline at a time, all are exposed; in an asynchronous
+        pipeline they are the delay of the steady state.
+        """
+        a, stages, cluster = self.arrangement, self.stages, self.cluster
+        if a.stages == 1:
+            return 0.0
+        group, exposed = cluster.neighbours(a), 1 - self.overlap_model.send_overlap
+        # The slowest message paces all: stages send in lockstep.
+        one = max(cluster.messages.seconds("send", each.sent_bytes / a.chunks, group) for each in stages[:-1])
+        if a.schedule in ASYNC_SCHEDULES:
+            last = len(stages) - 1  # the first stage sends nothing back, the last nothing on
+            busy = [stage.seconds + one * exposed * ((j > 0) + (j < last)) for j, stage in enumerate(stages)]
+            later = steady_micro_batch_s(busy, one * (1 - exposed)) - max(stage.seconds for stage in stages)
+            return a.micro_batches * later
+        if a.schedule == "sequential":
+            return 2 * (a.stages - 1) * a.micro_batches * one
+        return one * (2 * (a.stages - 1) * a.accumulated + 2 * a.micro_batches * a.chunks * exposed)
+
+    def replicas_s(self, j: int) -> Seconds:
+        """Return the exposed time of summing Δ over all that have stage j, and of gathering divided parameters.
+
+        See :func:`zero_collectives` for ZeRO's; without it Δ is all-reduced. They overlap with a part of backward, of
+        divided parameters with a part of both passes of each micro-batch.
+        """
+        a, stage, numerics = self.arrangement, self.stages[j], self.workload.numerics
+        group, seconds = self.cluster.replicas(a, a.stage_replicas[j]), self.cluster.messages.seconds
+        if group.size == 1:
+            return 0.0
+        if not a.divided:
+            spent = seconds("all_reduce", stage.parameters * numerics.gradient, group)
+        else:
+            sums, gathers = zero_collectives(a)
+            spent = sums * seconds("reduce_scatter", stage.parameters * numerics.gradient, group)
+            spent += gathers * seconds("all_gather", stage.parameters * numerics.parameter, group)
+        # Divided parameters are gathered in each micro-batch, so each of its passes can overlap.
+        passes = a.micro_batches if a.divided == 3 else 1
+        hides = stage.backward_s + (stage.forward_s if a.divided == 3 else 0.0)
+        return max(0.0, spent - self.overlap_model.overlap * hides * passes)
+
+    def optimizer_s(self, j: int) -> Seconds:
+        """Return the time to read and write A, Δ and the optimizer's state of stage j once, and to accumulate each
+        further Δ.
+
+        It is bound by the memory's bandwidth.
+        """
+        a, numerics, parameters = self.arrangement, self.workload.numerics, self.stages[j].parameters
+        among = a.parameter_replicas(j)
+        update = 2 * numerics.total * parameters / (among if a.divided else 1)
+        # Under ZeRO-3 alone Δ is accumulated in shards.
+        own = parameters / (among if a.divided == 3 else 1)
+        added = self.overlap_model.added_moves * numerics.gradient * own * (a.own_micro_batches(j) - 1)
+        return (update + added) / self.cluster.device.memory_bytes_per_s
 
 
 def in_flight(arrangement: Arrangement) -> Sequence[float]:
@@ -143,15 +198,8 @@ def in_flight(arrangement: Arrangement) -> Sequence[float]:
         for copies, following in reversed(list(pairwise(arrangement.copies))):
             ahead.append(1 + ceil(ahead[-1] * following / copies))
         return [min(pair) for pair in zip(reversed(ahead), own, strict=True)]
-    return [_in_flight_of(schedule, j, p, m) for j in range(p)]
-
-
-@cache
-def _in_flight_of(schedule: str, stage: int, stages: int, micro_batches: int) -> int:
-    return schedules.in_flight(schedules.parse(schedule), stage, stages, micro_batches)
-
-
-# -------------------------------------------------------------------------------------------------------------- traffic
+    order = schedules.parse(schedule)
+    return [schedules.in_flight(order, j, p, m) for j in range(p)]
 
 
 def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrangement) -> dict[str, float]:
@@ -166,9 +214,7 @@ def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrange
         for part, (start, end) in enumerate(pairwise([0, *division.cuts, len(division.layers)])):
             # With v chunks stage j has every p-th part.
             t = a.shards_by_stage[part % a.stages]
-            calls = (
-                call for layer in division.layers[start:end] for call in (*layer.forward_calls, *layer.backward_calls)
-            )
+            calls = chain.from_iterable((*x.forward_calls, *x.backward_calls) for x in division.layers[start:end])
             moved = sum(call.size_bytes * (2 if call.collective == "all_reduce" else 1) for call in calls)
             shards += moved * (t - 1) / t
     sums, gathers = zero_collectives(a)
@@ -195,9 +241,6 @@ def zero_collectives(arrangement: Arrangement) -> tuple[int, int]:
     return arrangement.micro_batches if arrangement.stages == 1 else 1, 2 * arrangement.micro_batches
 
 
-# ---------------------------------------------------------------------------------------------------------------- terms
-
-
 def bubble_s(stages: Sequence[Stage], arrangement: Arrangement) -> Seconds:
     """Return (Σ c_j - c) / v: the time that the busiest stage, c, waits while the pipeline fills and empties.
 
@@ -221,59 +264,6 @@ def bubble_s(stages: Sequence[Stage], arrangement: Arrangement) -> Seconds:
     return waits * arrangement.accumulated / arrangement.chunks
 
 
-def messages_s(
-    stages: Sequence[Stage], arrangement: Arrangement, cluster: Cluster, overlap_model: OverlapModel
-) -> Seconds:
-    """Return the exposed messages: 2 (p - 1) in a row while the pipeline fills and empties, and a part of the others.
-
-    With ``sequential``, where one micro-batch is in the pipeline at a time, all are exposed; in an asynchronous
-    pipeline they are the delay of the steady state.
-    """
-    if arrangement.stages == 1:
-        return 0.0
-    group, chunks, seen = cluster.neighbours(arrangement), arrangement.chunks, 1 - overlap_model.send_overlap
-    # The slowest message paces all: stages send in lockstep.
-    one = max(cluster.messages.seconds("send", each.sent_bytes / chunks, group) for each in stages[:-1])
-    if arrangement.schedule in ASYNC_SCHEDULES:
-        last = len(stages) - 1  # the first stage sends nothing back, the last nothing on
-        busy = [stage.seconds + one * seen * ((j > 0) + (j < last)) for j, stage in enumerate(stages)]
-        later = steady_micro_batch_s(busy, one * (1 - seen)) - max(stage.seconds for stage in stages)
-        return arrangement.micro_batches * later
-    if arrangement.schedule == "sequential":
-        return 2 * (arrangement.stages - 1) * arrangement.micro_batches * one
-    filling = 2 * (arrangement.stages - 1) * arrangement.accumulated
-    return one * (filling + 2 * arrangement.micro_batches * chunks * seen)
-
-
-def replicas_s(
-    stage: Stage,
-    workload: Workload,
-    arrangement: Arrangement,
-    cluster: Cluster,
-    overlap_model: OverlapModel,
-    j: int = 0,
-) -> Seconds:
-    """Return the exposed time of summing Δ over all that have stage j, and of gathering divided parameters.
-
-    See :func:`zero_collectives` for ZeRO's; without it Δ is all-reduced. They overlap with a part of backward, of
-    divided parameters with a part of both passes of each micro-batch.
-    """
-    group, numerics = cluster.replicas(arrangement, arrangement.stage_replicas[j]), workload.numerics
-    if group.size == 1:
-        return 0.0
-    seconds = cluster.messages.seconds
-    if not arrangement.divided:
-        spent = seconds("all_reduce", stage.parameters * numerics.gradient, group)
-    else:
-        sums, gathers = zero_collectives(arrangement)
-        spent = sums * seconds("reduce_scatter", stage.parameters * numerics.gradient, group)
-        spent += gathers * seconds("all_gather", stage.parameters * numerics.parameter, group)
-    # Divided parameters are gathered in each micro-batch, so each of its passes can overlap.
-    passes = arrangement.micro_batches if arrangement.divided == 3 else 1
-    hides = stage.backward_s + (stage.forward_s if arrangement.divided == 3 else 0.0)
-    return max(0.0, spent - overlap_model.overlap * hides * passes)
-
-
 def tied_s(division: StageDivision, workload: Workload, arrangement: Arrangement, cluster: Cluster) -> Seconds:
     """Return the time to sum Δ of tied layers over the stages that have them; 0 where one stage has all of them."""
     owners: dict[str, tuple[int, set[int]]] = {}
@@ -288,23 +278,3 @@ def tied_s(division: StageDivision, workload: Workload, arrangement: Arrangement
     return sum(
         cluster.messages.seconds("all_reduce", size, DeviceGroup(many, min(many, on_host))) for size, many in shared
     )
-
-
-def optimizer_s(
-    stage: Stage,
-    workload: Workload,
-    arrangement: Arrangement,
-    cluster: Cluster,
-    overlap_model: OverlapModel,
-    j: int = 0,
-) -> Seconds:
-    """Return the time to read and write A, Δ and the optimizer's state once, and to accumulate each further Δ.
-
-    It is bound by the memory's bandwidth.
-    """
-    numerics, among = workload.numerics, arrangement.parameter_replicas(j)
-    update = 2 * numerics.total * stage.parameters / (among if arrangement.divided else 1)
-    # Under ZeRO-3 alone Δ is accumulated in shards.
-    own = stage.parameters / (among if arrangement.divided == 3 else 1)
-    added = overlap_model.added_moves * numerics.gradient * own * (arrangement.own_micro_batches(j) - 1)
-    return (update + added) / cluster.device.memory_bytes_per_s

@@ -39,7 +39,7 @@ from paceline.planner.program.profile import Pieces, Profile, ShortRun, kind
 from paceline.planner.program.profiling import Notify, profile, silent
 from paceline.planner.program.short_runs import in_a_line
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.ranking import key
+from paceline.planner.search.search import key
 from paceline.planner.search.supported import plainness
 from paceline.program import Program
 from paceline.strategy import AUTO, Strategy

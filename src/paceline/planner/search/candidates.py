@@ -80,13 +80,11 @@ class Frames:
     @property
     def micro_batches(self) -> Whole:
         """m of each frame."""
-        result: Whole = self.batch // (self.replicas * self.micro_batch)
-        return result
+        return np.asarray(self.batch // (self.replicas * self.micro_batch))
 
     def uneven_column(self, function: Callable[[UnevenStages], int]) -> Whole:
         """Return a number for each of the last frames, computed from its uneven stages."""
-        result: Whole = np.array([function(each) for each in self.uneven], dtype=np.int64)[self.uneven_index]
-        return result
+        return np.array([function(each) for each in self.uneven], dtype=np.int64)[self.uneven_index]
 
     def at(self, row: int) -> Frame:
         """Return one frame."""
@@ -175,45 +173,40 @@ def options(frame: Frame, cluster: Cluster, objectives: Objectives) -> Iterator[
     divided: tuple[int, ...] = (0,)
     if (frame.replicas > 1 or frame.copies) and supports_zero(cluster, objectives):
         divided = (0, 1, 3) if frame.stages == frame.shards == 1 else (0, 1)
-    for schedule, chunks, accumulated in (*_schedules(frame, objectives), *_accumulated(frame, objectives)):
+    for schedule, chunks, accumulated in _orders(frame, objectives):
         for recompute, number in product(recomputed, divided):
             yield Option(schedule, chunks, recompute, number, accumulated)
 
 
-def _schedules(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, int]]:
-    """Yield (schedule, chunks, 1) of one mini-batch; for a single micro-batch all orders are one."""
-    yield "1f1b", 1, 1
-    if frame.stages == 1:
-        return
-    if frame.micro_batches > 1:
-        yield "gpipe", 1, 1
-    if frame.copies:
-        return
-    if frame.micro_batches > 1:
-        yield "sequential", 1, 1
-    yield "zero-bubble", 1, 1
-    if frame.micro_batches % frame.stages == 0:
-        yield from (("interleaved", v, 1) for v in range(2, objectives.most_chunks + 1))
-    if objectives.counts and frame.replicas == 1:
-        yield ("pipedream" if frame.micro_batches == 1 else "pipedream-2bw"), 1, 1
+def _orders(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, int]]:
+    """Yield (schedule, chunks, mini-batches); for a single micro-batch all orders are one.
 
-
-def _accumulated(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, int]]:
-    """Yield (schedule, chunks, mini-batches) of steps that are cut so that fewer micro-batches are in flight.
-
-    1F1B and zero-bubble never have more of them in flight than there are stages, whatever the mini-batch; interleaved
-    stages do. GPipe has all of a mini-batch, and does not become better than 1F1B by that.
+    First those of one mini-batch, then those of several, so that fewer micro-batches are in flight: 1F1B and
+    zero-bubble never have more of them in flight than there are stages, whatever the mini-batch; interleaved stages do.
+    GPipe has all of a mini-batch, and does not become better than 1F1B by that.
     """
-    m, p = frame.micro_batches, frame.stages
+    m, p, even = frame.micro_batches, frame.stages, not frame.copies
+    chunks = range(2, objectives.most_chunks + 1)
+    yield "1f1b", 1, 1
     if p == 1:
         return
+    if m > 1:
+        yield "gpipe", 1, 1
+    if m > 1 and even:
+        yield "sequential", 1, 1
+    if even:
+        yield "zero-bubble", 1, 1
+        if m % p == 0:
+            yield from (("interleaved", v, 1) for v in chunks)
+        if objectives.counts and frame.replicas == 1:
+            yield ("pipedream" if m == 1 else "pipedream-2bw"), 1, 1
     for a in divisors(m)[1:]:
         if 1 < m // a < p:
             yield "1f1b", 1, a
-        if m // a < p and not frame.copies:
+        if m // a < p and even:
             yield "zero-bubble", 1, a
-        if m // a == p and not frame.copies:
-            yield from (("interleaved", v, a) for v in range(2, objectives.most_chunks + 1))
+        if m // a == p and even:
+            yield from (("interleaved", v, a) for v in chunks)
 
 
 def arrangement(frame: Frame, option: Option, cluster: Cluster, objectives: Objectives) -> Arrangement | None:
@@ -222,9 +215,7 @@ def arrangement(frame: Frame, option: Option, cluster: Cluster, objectives: Obje
         *frame[:3], option.chunks, frame.micro_batch, frame.micro_batches, option.schedule, frame.copies,
         option.divided, option.recompute, accumulated=option.accumulated, stage_shards=frame.stage_shards,
     )  # fmt: skip
-    if not supported.supports(result):
-        return None
-    return result if is_supported(cluster, objectives, result) else None
+    return result if supported.supports(result) and is_supported(cluster, objectives, result) else None
 
 
 def is_supported(cluster: Cluster, objectives: Objectives, arrangement: Arrangement) -> bool:
@@ -235,11 +226,3 @@ def is_supported(cluster: Cluster, objectives: Objectives, arrangement: Arrangem
 def supports_zero(cluster: Cluster, objectives: Objectives) -> bool:
     """Return True if replicas may divide the optimizer's state among them."""
     return is_supported(cluster, objectives, Arrangement(2, 2, divided=1))
-
-
-def supports_async_pipelines(cluster: Cluster, objectives: Objectives) -> bool:
-    """Return True if stages may update their weights without waiting for a flush.
-
-    It is another algorithm, with stale weights: it competes where the objective counts staleness.
-    """
-    return objectives.counts and is_supported(cluster, objectives, Arrangement(stages=2, schedule="pipedream"))

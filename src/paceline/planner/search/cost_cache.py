@@ -8,8 +8,9 @@ import numpy as np
 from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Workload, merged
 from paceline.planner.cluster import CachedMessages, Cluster
 from paceline.planner.cost import EXACT, cost
-from paceline.planner.search import event_simulation, supported
-from paceline.planner.search.candidates import frames, supports_async_pipelines, supports_zero
+from paceline.planner.search import supported
+from paceline.planner.search.candidates import frames, is_supported, supports_zero
+from paceline.planner.search.event_simulation import PartTimes, part_times, steps_s
 from paceline.planner.search.lower_bounds import FrameBounds, OptionBounds
 from paceline.planner.search.objective import Objectives
 from paceline.planner.stage_division import Divisions
@@ -41,19 +42,15 @@ class CostCache:
 
     def frame_bounds(self, batch: int, objectives: Objectives) -> FrameBounds:
         """Return bounds of all frames of a batch for as many workers as there may be, or for more of them."""
-        o, async_pipelines = objectives, supports_async_pipelines(self.cluster, objectives)
+        # Asynchronous pipelines are another algorithm, with stale weights: they compete where the objective counts it.
+        o, pipedream = objectives, Arrangement(stages=2, schedule="pipedream")
+        async_pipelines = o.counts and is_supported(self.cluster, o, pipedream)
         key = batch, o.fixed, o.replicas, o.unbuilt, o.engine, o.most_chunks, async_pipelines
         # A curve goes from most workers to one: frames of fewer workers are among those of more.
         limit = objectives.max_workers(self.cluster)
         if key not in self._frame_bounds or self._frame_bounds[key][0] < limit:
-            bounds = FrameBounds(
-                self.bounds,
-                frames(self.workload, self.cluster, objectives, batch),
-                objectives.most_chunks,
-                zero=supports_zero(self.cluster, objectives),
-                async_pipelines=async_pipelines,
-            )
-            self._frame_bounds[key] = limit, bounds
+            rows, zero = frames(self.workload, self.cluster, o, batch), supports_zero(self.cluster, o)
+            self._frame_bounds[key] = limit, FrameBounds(self.bounds, rows, o.most_chunks, zero, async_pipelines)
         return self._frame_bounds[key][1]
 
     def cost(self, arrangement: Arrangement) -> Cost:
@@ -68,30 +65,17 @@ class CostCache:
         result = self.cost(arrangement)
         if simulate and arrangement.stages > 1 and arrangement.schedule not in EXACT:
             division = self.divisions.of(arrangement)
-            times = event_simulation.part_times(division, arrangement, self.cluster, self.overlap_model)
-            quiet_s, step_s = event_simulation.steps_s(arrangement, (times.without_messages(), times))
+            times = part_times(division, arrangement, self.cluster, self.overlap_model)
+            quiet_s, step_s = steps_s(arrangement, (PartTimes(times.forward, times.backward), times))
             bubble = max(0.0, quiet_s - result.terms["compute"] - result.terms["shards"])
             result = replace(result, terms={**result.terms, "stages": step_s - quiet_s, "bubble": bubble})
-        plan = plan_of(arrangement, result, self.workload, self.cluster, simulated=simulate)
+        workload, device = self.workload, self.cluster.device
+        # Relative errors of independent sources, of workload and cluster, add in squares.
+        spread, step_s = float(np.hypot(workload.spread, self.cluster.spread)), result.step_s
+        rate, flops = arrangement.samples / step_s, workload.flops()
+        utilisation = None if flops is None else flops * rate / (arrangement.workers * device.flops_per_s)
+        strategy = supported.strategy(arrangement, device.kind) if supported.supports(arrangement) else None
+        sources = merged(workload.provenance, self.cluster.provenance, device.provenance)
+        low_s, high_s = step_s / (1 + spread), step_s * (1 + spread)
+        plan = Plan(arrangement, result, low_s, high_s, rate, utilisation, strategy, simulate, sources)
         return plan if self._calibrate is None else self._calibrate(plan)
-
-
-def plan_of(
-    arrangement: Arrangement, cost: Cost, workload: Workload, cluster: Cluster, *, simulated: bool = False
-) -> Plan:
-    """Return the plan of an arrangement with a cost; errors of workload and cluster count as independent."""
-    # Relative errors of independent sources add in squares.
-    spread, step_s = float(np.hypot(workload.spread, cluster.spread)), cost.step_s
-    samples_per_s = arrangement.samples / step_s
-    flops, peak_flops_per_s = workload.flops(), arrangement.workers * cluster.device.flops_per_s
-    return Plan(
-        arrangement,
-        cost,
-        step_s / (1 + spread),
-        step_s * (1 + spread),
-        samples_per_s,
-        None if flops is None else flops * samples_per_s / peak_flops_per_s,
-        supported.strategy(arrangement, cluster.device.kind) if supported.supports(arrangement) else None,
-        simulated,
-        merged(workload.provenance, cluster.provenance, cluster.device.provenance),
-    )

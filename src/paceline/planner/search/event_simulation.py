@@ -62,10 +62,6 @@ class PartTimes:
     seen: Seconds = 0.0
     """Time that a message blocks its sender, after either pass."""
 
-    def without_messages(self) -> "PartTimes":
-        """The same passes, with messages that take no time."""
-        return PartTimes(self.forward, self.backward)
-
     def with_blocking_sends(self) -> "PartTimes":
         """Add the blocking time to the passes; the first part sends nothing back, the last nothing on."""
         last = len(self.forward) - 1
@@ -133,8 +129,7 @@ def _gpipe_s(forward: Real, backward: Real, hop: Real, micro_batches: int) -> Re
 
     def in_turn(arrived: Real, takes_s: Real) -> Real:
         """end_i = max(arrived_i, end_{i-1}) + takes, for a row of micro-batches, as a running maximum."""
-        ends: Real = np.maximum.accumulate(arrived - place * takes_s, axis=1) + (place + 1) * takes_s
-        return ends
+        return np.asarray(np.maximum.accumulate(arrived - place * takes_s, axis=1) + (place + 1) * takes_s)
 
     done, free = np.zeros((len(forward), micro_batches)), list[Real]()
     for w in range(p):
@@ -143,8 +138,7 @@ def _gpipe_s(forward: Real, backward: Real, hop: Real, micro_batches: int) -> Re
     done = np.repeat(free[-1], micro_batches, axis=1)
     for w in reversed(range(p)):
         done = in_turn(np.maximum(done + hop * (w < p - 1), free[w]), backward[:, w, None])
-    ends: Real = done[:, -1]
-    return ends
+    return done[:, -1]
 
 
 def _alternating_s(forward: Real, backward: Real, hop: Real, micro_batches: int, *, splits: bool) -> Real:
@@ -173,8 +167,7 @@ def _alternating_s(forward: Real, backward: Real, hop: Real, micro_batches: int,
             free += backward
         k += 1
         k += steady.skip(k, free, sent)
-    ends: Real = free.max(axis=1)
-    return ends
+    return np.asarray(free.max(axis=1))
 
 
 def _interleaved_s(forward: Real, backward: Real, hop: Real, workers: int, micro_batches: int) -> Real:
@@ -207,8 +200,7 @@ def _interleaved_s(forward: Real, backward: Real, hop: Real, workers: int, micro
             times[:, 0] = times[:, -1]
         k += 1
         k += steady.skip(k, free, *sent)
-    ends: Real = free.max(axis=1)
-    return ends
+    return np.asarray(free.max(axis=1))
 
 
 class SteadyState:
@@ -251,18 +243,15 @@ Step = tuple[bool, int, int]
 @lru_cache(maxsize=64)
 def _orders(schedule: str, copies: tuple[int, ...], micro_batches: int) -> tuple[tuple[Step, ...], ...]:
     order, replicas, stages = parse(schedule), StageReplicas(copies), len(copies)
-    actions = (
-        order.actions(each.stage, stages, micro_batches)
-        if max(copies) == 1
-        else order.stage_replica_actions(each, replicas, micro_batches)
-        for each in replicas
-    )
-    return tuple(
-        tuple(
-            (a.kind == "forward", -1 - a.stage if a.kind == "backward_weight" else a.stage, a.micro_batch) for a in each
-        )
-        for each in actions
-    )
+    result = []
+    for each in replicas:
+        if max(copies) == 1:
+            actions = order.actions(each.stage, stages, micro_batches)
+        else:
+            actions = order.stage_replica_actions(each, replicas, micro_batches)
+        parts = ((a, -1 - a.stage if a.kind == "backward_weight" else a.stage) for a in actions)
+        result.append(tuple((a.kind == "forward", part, a.micro_batch) for a, part in parts))
+    return tuple(result)
 
 
 def by_events_s(arrangement: Arrangement, times: PartTimes) -> Seconds:

@@ -59,29 +59,6 @@ class LayerTotals(NamedTuple):
     repeated_working: int
 
 
-def layer_totals(workload: Workload, cluster: Cluster, plain: Arrangement) -> LayerTotals:
-    """Sum the layers for an arrangement's b, shards and recomputation."""
-    layers = layers_of(workload, plain)
-    seconds, many = layer_seconds(layers, cluster, plain), Counter(map(id, layers))
-    forward, backward = sum(x.forward_s for x in layers), sum(x.backward_s for x in layers)
-    # Equal layers are one object: their number bounds the busiest stage from below.
-    repeated = max(layers, key=lambda layer: many[id(layer)] * seconds[id(layer)])
-    return LayerTotals(
-        sum(seconds[id(layer)] for layer in layers),
-        max(seconds.values()),
-        max(forward, backward / 2),
-        backward,
-        own_parameters([(layer, 1) for layer in layers]),
-        sum(layer.saved_bytes for layer in layers),
-        min((layer.output_bytes for layer in layers[:-1]), default=0),
-        many[id(repeated)],
-        seconds[id(repeated)],
-        0 if repeated.tied else repeated.parameters,
-        repeated.saved_bytes,
-        repeated.working_bytes,
-    )
-
-
 class InFlight(NamedTuple):
     """Micro-batches in flight on each stage, f_j, whole ones of all of its chunks."""
 
@@ -188,11 +165,8 @@ class OptionBounds:
         totals = self.totals(frame.micro_batch, 1 if frame.stage_shards else frame.shards, option.recompute)
         mini_batch = frame.micro_batches // option.accumulated
         flying = flights(option.schedule, option.chunks, p, frame.copies, mini_batch)
-        chunks, fragmentation, context = (
-            option.chunks,
-            self.overlap_model.fragmentation,
-            self.overlap_model.context_bytes,
-        )
+        overlap, chunks = self.overlap_model, option.chunks
+        fragmentation, context = overlap.fragmentation, overlap.context_bytes
         if frame.stage_shards:
             saved = totals.saved if option.recompute == "stage" else flying.least * totals.saved
             return (totals.parameters * states + saved / chunks * fragmentation) / sum(frame.stage_shards) + context
@@ -216,7 +190,18 @@ class OptionBounds:
 
     def _totals(self, micro_batch: int, shards: int, recompute: Recomputed) -> LayerTotals:
         plain = Arrangement(shards=shards, micro_batch=micro_batch, recompute=recompute)
-        return layer_totals(self.workload, self.cluster, plain)
+        layers = layers_of(self.workload, plain)
+        seconds, many = layer_seconds(layers, self.cluster, plain), Counter(map(id, layers))
+        forward, backward = sum(x.forward_s for x in layers), sum(x.backward_s for x in layers)
+        parameters = own_parameters([(layer, 1) for layer in layers])
+        total_s, saved = sum(seconds[id(layer)] for layer in layers), sum(layer.saved_bytes for layer in layers)
+        message = min((layer.output_bytes for layer in layers[:-1]), default=0)
+        # Equal layers are one object: their number bounds the busiest stage from below.
+        repeated = max(layers, key=lambda layer: many[id(layer)] * seconds[id(layer)])
+        repeated_parameters = 0 if repeated.tied else repeated.parameters
+        totals = total_s, max(seconds.values()), max(forward, backward / 2), backward, parameters, saved, message
+        equal = many[id(repeated)], seconds[id(repeated)], repeated_parameters
+        return LayerTotals(*totals, *equal, repeated.saved_bytes, repeated.working_bytes)
 
     def _least_s(self, micro_batch: int, shards: frozenset[int], recompute: Recomputed) -> Seconds:
         """Sum all layers for a micro-batch, each with that of these numbers of shards with which it takes least."""
@@ -246,7 +231,7 @@ class FrameBounds:
     """
 
     def __init__(
-        self, bounds: OptionBounds, frames: Frames, most_chunks: int, *, zero: bool, async_pipelines: bool
+        self, bounds: OptionBounds, frames: Frames, most_chunks: int, zero: bool, async_pipelines: bool
     ) -> None:
         self.frames, self._bounds, self._most_chunks = frames, bounds, most_chunks
         self._zero, self._async_pipelines = zero, async_pipelines
@@ -271,8 +256,7 @@ class FrameBounds:
     def _column(self, function: Callable[[LayerTotals], float]) -> Real:
         """Return a number of each frame's totals."""
         numbers = [float(function(self._bounds.totals(b, t, "none"))) for b, t in self._pairs]
-        result: Real = np.array(numbers, dtype=np.float64)[self._pair]
-        return result
+        return np.array(numbers, dtype=np.float64)[self._pair]
 
     @cached_property
     def step_s(self) -> Real:
@@ -305,8 +289,7 @@ class FrameBounds:
         one = np.where(p * self.frames.shards <= each, np.minimum(inside, between), between)
         # The option with fewest exposed messages counts.
         seen = 2 * m * (1 - self._bounds.overlap_model.send_overlap)
-        result: Real = np.where(p > 1, np.minimum(2 * (p - 1) + seen, 2 * (p - 1) * m) * one, 0.0)
-        return result
+        return np.where(p > 1, np.minimum(2 * (p - 1) + seen, 2 * (p - 1) * m) * one, 0.0)
 
     def _update_s(self) -> Real:
         """Bound the update: divided among replicas as far as it may be, accumulated Δ only where it may be."""
@@ -315,8 +298,7 @@ class FrameBounds:
         added = bounds.overlap_model.added_moves * numerics.gradient * (frames.micro_batches - 1)
         added = added / np.where((frames.stages == 1) & (frames.shards == 1), among, 1)
         moved = (2 * numerics.total / among + added) * self._column(lambda totals: totals.parameters) / frames.stages
-        result: Real = moved / bounds.cluster.device.memory_bytes_per_s
-        return result
+        return np.asarray(moved / bounds.cluster.device.memory_bytes_per_s)
 
     def _uneven_step_s(self, all_s: Real, messages_s: Real) -> Real:
         """Bound steps of uneven stages.
@@ -334,8 +316,7 @@ class FrameBounds:
         sizes, of_size = np.unique(size, return_inverse=True)
         least = np.array([[self._bounds.least_s(int(b), each, "none") for each in sets] for b in sizes])
         sharded = m * least[of_size.reshape(-1), of_set] / column(lambda one: one.workers)
-        result: Real = np.where(column(lambda one: len(set(one.shards))) == 1, replicated, sharded)
-        return result
+        return np.where(column(lambda one: len(set(one.shards))) == 1, replicated, sharded)
 
     @cached_property
     def memory_bytes(self) -> Real:
@@ -354,5 +335,4 @@ class FrameBounds:
         own = np.maximum(self._column(lambda totals: totals.parameters) / p, repeated)
         whole = self._bounds.totals(1, 1, "none").parameters / column(lambda one: sum(one.shards))
         own[first:] = np.maximum(own[first:], whole)
-        result: Real = own * states + self._bounds.overlap_model.context_bytes
-        return result
+        return np.asarray(own * states + self._bounds.overlap_model.context_bytes)

@@ -6,21 +6,30 @@
     bounds     lower_bounds.py       least time and memory of each frame, in whose order they are considered, then of
                                      each of its options
     closed     cost.py               of those that may be among the best; those that don't fit are left out
-    simulated  event_simulation.py   the best of these, and some of each kind (ranking.py)
+    simulated  event_simulation.py   the best of these, and some of each kind
 
 The search is exact by closed forms: a frame is left out when its least time is more than that of the last plan kept.
 Among equals the one that needs less memory and then the plainest is first.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heappush, heapreplace, merge
+from itertools import count
+from math import inf
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
 
 from paceline.core.errors import InputError
-from paceline.planner.base import OverlapModel, Plan, Workload, divisors
+from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Recomputed, Workload, divisors
 from paceline.planner.cluster import Cluster
 from paceline.planner.policies import compete
+from paceline.planner.search import supported
+from paceline.planner.search.candidates import Frame, Option, arrangement, options
 from paceline.planner.search.cost_cache import CostCache
+from paceline.planner.search.lower_bounds import Real
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.ranking import Ranking, key, undominated
 
 OF_EACH_KIND = 3
 """Plans of each kind to simulate where alternatives are shown: closed forms don't order them as a simulation does."""
@@ -105,3 +114,175 @@ def batches(workload: Workload, cluster: Cluster, objectives: Objectives) -> lis
         return list(dict.fromkeys(objectives.batches(workload)))
     replicas = range(1, objectives.max_workers(cluster) + 1)
     return [batch for count in replicas for batch in objectives.batches(workload, count)]
+
+
+# -------------------------------------------------------------------------------------------------------------- ranking
+
+
+class PlanKind(NamedTuple):
+    """A plan without its numbers: plans of one kind divide a step the same way, whatever their sizes."""
+
+    staged: bool
+    sharded: bool
+    replicated_stages: bool
+    schedule: str
+    recompute: Recomputed
+    divided: int
+    """ZeRO's stage."""
+
+
+def kind_of(sizes: Arrangement | Frame, option: Arrangement | Option) -> PlanKind:
+    """Return the kind of a frame with an option, or of an arrangement, which is both.
+
+    >>> small, large = Arrangement(8, stages=4, micro_batches=8), Arrangement(2, stages=16, micro_batches=64)
+    >>> kind_of(small, small) == kind_of(large, large)
+    True
+    """
+    uneven = bool(sizes.copies)
+    return PlanKind(sizes.stages > 1, sizes.shards > 1, uneven, option.schedule, option.recompute, option.divided)
+
+
+Key: TypeAlias = tuple[float, float, float]
+"""The objective, then peak bytes, then the complexity relative to the plainest strategy: less is better."""
+
+Entry: TypeAlias = tuple[tuple[float, ...], int, Arrangement]
+"""A key with each number negated, so that a heap's first is the worst; of equal ones the later is the worse."""
+
+V = TypeVar("V", float, Real)
+
+TIE = 1e-9
+"""Objectives this close, relatively, are equal: sums of the same numbers in another order differ by so much."""
+
+
+class Ranking:
+    """The best arrangements so far.
+
+    Args:
+        cost_cache: the workload and the cluster.
+        objectives: the objective, and the number of arrangements to keep.
+        of_each_kind: number to keep of each kind in addition, of those frames that may be among the best.
+    """
+
+    def __init__(self, cost_cache: CostCache, objectives: Objectives, of_each_kind: int = 0) -> None:
+        self._cache, self._objectives, self._of_each_kind = cost_cache, objectives, of_each_kind
+        self.frames = self.costed = self.left_out = 0
+        self._max_bytes = objectives.max_bytes(cost_cache.cluster)
+        self._heap: list[Entry] = []
+        self._kinds: dict[PlanKind, list[Entry]] = {}
+        self._numbers = count()
+
+    def take(self, batches: Iterable[int]) -> None:
+        """Rank all frames of all batches, in order of their bounds, until the rest can't be among the best."""
+        # Lazily merged: most frames are never even made into an object.
+        for least, batch, _, frame in merge(*(self._ordered(batch) for batch in batches)):
+            if least > _worst(self._heap, self._objectives.simulated) * (1 + TIE):
+                return
+            self._take_options(frame, batch)
+
+    def _ordered(self, batch: int) -> Iterator[tuple[float, int, int, Frame]]:
+        """Yield the frames of one batch that may fit, each with its bound and its place."""
+        bounds, objectives = self._cache.frame_bounds(batch, self._objectives), self._objectives
+        possible = bounds.workers <= objectives.max_workers(self._cache.cluster)
+        self.frames += int(np.count_nonzero(possible))
+        least = self._value(bounds.step_s, bounds.memory_bytes, batch)
+        order = bounds.by_memory if objectives.objective == "memory" else bounds.by_step
+        fitting = order[(possible & (bounds.memory_bytes <= self._max_bytes))[order]]
+        for place, row in enumerate(fitting):
+            yield float(least[row]), batch, place, bounds.frames.at(int(row))
+
+    def _take_options(self, frame: Frame, batch: int) -> None:
+        """Rank all options of a frame that may be among the best, and fit.
+
+        A step of several mini-batches takes longer than one of a single mini-batch, and is considered only where the
+        latter does not fit.
+        """
+        too_large, for_memory = set[Option](), self._objectives.objective == "memory"
+        for option in options(frame, self._cache.cluster, self._objectives):
+            if option.accumulated > 1 and not for_memory and option._replace(accumulated=1) not in too_large:
+                continue
+            if not self._fits(frame, option, batch):
+                self.left_out += 1
+                too_large.add(option)
+
+    def _fits(self, frame: Frame, option: Option, batch: int) -> bool:
+        """Return True if it fits; then it is ranked, if its bounds say that it may be among the best."""
+        cache, objectives = self._cache, self._objectives
+        least_bytes, least_s = cache.bounds.memory_bytes(frame, option), cache.bounds.step_s(frame, option)
+        # Bounds first: they take microseconds, a cost takes a hundred times as long.
+        if least_bytes > self._max_bytes:
+            return False
+        worst = _worst(self._heap, objectives.simulated)
+        if self._of_each_kind:
+            worst = max(worst, _worst(self._kinds.get(kind_of(frame, option), ()), self._of_each_kind))
+        if self._value(least_s, least_bytes, batch) > worst * (1 + TIE):
+            return True
+        candidate = arrangement(frame, option, cache.cluster, objectives)
+        if candidate is None or cache.workload.refusal(candidate) is not None or not cache.divisions.fits(candidate):
+            return True
+        cost = cache.cost(candidate)
+        self.costed += 1
+        if cost.peak.total > self._max_bytes:
+            return False
+        # heapq keeps the smallest first, which is to be the worst.
+        negated = tuple(-each for each in key_of(candidate, cost, cache.workload, objectives))
+        entry = negated, -next(self._numbers), candidate
+        _keep(self._heap, entry, objectives.simulated)
+        if self._of_each_kind:
+            _keep(self._kinds.setdefault(kind_of(candidate, candidate), []), entry, self._of_each_kind)
+        return True
+
+    def _value(self, step_s: V, memory_bytes: V, batch: int) -> V:
+        """Return the objective of one or of many."""
+        if self._objectives.objective == "memory":
+            return memory_bytes
+        return step_s / (batch * self._objectives.efficiency(batch, self._cache.workload.global_batch))
+
+    def best(self) -> Iterator[Arrangement]:
+        """Return the arrangements that are kept, best first."""
+        kept = {*self._heap, *(entry for heap in self._kinds.values() for entry in heap)}
+        return (arrangement for _, _, arrangement in sorted(kept, reverse=True))
+
+
+def _worst(heap: Sequence[Entry], limit: int) -> float:
+    """Return the objective of the worst entry kept; infinite as long as there is room for more."""
+    return -heap[0][0][0] if len(heap) == limit else inf
+
+
+def _keep(heap: list[Entry], entry: Entry, limit: int) -> None:
+    """Keep an entry if it is among so many of the best."""
+    if len(heap) < limit:
+        heappush(heap, entry)
+    elif entry > heap[0]:
+        heapreplace(heap, entry)
+
+
+def key(plan: Plan, workload: Workload, objectives: Objectives) -> Key:
+    """Return the key by which plans are ranked."""
+    return key_of(plan.arrangement, plan.cost, workload, objectives)
+
+
+def key_of(arrangement: Arrangement, cost: Cost, workload: Workload, objectives: Objectives) -> Key:
+    """Return (seconds of an effective sample, peak bytes, complexity), for objective="memory" the first two swapped.
+
+    Both are rounded to ten digits, so that equal ones are equal.
+    """
+    samples, peak_bytes = arrangement.samples, cost.peak.total
+    seconds = cost.step_s / (samples * objectives.efficiency(samples, workload.global_batch, cost.staleness))
+    first, second = (peak_bytes, seconds) if objectives.objective == "memory" else (seconds, peak_bytes)
+    return float(f"{first:.9e}"), float(f"{second:.9e}"), supported.plainness(arrangement)
+
+
+def undominated(plans: Sequence[Plan]) -> list[Plan]:
+    """Leave out plans that another one of the same sizes beats or equals in time and in memory.
+
+    Plans with recomputation are compared among themselves: a host's own plans leave it out where all fits.
+    """
+    kept = list[tuple[object, Plan]]()
+    for plan in plans:
+        a = plan.arrangement
+        recomputes = a.recompute != "none"
+        sizes = a.replicas, a.stages, a.shards, a.copies, a.stage_shards, a.micro_batch, a.micro_batches, recomputes
+        peak_bytes = plan.cost.peak.total
+        if not any(other == sizes and each.cost.peak.total <= peak_bytes for other, each in kept):
+            kept.append((sizes, plan))
+    return [plan for _, plan in kept]

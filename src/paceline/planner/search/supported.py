@@ -5,6 +5,7 @@ context and expert parallelism, recomputation of attention alone), and sizes tha
 A test trains each kind of arrangement that the search proposes up to the first step.
 """
 
+from dataclasses import replace
 from functools import cache
 from math import ceil
 from typing import Literal, TypeAlias
@@ -80,13 +81,9 @@ def supports(
         engine or "distributed",  # which supports all that the local one does, while replicas make one update together
         device,
         order if by_micro_batches else None,
-        min(a.replicas, 2),
-        min(a.stages, 2),
-        min(a.shards, 2),
-        copies,
-        m if copies > 1 else min(m, 2),
+        (min(a.replicas, 2), min(a.stages, 2), min(a.shards, 2), copies),
+        (m if copies > 1 else min(m, 2), min(a.accumulated if by_micro_batches else a.micro_batches, 2)),
         RECOMPUTES[a.recompute],
-        min(a.accumulated if by_micro_batches else a.micro_batches, 2),
         a.divided,
     )
 
@@ -96,34 +93,16 @@ def _combines(
     engine: EngineName,
     device: str,
     order: Schedule | None,
-    replicas: int,
-    stages: int,
-    shards: int,
-    stage_replicas: int,
-    micro_batches: int,
+    sizes: tuple[int, int, int, int],
+    batches: tuple[int, int],
     recompute: Recompute,
-    accumulate: int,
     divided: int,
 ) -> bool:
-    case = Case(
-        engine,
-        support.ENGINES[engine],
-        Strategy,  # no sentence is shown
-        Synchronous(),
-        replicas,
-        stages,
-        shards,
-        stage_replicas,
-        order is not None,
-        order,
-        micro_batches,
-        recompute,
-        accumulate,
-        device,
-        shard_optimizer=True if divided == 1 else None,
-        shard_parameters=divided == 3,
-    )
-    return support.first_row(case) is None
+    """Look up replicas, stages, shards and stage replicas; micro-batches and mini-batches."""
+    (micro_batches, accumulate), optimizer = batches, True if divided == 1 else None
+    run = engine, support.ENGINES[engine], Strategy, Synchronous()  # of the strategy no sentence is shown
+    case = Case(*run, *sizes, order is not None, order, micro_batches, recompute, accumulate, device)
+    return support.first_row(replace(case, shard_optimizer=optimizer, shard_parameters=divided == 3)) is None
 
 
 @cache

@@ -1,0 +1,367 @@
+"""Pace of a policy with delayed replicas: by equations where there are any, else simulated.
+
+::
+
+    synchronous; K-sync              E[X_{K:P}]
+    asynchronous; K-batch-async      K / Σ 1 / E[X_r]       staleness (P - 1) / K
+    H local steps, synchronous       E[max of Σ of H X]     where delays are exponential, or always the same
+    stale-synchronous                T_i(c) = max(T_i(c - 1), max_j T_j(c - 1 - s)) + X_i(c), over drawn X
+
+Letters: P replicas, K the Δs of an update, X the time of one Δ, X_{k:P} the k-th shortest of P of them, s the bound of
+stale-synchronous replicas. K-sync cancels all but the first K replicas of an update, K-batch-async uses every K Δs of
+any replica; Dutta et al. 2018 (1803.01113). These take milliseconds for any number of replicas.
+
+All other policies are simulated without tensors: the engines' own coordinator runs the policy; its decisions only move
+a virtual clock::
+
+    replica r   |-- compute + delay --|                        |-- compute + delay --|
+    policy                            | arrived -> Apply ... Release
+
+The k-th draws of a replica are those of the virtual engine for the same seed, so both have the same events.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice, repeat
+from math import inf, nan
+from operator import add
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.aggregation import Aggregation, Asynchronous, Buffered, LocalSteps, StaleSynchronous, Synchronous
+from paceline.aggregation.base import Apply, Arrival
+from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
+from paceline.clock.times import Delay, EventQueue, Times
+from paceline.core.delta import Accumulated, Change, Distance
+from paceline.core.errors import InputError
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.engine.budget import Unbounded
+from paceline.engine.coordinator import Coordinator
+from paceline.planner.order_statistics import erlang, expected_s, identical
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Mean pace of replicas under a policy."""
+
+    update_s: Seconds
+    """Time between two updates of A."""
+    batches: float
+    """Batches of an update."""
+    staleness: float
+    """Updates between reading A and applying Δ, mean over applied Δs."""
+    fresh: float | None
+    """Share of applied Δs that were computed from the A they were applied to; None: not known."""
+    discarded: float
+    """Share of attempts that are in no update, cancelled ones among them."""
+    batch_s: Seconds
+    """Time of a batch on a replica without delay."""
+    updates: int = 0
+    """Updates of the simulation; 0: the pace follows from equations."""
+
+    def step_s(self, replicas: int) -> Seconds:
+        """Return the time of as many batches as there are replicas, to compare with a synchronous step."""
+        return self.update_s * replicas / self.batches
+
+
+# --------------------------------------------------------------------------------------------------------- by equations
+
+
+class DelayedReplicas(NamedTuple):
+    """Replicas of which some are delayed."""
+
+    replicas: int
+    batch_s: Seconds
+    delay: Delay | None
+
+    @property
+    def slowed(self) -> int:
+        """Number of replicas that draw delays."""
+        return len(self.delay.slowed(self.replicas, seed=0)) if self.delay else 0
+
+
+def predicted_pace(policy: Aggregation[Any], group: DelayedReplicas) -> Pace | None:
+    """Return the pace of a resolved policy; None: it has to be simulated.
+
+    >>> from paceline.aggregation import parse
+    >>> group = DelayedReplicas(4, 0.1, Delay.parse("fraction=0.5 0.3"))
+    >>> texts = ("synchronous", "buffered:k=2,cancel=true", "asynchronous", "local-steps:period=8")
+    >>> [predicted_pace(parse(text), group).step_s(4).__round__(4) for text in texts]
+    [0.4, 0.2, 0.16, 0.4]
+    >>> predicted_pace(parse("smooth-switch:every=9"), group) is None
+    True
+    """
+    match policy:
+        case Synchronous(backups=0):
+            return _k_sync(group.replicas, group)
+        case Buffered(k=k, hold=True, cancel=cancel) if cancel or k == group.replicas:
+            return _k_sync(k, group)
+        case Buffered(k=k, hold=False, cancel=False):
+            return _k_batch_async(k, group)
+        case Asynchronous():
+            return _k_batch_async(1, group)
+        case StaleSynchronous(bound=bound):
+            return _stale_synchronous(bound, group)
+        case LocalSteps(period=period, over=Synchronous(backups=0)):
+            return _local_steps(period, group)
+    return None
+
+
+def _k_sync(k: int, group: DelayedReplicas) -> Pace:
+    replicas, batch_s, delay = group
+    kinds = [identical(replicas - group.slowed, Constant(batch_s))]
+    if delay:
+        kinds.append(identical(group.slowed, delay.distribution, batch_s))
+    update_s = expected_s(k, kinds) if batch_s or delay else 0.0
+    return Pace(update_s, k, 0.0, 1.0, 1 - k / replicas, batch_s)
+
+
+def _k_batch_async(k: int, group: DelayedReplicas) -> Pace:
+    """Each replica brings a Δ every E[X_r], and while one is computed P - 1 others arrive on average.
+
+    The share of fresh Δs is known for one replica alone: else it depends on more than means.
+    """
+    replicas, batch_s, delay = group
+    late_s = delay.distribution.mean_s if delay else 0.0
+    kinds = [(replicas - group.slowed, batch_s), (group.slowed, batch_s + late_s)]
+    batches_per_s = sum(count / mean if mean else inf for count, mean in kinds if count)
+    fresh = 1.0 if replicas == 1 and k == 1 else None
+    return Pace(k / batches_per_s, k, (replicas - 1) / k, fresh, 0.0, batch_s)
+
+
+def _local_steps(period: int, group: DelayedReplicas) -> Pace | None:
+    """The last of all replicas, each after so many steps; None where the sum of their delays has no known form."""
+    replicas, batch_s, delay = group
+    kinds = [identical(replicas - group.slowed, Constant(period * batch_s))]
+    match delay and delay.distribution:
+        case None:
+            pass
+        case Constant(value):
+            kinds.append(identical(group.slowed, Constant(period * (batch_s + value))))
+        case Exponential(mean) if mean:
+            kinds.append(erlang(group.slowed, batch_s, mean, period))
+        case ShiftedExponential(shift, mean) if mean:
+            kinds.append(erlang(group.slowed, batch_s + shift, mean, period))
+        case _:
+            return None
+    return Pace(expected_s(replicas, kinds), period * replicas, 0.0, 1.0, 0.0, batch_s)
+
+
+# ---------------------------------------------------------------------------------------------------- stale-synchronous
+
+_ATTEMPTS = 50_000
+"""Times to draw for all replicas together, for at least as many clocks as follow."""
+_CLOCKS = 64
+_CLOCKS_PER_BOUND = 40
+_WARM_UP = 0.5
+"""Share of the clocks until the fast replicas have run into the bound."""
+
+
+def stale_synchronous(times_s: NDArray[np.float64], bound: int) -> NDArray[np.float64]:
+    """Compute T_i(c) = max(T_i(c - 1), max_j T_j(c - 1 - s)) + X_i(c): no replica begins s + 1 ahead of the slowest.
+
+    s = 0 is synchronous; s without end asynchronous. Source: Ho et al. 2013.
+
+    Args:
+        times_s: X, [clock, replica].
+        bound: s.
+
+    Returns:
+        T, the end of each attempt, [clock, replica].
+
+    >>> two = np.array([[1.0, 3.0], [1.0, 3.0], [1.0, 3.0]])
+    >>> stale_synchronous(two, 0).tolist(), stale_synchronous(two, 1).tolist()
+    ([[1.0, 3.0], [4.0, 6.0], [7.0, 9.0]], [[1.0, 3.0], [2.0, 6.0], [4.0, 9.0]])
+    """
+    if bound < 0 or times_s.ndim != 2:
+        raise InputError(f"bound={bound} for times of shape {times_s.shape}; write a bound of at least 0, [clock, P].")
+    end, slowest, begin = np.zeros_like(times_s), np.zeros(len(times_s)), np.zeros(times_s.shape[1])
+    for clock in range(len(times_s)):
+        if clock > bound:
+            begin = np.maximum(begin, slowest[clock - 1 - bound])
+        end[clock] = begin + times_s[clock]
+        begin, slowest[clock] = end[clock], end[clock].max()
+    return end
+
+
+def _stale_synchronous(bound: int, group: DelayedReplicas) -> Pace:
+    replicas, batch_s, delay = group
+    clocks = max(_CLOCKS, _CLOCKS_PER_BOUND * bound, _ATTEMPTS // replicas)
+    # The same draws as the simulation of these replicas has.
+    streams = (attempts(Times(compute=Constant(batch_s)), delay, r, replicas, 0, 1) for r in range(replicas))
+    drawn = np.array([list(islice(stream, clocks)) for stream in streams], dtype=np.float64).T
+    ends = stale_synchronous(drawn, bound)
+    # Updates between reading A and applying Δ: an attempt reads the version of its own last Δ or, where it had to wait,
+    # that of the slowest's; ends in their order are the versions.
+    version = np.empty(ends.size, dtype=np.int64)
+    version[np.argsort(ends, axis=None, kind="stable")] = np.arange(1, ends.size + 1)
+    written = version.reshape(ends.shape)
+    read = np.zeros_like(written)
+    read[1:] = written[:-1]
+    slowest = np.argmax(ends, axis=1)
+    for clock in range(bound + 1, clocks):
+        read[clock] = np.maximum(read[clock], written[clock - 1 - bound, slowest[clock - 1 - bound]])
+    began_s, ended_s = float(ends[int(clocks * _WARM_UP)].max()), float(ends[-1].min())
+    kept = (ends > began_s) & (ends <= ended_s)
+    stale = (written - 1 - read)[kept]
+    updates = int(kept.sum())
+    update_s = (ended_s - began_s) / updates if updates else nan
+    return Pace(update_s, 1.0, float(stale.mean()), float((stale == 0).mean()), 0.0, batch_s, updates)
+
+
+# ----------------------------------------------------------------------------------------------------------- simulation
+
+
+@dataclass(eq=False, slots=True)
+class SimulatedAttempt:
+    """A pending Δ."""
+
+    replica: ReplicaId
+    clock: Clock
+    version: Version
+    cancelled: bool = False
+
+
+class SimulationCounts(NamedTuple):
+    """Counters of a simulation at one time."""
+
+    now_s: Seconds
+    updates: int
+    applied: int
+    stale: int
+    """Updates between reading A and applying Δ, summed over all applied Δs."""
+    fresh: int
+    """Δs applied to the A that they were computed from."""
+    arrived: int
+    cancelled: int
+
+    def pace_until(self, later: "SimulationCounts", micro_steps: int, batch_s: Seconds) -> Pace:
+        """Return the means over the events from these counts to later ones."""
+        now_s, updates, applied, stale, fresh, arrived, cancelled = (b - a for a, b in zip(self, later, strict=True))
+        batches, discarded = micro_steps * applied / updates, 1 - applied / (arrived + cancelled)
+        means = now_s / updates, batches, stale / applied, fresh / applied
+        # Some that had arrived before these counts may be applied after them.
+        return Pace(*means, max(0.0, discarded), batch_s, int(updates))
+
+
+_NOTHING = Constant(0.0)
+
+
+class Simulation:
+    """Executor of a coordinator's decisions that only advances a clock.
+
+    Args:
+        policy: resolved.
+        replicas: P.
+        times: none of them measured.
+        delay: of some replicas; None: of none.
+        seed: of all draws.
+    """
+
+    def __init__(self, policy: Aggregation[Any], replicas: int, times: Times, delay: Delay | None, seed: int) -> None:
+        self.micro_steps = micro_steps(policy)
+        self._streams = [attempts(times, delay, r, replicas, seed, self.micro_steps) for r in range(replicas)]
+        self._apply, self._gradient = times.apply_stream(seed), times.gradient_stream(seed)
+        self._server_takes_time = times.apply != _NOTHING or times.gradient != _NOTHING
+        self._now: Seconds = 0.0
+        self._clocks = [0] * replicas
+        self._attempts: list[SimulatedAttempt | None] = [None] * replicas
+        self._events: EventQueue[SimulatedAttempt] = EventQueue()
+        self._coordinator = Coordinator(policy, replicas, Unbounded(self.micro_steps), self)
+        self._coordinator.begin()
+
+    @property
+    def updates(self) -> int:
+        """Updates of A so far."""
+        return self._coordinator.version
+
+    @property
+    def arrivals(self) -> int:
+        """Δs that have arrived so far."""
+        return self._coordinator.tally.gradients
+
+    def turn(self) -> None:
+        """Process the next event."""
+        if not self._events:
+            raise self._coordinator.deadlock()
+        # The server may still have been busy with an update when the Δ arrived.
+        start = max(self._events.next_s, self._now)
+        attempt = self._events.pop()
+        if attempt.cancelled:
+            return
+        self._now = start
+        self._attempts[attempt.replica] = None
+        self._coordinator.arrived(Arrival(attempt.replica, attempt.version, attempt.clock, self.micro_steps, start))
+
+    def counts(self) -> SimulationCounts:
+        """Return the current counters."""
+        tally = self._coordinator.tally
+        stale = sum(staleness * count for staleness, count in tally.staleness.items())
+        applied, fresh = tally.applied, tally.staleness[0]
+        return SimulationCounts(self._now, self.updates, applied, stale, fresh, tally.gradients, tally.cancelled)
+
+    # ------------------------------------------------------------------------------ executor of the policy's decisions
+
+    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+        del micro_steps
+        self._clocks[replica] += 1
+        attempt = SimulatedAttempt(replica, self._clocks[replica], self._coordinator.version)
+        self._attempts[replica] = attempt
+        self._events.push(self._now + next(self._streams[replica]), attempt)
+
+    def apply(self, action: Apply) -> None:
+        if self._server_takes_time:
+            self._now += next(self._apply) + sum(next(self._gradient) for _ in action.deltas)
+
+    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
+        del arrivals
+
+    def cancel(self, replica: ReplicaId) -> None:
+        attempt = self._attempts[replica]
+        assert attempt is not None, "it computes"
+        attempt.cancelled = True  # its event stays in the queue, and is ignored
+        self._coordinator.cancelled(replica)
+
+    def dismiss(self, replica: ReplicaId) -> None:
+        raise AssertionError(f"replica {replica} may go on for ever")
+
+
+def micro_steps(policy: Aggregation[Any]) -> int:
+    """Return the number of batches of a Δ.
+
+    >>> from paceline.aggregation import LocalSteps, Synchronous
+    >>> micro_steps(LocalSteps(period=8)), micro_steps(Synchronous())
+    (8, 1)
+    """
+    match policy.delta:
+        case Accumulated(steps) | Change(steps) | Distance(steps):
+            return steps
+    return 1
+
+
+def attempts(
+    times: Times, delay: Delay | None, replica: ReplicaId, replicas: int, seed: int, micro_steps: int
+) -> Iterator[Seconds]:
+    """Yield the time from sending A to a replica until its Δ arrives, one attempt after the other, without end."""
+    compute: Iterator[Seconds]
+    if isinstance(times.compute, Constant):
+        compute = repeat(times.compute.value)
+    else:
+        stream = times.compute_stream(replica, seed)
+        assert stream is not None, "nothing is measured here"
+        compute = stream
+    late = delay.stream(replica, replicas, seed) if delay else None
+    if micro_steps == 1 and times.transfer == _NOTHING:  # the usual case, without a generator
+        return compute if late is None else map(add, compute, late)
+    delays, transfer = late or repeat(0.0), times.transfer_stream(replica, seed)
+
+    def with_transfers() -> Iterator[Seconds]:
+        while True:
+            sent_s = next(transfer)
+            spent_s = sum(next(compute) + next(delays) for _ in range(micro_steps))
+            yield sent_s + spent_s + next(transfer)
+
+    return with_transfers()
