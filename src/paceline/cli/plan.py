@@ -120,7 +120,6 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
     """Print the report of one program unless it is for JSON; return it as JSON, and whether anything fits."""
     from paceline.planner.answer import answer
     from paceline.planner.base import OverlapModel
-    from paceline.planner.json_form import answer_json
 
     here = plans.profile is not None and plans.objectives.engine == "local"
     overlap_model = plans.overlap_model
@@ -134,12 +133,11 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
     verified = [
         {"strategy": str(each.plan.strategy), "step_s": each.step_s, "ratio": each.ratio} for each in plans.verified
     ]
-    return answer_json(report, program) | {"verified": verified}, bool(report.plans)
+    return report.json(program) | {"verified": verified}, bool(report.plans)
 
 
 def _several(plans: "list[Plans]", steps: list[int] | None, *, json: bool) -> tuple[dict[str, Any], bool]:
     """Print how several programs share the workers unless it is for JSON; return it as JSON, and whether they fit."""
-    from paceline.planner.json_form import shared_json
     from paceline.planner.multi_job import SharedJob, shared
 
     counts = steps or [1] * len(plans)
@@ -147,12 +145,12 @@ def _several(plans: "list[Plans]", steps: list[int] | None, *, json: bool) -> tu
     result = shared(jobs, plans[0].cluster, plans[0].objectives, plans[0].overlap_model)
     if not json:
         print_shared(result, jobs)
-    return shared_json(result, jobs), result.best is not None
+    return result.json(jobs), result.best is not None
 
 
 def print_answer(report: "PlanReport", program: str, verified: Iterable[object] = ()) -> None:
     """Print the tables of a report, then their meaning, then the line to run."""
-    from paceline.planner.json_form import command_of, exposed, provenance
+    from paceline.planner.answer import command_of, exposed
 
     console, cluster = _console(), report.cluster
     name = cluster.name or cluster.device.name or "this host"
@@ -192,7 +190,7 @@ def print_answer(report: "PlanReport", program: str, verified: Iterable[object] 
     knee = "none: twice as many gave at least half as much again" if curve.knee is None else f"{curve.knee:,} workers"
     lines += [f"knee (samples/s)   {knee}", f"memory             {report.fit.text}"]
     lines += [f"rule of thumb      {rule}" for rule in report.rules]
-    lines += [f"where from         {name}: {source}" for name, source in provenance(report).items()]
+    lines += [f"where from         {name}: {source}" for name, source in report.provenance.items()]
     simulated = best.simulated and best.arrangement.stages > 1
     method = "simulated event by event; " if simulated else "by closed forms; "
     # The provenance of a measured plan has the method already.

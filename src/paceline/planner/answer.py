@@ -1,13 +1,15 @@
 """Report of a search: the best plans that differ, why they are best, what fits, scaling, and rules of thumb."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from paceline.aggregation import Synchronous
-from paceline.planner.base import Arrangement, OverlapModel, Plan, Workload
+from paceline.planner.base import Arrangement, OverlapModel, Plan, Workload, merged
 from paceline.planner.cluster import Cluster
 from paceline.planner.explain import Gain, ScalingCurve, curve, curve_of, explained, gains
 from paceline.planner.feasibility import Fit, smallest_change
+from paceline.planner.search import supported
 from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import OF_EACH_KIND, key, kind_of, search
@@ -162,6 +164,31 @@ class PlanReport:
         """Number of workers that plans may have."""
         return self.objectives.max_workers(self.cluster)
 
+    @property
+    def provenance(self) -> dict[str, str]:
+        """Sources of all numbers, and those of the best plan."""
+        sources = merged(self.workload.provenance, self.cluster.provenance, self.cluster.device.provenance)
+        return sources | (dict(self.plans[0].provenance) if self.plans else {})
+
+    def json(self, program: str) -> dict[str, Any]:
+        """Return the report as JSON."""
+        each = self.cluster.devices_per_host
+        return {
+            "program": self.name,
+            "cluster": self.cluster.name,
+            "workers": self.workers,
+            "objective": self.objectives.objective,
+            "fits": bool(self.plans),
+            "plans": [plan_json(plan, program, each) for plan in self.plans],
+            "left_out": self.left_out,
+            "bottlenecks": [asdict(gain) for gain in self.gains],
+            "curve": {"points": [asdict(point) for point in self.curve.points], "knee": self.curve.knee},
+            "fit": {"text": self.fit.text, "fits": self.fit.fits},
+            "rules": [asdict(rule) for rule in self.rules],
+            "beyond": None if self.beyond is None else plan_json(self.beyond, program, each),
+            "provenance": self.provenance,
+        }
+
 
 def answer(
     name: str,
@@ -201,17 +228,49 @@ def answer(
         if shown and key(shown[0], workload, objectives) <= key(best, workload, objectives):
             beyond = None
     fit = smallest_change(cost_cache, objectives)
-    most = objectives.max_workers(cluster)
-    return PlanReport(
-        name,
-        workload,
-        cluster,
-        objectives,
-        shown,
-        differing.left_out,
-        gains(shown[0], workload, cluster, overlap_model) if shown else (),
-        curve_of(plans, most) if measured else curve(cost_cache, objectives),
-        fit,
-        rules(shown[0], every, fit, cost_cache, objectives) if shown else (),
-        beyond,
-    )
+    resources = gains(shown[0], workload, cluster, overlap_model) if shown else ()
+    scaling = curve_of(plans, objectives.max_workers(cluster)) if measured else curve(cost_cache, objectives)
+    compared = rules(shown[0], every, fit, cost_cache, objectives) if shown else ()
+    left_out = differing.left_out
+    return PlanReport(name, workload, cluster, objectives, shown, left_out, resources, scaling, fit, compared, beyond)
+
+
+# ----------------------------------------------------------------------------------------------------------------- JSON
+
+EXPOSED = ("shards", "stages", "replicas")
+"""Terms of a step that are communication."""
+
+
+def exposed(plan: Plan) -> float:
+    """Return the share of a step that is communication which does not overlap with compute."""
+    return sum(plan.cost.terms[name] for name in EXPOSED) / plan.cost.step_s
+
+
+def command_of(plan: Plan, program: str, devices_per_host: int) -> str | None:
+    """Return the command that runs a plan; None where it is not supported."""
+    if plan.strategy is None:
+        return None
+    engine = supported.engine_of(plan.arrangement, devices_per_host)
+    return supported.command(program, plan.strategy, engine, devices_per_host)
+
+
+def plan_json(plan: Plan, program: str, devices_per_host: int) -> dict[str, Any]:
+    """Return the JSON of one plan: numbers in seconds, bytes and samples."""
+    cost = plan.cost
+    rates = {name: getattr(plan, name) for name in ("low_s", "high_s", "samples_per_s", "utilisation")}
+    return {
+        "strategy": None if plan.strategy is None else str(plan.strategy),
+        "command": command_of(plan, program, devices_per_host),
+        "arrangement": asdict(plan.arrangement) | {"workers": plan.arrangement.workers},
+        "step_s": cost.step_s,
+        **rates,
+        "bubble": cost.terms["bubble"] / cost.step_s,
+        "exposed_communication": exposed(plan),
+        "terms_s": dict(cost.terms),
+        "peak_bytes": cost.peak.total,
+        "memory_bytes": [asdict(memory) | {"total": memory.total} for memory in cost.memory],
+        "sent_bytes": dict(cost.sent_bytes),
+        "simulated": plan.simulated,
+        "why_not": plan.why_not,
+        "provenance": dict(plan.provenance),
+    }

@@ -28,7 +28,6 @@ from typing import Any
 
 from paceline.core.errors import InputError, unknown
 from paceline.core.formatting import bytes_text
-from paceline.core.types import Seconds
 from paceline.planner import devices
 from paceline.planner.base import OverlapModel, merged
 from paceline.planner.cluster import Cluster, Described, Device, Links
@@ -86,14 +85,6 @@ class _DeviceKeys:
     name: str = "device"
 
 
-@dataclass(frozen=True, slots=True)
-class _LinkKeys:
-    inside_bytes_per_s: float = 0.0
-    between_bytes_per_s: float = 0.0
-    latency_s: Seconds = 0.0
-    between_latency_s: Seconds = 0.0
-
-
 def read(source: str | Path, precision: str = "bf16-mixed") -> Cluster:
     """Read a cluster by name or from a file.
 
@@ -122,7 +113,9 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
     values = toml(text)
     keys = _ClusterKeys(**checked(_ClusterKeys, values, ""))
     title = keys.name or name
-    links = checked(_LinkKeys, section(values, "links"), "links") if "links" in values else {}
+    given = section(values, "links") if "links" in values else {}
+    usual = {"inside_bytes_per_s": 1.0, "between_bytes_per_s": 1.0}  # of a device with a name those of its sheet
+    links = {key: value for key, value in checked(Links, usual | given, "links").items() if key in given}
     for key, value in links.items():
         _refuse_not_positive("links", key, value)
     if isinstance(keys.device, str):

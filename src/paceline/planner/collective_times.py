@@ -176,8 +176,7 @@ class GroupCollective(NamedTuple):
         """
         if self.collective in ("send", "broadcast"):
             return 1.0
-        passes = 2 if self.collective == "all_reduce" else 1
-        return passes * (self.group.size - 1) / self.group.size
+        return (2 if self.collective == "all_reduce" else 1) * (self.group.size - 1) / self.group.size
 
     @property
     def rounds(self) -> float:
@@ -217,7 +216,7 @@ class Measured(Messages):
     curves: Mapping[GroupCollective, LatencyCurve]
     otherwise: Messages | None = None
     _nearest: dict[GroupCollective, GroupCollective | None] = field(
-        default_factory=dict[GroupCollective, GroupCollective | None], init=False, repr=False, compare=False
+        default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -238,16 +237,13 @@ class Measured(Messages):
         measured = self._nearest[requested]
         if measured is None:
             return self._unmeasured_s(requested, size_bytes)
-        curve, rounds, moved = (
-            self.curves[measured],
-            requested.rounds / measured.rounds,
-            requested.moved / measured.moved,
-        )
+        rounds, moved = requested.rounds / measured.rounds, requested.moved / measured.moved
+        curve, total_s = self.curves[measured], self.curves[measured].seconds(size_bytes)
         if rounds == moved == 1.0:
-            return curve.seconds(size_bytes)
+            return total_s
         # Latency scales with rounds, the rest with the bytes that each worker moves.
-        latency_s = min(curve.latency_s, curve.seconds(size_bytes))
-        return latency_s * rounds + (curve.seconds(size_bytes) - latency_s) * moved
+        latency_s = min(curve.latency_s, total_s)
+        return latency_s * rounds + (total_s - latency_s) * moved
 
     def _unmeasured_s(self, requested: GroupCollective, size_bytes: float) -> Seconds:
         """Return the time of a group on one host, or on several, where no such group was measured.

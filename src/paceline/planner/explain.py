@@ -120,18 +120,16 @@ def gains(
 
     By closed forms, for the same arrangement; the best arrangement of such a cluster may gain more.
     """
-    base_s = cost(workload, cluster, plan.arrangement, overlap_model).step_s
-    result = []
+    base_s, result = cost(workload, cluster, plan.arrangement, overlap_model).step_s, list[Gain]()
     for resource in RESOURCES:
         changed = with_more(workload, cluster, resource)
-        if changed is not None:
-            less_s = base_s - cost(*changed, plan.arrangement, overlap_model).step_s
-            result.append(Gain(resource, less_s, less_s / plan.cost.step_s))
+        less_s = base_s - cost(*changed, plan.arrangement, overlap_model).step_s
+        result.append(Gain(resource, less_s, less_s / plan.cost.step_s))
     return tuple(sorted(result, key=lambda gain: -gain.seconds))
 
 
-def with_more(workload: Workload, cluster: Cluster, resource: Resource) -> tuple[Workload, Cluster] | None:
-    """Return both with a tenth more of a resource; None where times were measured and its effect is not known."""
+def with_more(workload: Workload, cluster: Cluster, resource: Resource) -> tuple[Workload, Cluster]:
+    """Return both with a tenth more of a resource."""
     if resource not in ("compute", "memory"):
         return workload, replace(cluster, messages=_faster_messages(cluster.messages, resource))
     name = "flops_per_s" if resource == "compute" else "memory_bytes_per_s"
@@ -147,15 +145,11 @@ def with_more(workload: Workload, cluster: Cluster, resource: Resource) -> tuple
 def _faster_messages(messages: Messages, resource: Resource) -> Messages:
     if not isinstance(messages, Described):
         return FasterMessages(messages, resource)
-    links = messages.links
-    match resource:
-        case "inside":
-            links = replace(links, inside_bytes_per_s=links.inside_bytes_per_s * MORE)
-        case "between":
-            links = replace(links, between_bytes_per_s=links.between_bytes_per_s * MORE)
-        case _:
-            latencies = links.latency_s / MORE, links.between_latency_s / MORE
-            links = replace(links, latency_s=latencies[0], between_latency_s=latencies[1])
+    links, name = messages.links, f"{resource}_bytes_per_s"
+    if resource == "latency":
+        links = replace(links, latency_s=links.latency_s / MORE, between_latency_s=links.between_latency_s / MORE)
+    else:
+        links = replace(links, **{name: getattr(links, name) * MORE})
     return replace(messages, links=links)
 
 
@@ -225,10 +219,8 @@ EQUAL = 1e-6
 
 def explained(plans: Sequence[Plan], objectives: Objectives) -> tuple[Plan, ...]:
     """Return the same plans, each but the first with why the first was preferred."""
-    return tuple(
-        plan if not number or plan.why_not else replace(plan, why_not=why_not(plan, plans[0], objectives))
-        for number, plan in enumerate(plans)
-    )
+    reasons = (plan.why_not or why_not(plan, plans[0], objectives) for plan in plans[1:])
+    return *plans[:1], *(replace(plan, why_not=reason) for plan, reason in zip(plans[1:], reasons, strict=True))
 
 
 def why_not(plan: Plan, best: Plan, objectives: Objectives) -> str:
@@ -259,8 +251,6 @@ def why_not(plan: Plan, best: Plan, objectives: Objectives) -> str:
         text = f"{seconds_text(total_s)} slower: {TERM_WORDS[worst]} takes {seconds_text(worse_s[worst])} more"
         gained = f", though {TERM_WORDS[better]} takes {seconds_text(-worse_s[better])} less"
         return text + (gained if worse_s[better] < -EQUAL * abs(worse_s[worst]) else "")
-    return (
-        f"as fast, and holds {bytes_text(more_bytes)} more"
-        if more_bytes > 0
-        else "as fast and as small, but not as plain"
-    )
+    if more_bytes > 0:
+        return f"as fast, and holds {bytes_text(more_bytes)} more"
+    return "as fast and as small, but not as plain"

@@ -89,9 +89,8 @@ def _fastest(
         if not is_supported(cluster, objectives, a) or not cost_cache.divisions.fits(a):
             continue
         cost = cost_cache.cost(a)
-        if cost.peak.total <= max_bytes and (
-            best is None or (cost.step_s, cost.peak.total) < (best_s, best[1].peak.total)
-        ):
+        size = cost.peak.total
+        if size <= max_bytes and (best is None or (cost.step_s, size) < (best_s, best[1].peak.total)):
             best = a, cost
     return best
 

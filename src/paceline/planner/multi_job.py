@@ -13,6 +13,7 @@ A model's memory is free again after its turn.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
+from typing import Any
 
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
@@ -66,6 +67,16 @@ class WorkerDivision:
             return "turns"
         return "split" if all(len(share.jobs) == 1 for share in self.shares) else "split, some in turns"
 
+    def json(self, jobs: Sequence[SharedJob]) -> dict[str, Any]:
+        """Return the division as JSON."""
+        shares = []
+        for share in self.shares:
+            each = zip(share.jobs, share.plans, strict=True)
+            rows = [(jobs[job].name, str(plan.strategy), plan.cost.step_s) for job, plan in each]
+            programs = [dict(zip(("program", "strategy", "step_s"), row, strict=True)) for row in rows]
+            shares.append({"workers": share.workers, "seconds": share.seconds, "programs": programs})
+        return {"way": str(self), "seconds": self.seconds, "shares": shares}
+
 
 @dataclass(frozen=True, slots=True)
 class SharingResult:
@@ -77,9 +88,11 @@ class SharingResult:
     split: WorkerDivision | None
     """The best in which each model has workers of its own; None: some does not fit, or there are too few workers."""
 
-
-Table = Sequence[Sequence[Plan | None]]
-"""For each job, for each number of shares from 1 on, the fastest plan."""
+    def json(self, jobs: Sequence[SharedJob]) -> dict[str, Any]:
+        """Return the result as JSON."""
+        ways = {"best": self.best, "turns": self.turns, "split": self.split}
+        result: dict[str, Any] = {"programs": [job.name for job in jobs], "fits": self.best is not None}
+        return result | {name: None if way is None else way.json(jobs) for name, way in ways.items()}
 
 
 def shared(
@@ -136,20 +149,16 @@ def partitions(count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def divide(
-    groups: Sequence[tuple[int, ...]], jobs: Sequence[SharedJob], table: Table, unit: int
+    groups: Sequence[tuple[int, ...]], jobs: Sequence[SharedJob], table: Sequence[Sequence[Plan | None]], unit: int
 ) -> WorkerDivision | None:
     """Return the numbers of workers with which the last group is done first; None where there are too few.
 
-    A group is never slower with more, so each gets as few as suffice for T, for the least T for which all suffice.
+    The table has for each job the fastest plan of each number of shares from 1 on. A group is never slower with more,
+    so each gets as few as suffice for T, for the least T for which all suffice.
     """
     many = len(table[0])
-    times = [
-        [
-            sum(inf if (plan := table[job][n]) is None else plan.cost.step_s * jobs[job].steps for job in group)
-            for n in range(many)
-        ]
-        for group in groups
-    ]
+    job_s = [[inf if plan is None else plan.cost.step_s * jobs[j].steps for plan in row] for j, row in enumerate(table)]
+    times = [[sum(job_s[job][n] for job in group) for n in range(many)] for group in groups]
     # The least T is one of the groups' times.
     for bound in sorted({each for row in times for each in row if each < inf}):
         needed = [next((n for n, each in enumerate(row) if each <= bound), many) for row in times]

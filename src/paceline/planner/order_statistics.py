@@ -19,16 +19,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.clock.distributions import (
-    Constant,
-    Distribution,
-    Exponential,
-    Lognormal,
-    Normal,
-    Pareto,
-    ShiftedExponential,
-    Trace,
-)
+from paceline.clock import distributions
+from paceline.clock.distributions import Constant, Distribution, Lognormal, Normal
 from paceline.core.errors import InputError
 from paceline.core.registry import registered
 from paceline.core.types import Seconds
@@ -190,8 +182,7 @@ def _counts(group: IdenticalReplicas, x: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         late = np.where(i == 0, 0.0, i * np.log(not_done))  # 0 · log 0 is 0
         done = np.where(i == group.replicas, 0.0, (group.replicas - i) * np.log1p(-not_done))
-    result: Floats = np.exp(logs[-1] - logs - logs[::-1] + late + done)
-    return result
+    return np.asarray(np.exp(logs[-1] - logs - logs[::-1] + late + done))
 
 
 def _log_factorials(largest: int) -> Floats:
@@ -210,12 +201,12 @@ def _survival(distribution: Distribution) -> tuple[Survival, tuple[Seconds, ...]
             return lambda x: (x < value).astype(np.float64), (value,), inf
         case Lognormal(median, 0):
             return _survival(Constant(median))
-        case Exponential(mean):
+        case distributions.Exponential(mean):
             return lambda x: np.exp(-np.maximum(x, 0.0) / mean), (0.0, mean, 8 * mean), inf
-        case ShiftedExponential(shift, mean):
+        case distributions.ShiftedExponential(shift, mean):
             marks = (shift, shift + mean, shift + 8 * mean)
             return lambda x: np.exp(-np.maximum(x - shift, 0.0) / mean), marks, inf
-        case Pareto(scale, shape):
+        case distributions.Pareto(scale, shape):
             return lambda x: (np.maximum(x, scale) / scale) ** -shape, (scale, 2 * scale), shape
         case Lognormal(median, sigma):
             marks = tuple(median * exp(z * sigma) for z in (-8, -2, 0, 2, 8))
@@ -225,18 +216,17 @@ def _survival(distribution: Distribution) -> tuple[Survival, tuple[Seconds, ...]
             if distribution.negative == "clip":
                 return lambda x: np.where(x < 0, 1.0, _normal_tail((x - mean) / std)), marks, inf
             marks += tuple(z * std - mean for z in (2, 8))  # of the absolute value
-            return (
-                lambda x: np.where(x < 0, 1.0, _normal_tail((x - mean) / std) + _normal_tail((x + mean) / std)),
-                marks,
-                inf,
-            )
-        case Trace():
+
+            def absolute(x: Floats) -> Floats:
+                return np.where(x < 0, 1.0, _normal_tail((x - mean) / std) + _normal_tail((x + mean) / std))
+
+            return absolute, marks, inf
+        case distributions.Trace():
             values = np.sort(np.array(distribution.values, dtype=np.float64))
             marks = tuple(sorted({*distribution.values}))
             return lambda x: np.asarray(1.0 - np.searchsorted(values, x, side="right") / len(values)), marks, inf
-    raise InputError(
-        f"P(X > x) of {distribution} is not known here; write one of {', '.join(sorted(registered(Distribution)))}."
-    )
+    names = ", ".join(sorted(registered(Distribution)))
+    raise InputError(f"P(X > x) of {distribution} is not known here; write one of {names}.")
 
 
 def _normal_tail(z: Floats) -> NDArray[np.float64]:

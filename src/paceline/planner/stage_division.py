@@ -63,14 +63,11 @@ def layers_of(workload: Workload, arrangement: Arrangement) -> Sequence[LayerCos
     if arrangement.recompute != "stage":
         return workload.layers(arrangement)
     plain = workload.layers(replace(arrangement, recompute="none"))
-    recomputed = {
-        id(layer): replace(
-            layer,
-            backward_s=layer.forward_s + layer.backward_s,
-            backward_calls=(*layer.forward_calls, *layer.backward_calls),
-        )
-        for layer in plain
-    }
+    recomputed = dict[int, LayerCost]()
+    for layer in plain:
+        calls = (*layer.forward_calls, *layer.backward_calls)
+        both_s = layer.forward_s + layer.backward_s
+        recomputed[id(layer)] = replace(layer, backward_s=both_s, backward_calls=calls)
     return [recomputed[id(layer)] for layer in plain]  # equal layers stay one object
 
 
@@ -108,36 +105,6 @@ def own_parameters(counted: Iterable[tuple[LayerCost, int]]) -> int:
 # --------------------------------------------------------------------------------------------------- layers into stages
 
 
-def divide(
-    layers: Sequence[LayerCost], seconds: Sequence[Seconds], cluster: Cluster, arrangement: Arrangement
-) -> StageDivision:
-    """Cut layers so that the busiest stage is as fast as possible.
-
-    Args:
-        layers: of the workload, for this b and these shards.
-        seconds: of each, as of :func:`layer_seconds`.
-        cluster: runs the collectives of the shards.
-        arrangement: says stages, chunks and copies.
-    """
-    cuts = balanced(seconds, arrangement.stages * arrangement.chunks, arrangement.copies)
-    return StageDivision(layers, cuts, stages_of(layers, cuts, arrangement, cluster))
-
-
-def divide_unlike(
-    layers: Sequence[Sequence[LayerCost]],
-    seconds: Sequence[Sequence[Seconds]],
-    cluster: Cluster,
-    arrangement: Arrangement,
-) -> StageDivision:
-    """Cut layers where stages have different numbers of shards: layers and seconds have a row for each stage."""
-    p, parts = arrangement.stages, range(arrangement.stages * arrangement.chunks)
-    # A layer's time depends on the shards of the stage that it falls to.
-    cuts = balanced_unlike([seconds[part % p] for part in parts], arrangement.copies)
-    ends = pairwise([0, *cuts, len(layers[0])])
-    chosen = [layer for part, (start, end) in zip(parts, ends, strict=True) for layer in layers[part % p][start:end]]
-    return StageDivision(chosen, cuts, stages_of(chosen, cuts, arrangement, cluster))
-
-
 class Divisions:
     """Cache of the layers, their times and the stage divisions of one workload on one cluster."""
 
@@ -156,15 +123,22 @@ class Divisions:
         return self._layers[key]
 
     def of(self, arrangement: Arrangement) -> StageDivision:
-        """Return the division of the arrangement's layers into its stages."""
-        a = arrangement
-        key = (*_sizes(a), a.stages, a.chunks, a.copies, a.stage_shards)
+        """Return the division of the arrangement's layers: the busiest stage is as fast as possible."""
+        a, p = arrangement, arrangement.stages
+        key = (*_sizes(a), p, a.chunks, a.copies, a.stage_shards)
         if key not in self._divisions:
+            layers: Sequence[LayerCost]
             if a.stage_shards:
-                layers, seconds = zip(*(self.layers(a.with_shards(t)) for t in a.stage_shards), strict=True)
-                self._divisions[key] = divide_unlike(layers, seconds, self._cluster, a)
+                rows, times = zip(*(self.layers(a.with_shards(t)) for t in a.stage_shards), strict=True)
+                parts = range(p * a.chunks)
+                # A layer's time depends on the shards of the stage that it falls to.
+                cuts = balanced_unlike([times[part % p] for part in parts], a.copies)
+                ends = zip(parts, pairwise([0, *cuts, len(rows[0])]), strict=True)
+                layers = [layer for part, (start, end) in ends for layer in rows[part % p][start:end]]
             else:
-                self._divisions[key] = divide(*self.layers(a), self._cluster, a)
+                layers, seconds = self.layers(a)
+                cuts = balanced(seconds, p * a.chunks, a.copies)
+            self._divisions[key] = StageDivision(layers, cuts, stages_of(layers, cuts, a, self._cluster))
         return self._divisions[key]
 
     def fits(self, arrangement: Arrangement) -> bool:
@@ -225,15 +199,11 @@ def stage_of(
     if arrangement.recompute == "stage":  # inputs alone are kept, and one chunk's activations while it is recomputed
         working += max(sum(layer.saved_bytes for layer in part) for part in parts)
         saved = sum(received)
-    return Stage(
-        sum(times * layer.forward_s for layer, times in counted),
-        sum(times * layer.backward_s for layer, times in counted),
-        sum(times * calls_s(layer, cluster, arrangement) for layer, times in counted),
-        own_parameters(counted),
-        saved,
-        working,
-        sum(part[-1].output_bytes for part in parts if part),
-    )
+    forward_s = sum(times * layer.forward_s for layer, times in counted)
+    backward_s = sum(times * layer.backward_s for layer, times in counted)
+    exposed_s = sum(times * calls_s(layer, cluster, arrangement) for layer, times in counted)
+    sent = sum(part[-1].output_bytes for part in parts if part)
+    return Stage(forward_s, backward_s, exposed_s, own_parameters(counted), saved, working, sent)
 
 
 def busiest(stages: Sequence[Stage], arrangement: Arrangement) -> int:

@@ -74,18 +74,13 @@ class TransformerCosts:
 
     def embedding(self) -> LayerCost:
         """Return the cost of the embedding: look up, add positions, dropout; backward adds to each word's row."""
-        shape, part = self.shape, self.part
-        pass_s = max(self._bytes_s(5 * part.element_bytes * self._outer), 6 * self.kernels.host_s)
-        words = round(shape.vocab * shape.hidden / part.shards)
-        return LayerCost(
-            "embedding",
-            pass_s,
-            pass_s,
-            parameters=words + (shape.embedding_parameters - shape.vocab * shape.hidden),
-            saved_bytes=round(self._outer * (part.element_bytes + (0 if shape.gated else part.mask_bytes))),
-            output_bytes=round(self._outer * part.element_bytes),
-            tied="words" if shape.tied else "",
-        )
+        shape, part, e = self.shape, self.part, self.part.element_bytes
+        pass_s = max(self._bytes_s(5 * e * self._outer), 6 * self.kernels.host_s)
+        words = shape.vocab * shape.hidden
+        parameters = round(words / part.shards) + shape.embedding_parameters - words
+        saved_bytes = round(self._outer * (e + (0 if shape.gated else part.mask_bytes)))
+        tied = "words" if shape.tied else ""
+        return LayerCost("embedding", pass_s, pass_s, parameters, saved_bytes, round(self._outer * e), tied=tied)
 
     def head(self) -> LayerCost:
         """Return the cost of the head: a norm, a product with one column per word of the vocabulary, and the loss."""
@@ -98,18 +93,11 @@ class TransformerCosts:
         # has freed the logits it began with (torch.distributed.tensor.parallel.loss, in
         # _nll_loss_and_log_softmax_backward).
         gradients = (8 if part.shards == 1 else 12) - e if kernels.plain_loss else max(copied, e)
-        return LayerCost(
-            "head",
-            max(product_s + bytes_s, host_s),
-            max(2 * product_s + bytes_s, host_s),
-            parameters=round(shape.vocab * shape.hidden / part.shards)
-            + shape.head_parameters
-            - shape.vocab * shape.hidden,
-            saved_bytes=round(logits * (e + copied) + 2 * e * self._outer),
-            output_bytes=0,
-            working_bytes=round(logits * gradients),
-            tied="words" if shape.tied else "",
-        )
+        words, tied = shape.vocab * shape.hidden, "words" if shape.tied else ""
+        parameters = round(words / part.shards) + shape.head_parameters - words
+        saved_bytes, working_bytes = round(logits * (e + copied) + 2 * e * self._outer), round(logits * gradients)
+        passes_s = max(product_s + bytes_s, host_s), max(2 * product_s + bytes_s, host_s)
+        return LayerCost("head", *passes_s, parameters, saved_bytes, 0, working_bytes, tied=tied)
 
     def block(self) -> LayerCost:
         """Return the cost of one block: attention and an MLP."""
@@ -127,19 +115,14 @@ class TransformerCosts:
         backward_host_s = kernels.host_s * BACKWARD_KERNELS + waits_s + (host_s if full else 0.0)
         saved_bytes, recomputed_bytes = self._activation_bytes()
         widest = 2 * shape.width * part.samples * shape.sequence / part.shards + 2 * self._outer
-        return LayerCost(
-            "block",
-            _slower_s(forward_s, host_s),
-            _slower_s(backward_s, backward_host_s),
-            # Matrices are divided among shards; norms, and the biases that are added after a sum, are not.
-            parameters=round(shape.matrices / part.shards) + shape.block_parameters - shape.matrices,
-            saved_bytes=saved_bytes,
-            output_bytes=round(self._outer * part.element_bytes),
-            working_bytes=recomputed_bytes + round(part.element_bytes * widest),
-            forward_calls=calls,
-            backward_calls=(calls if full else ()) + calls,
-            idle_s=max(0.0, host_s - forward_s) + max(0.0, backward_host_s - backward_s),
-        )
+        output_bytes = round(self._outer * part.element_bytes)
+        working_bytes = recomputed_bytes + round(part.element_bytes * widest)
+        # Matrices are divided among shards; norms, and the biases that are added after a sum, are not.
+        parameters = round(shape.matrices / part.shards) + shape.block_parameters - shape.matrices
+        sizes = parameters, saved_bytes, output_bytes, working_bytes
+        passes_s = _slower_s(forward_s, host_s), _slower_s(backward_s, backward_host_s)
+        idle_s = max(0.0, host_s - forward_s) + max(0.0, backward_host_s - backward_s)
+        return LayerCost("block", *passes_s, *sizes, calls, (calls if full else ()) + calls, idle_s=idle_s)
 
     def matrix_products(self) -> list[Product]:
         """List a block's forward products with weights: queries with keys and values, output, up (twice if gated),

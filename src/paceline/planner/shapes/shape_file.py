@@ -120,17 +120,11 @@ class DescribedWorkload(Workload):
         return None
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
-        element_bytes = 4 if self.precision in ("fp32", "tf32") else 2
-        part = RankShare(
-            arrangement.micro_batch / arrangement.context,
-            arrangement.shards,
-            arrangement.recompute,
-            arrangement.sequence_divided and arrangement.shards > 1,
-            element_bytes,
-            _SCORES.get(self.precision, 1.0),
-            mask_bytes=element_bytes if self.device.kind == "cpu" else 1,
-            cast_bytes=_CAST.get(self.precision, 0),
-        )
+        a, element_bytes = arrangement, 4 if self.precision in ("fp32", "tf32") else 2
+        rate, cast_bytes = _SCORES.get(self.precision, 1.0), _CAST.get(self.precision, 0)
+        mask_bytes = element_bytes if self.device.kind == "cpu" else 1
+        of_worker = a.micro_batch / a.context, a.shards, a.recompute, a.sequence_divided and a.shards > 1
+        part = RankShare(*of_worker, element_bytes, rate, mask_bytes, cast_bytes)
         return _layers(TransformerCosts(self.shape, self.device, self.kernels, part))
 
 
@@ -181,12 +175,10 @@ class ShapeJob:
     def __post_init__(self) -> None:
         if self.global_batch < 1:
             raise InputError(f"global_batch = {self.global_batch}: a step has at least one sample; write 1 or more.")
-        for kind, value, known in (
-            ("precision", self.precision, PRECISIONS),
-            ("optimizer", self.optimizer, OPTIMIZERS),
-        ):
-            if value not in known:
-                raise unknown(kind, value, known)
+        if self.precision not in PRECISIONS:
+            raise unknown("precision", self.precision, PRECISIONS)
+        if self.optimizer not in OPTIMIZERS:
+            raise unknown("optimizer", self.optimizer, OPTIMIZERS)
 
     def workload(self, device: Device) -> DescribedWorkload:
         """Return the workload on a device; a device of the catalogue is taken at this precision."""
