@@ -26,45 +26,6 @@ from paceline.strategy import Strategy
 _GAP = "  "
 
 
-def table(
-    mean: Mapping[str, Mapping[str, Any]],
-    difference: Mapping[str, Mapping[str, Estimate | None]],
-    baseline: str,
-    rounds: Mapping[str, int],
-) -> str:
-    """Return a table for a terminal: one line per strategy, under a head that explains the figures.
-
-    Args:
-        mean: strategy -> mean over rounds of its summary.
-        difference: strategy -> its differences from the baseline.
-        baseline: text of the baseline strategy.
-        rounds: strategy -> number of its complete rounds.
-    """
-    names = labels(list(mean))
-    entries = [Entry(names[t], mean[t], None if t == baseline else difference[t], rounds[t]) for t in mean]
-    columns, cells = grid(BRIEF, entries)
-    rows = [["strategy", *(column.title for column in columns)]]
-    rows += [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # A group's name stands over its columns; the last of them is widened if the name is longer.
-    groups, start = [" " * widths[0]], 1
-    for name, members in groupby(columns, key=lambda column: column.group):
-        count = len(list(members))
-        width = sum(widths[start : start + count]) + len(_GAP) * (count - 1)
-        widths[start + count - 1] += max(0, len(name) - width)
-        groups.append(name.center(max(width, len(name)), "─") if name else " " * width)
-        start += count
-    lines = [_GAP.join(groups)]
-    for label, *figures in rows:
-        aligned = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
-        lines.append(_GAP.join([label.ljust(widths[0]), *aligned]))
-    fewest, most = min(rounds.values()), max(rounds.values())
-    count_text = f"{most} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
-    spread = ", ± half a 95 % interval" if most > 1 else ""
-    head = f"{count_text}; difference: of the mean over time, in points, against {names[baseline]}{spread}"
-    return "\n".join([head, "", *(line.rstrip() for line in lines)])
-
-
 @dataclass(frozen=True)
 class Comparison:
     """Result of ``compare``.
@@ -115,9 +76,32 @@ class Comparison:
         Raises:
             InputError: the baseline is none of the strategies.
         """
-        chosen = self.baseline if baseline is None else find_baseline(baseline, self.strategies)
-        rounds = {text: len(runs) for text, runs in self.runs.items()}
-        return table(self.mean, self.against(chosen), chosen, rounds)
+        baseline = self.baseline if baseline is None else find_baseline(baseline, self.strategies)
+        names, differences = labels(self.strategies), self.against(baseline)
+        entries = [
+            Entry(names[text], self.mean[text], differences.get(text), len(runs)) for text, runs in self.runs.items()
+        ]
+        columns, cells = grid(BRIEF, entries)
+        rows = [["strategy", *(column.title for column in columns)]]
+        rows += [[entry.label, *line] for entry, line in zip(entries, cells, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        # A group's name stands over its columns; the last of them is widened if the name is longer.
+        groups, start = [" " * widths[0]], 1
+        for name, members in groupby(columns, key=lambda column: column.group):
+            count = len(list(members))
+            width = sum(widths[start : start + count]) + len(_GAP) * (count - 1)
+            widths[start + count - 1] += max(0, len(name) - width)
+            groups.append(name.center(max(width, len(name)), "─") if name else " " * width)
+            start += count
+        lines = [_GAP.join(groups)]
+        for label, *figures in rows:
+            aligned = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+            lines.append(_GAP.join([label.ljust(widths[0]), *aligned]))
+        fewest, most = min(entry.rounds for entry in entries), max(entry.rounds for entry in entries)
+        count_text = f"{most} round{'' if most == 1 else 's'}" if fewest == most else f"{fewest} to {most} rounds"
+        spread = ", ± half a 95 % interval" if most > 1 else ""
+        head = f"{count_text}; difference: of the mean over time, in points, against {names[baseline]}{spread}"
+        return "\n".join([head, "", *(line.rstrip() for line in lines)])
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that ``paceline compare --json`` prints."""

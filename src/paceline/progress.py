@@ -4,7 +4,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import TypeAlias
 
 from rich.console import Console, Group
@@ -94,9 +93,7 @@ class LiveProgress:
         self._draw()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._draw()
         self._live.stop()
 

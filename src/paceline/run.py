@@ -72,7 +72,7 @@ class Run:
         Raises:
             InputError: pandas is not installed.
         """
-        _require("pandas", "history_frame()")
+        require_package("pandas", "history_frame()")
         import pandas as pd
 
         return pd.DataFrame([record.row() for record in self.history], columns=self._columns())
@@ -100,7 +100,7 @@ class Run:
             InputError: the folder exists or can't be made, or tensorboard is not installed.
         """
         if tensorboard:
-            require_tensorboard()
+            require_package("tensorboard", "tensorboard=True")
         head = {"program": self.program_name, "engine": self.engine, "strategy": str(self.strategy)}
         # A JSON string is a TOML string, except for DEL, which JSON leaves as it is and TOML refuses.
         lines = [
@@ -201,12 +201,8 @@ def load_state(path: Path) -> dict[str, Tensor]:
             raise ValueError(str(error)) from error
 
 
-def require_tensorboard() -> None:
-    """Raise InputError, with the line to run, if TensorBoard events can't be written."""
-    _require("tensorboard", "tensorboard=True")
-
-
-def _require(package: str, feature: str) -> None:
+def require_package(package: str, feature: str) -> None:
+    """Raise InputError, with the line to run, if a package that a feature needs is not installed."""
     if find_spec(package) is None:
         raise InputError(f"{feature} needs {package}, which is not installed; run: pip install 'paceline[{package}]'")
 

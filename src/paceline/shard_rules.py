@@ -32,9 +32,19 @@ class ShardRules(Mapping[str, str]):
     """
 
     def __init__(self, rules: Mapping[str, str] | str = "") -> None:
-        self._rules = _parsed(rules) if isinstance(rules, str) else _mapping(rules)
+        if not isinstance(rules, str | Mapping):
+            raise InputError(f"shard_rules={rules!r} is no mapping; write shard_rules={{'*.c_fc': 'column'}}.")
+        self._rules: dict[str, str] = _parsed(rules) if isinstance(rules, str) else dict(rules)
         for pattern, name in self._rules.items():
-            _check(pattern, name)
+            if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
+                raise InputError(
+                    f"{pattern!r} in shard_rules is no pattern over module names; write letters, digits, dots, *, ? "
+                    "and [...], as in *.c_fc."
+                )
+            if not (isinstance(name, str) and _NAME.fullmatch(name)):
+                raise InputError(
+                    f"shard_rules={{{pattern!r}: {name!r}}} names no way; write {{{pattern!r}: '{WHOLE}'}}, say."
+                )
 
     def of(self, module: str) -> str | None:
         """Return the operator strategy of a module; None if no pattern matches."""
@@ -68,12 +78,6 @@ class ShardRules(Mapping[str, str]):
         return repr(self._rules)
 
 
-def _mapping(rules: object) -> dict[str, str]:
-    if not isinstance(rules, Mapping):
-        raise InputError(f"shard_rules={rules!r} is no mapping; write shard_rules={{'*.c_fc': 'column'}}.")
-    return dict(rules)
-
-
 def _parsed(text: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for word in filter(None, text.split(",")):
@@ -84,13 +88,3 @@ def _parsed(text: str) -> dict[str, str]:
             raise InputError(f"shard_rules says {pattern} twice; write {word} once.")
         found[pattern] = name
     return found
-
-
-def _check(pattern: object, name: object) -> None:
-    if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
-        raise InputError(
-            f"{pattern!r} in shard_rules is no pattern over module names; write letters, digits, dots, *, ? and [...], "
-            "as in *.c_fc."
-        )
-    if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise InputError(f"shard_rules={{{pattern!r}: {name!r}}} names no way; write {{{pattern!r}: '{WHOLE}'}}, say.")

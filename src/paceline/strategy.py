@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, TypeAlias, TypeGuard, final, get_args, get_type_hints, overload
+from typing import Any, Generic, Literal, TypeAlias, TypeGuard, TypeVar, final, get_args, get_type_hints
 
 from paceline import compression, schedule
 from paceline.aggregation import Aggregation, Synchronous, parse, text_of
@@ -23,44 +23,37 @@ BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
 Device: TypeAlias = Literal["cpu", "cuda"]
 """Device of every worker."""
 
-
-class PolicyField:
-    """The field ``aggregation``: takes a policy or its text, and always reads as a policy."""
-
-    @overload
-    def __get__(self, strategy: None, owner: type["Strategy"]) -> Aggregation[Any]: ...
-    @overload
-    def __get__(self, strategy: "Strategy", owner: type["Strategy"]) -> Aggregation[Any]: ...
-    def __get__(self, strategy: "Strategy | None", owner: type["Strategy"]) -> Aggregation[Any]:
-        if strategy is None:
-            return Synchronous()
-        policy: Aggregation[Any] = strategy.__dict__["aggregation"]
-        return policy
-
-    def __set__(self, strategy: "Strategy", value: Aggregation[Any] | str) -> None:
-        policy = parse(value) if isinstance(value, str) else value
-        if not isinstance(policy, Aggregation):
-            raise InputError(
-                f"aggregation={value!r} is no policy; write aggregation=synchronous, or a policy's object."
-            )
-        strategy.__dict__["aggregation"] = policy
+Value = TypeVar("Value")
+Given = TypeVar("Given")
 
 
-class RulesField:
-    """The field ``shard_rules``: takes a mapping or its text, and always reads as ``ShardRules``."""
+class ParsedField(Generic[Value, Given]):
+    """A field that takes a value or its text, and always reads as the value.
 
-    @overload
-    def __get__(self, strategy: None, owner: type["Strategy"]) -> ShardRules: ...
-    @overload
-    def __get__(self, strategy: "Strategy", owner: type["Strategy"]) -> ShardRules: ...
-    def __get__(self, strategy: "Strategy | None", owner: type["Strategy"]) -> ShardRules:
-        if strategy is None:
-            return ShardRules()
-        rules: ShardRules = strategy.__dict__["shard_rules"]
-        return rules
+    Args:
+        default: the default value.
+        parsed: function that makes a value of all that the field takes; it raises InputError for anything else.
+    """
 
-    def __set__(self, strategy: "Strategy", value: Mapping[str, str] | str) -> None:
-        strategy.__dict__["shard_rules"] = value if isinstance(value, ShardRules) else ShardRules(value)
+    def __init__(self, default: Value, parsed: Callable[[Given], Value]) -> None:
+        self.default, self.parsed = default, parsed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, strategy: "Strategy | None", owner: type) -> Value:
+        value: Value = self.default if strategy is None else strategy.__dict__[self.name]
+        return value
+
+    def __set__(self, strategy: "Strategy", value: Given) -> None:
+        strategy.__dict__[self.name] = self.parsed(value)
+
+
+def _policy(value: Aggregation[Any] | str) -> Aggregation[Any]:
+    policy = parse(value) if isinstance(value, str) else value
+    if not isinstance(policy, Aggregation):
+        raise InputError(f"aggregation={value!r} is no policy; write aggregation=synchronous, or a policy's object.")
+    return policy
 
 
 @final
@@ -112,10 +105,10 @@ class Strategy:
     micro_batches: int | None = None
     recompute: Recompute = "none"
     cuts: tuple[str, ...] = ()
-    shard_rules: RulesField = RulesField()
+    shard_rules: ParsedField[ShardRules, Mapping[str, str] | str] = ParsedField(ShardRules(), ShardRules)
     stage_memory_bytes: int | None = None
     batchnorm: BatchNorm = "micro-batch"
-    aggregation: PolicyField = PolicyField()
+    aggregation: ParsedField[Aggregation[Any], Aggregation[Any] | str] = ParsedField(Synchronous(), _policy)
     accumulate: int = 1
     partition: Partition = "global"
     threads: int | None = None
@@ -125,10 +118,8 @@ class Strategy:
     shard_parameters: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "accumulate"):
-            check_int(name, getattr(self, name), least=1)
-        for name in ("micro_batches", "stage_memory_bytes", "threads"):
-            if getattr(self, name) is not None:
+        for name in ("replicas", "accumulate", "micro_batches", "stage_memory_bytes", "threads"):
+            if getattr(self, name) is not None or _DEFAULTS[name] is not None:
                 check_int(name, getattr(self, name), least=1)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
@@ -137,8 +128,7 @@ class Strategy:
         check_bool("shard_parameters", self.shard_parameters)
         if self.shard_optimizer is not None:
             check_bool("shard_optimizer", self.shard_optimizer)
-        cuts = (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts)
-        object.__setattr__(self, "cuts", cuts)
+        object.__setattr__(self, "cuts", (self.cuts,) if isinstance(self.cuts, str) else tuple(self.cuts))
         for name in ("stages", "shards"):
             size = getattr(self, name)
             if isinstance(size, list | tuple):
@@ -169,9 +159,7 @@ class Strategy:
             if name in values:
                 raise InputError(f"the strategy says {name} twice; write {word} once.")
             value = value.replace(" ", "")
-            if name == "aggregation":
-                values[name] = parse(value)
-            elif name in ("shard_rules", *_CANONICAL):  # the fields themselves read these
+            if name in ("aggregation", "shard_rules", *_CANONICAL):  # the fields themselves read these
                 values[name] = value
             elif value == "auto" and _DEFAULTS[name] is None:
                 values[name] = None
@@ -181,7 +169,7 @@ class Strategy:
 
     @classmethod
     def coerce(cls, strategy: "Strategy | str") -> "Strategy":
-        """``strategy`` itself, or what its text says."""
+        """Return ``strategy`` itself, or the strategy of its text."""
         return cls.parse(strategy) if isinstance(strategy, str) else strategy
 
     @classmethod
@@ -201,12 +189,12 @@ class Strategy:
 
     def to_toml(self) -> str:
         """Return a flat TOML table of all fields that are not left to Paceline."""
-        kept = {name: getattr(self, name) for name in _FIELDS}
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in kept.items() if value is not None)
+        values = ((name, getattr(self, name)) for name in _FIELDS)
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in values if value is not None)
 
     def __str__(self) -> str:
-        said = (n for n in _FIELDS if n == "replicas" or getattr(self, n) != _DEFAULTS[n])
-        return " ".join(f"{name}={_text(getattr(self, name))}" for name in said)
+        shown = (n for n in _FIELDS if n == "replicas" or getattr(self, n) != _DEFAULTS[n])
+        return " ".join(f"{name}={_text(getattr(self, name))}" for name in shown)
 
     @property
     def stage_count(self) -> int:
@@ -285,10 +273,7 @@ def is_auto(strategy: object) -> TypeGuard[str]:
 _FIELDS = tuple(field.name for field in fields(Strategy))
 _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
-_CANONICAL: Mapping[str, Callable[[Any], str]] = {
-    "schedule": schedule.canonical,
-    "compression": compression.canonical,
-}
+_CANONICAL: Mapping[str, Callable[[Any], str]] = {"schedule": schedule.canonical, "compression": compression.canonical}
 _CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition", "device")}
 
 

@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import Averages, Observation, Part, differenced, observation
-from paceline.metrics.efficiency import (
-    efficiency,
-    gain,
-    useful_batch,
-    useful_batch_text,
-    waste_of_doubling,
-)
+from paceline.metrics.efficiency import efficiency, gain, verdict
 from tests.formulas import examples_factor, goodput, steps_factor
 
 ROUNDING = 1e-9
@@ -134,16 +128,14 @@ def test_steps_and_examples_trade_off(noise_scale: float, batch: int) -> None:
     steps, examples = steps_factor(noise_scale, batch), examples_factor(noise_scale, batch)
     # Each factor is 1 plus something down to 1e-7, and so known to 1e-9 of that.
     assert (steps - 1) * (examples - 1) == pytest.approx(1.0, rel=1e-6)
-    twice = examples_factor(noise_scale, 2 * batch)
-    assert waste_of_doubling(noise_scale, batch) == pytest.approx(1 - examples / twice, rel=1e-6, abs=1e-12)
 
 
 def test_without_noise_all_but_one_sample_are_too_many() -> None:
-    assert (steps_factor(0.0, 8), examples_factor(0.0, 8), useful_batch(0.0)) == (1.0, math.inf, 1)
-    assert "useful batch ≤ 1;" in useful_batch_text(0.0)
+    assert (steps_factor(0.0, 8), examples_factor(0.0, 8)) == (1.0, math.inf)
+    assert "useful batch ≤ 1; beyond it each doubling wastes 50 %" in str(verdict({"noise_scale_mean": 0.0}))
 
 
 @pytest.mark.parametrize(("noise_scale", "batch"), [(10.0, 0), (10.0, -4), (-1.0, 8), (math.inf, 8), (math.nan, 8)])
 def test_what_is_no_batch_or_no_noise_scale_is_refused(noise_scale: float, batch: float) -> None:
     with pytest.raises(InputError, match="write noise_scale=500"):
-        waste_of_doubling(noise_scale, batch)
+        gain(noise_scale, batch, 8)

@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.metrics.pipeline import Pace, PipelineWorkerFigures, ideal, pace, stage_times, windows, worker_figures
+from paceline.metrics.pipeline import (
+    Pace,
+    PipelineWorkerFigures,
+    covered_ns,
+    ideal,
+    pace,
+    stage_times,
+    windows,
+    worker_figures,
+)
 from paceline.schedule import StageTimes, parse, simulate
 from paceline.trace.spans import SERVER, Action, Span
 from tests.schedule.schedule_values import TEXTS, cases
@@ -196,3 +205,7 @@ def test_a_stream_is_measured_as_a_whole() -> None:
 def test_parts_without_spans(text: str, workers: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         stage_times([span("forward", 0, 1), span("backward_input", 1, 2)], parse(text), workers)
+
+
+def test_the_union_of_intervals_takes_any_order() -> None:
+    assert covered_ns([(20, 30), (0, 10), (5, 25), (30, 30), (40, 41)]) == 31

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.metrics.pipeline import utilisation
+from paceline.metrics.pipeline import worker_figures
 from paceline.schedule import Schedule, StageTimes, Timed, draw, parse, simulate, timeline
 from tests.schedule.schedule_values import STREAMING, TEXTS, Scripted, cases
 
@@ -21,7 +21,8 @@ SOURCES = [("sequential", 1, 12, 48), ("sequential", 4, 48, 192), ("gpipe", 4, 4
 
 @pytest.mark.parametrize(("text", "micro_batches", "busy", "total"), SOURCES)
 def test_the_sources_figures(text: str, micro_batches: int, busy: int, total: int) -> None:
-    assert utilisation(simulate(parse(text), StageTimes.equal(4), 4, micro_batches)) == busy / total
+    figures = worker_figures(simulate(parse(text), StageTimes.equal(4), 4, micro_batches))
+    assert {each.utilisation for each in figures.values()} == {busy / total}
     assert f"{busy} of {total} cells are busy" in draw(parse(text), 4, micro_batches)
 
 

@@ -1,19 +1,18 @@
 """compare: several strategies from the same start, with the same data, under the same budget."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.api.train import check, open_engine, resolve_auto, train
+from paceline.api.train import check, opened, resolve_auto, train
 from paceline.comparison import Comparison, find_baseline, load_comparison, run_folder
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.safe_files import check_out
 from paceline.engine.base import Engine
 from paceline.engine.run_context import is_main
 from paceline.program import Program
-from paceline.run import Run, require_tensorboard
+from paceline.run import Run, require_package
 from paceline.strategy import Strategy, is_auto
 from paceline.train_options import TrainOptions
 
@@ -58,14 +57,19 @@ def compare(
         PacelineError: two strategies of a round did not start from the same A_0.
         KeyboardInterrupt: Ctrl-C before any run was complete.
     """
-    strategies, baseline = _resolve_auto(program, strategies, baseline, engine, budget, progress)
-    chosen = _distinct(strategies)
+    if not isinstance(strategies, str) and (auto := [each for each in [*strategies, baseline] if is_auto(each)]):
+        with opened(engine) as planning:
+            best = Strategy.coerce(resolve_auto(program, auto[0], planning, TrainOptions(**budget), progress))
+        # Once, also if the choice is one of the other strategies.
+        others = [str(Strategy.coerce(each)) for each in strategies if not is_auto(each)]
+        strategies = [best if is_auto(s) else s for s in strategies if not (is_auto(s) and str(best) in others)]
+        baseline = best if is_auto(baseline) else baseline
+    chosen = _checked(strategies)
     if not isinstance(rounds, int) or isinstance(rounds, bool) or rounds < 1:
         raise InputError(f"rounds={rounds!r} must be a whole number, at least 1; write rounds=1")
-    _check_combine(chosen)
     against = next(iter(chosen)) if baseline is None else find_baseline(str(baseline), list(chosen))
     if tensorboard:
-        require_tensorboard()
+        require_package("tensorboard", "tensorboard=True")
     if out is not None:
         check_out(out)
     elif tensorboard:
@@ -73,10 +77,10 @@ def compare(
     # All strategies are checked before the first is trained.
     for strategy in chosen.values():
         check(program, strategy, engine=engine, **budget)
-    with _open(engine) as opened:
-        folder = Path(out) if out is not None and is_main(opened.name) else None
+    with opened(engine) as engine:
+        folder = Path(out) if out is not None and is_main(engine.name) else None
         running = RunningComparison(against, folder, tensorboard, {text: [] for text in chosen})
-        complete = running.run(program, chosen, opened, rounds, budget | {"progress": progress})
+        complete = running.run(program, chosen, engine, rounds, budget | {"progress": progress})
     if not any(running.runs.values()):
         raise KeyboardInterrupt("no run was complete")
     return Comparison(running.runs, against, interrupted=not complete)
@@ -124,46 +128,18 @@ class RunningComparison:
         return True
 
 
-def _resolve_auto(
-    program: Program,
-    strategies: Sequence[Strategy | str],
-    baseline: Strategy | str | None,
-    engine: str | Engine,
-    budget: dict[str, Any],
-    progress: bool | None,
-) -> tuple[Sequence[Strategy | str], Strategy | str | None]:
-    """Return strategies and baseline with the chosen strategy in place of ``auto``, at most once."""
-    if isinstance(strategies, str) or not any(is_auto(each) for each in [*strategies, baseline]):
-        return strategies, baseline
-    with _open(engine) as opened:
-        auto = next(each for each in [*strategies, baseline] if is_auto(each))
-        chosen = Strategy.coerce(resolve_auto(program, auto, opened, TrainOptions(**budget), progress))
-    others = [str(Strategy.coerce(each)) for each in strategies if not is_auto(each)]
-    kept = [chosen if is_auto(each) else each for each in strategies if not (is_auto(each) and str(chosen) in others)]
-    return kept, chosen if is_auto(baseline) else baseline
-
-
-def _open(engine: str | Engine) -> AbstractContextManager[Engine]:
-    return nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine)
-
-
-def _distinct(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:
+def _checked(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:
+    """Return the strategies by their text; refuse equal ones, and different rules of combining: ``sum`` multiplies the
+    learning rate of ``mean``, which alone would decide a comparison."""
     if isinstance(strategies, str) or not strategies:
         raise InputError(f"strategies={strategies!r} must be a list of at least one; write ['replicas=8']")
-    parsed = [Strategy.coerce(strategy) for strategy in strategies]
-    chosen = {str(strategy): strategy for strategy in parsed}
-    if len(chosen) < len(parsed):
-        twice = next(text for text in chosen if sum(str(s) == text for s in parsed) > 1)
-        raise InputError(f"strategy {twice!r} is given twice; write it once, and rounds=2 to run it twice")
-    return chosen
-
-
-def _check_combine(strategies: dict[str, Strategy]) -> None:
-    """Require one rule of combining for all: ``sum`` multiplies the learning rate of ``mean``, which alone would decide
-    a comparison."""
+    chosen: dict[str, Strategy] = {}
     rules: dict[str, str] = {}
-    for text, strategy in strategies.items():
-        policy = strategy.aggregation
+    for strategy in map(Strategy.coerce, strategies):
+        text, policy = str(strategy), strategy.aggregation
+        if text in chosen:
+            raise InputError(f"strategy {text!r} is given twice; write it once, and rounds=2 to run it twice")
+        chosen[text] = strategy
         # A policy that wraps another one (``over``) combines by the rule of that one.
         if rule := getattr(getattr(policy, "over", policy), "combine", None):
             rules.setdefault(rule, text)
@@ -173,3 +149,4 @@ def _check_combine(strategies: dict[str, Strategy]) -> None:
             f"{first!r} combines by {one} and {second!r} by {other}, but a comparison uses one rule for all its "
             f"strategies; write combine={one} in both"
         )
+    return chosen

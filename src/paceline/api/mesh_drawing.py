@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.aggregation import Synchronous
 from paceline.core.errors import InputError
+from paceline.core.formatting import aligned
 from paceline.strategy import Strategy
 
 PLACEMENT = (
@@ -112,7 +113,7 @@ class MeshDrawing:
                     text += " ".join(["", *filter(None, marks), f"{rank:{width}}"])
                 row.append(text)
             rows.append(row)
-        return _aligned(rows)
+        return aligned(rows)
 
     def _communication(self) -> list[str]:
         """Return a line for each kind of group: how often its ranks communicate, and across how many hosts."""
@@ -127,7 +128,7 @@ class MeshDrawing:
                 rows.append([description, frequency, shown, between])
         if not isinstance(self.strategy.aggregation, Synchronous) and self.strategy.replicas > 1:
             rows.append(["each replica and A", "when its policy lets it", "", "in shared memory"])
-        return _aligned(rows)
+        return aligned(rows)
 
 
 def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None) -> MeshDrawing:
@@ -151,12 +152,10 @@ def draw_mesh(strategy: Strategy | str, hosts: int | Sequence[int] | None = None
         raise InputError(f"{_sizes_text(s)} = {s.workers} workers, but hosts={sizes} have {sum(sizes)}; write as many")
     host_ranks = tuple(range(*ends) for ends in pairwise(accumulate(sizes, initial=0)))
     host_of = [number for number, ranks in enumerate(host_ranks) for _ in ranks]
+    groups = [RankGroup(*group, tuple(sorted({host_of[rank] for rank in group[-1]}))) for group in _groups(s)]
     # In the order in which kinds are printed; within a kind by replica and stage.
-    groups = (
-        RankGroup(kind, name, ranks, tuple(sorted({host_of[rank] for rank in ranks})))
-        for kind, name, ranks in sorted(_groups(s), key=lambda group: [kind for kind, *_ in _KINDS].index(group[0]))
-    )
-    return MeshDrawing(s, host_ranks, tuple(groups))
+    kinds = [kind for kind, *_ in _KINDS]
+    return MeshDrawing(s, host_ranks, tuple(sorted(groups, key=lambda group: kinds.index(group.kind))))
 
 
 def _groups(s: Strategy) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -200,8 +199,3 @@ def _hosts(numbers: Sequence[int]) -> str:
     """Return ``host 0``, ``hosts 0 and 1``, ``hosts 0, 1 and 2``."""
     *rest, last = map(str, numbers)
     return f"hosts {', '.join(rest)} and {last}" if rest else f"host {last}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -159,17 +159,13 @@ def plan(
         program = load_program(str(program), data=data)
     if not isinstance(program, Program):
         raise InputError(f"program is {type(program).__name__}, no Program and no name; write plan('digits')")
-    if cluster is not None:
-        return _plan_elsewhere(program, cluster, objectives, profile, progress)
-    plans = _plan_here(program, objectives, profile, progress)
-    return verified(plans, program, verify, progress) if verify else plans
-
-
-def verified(plans: Plans, program: "Program", count: int, progress: bool | None = None) -> Plans:
-    """Return the same plans after short runs of the first ``count`` that this host supports, in turns."""
+    plans = _plan_program(program, cluster, objectives, profile, progress)
+    if not verify:
+        return plans
     from paceline.api.plan_verification import run_in_turns
 
-    chosen = [each for each in plans if each.strategy is not None and not each.why_not][:count]
+    # Of the plans that this host supports, the first ones run in turns.
+    chosen = [each for each in plans if each.strategy is not None and not each.why_not][:verify]
     return replace(plans, verified=tuple(run_in_turns(chosen, program, progress=progress)))
 
 
@@ -191,29 +187,32 @@ def _plan_shape(path: Path, cluster: Cluster | None, objectives: Objectives, cal
 
     calibration = PlanCalibration.read(Path(calibrate), workload, cluster)
     calibrated = replace(
-        plans,
-        workload=calibration.workload,
-        cluster=calibration.cluster,
-        overlap_model=calibration.overlap_model,
+        plans, workload=calibration.workload, cluster=calibration.cluster, overlap_model=calibration.overlap_model
     )
     return _searched(calibrated, calibration.plan)
 
 
-def _plan_elsewhere(
-    program: "Program", cluster: Cluster, objectives: Objectives, path: str | Path | None, progress: bool | None
+def _plan_program(
+    program: "Program", cluster: Cluster | None, objectives: Objectives, path: str | Path | None, progress: bool | None
 ) -> Plans:
+    """Return plans for a program, after measuring it: for a described cluster, or for this host."""
     from paceline.planner.cluster_file import assumed
     from paceline.planner.program.closed_form import cores
     from paceline.planner.program.measured_workload import elsewhere
+    from paceline.planner.program.plans import plans_here
     from paceline.progress import measuring
 
-    with measuring(progress, f"{program.name}: planning") as report:
-        profile = _profile(program, cores(), path, report)
+    name, most = program.name, None if cluster else objectives.workers
+    with measuring(progress, f"{name}: planning") as report:
+        profile = _profile(program, most or cores(), path, report)
+        if cluster is None:
+            found = plans_here(program, objectives, profile, report)
+            here = found.workload, found.cluster, found.objectives
+            return Plans(name, tuple(found.plans), *here, profile=found.profile)
     objectives = replace(objectives, fixed="replica" if program.global_batch_size is None else "global")
     workload = elsewhere(profile, cluster, program.global_batch_size or profile.batch)
     cluster, overlap_model = assumed(cluster)
-    plans = Plans(program.name, (), workload, cluster, objectives, profile=profile, overlap_model=overlap_model)
-    return _searched(plans)
+    return _searched(Plans(name, (), workload, cluster, objectives, profile=profile, overlap_model=overlap_model))
 
 
 def _searched(plans: Plans, calibrate: Callable[[Plan], Plan] | None = None) -> Plans:
@@ -225,19 +224,6 @@ def _searched(plans: Plans, calibrate: Callable[[Plan], Plan] | None = None) -> 
     cache = CostCache(workload, cluster, plans.overlap_model, calibrate)
     found = search(workload, cluster, plans.objectives, cost_cache=cache, of_each_kind=OF_EACH_KIND).plans
     return replace(plans, plans=found, cost_cache=cache)
-
-
-def _plan_here(program: "Program", objectives: Objectives, path: str | Path | None, progress: bool | None) -> Plans:
-    from paceline.planner.program.closed_form import cores
-    from paceline.planner.program.plans import plans_here
-    from paceline.progress import measuring
-
-    with measuring(progress, f"{program.name}: planning") as report:
-        profile = _profile(program, objectives.workers or cores(), path, report)
-        found = plans_here(program, objectives, profile, report)
-    return Plans(
-        program.name, tuple(found.plans), found.workload, found.cluster, found.objectives, profile=found.profile
-    )
 
 
 def _profile(program: "Program", workers: int, path: str | Path | None, report: Any) -> "Profile":

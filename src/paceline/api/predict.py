@@ -9,13 +9,7 @@ import torch
 from paceline.core.errors import InputError, unknown
 from paceline.core.safe_files import reading
 from paceline.core.types import Seconds
-from paceline.engine.inference.predictors import (
-    InProcessPredictor,
-    LocalPredictor,
-    Predictor,
-    TorchrunPredictor,
-    refuse_inputs,
-)
+from paceline.engine.inference import predictors
 from paceline.engine.inference.worker import InferenceRequest
 from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd.process_group import LaunchEnv
@@ -69,7 +63,7 @@ def predict(
     torch.Size([3, 4])
     """
     opened = predictor(program, strategy, engine=engine, state=state, timeout_s=timeout_s)
-    refuse_inputs(inputs)  # before any process is started
+    predictors.refuse_inputs(inputs)  # before any process is started
     with opened as call:
         return call(inputs)
 
@@ -81,7 +75,7 @@ def predictor(
     engine: str = "local",
     state: Run | State | str | Path | None = None,
     timeout_s: Seconds = 60.0,
-) -> Predictor:
+) -> predictors.Predictor:
     """Return a callable that works as :func:`predict` does, any number of times inside one ``with`` block.
 
     Its workers stay until the end of the block. The model is captured, cut and divided for the first inputs, and again
@@ -121,9 +115,10 @@ def predictor(
         state = load(state).state
     request = InferenceRequest(program, strategy, state, timeout_s)
     kind, _, backend = engine.partition(":")
+    alone = strategy.workers == 1
     if kind == "local":
         refuse_torchrun("local")
-        return InProcessPredictor(request) if strategy.workers == 1 else LocalPredictor(request)
+        return predictors.InProcessPredictor(request) if alone else predictors.LocalPredictor(request)
     if kind == "distributed":
         # torchrun has started the processes already, so their number must be that of the workers.
         world = LaunchEnv.found()
@@ -132,7 +127,9 @@ def predictor(
                 f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun "
                 f"started {world.size}; start {strategy.workers}"
             )
-        return InProcessPredictor(request) if strategy.workers == 1 else TorchrunPredictor(request, backend or None)
+        if alone:
+            return predictors.InProcessPredictor(request)
+        return predictors.TorchrunPredictor(request, backend or None)
     raise unknown("engine for predict", engine, ENGINES)
 
 

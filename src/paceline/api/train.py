@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
 from paceline.program import Program
 from paceline.progress import measuring, watcher
-from paceline.run import Run, require_tensorboard
+from paceline.run import Run, require_package
 from paceline.strategy import Strategy, is_auto
 from paceline.train_options import TrainOptions, job_of
 
@@ -40,6 +40,11 @@ def open_engine(name: str) -> Engine:
         raise unknown("engine", name, ENGINES.names())
     engine: type[Engine] = ENGINES.entry(kind).cls
     return engine.from_address(address if colon else None)
+
+
+def opened(engine: str | Engine) -> AbstractContextManager[Engine]:
+    """Return the context of an engine: one that is given by its name is closed at the end, an open one stays open."""
+    return nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine)
 
 
 def train(
@@ -106,36 +111,27 @@ def train(
     )
     # Refused now rather than after hours of training.
     folder = check_out(out) if out is not None else None
-    if tensorboard and folder is None:
-        raise InputError("tensorboard=True writes next to the saved run; write out='runs/a' too")
     if tensorboard:
-        require_tensorboard()
-    # An engine that the caller has opened stays open.
-    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as opened:
-        strategy = resolve_auto(program, strategy, opened, options, progress)
-        job = replace(job_of(program, strategy, opened, options), out=folder)
-        with watcher(progress if is_main(opened.name) else False, f"{program.name}: {job.strategy}") as watch:
-            outcome = opened.run(job, watch)
+        if folder is None:
+            raise InputError("tensorboard=True writes next to the saved run; write out='runs/a' too")
+        require_package("tensorboard", "tensorboard=True")
+    with opened(engine) as engine:
+        strategy = resolve_auto(program, strategy, engine, options, progress)
+        job = replace(job_of(program, strategy, engine, options), out=folder)
+        with watcher(progress if is_main(engine.name) else False, f"{program.name}: {job.strategy}") as watch:
+            outcome = engine.run(job, watch)
     summary = summarize(
         outcome.account,
         outcome.history,
-        host=opened.name != "virtual",  # times and memory of this process say nothing about simulated workers
+        host=engine.name != "virtual",  # times and memory of this process say nothing about simulated workers
         spans=outcome.spans,
         shards=job.strategy.tensor_parallel,
     )
-    run = Run(
-        program_name=program.name,
-        strategy=Strategy.coerce(strategy),
-        engine=opened.name,
-        state=dict(outcome.state),
-        model=outcome.model,
-        history=list(outcome.history),
-        summary=summary,
-        spans=list(outcome.spans),
-        left=list(outcome.account.left),
-    )
+    strategy, state, history = Strategy.coerce(strategy), dict(outcome.state), list(outcome.history)
+    left, spans = list(outcome.account.left), list(outcome.spans)
+    run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, outcome.model)
     # Under torchrun every rank has the run; one of them saves it.
-    if folder is not None and is_main(opened.name):
+    if folder is not None and is_main(engine.name):
         run.save(folder, tensorboard=tensorboard)
     return run
 
@@ -201,10 +197,10 @@ def check(program: Program, strategy: Strategy | str, *, engine: str | Engine = 
     Raises:
         InputError: something can't be done as written.
     """
-    with nullcontext(engine) if isinstance(engine, Engine) else open_engine(engine) as opened:
+    with opened(engine) as engine:
         if is_auto(strategy):
             from paceline.planner.program.plans import refuse
 
-            refuse(strategy, opened.name)
+            refuse(strategy, engine.name)
             strategy = "replicas=1"  # refused like whatever would be chosen
-        job_of(program, strategy, opened, TrainOptions(**settings))
+        job_of(program, strategy, engine, TrainOptions(**settings))

@@ -2,8 +2,7 @@
 
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from paceline.cli.console import end, print_json, session
 from paceline.cli.options import Json, ProgramName, Shared, with_shared
@@ -36,7 +35,7 @@ def compare(
     if json and reporting:
         print_json(comparison.to_json())
     elif reporting:
-        typer.echo(comparison.table(baseline=baseline))
+        echo(comparison.table(baseline=baseline))
         if shared.out is not None:
-            typer.echo(f"Report: {shared.out / 'report.html'}")
+            echo(f"Report: {shared.out / 'report.html'}")
     end(interrupted=comparison.interrupted)

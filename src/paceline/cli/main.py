@@ -16,12 +16,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(train.train)
-app.command()(compare.compare)
-app.command()(plan.plan)
-app.command()(predict.predict)
-app.command()(trace.trace)
-app.command()(report.report)
+for command in (train.train, compare.compare, plan.plan, predict.predict, trace.trace, report.report):
+    app.command()(command)
 
 
 def print_version(version: bool) -> None:

@@ -26,7 +26,9 @@ ProgramName = Annotated[
 ]
 Json = Annotated[bool, Option("--json", help="Print one JSON object on stdout and nothing else there.")]
 
-_BUDGET, _PACE, _DATA, _OUTPUT = "Budget", "Pace", "Data", "Output"
+_budget, _pace, _data, _output = (
+    functools.partial(Option, rich_help_panel=panel) for panel in ("Budget", "Pace", "Data", "Output")
+)
 
 
 @dataclass(frozen=True)
@@ -40,64 +42,37 @@ class Shared:
             "ray:auto or ray:HOST:PORT."
         ),
     ] = "local"
-    steps: Annotated[int | None, Option(help="Steps of each replica.", rich_help_panel=_BUDGET)] = None
-    epochs: Annotated[
-        float | None, Option(help="Passes over the training set, all replicas together.", rich_help_panel=_BUDGET)
-    ] = None
+    steps: Annotated[int | None, _budget(help="Steps of each replica.")] = None
+    epochs: Annotated[float | None, _budget(help="Passes over the training set, all replicas together.")] = None
     seconds: Annotated[
-        float | None,
-        Option(
-            help="Training time.", rich_help_panel=_BUDGET, show_default=f"{DEFAULT_SECONDS:g} if no other is given"
-        ),
+        float | None, _budget(help="Training time.", show_default=f"{DEFAULT_SECONDS:g} if no other is given")
     ] = None
-    until: Annotated[
-        str | None, Option(help="A condition on the history: test_accuracy>=0.97", rich_help_panel=_BUDGET)
-    ] = None
+    until: Annotated[str | None, _budget(help="A condition on the history: test_accuracy>=0.97")] = None
     evaluate_every: Annotated[
-        float | None,
-        Option(help="Seconds or steps between evaluations; 20 over the budget by default.", rich_help_panel=_BUDGET),
+        float | None, _budget(help="Seconds or steps between evaluations; 20 over the budget by default.")
     ] = None
-    delay: Annotated[
-        str | None, Option(help='Slow workers down: "fraction=0.5 normal:mean=0,std=0.25"', rich_help_panel=_PACE)
-    ] = None
+    delay: Annotated[str | None, _pace(help='Slow workers down: "fraction=0.5 normal:mean=0,std=0.25"')] = None
     times: Annotated[
-        str | None,
-        Option(
-            help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0", or measured',
-            rich_help_panel=_PACE,
-        ),
+        str | None, _pace(help='Virtual time in seconds: "compute=0.01 transfer=0 apply=0 gradient=0", or measured')
     ] = None
     noise_scale: Annotated[
-        bool,
-        Option(
-            "--noise-scale",
-            help="Estimate the largest useful batch: noise scale, efficiency, goodput.",
-            rich_help_panel=_OUTPUT,
-        ),
+        bool, _output("--noise-scale", help="Estimate the largest useful batch: noise scale, efficiency, goodput.")
     ] = False
-    on_nonfinite: Annotated[
-        str, Option(help="stop, or skip and count a loss or gradient that is not finite.", rich_help_panel=_PACE)
-    ] = "stop"
-    data: Annotated[Path | None, Option(help="Folder of the data set's standard files.", rich_help_panel=_DATA)] = None
-    batch_size: Annotated[
-        int | None, Option(help="Samples per replica and step instead of the program's.", rich_help_panel=_DATA)
-    ] = None
+    on_nonfinite: Annotated[str, _pace(help="stop, or skip and count a loss or gradient that is not finite.")] = "stop"
+    data: Annotated[Path | None, _data(help="Folder of the data set's standard files.")] = None
+    batch_size: Annotated[int | None, _data(help="Samples per replica and step instead of the program's.")] = None
     seed: Annotated[
-        int | None,
-        Option(help="Seed of the start, the data order and delays, instead of the program's.", rich_help_panel=_DATA),
+        int | None, _data(help="Seed of the start, the data order and delays, instead of the program's.")
     ] = None
-    out: Annotated[Path | None, Option(help="New folder for the recorded run.", rich_help_panel=_OUTPUT)] = None
-    trace: Annotated[bool, Option("--trace", help="Record spans for swimlanes.", rich_help_panel=_OUTPUT)] = False
-    tensorboard: Annotated[
-        bool, Option("--tensorboard", help="Also write TensorBoard events to the folder.", rich_help_panel=_OUTPUT)
-    ] = False
+    out: Annotated[Path | None, _output(help="New folder for the recorded run.")] = None
+    trace: Annotated[bool, _output("--trace", help="Record spans for swimlanes.")] = False
+    tensorboard: Annotated[bool, _output("--tensorboard", help="Also write TensorBoard events to the folder.")] = False
     progress: Annotated[
         bool | None,
-        Option(
+        _output(
             "--progress/--no-progress",
             help="Show progress on stderr; by default if it is a terminal.",
             show_default=False,
-            rich_help_panel=_OUTPUT,
         ),
     ] = None
 

@@ -3,16 +3,16 @@
 The planner is imported by the functions that need it, so that other commands start fast.
 """
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from paceline.cli.console import FAILED, print_json, session
 from paceline.cli.options import Json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paceline.planner.answer import PlanReport
     from paceline.planner.multi_job import SharedJob, SharingResult
 
-_WHERE, _PURPOSE = "Where", "What for"
+_where, _purpose = (functools.partial(Option, rich_help_panel=panel) for panel in ("Where", "What for"))
 
 LEAST_WIDTH = 112
 """Characters that the tables need."""
@@ -45,36 +45,22 @@ def plan(
         ),
     ],
     *,
-    workers: Annotated[
-        int | None,
-        Option(help="Upper bound.", show_default="all cores, or all of the cluster", rich_help_panel=_WHERE),
-    ] = None,
+    workers: Annotated[int | None, _where(help="Upper bound.", show_default="all cores, or all of the cluster")] = None,
     cluster: Annotated[
-        str | None,
-        Option(
-            help='A TOML file, or a name: "4x8 H100-80GB".', show_default="this host, measured", rich_help_panel=_WHERE
-        ),
+        str | None, _where(help='A TOML file, or a name: "4x8 H100-80GB".', show_default="this host, measured")
     ] = None,
     unbuilt: Annotated[
-        bool,
-        Option(
-            "--unbuilt", help="Also propose strategies that such devices don't support yet.", rich_help_panel=_WHERE
-        ),
+        bool, _where("--unbuilt", help="Also propose strategies that such devices don't support yet.")
     ] = False,
-    objective: Annotated[
-        str, Option(help="throughput, goodput, memory or time-to-loss.", rich_help_panel=_PURPOSE)
-    ] = "throughput",
+    objective: Annotated[str, _purpose(help="throughput, goodput, memory or time-to-loss.")] = "throughput",
     noise_scale: Annotated[
-        float | None,
-        Option(help="Samples: a run's summary has it; for goodput and time-to-loss.", rich_help_panel=_PURPOSE),
+        float | None, _purpose(help="Samples: a run's summary has it; for goodput and time-to-loss.")
     ] = None,
     delay: Annotated[
-        str | None,
-        Option(help='Delays of some replicas: "fraction=0.5 normal:mean=0,std=0.25"', rich_help_panel=_PURPOSE),
+        str | None, _purpose(help='Delays of some replicas: "fraction=0.5 normal:mean=0,std=0.25"')
     ] = None,
     steps: Annotated[
-        list[int] | None,
-        Option(help="With several programs: number of steps of each; once for each.", rich_help_panel=_PURPOSE),
+        list[int] | None, _purpose(help="With several programs: number of steps of each; once for each.")
     ] = None,
     verify: Annotated[int, Option(help="Number of plans to run shortly, predicted next to measured.")] = 0,
     profile: Annotated[Path | None, Option(help="File that keeps the measurements of a program.")] = None,
@@ -113,7 +99,7 @@ def plan(
     if json:
         print_json(values)
     if not fits:
-        raise typer.Exit(FAILED)
+        raise Exit(FAILED)
 
 
 def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], bool]:

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Option
+from typer import Option, echo
 
 from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json, ProgramName
@@ -37,4 +36,4 @@ def predict(
     if json:
         print_json({"strategy": strategy, "out": str(target), "shapes": shapes})
     else:
-        typer.echo(f"{target}: {', '.join(map(str, shapes))}")
+        echo(f"{target}: {', '.join(map(str, shapes))}")

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json
@@ -27,4 +26,4 @@ def report(
     if json:
         print_json({"html": str(page)})
     else:
-        typer.echo(f"Report: {page}")
+        echo(f"Report: {page}")

@@ -2,18 +2,13 @@
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
-from typer import Argument, Option
+from typer import Argument, Option, echo
 
 from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json
 from paceline.core.errors import InputError
-
-if TYPE_CHECKING:
-    from paceline.metrics.pipeline_step import PipelineStep
-    from paceline.run import Run
 
 LEAST_WIDTH, GUTTER = 60, 16
 """Least width of a pipeline's lanes in characters, and width of their labels."""
@@ -32,6 +27,7 @@ def trace(
     """Draw the actions of each worker of a recorded run, a pipeline's step next to its ideal; by default as text."""
     with session(json_output=json):
         # Imported here: torch takes seconds, and --help needs none of it.
+        from paceline.metrics.pipeline_step import pipeline_step
         from paceline.run import load
         from paceline.trace.perfetto import write_perfetto
         from paceline.trace.svg import swimlanes_svg
@@ -41,7 +37,15 @@ def trace(
         spans = loaded.spans
         if not spans:
             raise InputError(f"{run} holds no spans; record the run with --trace")
-        shown = _pipeline_step(loaded, step, whole=start is not None or end is not None)
+        whole = start is not None or end is not None
+        if whole and step is not None:
+            raise InputError(f"--step {step} is one step, --start and --end are a part of the run; write one of them")
+        shown = None if whole else pipeline_step(spans, loaded.strategy, loaded.summary, step=step)
+        if step is not None and shown is None:
+            raise InputError(
+                f"--step {step} shows a step of a pipeline, but {loaded.strategy} has no stages, or no whole step was "
+                "recorded; leave --step out"
+            )
         if svg is not None:
             drawing = shown.svg() if shown else swimlanes_svg(spans, start_s=start, end_s=end)
             write_target("--svg", svg).write_text(drawing, encoding="utf-8")
@@ -55,19 +59,4 @@ def trace(
         files: dict[str, Any] = {"spans": len(spans), "svg": svg and str(svg), "perfetto": perfetto and str(perfetto)}
         print_json(files | ({"pipeline": shown.to_json()} if shown else {}))
     else:
-        typer.echo(text, nl=False)
-
-
-def _pipeline_step(run: "Run", step: int | None, *, whole: bool) -> "PipelineStep | None":
-    """Return a step of a pipeline; None if the run is of none, or a time window of the whole run is requested."""
-    from paceline.metrics.pipeline_step import pipeline_step
-
-    if whole and step is not None:
-        raise InputError(f"--step {step} is one step, --start and --end are a part of the run; write one of them")
-    found = None if whole else pipeline_step(run.spans, run.strategy, run.summary, step=step)
-    if step is not None and found is None:
-        raise InputError(
-            f"--step {step} shows a step of a pipeline, but {run.strategy} has no stages, or no whole step was "
-            "recorded; leave --step out"
-        )
-    return found
+        echo(text, nl=False)

@@ -3,11 +3,10 @@
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Option
+from typer import Option, echo
 
 from paceline.cli.console import end, print_json, session
 from paceline.cli.options import Json, ProgramName, Shared, with_shared
@@ -37,22 +36,14 @@ ROWS = (
 )
 
 
-def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return label and figure of each measured entry of a summary.
-
-    >>> summary_rows({"test_accuracy": 0.9731, "updates": 12000, "test_loss": None})
-    [('test accuracy', '97.31%'), ('updates of A', '12,000')]
-    """
-    return [(label, form.format(summary[key])) for label, key, form in ROWS if summary.get(key) is not None]
-
-
 def print_summary(run: "Run") -> None:
     """Print the run as one short table on stdout, and the replicas that left before the end."""
     table = Table.grid(padding=(0, 2))
     table.add_column()
     table.add_column(justify="right")
-    for label, figure in summary_rows(run.summary):
-        table.add_row(label, figure)
+    for label, key, form in ROWS:
+        if run.summary.get(key) is not None:
+            table.add_row(label, form.format(run.summary[key]))
     console = Console()
     # As Text: rich would read square brackets in a strategy as markup.
     console.print(Text(str(run.strategy), style="bold"), soft_wrap=True)
@@ -113,7 +104,7 @@ def train(
         if json:
             print_json({"strategy": strategy, **values})
         else:
-            typer.echo(text)
+            echo(text)
         return
     # Under torchrun one rank prints.
     if is_main(shared.engine):

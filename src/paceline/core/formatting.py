@@ -1,6 +1,7 @@
-"""Format numbers for people: seconds and bytes, with units and three digits."""
+"""Format numbers for people: seconds and bytes, with units and three digits, and tables of them."""
 
 import math
+from collections.abc import Collection, Sequence
 
 from paceline.core.types import Seconds
 
@@ -50,3 +51,18 @@ def amount(nbytes: int) -> str:
     """
     step = min(3, int(math.log(max(nbytes, 1), 1000) + 1e-9))
     return f"{nbytes / 1000**step:.3g} {('B', 'kB', 'MB', 'GB')[step]}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Return one line per row, with columns as wide as their longest cell.
+
+    Args:
+        rows: cells, as many in each row; the first row has the titles.
+        right: titles of the columns that are aligned to the right.
+
+    >>> aligned([["name", "size"], ["a", "10"], ["long name", "7"]], right=["size"])
+    ['name       size', 'a            10', 'long name     7']
+    """
+    columns = list(zip(*rows, strict=True))
+    forms = [f"{'>' if column[0] in right else '<'}{max(map(len, column))}" for column in columns]
+    return ["  ".join(map(format, row, forms)).rstrip() for row in rows]

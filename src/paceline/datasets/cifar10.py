@@ -8,9 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.core.errors import InputError
-from paceline.datasets.files import ByteArray, find_files, read_pickle
-from paceline.datasets.models import class_labels, cnn, normalised
+from paceline.datasets.files import ByteArray, damaged, find_files, read_pickle
+from paceline.datasets.models import class_labels, classifier, cnn, normalised
 from paceline.program import Program
 
 _SIDE = 32
@@ -33,16 +32,8 @@ def cifar10(*, data: Path | None, seed: int) -> Program:
         InputError: a file is absent or damaged, or asks for more than plain data.
     """
     *batches, test = find_files("cifar10", data, _FILES, (_FOLDER, "."))
-    return Program(
-        model=functools.partial(cnn, 3, _SIDE),
-        loss=torch.nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        train=_read(batches),
-        test=_read([test]),
-        batch_size=32,
-        seed=seed,
-        name="cifar10",
-    )
+    model = functools.partial(cnn, 3, _SIDE)
+    return classifier("cifar10", model, _read(batches), _read([test]), seed=seed, lr=0.01)
 
 
 def _read(paths: list[Path]) -> tuple[Tensor, Tensor]:
@@ -52,17 +43,15 @@ def _read(paths: list[Path]) -> tuple[Tensor, Tensor]:
     for path in paths:
         content = read_pickle(path)
         if not isinstance(content, dict) or not {b"data", b"labels"} <= content.keys():
-            raise InputError(f"{path} is no dict with b'data' and b'labels'; put the original file there")
+            raise damaged(path, "is no dict with b'data' and b'labels'")
         data, labels = content[b"data"], content[b"labels"]
         pixels = data.value if isinstance(data, ByteArray) else None
         if pixels is None or pixels.ndim != 2 or pixels.shape[1] != _BYTES or len(pixels) == 0:
             kind = type(data).__name__ if pixels is None else f"an array of shape {pixels.shape}"
-            raise InputError(
-                f"{path} holds as data {kind}, not bytes of shape [n, {_BYTES}]; put the original file there"
-            )
+            raise damaged(path, f"holds as data {kind}, not bytes of shape [n, {_BYTES}]")
         # Not isinstance: True is an int, too.
         if not isinstance(labels, list) or not all(type(label) is int and label.bit_length() < 64 for label in labels):
-            raise InputError(f"{path} holds labels that are no list of whole numbers; put the original file there")
+            raise damaged(path, "holds labels that are no list of whole numbers")
         images.append(pixels)
         targets.append(class_labels(path, np.array(labels, np.int64), len(pixels)))
     # Channels come first in the file: 1,024 red bytes, then green, then blue.

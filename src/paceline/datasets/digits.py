@@ -7,7 +7,7 @@ import torch
 from sklearn.datasets import load_digits
 
 from paceline.datasets.files import no_files
-from paceline.datasets.models import mlp
+from paceline.datasets.models import classifier, mlp
 from paceline.program import Program
 
 _TRAIN = 1437  # 80 % of 1,797
@@ -34,13 +34,7 @@ def digits(*, data: Path | None, seed: int) -> Program:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
     images, targets = torch.from_numpy(pixels)[order].float() / 16, torch.from_numpy(labels)[order].long()
     images = (images - images[:_TRAIN].mean(0)) * _SCALE
-    return Program(
-        model=functools.partial(mlp, 64, 64, 10, activation=torch.nn.Tanh),
-        loss=torch.nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.2),
-        train=(images[:_TRAIN], targets[:_TRAIN]),
-        test=(images[_TRAIN:], targets[_TRAIN:]),
-        batch_size=32,
-        seed=seed,
-        name="digits",
+    train, test = (images[:_TRAIN], targets[:_TRAIN]), (images[_TRAIN:], targets[_TRAIN:])
+    return classifier(
+        "digits", functools.partial(mlp, 64, 64, 10, activation=torch.nn.Tanh), train, test, seed=seed, lr=0.2
     )

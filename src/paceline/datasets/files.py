@@ -30,6 +30,11 @@ from paceline.core.errors import InputError
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
+def damaged(path: Path, reason: str) -> InputError:
+    """Return the error to raise for a file that is not the original one."""
+    return InputError(f"{path} {reason}; put the original file there")
+
+
 def find_files(program: str, data: Path | None, names: Sequence[str], folders: Sequence[str]) -> list[Path]:
     """Return the paths of ``names``, each plain or with ``.gz``, all from one folder.
 
@@ -89,9 +94,7 @@ def read_bytes(path: Path) -> bytes:
         packed = path.read_bytes()
         return gzip.decompress(packed) if packed.startswith(_GZIP_MAGIC) else packed
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(
-            f"{path} can't be read: {error or type(error).__name__}; put the original file there"
-        ) from error
+        raise damaged(path, f"can't be read: {error or type(error).__name__}") from error
 
 
 _UNSIGNED_BYTE = 0x08
@@ -109,28 +112,21 @@ def read_idx(path: Path, item: tuple[int, ...]) -> NDArray[np.uint8]:
     """
     content, dims = read_bytes(path), 1 + len(item)
     if len(content) < 4 + 4 * dims:
-        raise InputError(
-            f"{path} is truncated: {len(content)} bytes, fewer than an IDX header of {4 + 4 * dims}; "
-            "put the original file there"
-        )
+        raise damaged(path, f"is truncated: {len(content)} bytes, fewer than an IDX header of {4 + 4 * dims}")
     magic, expected = int.from_bytes(content[:4], "big"), _UNSIGNED_BYTE << 8 | dims
     if magic != expected:
-        raise InputError(
-            f"{path} begins with 0x{magic:08x}, but an IDX file of unsigned bytes with {dims} "
-            f"dimension{'s' * (dims > 1)} begins with 0x{expected:08x}; put the original file there"
-        )
+        kind = f"an IDX file of unsigned bytes with {dims} dimension{'s' * (dims > 1)}"
+        raise damaged(path, f"begins with 0x{magic:08x}, but {kind} begins with 0x{expected:08x}")
     shape: tuple[int, ...] = struct.unpack(f">{dims}I", content[4 : 4 + 4 * dims])
     if shape[1:] != item:
-        raise InputError(f"{path} holds samples of shape {shape[1:]}, not {item}; put the original file there")
+        raise damaged(path, f"holds samples of shape {shape[1:]}, not {item}")
     if shape[0] == 0:
-        raise InputError(f"{path} holds no samples; put the original file there")
+        raise damaged(path, "holds no samples")
     header, size = 4 + 4 * len(shape), math.prod(shape)
     if len(content) != header + size:
         state = "truncated" if len(content) < header + size else "too long"
-        raise InputError(
-            f"{path} is {state}: its header says {shape}, so {header} + {size} bytes, but it has {len(content)}; "
-            "put the original file there"
-        )
+        expectation = f"its header says {shape}, so {header} + {size} bytes, but it has {len(content)}"
+        raise damaged(path, f"is {state}: {expectation}")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape)
 
 
@@ -147,9 +143,7 @@ def read_pickle(path: Path) -> Any:
         raise InputError(f"{path} {error}") from None
     except Exception as error:
         # Damaged opcodes raise nearly anything: IndexError, KeyError, UnicodeDecodeError, MemoryError, ...
-        raise InputError(
-            f"{path} is no readable pickle: {type(error).__name__}: {error}; put the original file there"
-        ) from error
+        raise damaged(path, f"is no readable pickle: {type(error).__name__}: {error}") from error
 
 
 class ByteArray:

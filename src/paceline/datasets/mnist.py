@@ -3,11 +3,10 @@
 import functools
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from paceline.datasets.files import find_files, read_idx
-from paceline.datasets.models import class_labels, cnn, normalised
+from paceline.datasets.models import class_labels, classifier, cnn, normalised
 from paceline.program import Program
 
 _SIDE = 28
@@ -39,13 +38,4 @@ def _program(name: str, data: Path | None, seed: int, folder: str, *, mean: floa
         pixels = read_idx(images, (_SIDE, _SIDE))
         targets = class_labels(labels, read_idx(labels, ()), len(pixels))
         pairs.append((normalised(pixels[:, None], [mean], [std]), targets))
-    return Program(
-        model=functools.partial(cnn, 1, _SIDE),
-        loss=torch.nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        train=pairs[0],
-        test=pairs[1],
-        batch_size=32,
-        seed=seed,
-        name=name,
-    )
+    return classifier(name, functools.partial(cnn, 1, _SIDE), *pairs, seed=seed, lr=0.01)

@@ -1,8 +1,10 @@
-"""Small models of the built-in programs, and their input tensors from the bytes of images and labels."""
+"""Small models of the built-in programs, how they are trained, and tensors from the bytes of images and labels."""
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -10,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.datasets.files import damaged
+from paceline.program import Program
 
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
@@ -38,17 +42,29 @@ def cnn(channels: int, side: int, classes: int = 10) -> nn.Sequential:
     """
     # Each convolution takes 4 off the side, each pooling halves it.
     left = ((side - 4) // 2 - 4) // 2
-    return nn.Sequential(
-        nn.Conv2d(channels, 10, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(10, 20, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(20 * left * left, 50),
-        nn.ReLU(),
-        nn.Linear(50, classes),
+    layers: list[nn.Module] = []
+    for before, after in ((channels, 10), (10, 20)):
+        layers += [nn.Conv2d(before, after, 5), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), *mlp(20 * left * left, 50, classes))
+
+
+Samples: TypeAlias = tuple[Tensor, Tensor]
+"""Inputs and class labels, [n, ...] and [n]."""
+
+
+def classifier(
+    name: str, model: Callable[[], nn.Module], train: Samples, test: Samples, *, seed: int, lr: float
+) -> Program:
+    """Return a program that learns classes by cross-entropy: SGD with learning rate ``lr``, batch 32."""
+    return Program(
+        model,
+        torch.nn.functional.cross_entropy,
+        functools.partial(torch.optim.SGD, lr=lr),
+        train,
+        test,
+        batch_size=32,
+        seed=seed,
+        name=name,
     )
 
 
@@ -74,5 +90,5 @@ def class_labels(path: Path, labels: NDArray[np.integer], images: int, classes: 
         raise InputError(f"{path} holds {len(labels)} labels for {images} images; put the original files there")
     if labels.min() < 0 or labels.max() >= classes:
         worst = labels[(labels < 0) | (labels >= classes)][0]
-        raise InputError(f"{path} holds the label {worst}, outside 0 .. {classes - 1}; put the original file there")
+        raise damaged(path, f"holds the label {worst}, outside 0 .. {classes - 1}")
     return torch.from_numpy(labels.astype(np.int64))

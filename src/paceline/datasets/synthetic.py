@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from paceline.datasets.files import no_files
-from paceline.datasets.models import mlp
+from paceline.datasets.models import classifier, mlp
 from paceline.program import Program
 
 FEATURES, CLASSES = 20, 10
@@ -33,13 +33,5 @@ def synthetic(*, data: Path | None, seed: int, samples: int = 10_000, clusters: 
     cluster = torch.randint(len(centres), (samples,), generator=generator)
     inputs, targets = centres[cluster] + torch.randn(samples, FEATURES, generator=generator), cluster % CLASSES
     split = samples * 4 // 5
-    return Program(
-        model=functools.partial(mlp, FEATURES, 64, CLASSES),
-        loss=torch.nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=0.01),
-        train=(inputs[:split], targets[:split]),
-        test=(inputs[split:], targets[split:]),
-        batch_size=32,
-        seed=seed,
-        name="synthetic",
-    )
+    train, test = (inputs[:split], targets[:split]), (inputs[split:], targets[split:])
+    return classifier("synthetic", functools.partial(mlp, FEATURES, 64, CLASSES), train, test, seed=seed, lr=0.01)

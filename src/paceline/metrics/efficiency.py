@@ -15,14 +15,7 @@ from typing import Any
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import efficiency
 
-__all__ = [
-    "efficiency",
-    "gain",
-    "useful_batch",
-    "useful_batch_text",
-    "verdict",
-    "waste_of_doubling",
-]
+__all__ = ["efficiency", "gain", "verdict"]
 
 
 def gain(noise_scale: float, batch: float, reference: float) -> float:
@@ -37,44 +30,13 @@ def gain(noise_scale: float, batch: float, reference: float) -> float:
     >>> gain(96.0, batch=128, reference=32), gain(0.0, batch=128, reference=32)
     (2.2857142857142856, 1.0)
     """
-    _refuse(noise_scale, batch)
-    _refuse(noise_scale, reference)
+    for samples in (batch, reference):
+        if not (samples > 0 and 0 <= noise_scale < math.inf):
+            raise InputError(
+                f"noise_scale={noise_scale!r} batch={samples!r}: a batch has samples, and a noise scale is a finite "
+                "number of them; write noise_scale=500.0, batch=64"
+            )
     return batch / reference * efficiency(noise_scale, batch, reference)
-
-
-def waste_of_doubling(noise_scale: float, batch: float) -> float:
-    """Return the fraction of its samples that a batch twice as large wastes: 1 - (φ + B)/(φ + 2B).
-
-    Raises:
-        InputError: a batch of no samples, or a φ below 0 or not finite.
-
-    >>> waste_of_doubling(0.0, batch=8), round(waste_of_doubling(100.0, batch=100), 3)
-    (0.5, 0.333)
-    """
-    _refuse(noise_scale, batch)
-    return batch / (noise_scale + 2 * batch)
-
-
-def useful_batch(noise_scale: float) -> int:
-    """Return the largest batch that is worth its samples: φ, where updates and samples are each twice the least.
-
-    >>> useful_batch(511.6), useful_batch(0.2)
-    (512, 1)
-    """
-    _refuse(noise_scale, 1)
-    return max(1, round(noise_scale))
-
-
-def useful_batch_text(noise_scale: float) -> str:
-    """Return :func:`useful_batch` as a sentence.
-
-    >>> useful_batch_text(511.6)
-    'useful batch ≤ 512; beyond it each doubling wastes 33 % of its samples, and up to 50 %'
-    """
-    most = useful_batch(noise_scale)
-    share = waste_of_doubling(noise_scale, max(noise_scale, 1.0))
-    wasted = f"{100 * share:.0f} % of its samples, and up to 50 %"
-    return f"useful batch ≤ {most:,}; beyond it each doubling wastes {wasted}"
 
 
 def verdict(summary: Mapping[str, Any]) -> str | None:
@@ -90,15 +52,10 @@ def verdict(summary: Mapping[str, Any]) -> str | None:
     noise_scale, error = summary["noise_scale_mean"], summary.get("noise_scale_error")
     if noise_scale is None:
         return "noise scale: the gradient could not be told from its noise; look at more updates, or at larger ones"
+    # At B = φ updates and samples are each twice the least; a batch twice as large wastes B/(φ + 2B) of its samples.
+    batch = max(noise_scale, 1.0)
+    wasted = f"{100 * batch / (noise_scale + 2 * batch):.0f} % of its samples, and up to 50 %"
     uncertainty = f" (± {100 * error:.0f} %)" if error is not None else ""
     biased = summary.get("noise_scale_biased") or 0.0
     caveat = f"; {100 * biased:.0f} % of it from gradients of different A: rather too large" if biased else ""
-    return f"{useful_batch_text(noise_scale)}{uncertainty}{caveat}"
-
-
-def _refuse(noise_scale: float, batch: float) -> None:
-    if not (batch > 0 and 0 <= noise_scale < math.inf):
-        raise InputError(
-            f"noise_scale={noise_scale!r} batch={batch!r}: a batch has samples, and a noise scale is a finite number "
-            "of them; write noise_scale=500.0, batch=64"
-        )
+    return f"useful batch ≤ {round(batch):,}; beyond it each doubling wastes {wasted}{uncertainty}{caveat}"

@@ -1,4 +1,4 @@
-"""Utilisation of workers, from spans, and a pipeline's distance from what its schedule allows.
+"""Utilisation of a pipeline's workers, from spans, and its distance from what its schedule allows.
 
 ::
 
@@ -17,15 +17,12 @@ from paceline.core.errors import InputError
 from paceline.core.mesh import StageReplicas
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.schedule import Dependencies, Schedule, StageTimes, simulate
-from paceline.trace.spans import PASSES, SERVER, Action, Span
+from paceline.trace.spans import PASSES, Action, Span
 
-Worker: TypeAlias = tuple[int, int, int]
-"""(replica, stage, shard)"""
 Interval: TypeAlias = tuple[Nanoseconds, Nanoseconds]
 Place: TypeAlias = tuple[int, int]
 """(stage, shard) of a worker in its replica."""
 
-COMPUTE: frozenset[Action] = PASSES
 COMMUNICATION: frozenset[Action] = frozenset({"send", "receive", "wait"})
 UPDATE: frozenset[Action] = frozenset({"all_reduce", "apply"})
 
@@ -53,32 +50,6 @@ def covered_ns(intervals: Iterable[Interval]) -> Nanoseconds:
             total += end - begin
             reached = end
     return total
-
-
-def worker_utilisation(spans: Sequence[Span], window: Interval | None = None) -> dict[Worker, float]:
-    """Return busy time / total time of each worker; all but ``wait`` is busy, and overlapping spans count once.
-
-    The server and the coordinator are no workers.
-
-    Args:
-        spans: spans of one run, in any order.
-        window: (start_ns, end_ns), the total; absent: from the first start to the last end of any span.
-    """
-    spans = [span for span in spans if span.replica != SERVER]
-    if not spans:
-        return {}
-    start, end = window or (min(s.start_ns for s in spans), max(s.end_ns for s in spans))
-    busy: dict[Worker, list[Interval]] = {worker: [] for worker in sorted(set(map(_key, spans)))}
-    for span in spans:
-        if span.action != "wait":
-            busy[_key(span)].append((max(span.start_ns, start), min(span.end_ns, end)))
-    return {w: covered_ns(intervals) / (end - start) if end > start else 0.0 for w, intervals in busy.items()}
-
-
-def utilisation(spans: Sequence[Span], window: Interval | None = None) -> float | None:
-    """Return the coloured area / total area of the swimlane over all workers; None without spans."""
-    per_worker = worker_utilisation(spans, window)
-    return sum(per_worker.values()) / len(per_worker) if per_worker else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +113,8 @@ def worker_figures(spans: Iterable[Span], replica: int = 0) -> dict[Place, Pipel
 
     figures: dict[Place, PipelineWorkerFigures] = {}
     for place, own in inside.items():
-        compute, work = covered(own, COMPUTE), covered(own, COMPUTE | UPDATE)
-        exposed = covered(own, COMPUTE | COMMUNICATION) - compute
+        compute, work = covered(own, PASSES), covered(own, PASSES | UPDATE)
+        exposed = covered(own, PASSES | COMMUNICATION) - compute
         figures[place] = PipelineWorkerFigures(compute / total, 1 - work / total, exposed / len(steps) / 1e9)
     return figures
 
@@ -188,7 +159,7 @@ def stage_times(spans: Iterable[Span], schedule: Schedule, workers: int, replica
     earlier: Counter[tuple[Action, int, int, int, int]] = Counter()
     pieces: defaultdict[tuple[str, int, int, int, int], list[Interval]] = defaultdict(list)
     for span in _pipeline_spans(spans, replica):
-        if span.action in COMPUTE:
+        if span.action in PASSES:
             key = (span.action, span.stage, span.shard, span.step, span.micro_batch)
             turn = earlier[key] % schedule.chunks
             earlier[key] += 1
@@ -264,21 +235,17 @@ def pace(spans: Sequence[Span], best: Sequence[Span], *, flushes: bool = True, r
     return Pace(covered_ns(lengths) / len(lengths) / 1e9, ideal_ns / len(lengths) / 1e9)
 
 
-def _key(span: Span) -> Worker:
-    return (span.replica, span.stage, span.shard)
-
-
 def _pipeline_spans(spans: Iterable[Span], replica: int) -> list[Span]:
     """Return a replica's compute, communication and updates by their start.
 
     Updates are numbered apart from steps; here each gets the number of the step that it ends.
     """
-    counted = (span for span in spans if span.replica == replica and span.action in COMPUTE | COMMUNICATION | UPDATE)
+    counted = (span for span in spans if span.replica == replica and span.action in PASSES | COMMUNICATION | UPDATE)
     current: dict[Place, int] = {}
     found: list[Span] = []
     for span in sorted(counted, key=lambda span: span.start_ns):
         place = (span.stage, span.shard)
-        if span.action in COMPUTE:
+        if span.action in PASSES:
             current[place] = span.step
         if span.action not in UPDATE:
             found.append(span)
@@ -291,7 +258,7 @@ def _windows(spans: Iterable[Span]) -> dict[int, Interval]:
     found: dict[int, Interval] = {}
     for span in spans:
         start, end = found.get(span.step, (span.start_ns, span.end_ns))
-        if span.action in COMPUTE:
+        if span.action in PASSES:
             found[span.step] = min(start, span.start_ns), max(end, span.end_ns)
         elif span.action != "wait" and span.step in found:  # a wait after the last transfer is no part of the step
             found[span.step] = start, max(end, span.end_ns)

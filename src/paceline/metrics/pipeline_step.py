@@ -1,12 +1,12 @@
 """One step of a pipeline next to what its schedule allows, and the figures of the whole run."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from statistics import fmean, median_low
 from typing import Any
 
 from paceline.core.errors import InputError
-from paceline.core.formatting import amount
+from paceline.core.formatting import aligned, amount
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Nanoseconds
 from paceline.metrics.pipeline import Interval, Pace, PipelineWorkerFigures, ideal, pace, windows, worker_figures
@@ -55,9 +55,8 @@ class PipelineStep:
             width: characters of a lane without its label.
         """
         rows = self.table()
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([panels_text([self.measured, self.ideal], width), self.sentence(), "", *lines]) + "\n"
+        panels = panels_text([self.measured, self.ideal], width)
+        return "\n".join([panels, self.sentence(), "", *aligned(rows, right=rows[0])]) + "\n"
 
     def svg(self) -> str:
         """Return both panels and the figures as an SVG element."""
@@ -71,11 +70,7 @@ class PipelineStep:
     def table(self) -> list[tuple[str, ...]]:
         """Return titles, a line for each worker, and their means; the last column is left out if it is empty."""
         figures = [row.figures for row in self.stages]
-        mean = PipelineWorkerFigures(
-            fmean(each.utilisation for each in figures),
-            fmean(each.bubble for each in figures),
-            fmean(each.exposed_communication_s for each in figures),
-        )
+        mean = PipelineWorkerFigures(*map(fmean, zip(*map(astuple, figures), strict=True)))
         split = any(row.shard for row in self.stages)
         named = [
             (f"{r.stage}.{r.shard}" if split else str(r.stage), r.figures, r.peak_saved_bytes) for r in self.stages
@@ -100,9 +95,7 @@ class PipelineStep:
                 {
                     "stage": row.stage,
                     "shard": row.shard,
-                    "utilisation": row.figures.utilisation,
-                    "bubble": row.figures.bubble,
-                    "exposed_communication_s": row.figures.exposed_communication_s,
+                    **asdict(row.figures),
                     "peak_saved_bytes": row.peak_saved_bytes,
                 }
                 for row in self.stages

@@ -17,6 +17,9 @@ SAVED = "peak_saved_bytes"
 NEEDS = "parts_need"
 """Key, among the notes of a pipeline, of the dependencies among the model's parts."""
 
+_COUNTS = ("updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds")
+"""Figures of an account that are figures of the run as they are."""
+
 
 def summarize(
     account: Account, history: Sequence[Record], *, host: bool, spans: Sequence[Span] = (), shards: bool = False
@@ -51,22 +54,10 @@ def summarize(
         shards: True if operators of some stage are divided.
     """
     workers, seconds = account.workers, account.seconds
-    figures: dict[str, Any] = {
-        "steps": max((w.steps for w in workers), default=0),
-        "updates": account.updates,
-        "gradients": account.gradients,
-        "applied": account.applied,
-        "discarded": account.discarded,
-        "cancelled": account.cancelled,
-        "nonfinite": account.nonfinite,
-        "seconds": seconds,
-    }
-    for name, count in (
-        ("samples_per_s", account.samples),
-        ("updates_per_s", account.updates),
-        ("gradients_per_s", account.gradients),
-    ):
-        figures[name] = count / seconds if seconds > 0 else None
+    figures: dict[str, Any] = {"steps": max((w.steps for w in workers), default=0)}
+    figures |= {name: getattr(account, name) for name in _COUNTS}
+    for name in ("samples", "updates", "gradients"):
+        figures[f"{name}_per_s"] = getattr(account, name) / seconds if seconds > 0 else None
     if host:
         times = [w.step_time_s for w in workers if w.step_time_s is not None]
         figures["step_time_s"] = median(times) if times else None

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from paceline.metrics.repeats import Estimate
 
@@ -29,9 +29,6 @@ class Column:
     group: str
     title: str
     cell: Callable[[Entry], str]
-
-
-Grid: TypeAlias = tuple[Sequence[Column], list[list[str]]]
 
 
 def figure(key: str, form: str, scale: float = 1.0) -> Callable[[Entry], str]:
@@ -92,7 +89,7 @@ REACHED = (
 """All scores of a strategy."""
 
 
-def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> Grid:
+def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> tuple[Sequence[Column], list[list[str]]]:
     """Return the columns that have a figure for any strategy, and the cells of each line."""
     cells = [[column.cell(entry) for column in columns] for entry in entries]
     kept = [i for i in range(len(columns)) if any(line[i] != NONE for line in cells)]

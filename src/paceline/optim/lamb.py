@@ -50,41 +50,28 @@ class Lamb(LayerWise):
         weight_decay: float = 0.0,
         exclude_vectors: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "exclude_vectors": exclude_vectors,
-            },
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults | {"exclude_vectors": exclude_vectors})
 
     def move(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        own = decays(group, parameters)
-        steps = self._directions(group, parameters, gradients)
-        torch._foreach_add_(steps, torch._foreach_mul(parameters, [group["weight_decay"] * o for o in own]))
-        lengths, sizes = torch._foreach_norm(parameters), torch._foreach_norm(steps)
-        rates = ratios(lengths, sizes, own, lambda length, size: length / size, otherwise=1.0)
-        torch._foreach_mul_(steps, rates)
-        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
-
-    def _directions(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
-        """Return r of each parameter."""
         states = [self._advanced(p) for p in parameters]
         means, squares = [s["mean"] for s in states], [s["square"] for s in states]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
         torch._foreach_mul_(squares, beta2)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        # Both moments are corrected for their start at 0, as in Adam.
+        # r: both moments are corrected for their start at 0, as in Adam.
         sizes = torch._foreach_div(squares, [1 - beta2 ** s["step"] for s in states])
         torch._foreach_sqrt_(sizes)
         torch._foreach_add_(sizes, group["eps"])
-        directions = torch._foreach_div(means, [1 - beta1 ** s["step"] for s in states])
-        torch._foreach_div_(directions, sizes)
-        return list(directions)
+        steps = torch._foreach_div(means, [1 - beta1 ** s["step"] for s in states])
+        torch._foreach_div_(steps, sizes)
+        own = decays(group, parameters)
+        torch._foreach_add_(steps, torch._foreach_mul(parameters, [group["weight_decay"] * o for o in own]))
+        lengths, sizes = torch._foreach_norm(parameters), torch._foreach_norm(steps)
+        rates = ratios(lengths, sizes, own, lambda length, size: length / size, otherwise=1.0)
+        torch._foreach_mul_(steps, rates)
+        torch._foreach_add_(parameters, steps, alpha=-group["lr"])
 
     def _advanced(self, parameter: Tensor) -> dict[str, Any]:
         """Return m, v and t of a parameter; t counts the step that begins."""

@@ -54,17 +54,8 @@ class Lars(LayerWise):
         nesterov: bool = False,
         exclude_vectors: bool = False,
     ) -> None:
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "weight_decay": weight_decay,
-                "trust": trust,
-                "nesterov": nesterov,
-                "exclude_vectors": exclude_vectors,
-            },
-        )
+        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
+        super().__init__(params, defaults | {"nesterov": nesterov, "exclude_vectors": exclude_vectors})
 
     def move(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
         own, decay, trust = decays(group, parameters), group["weight_decay"], group["trust"]

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -27,36 +28,6 @@ from paceline.report.inputs import StrategyRuns
 INK, PALE = "#333333", "#8a8a8a"
 
 _WIDTH_IN = 5.6
-_STYLE: Any = {  # matplotlib's type for it lists the names that its newest version knows
-    "svg.fonttype": "none",  # text stays text: it can be searched, and the page sets its font
-    "svg.hashsalt": "paceline",  # equal inputs, equal pages
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "font.size": 9.5,
-    "text.color": INK,
-    "figure.titlesize": 11.5,
-    "figure.titleweight": "bold",
-    "axes.edgecolor": "#b5b5b5",
-    "axes.labelcolor": "#555555",
-    "axes.titlesize": 9.5,
-    "axes.titlepad": 5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "axes.xmargin": 0.01,
-    "grid.color": "#e6e6e6",
-    "grid.linewidth": 0.8,
-    "xtick.color": "#b5b5b5",
-    "ytick.color": "#b5b5b5",
-    "xtick.labelcolor": "#555555",
-    "ytick.labelcolor": "#555555",
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "ytick.minor.size": 0,
-    "lines.linewidth": 1.8,
-    "lines.solid_capstyle": "round",
-}
 
 
 Numbers = NDArray[np.float64]
@@ -84,7 +55,7 @@ def drawn(draw: Callable[[list[Axes]], None], title: str, *, rows: int = 1, heig
         height_in: height of the whole figure in inches; its width is always the same.
         says: description of the figure, for readers who can't see it.
     """
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(fname=Path(__file__).parent / "figures.mplstyle"):
         figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
         figure.suptitle(title, x=0.01, ha="left")
         draw(list(figure.subplots(rows, sharex=True, squeeze=False)[:, 0]))
@@ -131,15 +102,12 @@ def band(histories: Sequence[Sequence[Record]], key: str, *, steps: bool = False
     if not len(times):
         return None
     # A step curve has at each time the value of the newest record; a time is never before the first one here.
-    values = np.stack(
-        [
-            own_values[np.searchsorted(own_times, times, side="right") - 1]
-            if steps
-            else np.interp(times, own_times, own_values)
-            for own_times, own_values in rounds
-        ]
-    )
-    return Band(times, values.mean(0), values.min(0), values.max(0))
+    values: list[Numbers] = []
+    for own_times, own in rounds:
+        newest = np.searchsorted(own_times, times, side="right") - 1
+        values.append(own[newest] if steps else np.interp(times, own_times, own))
+    mean, low, high = np.mean(values, 0), np.min(values, 0), np.max(values, 0)
+    return Band(times, mean, low, high)
 
 
 def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, scale: float = 1.0) -> str | None:

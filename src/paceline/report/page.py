@@ -1,58 +1,25 @@
-"""Write a report: sections of tables and figures in one HTML file that needs no other."""
+"""Write a report: sections of tables and figures in one HTML file that needs no other.
+
+All text that a user may have written is escaped here.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
 from paceline.core.types import ReplicaId, Seconds
+from paceline.metrics.efficiency import verdict
 from paceline.metrics.pipeline_step import pipeline_step
+from paceline.metrics.repeats import difference, mean_summary
+from paceline.metrics.table_columns import PACE, REACHED, Column, Entry, figure, grid
 from paceline.report import figures
 from paceline.report.inputs import Section, Source, StrategyRuns, sections
-from paceline.report.tables import legend, name, notes, results, strategies
 from paceline.trace.spans import SERVER, Span
 from paceline.trace.svg import swimlanes_svg
-
-CSS = """
-:root { --ink: #222; --soft: #5c5c5c; --line: #dcdcdc; --wash: #f6f7f8; }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 1180px; padding: 40px 28px 64px; background: #fff; color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-h1 { font-size: 27px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; }
-h2 { font-size: 20px; margin: 30px 0 4px; }
-section + section { margin-top: 60px; border-top: 1px solid var(--line); }
-h3 { font-size: 16px; margin: 34px 0 6px; }
-p { margin: 6px 0; max-width: 105ch; }
-.soft, figcaption, caption { color: var(--soft); }
-figcaption, caption { font-size: 13px; line-height: 1.45; text-align: left; max-width: 110ch; }
-caption { caption-side: bottom; padding-top: 8px; }
-code { font: 12.5px/1.45 ui-monospace, "SF Mono", Menlo, Consolas, monospace; overflow-wrap: anywhere; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; width: 100%; }
-th, td { padding: 6px 8px; text-align: right; white-space: nowrap; border-bottom: 1px solid var(--line); }
-th { font-weight: 600; font-size: 13px; vertical-align: bottom; }
-th.group { border-bottom: 0; padding-bottom: 0; text-align: center; }
-thead tr:last-child th { font-weight: 400; color: var(--soft); border-bottom: 1.5px solid #999; }
-td { font-size: 13.5px; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-td.text, th.text { text-align: left; white-space: normal; }
-.swatch { display: inline-block; width: 22px; height: 0; margin-right: 8px; vertical-align: middle;
-  border-top: 4px solid; border-radius: 2px; }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 26px; margin: 12px 0 4px; }
-.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(430px, 1fr)); gap: 26px 36px;
-  margin: 14px 0 8px; }
-figure { margin: 0; break-inside: avoid; }
-figure svg { display: block; width: 100%; height: auto; }
-figure svg text { font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif
-  !important; }
-.lane { margin: 16px 0 22px; }
-ul { margin: 6px 0; padding-left: 20px; }
-footer { margin-top: 56px; padding-top: 12px; border-top: 1px solid var(--line); color: var(--soft); font-size: 13px; }
-@media print { body { padding: 0; max-width: none; font-size: 11pt; } h2, h3 { break-after: avoid; }
-  .grid { grid-template-columns: 1fr 1fr; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
-"""
 
 STEPS, REPLICAS = 12, 12
 """Length of a drawn window in steps, and the number of replicas that are drawn."""
@@ -65,6 +32,13 @@ _CURVES = (
     ("noise_scale", "Noise scale, samples: the largest batch that is worth them", 1.0),
     ("efficiency", "Statistical efficiency of the batch, %", 100.0),
     ("goodput_samples_per_s", "Goodput: samples/s · efficiency", 1.0),
+)
+
+
+_RUN_COLUMNS = (
+    Column("", "rounds", lambda entry: str(entry.rounds)),
+    Column("", "training time, s", figure("seconds", ",.1f")),
+    *PACE,
 )
 
 
@@ -92,11 +66,12 @@ def page(found: Sequence[Section]) -> str:
     runs = sum(len(group.runs) for section in found for group in section.groups)
     ways = len({group.strategy for section in found for group in section.groups})
     count = f"{runs} run{'' if runs == 1 else 's'} under {ways} strateg{'y' if ways == 1 else 'ies'}."
+    css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
     body = "\n".join("\n".join(["<section>", *_section(section), "</section>"]) for section in found)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title} – Paceline</title>\n'
-        f"<style>{CSS}</style>\n</head>\n<body>\n<h1>Paceline report</h1>\n"
+        f"<style>\n{css}</style>\n</head>\n<body>\n<h1>Paceline report</h1>\n"
         f'<p class="soft">{count}</p>\n'
         f"{body}\n<footer>Written by Paceline from the runs' own records.</footer>\n</body>\n</html>\n"
     )
@@ -106,14 +81,14 @@ def _section(section: Section) -> Iterator[str]:
     """Yield the elements of a section: strategies, results, curves, staleness and utilisation, swimlanes, notes."""
     groups, rounds = section.groups, max(len(group.runs) for group in section.groups)
     yield f"<h2>{escape(section.program)} on the {escape(section.engine)} engine</h2>"
-    yield strategies(section)
+    yield _strategies(section)
     yield "<h3>Results</h3>"
-    yield results(section)
+    yield _results(section)
 
     time = "virtual time, s" if section.engine == "virtual" else "training time, s"
     spread = " Lines are means over the rounds, bands extend from the least to the largest of them."
     yield "<h3>Over time</h3>"
-    yield legend(groups)
+    yield _legend(groups)
     yield _grid([figures.curve(groups, key, title, time=time, scale=scale) for key, title, scale in _CURVES])
     yield (
         '<p class="soft">Each point scores a snapshot of A taken at that time, off the training path; the train loss '
@@ -130,13 +105,99 @@ def _section(section: Section) -> Iterator[str]:
             "waiting is not busy.</p>"
         )
     yield from _swimlanes(section)
-    if items := notes(section):
+    if items := _notes(section):
         yield f"<h3>Notes</h3>{items}"
 
 
 def _grid(drawings: Iterable[str | None]) -> str:
     elements = "".join(f"<figure>{drawing}</figure>" for drawing in drawings if drawing is not None)
     return f'<div class="grid">{elements}</div>'
+
+
+def _name(group: StrategyRuns) -> str:
+    """Return a strategy's label next to its colour."""
+    line = {"-": "solid", "--": "dashed", ":": "dotted"}[group.dash]
+    swatch = f'<span class="swatch" style="border-top-color:{group.colour};border-top-style:{line}"></span>'
+    return swatch + escape(group.label)
+
+
+def _legend(groups: Sequence[StrategyRuns]) -> str:
+    """Return all strategies next to their colours, in one line."""
+    return f'<div class="legend">{"".join(f"<span>{_name(group)}</span>" for group in groups)}</div>'
+
+
+def _strategies(section: Section) -> str:
+    """Return the table of strategies: their full text, number and length of runs, and rates."""
+    columns, lines = grid(_RUN_COLUMNS, _entries(section))
+    titles = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
+    rows = [
+        f'<tr><td>{_name(group)}</td><td class="text"><code>{escape(group.strategy)}</code></td>{_cells(line)}</tr>'
+        for group, line in zip(section.groups, lines, strict=True)
+    ]
+    head = f'<thead><tr><th>strategy</th><th class="text">in full</th>{titles}</tr></thead>'
+    caption = "Staleness: how many updates A had had since it was read for a gradient, when that was applied; the mean."
+    return _table(head, rows, caption)
+
+
+def _results(section: Section) -> str:
+    """Return the table of scores of each strategy, and of its differences from the baseline."""
+    columns, lines = grid(REACHED, _entries(section))
+    rows = [f"<tr><td>{_name(g)}</td>{_cells(line)}</tr>" for g, line in zip(section.groups, lines, strict=True)]
+    spans = [(title, len(list(members))) for title, members in groupby(columns, key=lambda column: column.group)]
+    top = "".join(f'<th class="group" colspan="{count}">{escape(title)}</th>' for title, count in spans)
+    titles = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
+    head = f'<thead><tr><th class="group"></th>{top}</tr><tr><th>strategy</th>{titles}</tr></thead>'
+    rounds = max(len(group.runs) for group in section.groups)
+    caption = ["End: at the end; mean: over time, averaged over the whole interval of training by the trapezoid rule."]
+    if rounds > 1:
+        caption.append("All figures are means over the rounds.")
+    if section.baseline is not None:
+        against = next(group.label for group in section.groups if group.strategy == section.baseline)
+        caption.append(f"Difference: of that mean, strategy minus {against}, accuracy in percentage points.")
+        caption.append("Higher accuracy and lower loss are better.")
+        if rounds > 1:
+            caption.append("±: half a 95 % interval (Student's t, paired by round).")
+    return _table(head, rows, " ".join(caption))
+
+
+def _notes(section: Section) -> str:
+    """Return a list of events in single runs: replicas that left, interruptions, discarded gradients."""
+    items: list[str] = []
+    for group in section.groups:
+        for number, run in enumerate(group.runs):
+            label = escape(group.label) + (f", round {number + 1}" if len(group.runs) > 1 else "")
+            for gone in run.left:
+                items.append(f"{label}: replica {gone.replica} left after {gone.time_s:.2f} s: {escape(gone.reason)}.")
+            if run.summary.get("interrupted"):
+                items.append(f"{label}: interrupted after {run.summary.get('seconds') or 0:.2f} s.")
+            if run.summary.get("nonfinite"):
+                count = run.summary["nonfinite"]
+                items.append(f"{label}: {count:,} gradients were not finite and were discarded.")
+            if sentence := verdict(run.summary):
+                items.append(f"{label}: {escape(sentence)}.")
+            for key, note in (run.summary.get("notes") or {}).items():
+                items.append(f"{escape(str(key))}: {escape(str(note))}")
+    return f"<ul>{''.join(f'<li>{item}</li>' for item in dict.fromkeys(items))}</ul>" if items else ""
+
+
+def _entries(section: Section) -> list[Entry]:
+    summaries = {group.strategy: [run.summary for run in group.runs] for group in section.groups}
+    baseline = summaries.get(section.baseline or "", [])
+    entries = []
+    for group in section.groups:
+        own = summaries[group.strategy]
+        against = None if group.strategy == section.baseline else difference(own, baseline)
+        entries.append(Entry(group.label, mean_summary(own), against, len(group.runs)))
+    return entries
+
+
+def _cells(line: Sequence[str]) -> str:
+    return "".join(f"<td>{escape(cell)}</td>" for cell in line)
+
+
+def _table(head: str, rows: Sequence[str], caption: str) -> str:
+    body = f"{head}<tbody>{''.join(rows)}</tbody>"
+    return f'<div class="wide"><table><caption>{escape(caption)}</caption>{body}</table></div>'
 
 
 def _swimlanes(section: Section) -> Iterator[str]:
@@ -167,7 +228,7 @@ def _swimlanes(section: Section) -> Iterator[str]:
 
 
 def _lane(group: StrategyRuns, element: str) -> str:
-    return f'<figure class="lane"><figcaption>{name(group)}</figcaption>{element}</figure>'
+    return f'<figure class="lane"><figcaption>{_name(group)}</figcaption>{element}</figure>'
 
 
 def swimlanes(recorded: Sequence[Sequence[Span]]) -> list[str]:

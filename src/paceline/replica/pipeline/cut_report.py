@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from paceline.core.formatting import amount
+from paceline.core.formatting import aligned, amount
 from paceline.replica.pipeline.base import Cut
 from paceline.replica.pipeline.costs import Costs
 from paceline.replica.pipeline.cut_groups import Units
@@ -67,18 +67,12 @@ def cut_table(cut: Cut, units: Units, costs: Costs, replicas: Sequence[int] = ()
 
     shown = [i for i in range(len(_TITLES)) if any(line[i] for line in lines)]
     rows = [[row[i] for i in shown] for row in (_TITLES, *lines)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = [_TITLES[i] in _RIGHT for i in shown]
-    texts = [
-        "  ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(row, widths, right, strict=True)).rstrip()
-        for row in rows
-    ]
     slowest = max(each / count for each, count in zip(seconds, replicas, strict=True))
     head = (
         f"{len(lines)} stage{'s' if len(lines) > 1 else ''}; slowest: {slowest * 1e3:.3g} ms, forward and backward of "
         "one micro-batch; bytes sent: of one micro-batch, forward"
     )
-    return "\n".join([head, "", *texts])
+    return "\n".join([head, "", *aligned(rows, _RIGHT)])
 
 
 def _name(node: Node, units: Units, inside: set[int]) -> str:
