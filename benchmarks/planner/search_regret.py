@@ -15,9 +15,8 @@ from kit.work import progress
 
 from paceline.planner import cluster_file
 from paceline.planner.cluster_file import assumed
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import OF_EACH_KIND, Ranking, key, search
+from paceline.planner.search.search import OF_EACH_KIND, CostCache, Ranking, key, search
 from paceline.planner.shapes import shape_file
 
 ALL, MOST = 10**9, 2000

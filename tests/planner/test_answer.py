@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from paceline import StaleSynchronous
 from paceline.planner.answer import alternatives
 from paceline.planner.base import Arrangement, Plan
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import kind_of, search
+from paceline.planner.search.search import CostCache, kind_of, search
 from tests.planner.plain_workload import Plain, cluster
 
 
@@ -24,8 +23,8 @@ def plan(arrangement: Arrangement, step_s: float, *, off: float = 0.1) -> Plan:
 
 def shown(plans: list[Plan], count: int = 5) -> tuple[list[int], int]:
     """Which of them, and how many are left out."""
-    found = alternatives(plans, Plain(), Objectives(), count)
-    return [plans.index(each) for each in found.plans], found.left_out
+    found, left_out = alternatives(plans, Plain(), Objectives(), count)
+    return [plans.index(each) for each in found], left_out
 
 
 TWO, FOUR = Arrangement(2, stages=2, micro_batches=4), Arrangement(1, stages=4, micro_batches=8)
@@ -70,12 +69,12 @@ def test_only_those_before_the_last_that_is_shown_are_counted() -> None:
 def test_the_best_is_never_affected_and_all_stand_for_themselves(batch: int, memory_bytes: float) -> None:
     workload, on = Plain(global_batch=batch), cluster(hosts=2, memory_bytes=memory_bytes)
     plans = search(workload, on, of_each_kind=2).plans
-    found = alternatives(plans, workload, Objectives(), 5)
-    assert found.plans[:1] == plans[:1]
-    places = [plans.index(each) for each in found.plans]
+    found, left_out = alternatives(plans, workload, Objectives(), 5)
+    assert found[:1] == plans[:1]
+    places = [plans.index(each) for each in found]
     assert places == sorted(places)
-    if len(found.plans) < 5:
-        assert found.left_out == len(plans) - len(found.plans)
+    if len(found) < 5:
+        assert left_out == len(plans) - len(found)
 
 
 def test_the_best_of_other_kinds_is_there_beside_the_best() -> None:

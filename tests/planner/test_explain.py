@@ -21,9 +21,8 @@ from paceline.planner.explain import (
 )
 from paceline.planner.feasibility import smallest_change
 from paceline.planner.policies import policies, rank, under
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import CostCache, search
 from tests.planner.plain_workload import Plain, cluster
 
 

@@ -7,9 +7,9 @@ from paceline.planner.base import Arrangement, OverlapModel
 from paceline.planner.cluster import Cluster
 from paceline.planner.cost import in_flight
 from paceline.planner.search.candidates import Frames, arrangement, frames, options
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.lower_bounds import flights
 from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import CostCache
 from tests.planner.plain_workload import Plain, cluster
 
 ROUNDED = 1 + 1e-9

@@ -19,10 +19,9 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.cost import cost
 from paceline.planner.search import supported
 from paceline.planner.search.candidates import arrangement, frames, options
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.event_simulation import part_times
 from paceline.planner.search.objective import Objective, Objectives
-from paceline.planner.search.search import TIE, key, key_of, search, undominated
+from paceline.planner.search.search import TIE, CostCache, key, key_of, search, undominated
 from paceline.planner.stage_division import Divisions
 from paceline.schedule import StageTimes, names, parse, simulate, timeline
 from tests.planner.plain_workload import Plain, cluster

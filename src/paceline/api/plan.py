@@ -19,7 +19,7 @@ from paceline.planner.search.objective import Objective, Objectives
 if TYPE_CHECKING:
     from paceline.api.plan_verification import Verified
     from paceline.planner.program.profile import Profile
-    from paceline.planner.search.cost_cache import CostCache
+    from paceline.planner.search.search import CostCache
     from paceline.program import Program
 
 SHOWN = 5
@@ -75,7 +75,7 @@ class Plans(Sequence[Plan]):
     def text(self) -> str:
         """Return the best plans that differ, one per line, each with the reason why the best is preferred to it."""
         lines = []
-        shown = alternatives(self.plans, self.workload, self.objectives, SHOWN).plans
+        shown = alternatives(self.plans, self.workload, self.objectives, SHOWN)[0]
         for plan in explained(shown, self.objectives):
             step = f"{plan.cost.step_s * 1e3:.3g} ms ({plan.low_s * 1e3:.3g} to {plan.high_s * 1e3:.3g})"
             memory = f"{plan.cost.peak.total / 2**20:,.0f} MiB"
@@ -217,8 +217,7 @@ def _plan_program(
 
 def _searched(plans: Plans, calibrate: Callable[[Plan], Plan] | None = None) -> Plans:
     """Return the same with the plans of a search, each corrected by ``calibrate``."""
-    from paceline.planner.search.cost_cache import CostCache
-    from paceline.planner.search.search import OF_EACH_KIND, search
+    from paceline.planner.search.search import OF_EACH_KIND, CostCache, search
 
     workload, cluster = plans.workload, plans.cluster
     cache = CostCache(workload, cluster, plans.overlap_model, calibrate)

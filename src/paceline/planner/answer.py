@@ -10,9 +10,8 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.explain import Gain, ScalingCurve, curve, curve_of, explained, gains
 from paceline.planner.feasibility import Fit, smallest_change
 from paceline.planner.search import supported
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import OF_EACH_KIND, key, kind_of, search
+from paceline.planner.search.search import OF_EACH_KIND, CostCache, key, kind_of, search
 
 SHOWN = 5
 """Plans of a report."""
@@ -21,16 +20,9 @@ SMALL_BATCH = 64
 FEW_NODES, MANY_NODES = 32, 50
 
 
-@dataclass(frozen=True, slots=True)
-class Alternatives:
-    """Plans to show."""
-
-    plans: tuple[Plan, ...]
-    left_out: int
-    """Plans before the last that is shown (of all, where fewer are shown) which equal one of these of their kind."""
-
-
-def alternatives(plans: Sequence[Plan], workload: Workload, objectives: Objectives, count: int) -> Alternatives:
+def alternatives(
+    plans: Sequence[Plan], workload: Workload, objectives: Objectives, count: int
+) -> tuple[tuple[Plan, ...], int]:
     """Return the first so many that differ, in their order: the best of each kind, not five sizes of one.
 
     A plan is left out where a better one of its kind and policy is shown and the intervals overlap in which nine of ten
@@ -41,6 +33,10 @@ def alternatives(plans: Sequence[Plan], workload: Workload, objectives: Objectiv
         workload: of the plans.
         objectives: of the search.
         count: maximal number of plans.
+
+    Returns:
+        The plans to show, and the number of plans before the last of these (of all, where fewer are shown) that equal
+        one of these of their kind.
     """
 
     def equals(plan: Plan, better: Plan) -> bool:
@@ -60,7 +56,7 @@ def alternatives(plans: Sequence[Plan], workload: Workload, objectives: Objectiv
             left_out += 1
         else:
             shown.append(plan)
-    return Alternatives(tuple(shown), left_out)
+    return tuple(shown), left_out
 
 
 # ------------------------------------------------------------------------------------------------------- rules of thumb
@@ -214,8 +210,9 @@ def answer(
         measured: whether plans were made for each number of workers by itself, on this host.
     """
     cost_cache = cost_cache or CostCache(workload, cluster, overlap_model)
-    differing = alternatives([plan for plan in plans if plan.strategy is not None], workload, objectives, SHOWN)
-    shown = explained(differing.plans, objectives)
+    possible = [plan for plan in plans if plan.strategy is not None]
+    differing, left_out = alternatives(possible, workload, objectives, SHOWN)
+    shown = explained(differing, objectives)
     cpu = cluster.device.kind == "cpu"
     all_supported = objectives.unbuilt or (cpu and objectives.engine is None)
     every = plans[: 2 * SHOWN]
@@ -231,7 +228,6 @@ def answer(
     resources = gains(shown[0], workload, cluster, overlap_model) if shown else ()
     scaling = curve_of(plans, objectives.max_workers(cluster)) if measured else curve(cost_cache, objectives)
     compared = rules(shown[0], every, fit, cost_cache, objectives) if shown else ()
-    left_out = differing.left_out
     return PlanReport(name, workload, cluster, objectives, shown, left_out, resources, scaling, fit, compared, beyond)
 
 

@@ -128,7 +128,15 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
                     f"{hosts} hosts of {per_host} devices send to each other, but [links] does not say how fast; write "
                     f"{key} = … under [links]."
                 )
-        cluster = _described(hosts, per_host, _device(section(values, "device")), Links(1.0, 1.0), title, {})
+        lines = checked(_DeviceKeys, section(values, "device"), "device")
+        for key, value in lines.items():
+            if isinstance(value, (int, float)):
+                _refuse_not_positive("device", key, value)
+        if lines.get("kind", "cuda") not in ("cpu", "cuda"):
+            raise unknown("kind of device", lines["kind"], ("cpu", "cuda"))
+        provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
+        device = Device(**{"name": "device", "kind": "cuda", **lines}, provenance=provenance)
+        cluster = _described(hosts, per_host, device, Links(1.0, 1.0), title, {})
     else:
         raise InputError(f'device = {keys.device!r} is neither a name nor a section; write device = "H100-80GB".')
     if not links:
@@ -145,17 +153,6 @@ def _named(hosts: int, per_host: int, name: str, precision: str, title: str) -> 
     sheet, device = devices.sheet(name), devices.device(name, precision)
     source = {"links": f"usual with it ({sheet.source}), of which {EFFICIENCY:.0%} is assumed to be available"}
     return _described(hosts, per_host or sheet.devices_per_host, device, devices.messages(name).links, title, source)
-
-
-def _device(values: Mapping[str, Any]) -> Device:
-    result = checked(_DeviceKeys, values, "device")
-    for key, value in result.items():
-        if isinstance(value, (int, float)):
-            _refuse_not_positive("device", key, value)
-    if result.get("kind", "cuda") not in ("cpu", "cuda"):
-        raise unknown("kind of device", result["kind"], ("cpu", "cuda"))
-    provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
-    return Device(**{"name": "device", "kind": "cuda", **result}, provenance=provenance)
 
 
 def _described(

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite, log2
+from operator import itemgetter
 from typing import NamedTuple, final
 
 import numpy as np
@@ -128,7 +129,8 @@ class LatencyCurve:
         first, last = self.knots[0], self.knots[-1]
         if size_bytes > last.size_bytes:
             return last.seconds + (size_bytes - last.size_bytes) * self._beyond_s_per_byte
-        latency_s, s_per_byte = self._lines[bisect_right(self._inner_sizes, size_bytes)]
+        piece = bisect_right(self.knots, size_bytes, 1, max(1, len(self.knots) - 1), key=itemgetter(0)) - 1
+        latency_s, s_per_byte = self._lines[piece]
         least = first.seconds * min(1.0, size_bytes / first.size_bytes)
         return max(latency_s + size_bytes * s_per_byte, least)
 
@@ -136,10 +138,6 @@ class LatencyCurve:
     def latency_s(self) -> Seconds:
         """Time of a message without bytes: the start of the first line."""
         return max(0.0, self._lines[0][0])
-
-    @cached_property
-    def _inner_sizes(self) -> list[float]:
-        return [knot.size_bytes for knot in self.knots[1:-1]]
 
     @cached_property
     def _beyond_s_per_byte(self) -> float:

@@ -11,9 +11,8 @@ from paceline.core.types import Seconds
 from paceline.planner.base import TERMS, Arrangement, Collective, LayerCost, OverlapModel, Plan, WorkerMemory, Workload
 from paceline.planner.cluster import Cluster, Described, DeviceGroup, Messages
 from paceline.planner.cost import cost
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import CostCache, search
 
 # -------------------------------------------------------------------------------------------------------- scaling curve
 
@@ -186,9 +185,8 @@ class FasterLayers(Workload):
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self.name, self.global_batch = workload.name, workload.global_batch
-        self.numerics, self.sample_words = workload.numerics, workload.sample_words
-        self.provenance, self.spread = workload.provenance, workload.spread
+        for name in ("name", "global_batch", "numerics", "sample_words", "provenance", "spread"):
+            setattr(self, name, getattr(workload, name))
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
         layers = self._workload.layers(arrangement)

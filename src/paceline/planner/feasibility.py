@@ -14,9 +14,8 @@ from paceline.core.formatting import bytes_text
 from paceline.planner.base import Arrangement, Cost, Recomputed, divisors
 from paceline.planner.search import supported
 from paceline.planner.search.candidates import Frame, Option, is_supported
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import CostCache, search
 
 Change: TypeAlias = Literal["micro-batch", "recompute", "optimizer", "parameters", "stages", "shards"]
 

@@ -19,9 +19,8 @@ from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.planner.base import OverlapModel, Plan, Workload
 from paceline.planner.cluster import Cluster
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import CostCache, search
 
 MOST_MODELS = 6
 """Partitions of so many are 203."""

@@ -37,9 +37,14 @@ KEYS = ("any", "family", "framework", "source", "framework, family and precision
         "with a shape or without")  # fmt: skip
 """What rows may have in common."""
 
+DEVICE_SLOPES = tuple(
+    -(name in ("products", "bytes")) / spread for name, spread in zip(Corrections.names(), SPREADS, strict=True)
+)
+"""For each slope: its weight in the share of a step in which a device computes and does not wait."""
+
 SCALES = Scales(
     dict(zip(KEYS, (0.2, 0.5, 0.3, 0.15, 0.25, 0.1, 0.2, 0.3), strict=True)),
-    like=0.1, noise=0.05, own=1.0, device="family",
+    like=0.1, noise=0.05, own=1.0, device="family", device_slopes=DEVICE_SLOPES,
 )  # fmt: skip
 """Standard deviations of logarithms of times: devices and frameworks differ most, models of one source least."""
 
@@ -47,9 +52,6 @@ MEMORY_SCALES = Scales(
     dict(zip(KEYS, (0.1, 0.1, 0.15, 0.15, 0.1, 0.05, 0.05, 0.1), strict=True)), like=0.1, noise=0.05, own=2.0
 )
 """Standard deviations of logarithms of memory: bytes can be counted, so sources differ less than in time."""
-
-DEVICE = [-(name in ("products", "bytes")) / spread for name, spread in zip(Corrections.names(), SPREADS, strict=True)]
-"""For each slope: its weight in the share of a step in which a device computes and does not wait."""
 
 REACHES = np.array([1.5, 1.0, 1.0, 1.0, 2.0, 2.0])
 """Doublings of words in a micro-batch, hidden, shards, stages, replicas and micro-batches, within which rows of a
@@ -139,7 +141,7 @@ class Calibration:
         logs, slopes = mixed_effects.linearised(
             lambda x: logarithms([row], [case], x, self.flops_of), np.array(self.deviations)
         )
-        own = mixed_effects.sloped(own, slopes[0], DEVICE)
+        own = mixed_effects.sloped(own, slopes[0], SCALES)
         off, deviation = self.effects.of(own)
         middle = exp(logs[0] + off)
         beyond = self.beyond(row)
@@ -178,7 +180,7 @@ def calibrated(
     common = [traits(row, expected_noise(row, flops_of)) for row in used]
     first = np.zeros(len(SPREADS)) if start is None else np.array(start)
     deviations, effects = mixed_effects.fitted(
-        lambda x: logarithms(used, cases, x, flops_of), measured, common, SCALES, first, steps, DEVICE
+        lambda x: logarithms(used, cases, x, flops_of), measured, common, SCALES, first, steps
     )
     largest: dict[str, float] = {}
     for row in used:
@@ -252,7 +254,7 @@ class MemoryCalibration:
         logs, slopes = mixed_effects.linearised(lambda x: memory_logarithms([row], [case], x), self.deviations)
         off, half = 0.0, _UNKNOWN
         if self.effects and self.intervals:
-            own = traits(row, MEMORY_SCALES.noise)._replace(slopes=tuple(slopes[0]))
+            own = mixed_effects.sloped(traits(row, MEMORY_SCALES.noise), slopes[0], MEMORY_SCALES)
             off, deviation = self.effects.of(own)
             half = self.intervals.width(own) * deviation
         middle = exp(logs[0] + off)

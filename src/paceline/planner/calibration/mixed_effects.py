@@ -61,6 +61,8 @@ class Scales:
     """Deviation of a source's own corrections, in units of what is expected of all."""
     device: str = ""
     """The key whose effect acts on the share of a row that depends on the device."""
+    device_slopes: tuple[float, ...] = ()
+    """Weight of each slope in that share; empty: all of a row depends on its device."""
 
 
 def covariance(first: Sequence[Traits], second: Sequence[Traits], scales: Scales) -> Array:
@@ -153,7 +155,6 @@ def fitted(
     scales: Scales,
     start: Array,
     steps: int,
-    device: Sequence[float] = (),
 ) -> tuple[Array, Effects]:
     """Fit corrections and effects; return x, and the effects that remain.
 
@@ -164,7 +165,6 @@ def fitted(
         scales: of effects.
         start: where to begin; zeros, or the result for nearly the same rows.
         steps: of each round, at the most; each computes all rows once for each correction.
-        device: the weight of each slope in the share of a row that depends on its device; empty: all of it does.
     """
     expected = np.array([each.noise for each in traits])
     x, noises = start, expected**2
@@ -172,7 +172,7 @@ def fitted(
     def at(x: Array) -> tuple[Array, list[Traits]]:
         """Return y - f at x, and the rows with their slopes there."""
         logs, slopes = linearised(computed, x)
-        return measured - logs, [sloped(row, own, device) for row, own in zip(traits, slopes, strict=True)]
+        return measured - logs, [sloped(row, own, scales) for row, own in zip(traits, slopes, strict=True)]
 
     errors, rows = at(x)
     for _ in range(2):
@@ -190,9 +190,9 @@ def fitted(
     return x, Effects(rows, errors, noises, scales)
 
 
-def sloped(row: Traits, slopes: Array, device: Sequence[float] = ()) -> Traits:
+def sloped(row: Traits, slopes: Array, scales: Scales) -> Traits:
     """Return a row with its slopes and the share that depends on its device."""
-    share = float(slopes @ np.array(device)) if device and np.any(slopes) else 1.0
+    share = float(slopes @ np.array(scales.device_slopes)) if scales.device_slopes and np.any(slopes) else 1.0
     return row._replace(slopes=tuple(slopes), share=share)
 
 

@@ -190,14 +190,9 @@ def arrangement(row: PublishedRow) -> Arrangement:
     parts, text = row.whole("layers", MOST_PARTS), row.text("recompute")
     stages = max(1, min(stages, devices // (shards * context), parts))
     replicas = max(1, devices // (shards * stages * context))
-    micro_batch, micro_batches = _micro_batches(row, replicas, stages)
+    chunks = max(1, min(row.whole("vpp", 1), parts // stages))
     return Arrangement(
-        replicas,
-        stages,
-        shards,
-        chunks=max(1, min(row.whole("vpp", 1), parts // stages)),
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
+        *(replicas, stages, shards, chunks, *_micro_batches(row, replicas, stages)),
         schedule="gpipe" if row.text("schedule").startswith("gpipe") else "1f1b",
         divided=min(3, int(row.number("zero") or 0)),
         recompute="full" if text.startswith("full") else "selective" if text.startswith("selective") else "none",

@@ -38,8 +38,8 @@ from paceline.planner.program.closed_form import (
 )
 from paceline.planner.program.measured_workload import cluster_of
 from paceline.planner.program.profile import Profile, ShortRun, kind
-from paceline.planner.search.cost_cache import CostCache
 from paceline.planner.search.objective import Objectives
+from paceline.planner.search.search import CostCache
 from paceline.planner.search.supported import pipelined
 from paceline.program import Program
 

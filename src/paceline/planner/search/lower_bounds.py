@@ -18,7 +18,6 @@ No step takes less by the closed forms of cost.py, so candidates that these excl
 """
 
 from collections import Counter
-from collections.abc import Callable
 from functools import cache, cached_property
 from math import ceil
 from typing import NamedTuple, TypeAlias
@@ -253,9 +252,9 @@ class FrameBounds:
         """Indices of the frames, the smallest first."""
         return np.argsort(self.memory_bytes, kind="stable")
 
-    def _column(self, function: Callable[[LayerTotals], float]) -> Real:
+    def _column(self, name: str) -> Real:
         """Return a number of each frame's totals."""
-        numbers = [float(function(self._bounds.totals(b, t, "none"))) for b, t in self._pairs]
+        numbers = [float(getattr(self._bounds.totals(b, t, "none"), name)) for b, t in self._pairs]
         return np.array(numbers, dtype=np.float64)[self._pair]
 
     @cached_property
@@ -263,13 +262,13 @@ class FrameBounds:
         """Lower bounds of a step's time."""
         frames, overlap = self.frames, self._bounds.overlap_model
         r, p, t, m = frames.replicas, frames.stages, frames.shards, frames.micro_batches
-        all_s = self._column(lambda totals: totals.seconds)
-        busiest = np.maximum(all_s / p, self._column(lambda totals: totals.longest))
-        repeats = np.ceil(self._column(lambda totals: totals.repeats) / p)
-        busiest = np.maximum(busiest, repeats * self._column(lambda totals: totals.repeated_s))
+        all_s = self._column("seconds")
+        busiest = np.maximum(all_s / p, self._column("longest"))
+        repeats = np.ceil(self._column("repeats") / p)
+        busiest = np.maximum(busiest, repeats * self._column("repeated_s"))
         # The bubble is smallest with most chunks, or with zero-bubble.
         rest: Real = np.maximum(0.0, all_s - busiest) / self._most_chunks
-        gaps: Real = np.maximum(0.0, self._column(lambda totals: totals.gaps) - busiest)
+        gaps: Real = np.maximum(0.0, self._column("gaps") - busiest)
         bubble: Real = np.minimum(rest, np.where(t == 1, gaps, rest))  # shards have no zero-bubble
         messages = self._messages_s()
         result: Real = m * busiest + bubble + messages
@@ -297,7 +296,7 @@ class FrameBounds:
         among = frames.replicas if self._zero else np.ones_like(frames.stages)
         added = bounds.overlap_model.added_moves * numerics.gradient * (frames.micro_batches - 1)
         added = added / np.where((frames.stages == 1) & (frames.shards == 1), among, 1)
-        moved = (2 * numerics.total / among + added) * self._column(lambda totals: totals.parameters) / frames.stages
+        moved = (2 * numerics.total / among + added) * self._column("parameters") / frames.stages
         return np.asarray(moved / bounds.cluster.device.memory_bytes_per_s)
 
     def _uneven_step_s(self, all_s: Real, messages_s: Real) -> Real:
@@ -330,9 +329,9 @@ class FrameBounds:
         states = numerics.parameter + numerics.gradient + numerics.optimizer / among
         # A whole model on each worker may divide all of its states (ZeRO-3).
         states = np.where((p == 1) & (frames.shards == 1), numerics.total / among, states)
-        repeats = np.ceil(self._column(lambda totals: totals.repeats) / p)
-        repeated = repeats * self._column(lambda totals: totals.repeated_parameters)
-        own = np.maximum(self._column(lambda totals: totals.parameters) / p, repeated)
+        repeats = np.ceil(self._column("repeats") / p)
+        repeated = repeats * self._column("repeated_parameters")
+        own = np.maximum(self._column("parameters") / p, repeated)
         whole = self._bounds.totals(1, 1, "none").parameters / column(lambda one: sum(one.shards))
         own[first:] = np.maximum(own[first:], whole)
         return np.asarray(own * states + self._bounds.overlap_model.context_bytes)

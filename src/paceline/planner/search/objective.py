@@ -1,7 +1,6 @@
 """What a plan is objectives for: the objective, and what it has to keep to."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -77,14 +76,14 @@ class Objectives:
         """True if samples of larger batches count less, so that the batch may vary."""
         return self.objective in ("goodput", "time-to-loss")
 
-    def batches(self, workload: Workload, replicas: int = 1) -> Iterator[int]:
-        """Yield the samples of a step of so many replicas together, the workload's own first."""
-        own = workload.global_batch * (replicas if self.fixed == "replica" else 1)
-        yield own
-        if not self.counts or self.fixed == "replica":
-            return
-        yield from (own * 2**k for k in range(1, MORE + 1))
-        yield from (own // 2**k for k in range(1, FEWER + 1) if own % 2**k == 0)
+    def batches(self, workload: Workload, max_workers: int = 1) -> list[int]:
+        """Return the batches to consider: the workload's own, others where they may vary, or of 1, 2, ... replicas."""
+        own = workload.global_batch
+        if self.fixed == "replica":
+            return [own * replicas for replicas in range(1, max_workers + 1)]
+        larger = (own * 2**k for k in range(1, MORE + 1))
+        smaller = (own // 2**k for k in range(1, FEWER + 1) if own % 2**k == 0)
+        return list(dict.fromkeys([own, *larger, *smaller])) if self.counts else [own]
 
     def efficiency(self, batch: float, reference: float, staleness: float = 0.0) -> float:
         """Return a sample's worth relative to one of the reference batch: (X + B0) / (X + (1 + τ) B); 1 without X.

@@ -12,7 +12,7 @@ The search is exact by closed forms: a frame is left out when its least time is 
 Among equals the one that needs less memory and then the plainest is first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappush, heapreplace, merge
 from itertools import count
@@ -22,20 +22,88 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from paceline.core.errors import InputError
-from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Recomputed, Workload, divisors
-from paceline.planner.cluster import Cluster
+from paceline.planner.base import Arrangement, Cost, OverlapModel, Plan, Recomputed, Workload, divisors, merged
+from paceline.planner.cluster import CachedMessages, Cluster
+from paceline.planner.cost import EXACT, cost
 from paceline.planner.policies import compete
-from paceline.planner.search import supported
-from paceline.planner.search.candidates import Frame, Option, arrangement, options
-from paceline.planner.search.cost_cache import CostCache
-from paceline.planner.search.lower_bounds import Real
+from paceline.planner.search import candidates, supported
+from paceline.planner.search.candidates import Frame, Option
+from paceline.planner.search.event_simulation import PartTimes, part_times, steps_s
+from paceline.planner.search.lower_bounds import FrameBounds, OptionBounds, Real
 from paceline.planner.search.objective import Objectives
+from paceline.planner.stage_division import Divisions
 
 OF_EACH_KIND = 3
 """Plans of each kind to simulate where alternatives are shown: closed forms don't order them as a simulation does."""
 
 DELAY_FINALISTS = 8
 """Plans without delays of each number of replicas that compete under all policies."""
+
+
+class CostCache:
+    """Costs of a workload on a cluster.
+
+    Args:
+        workload: that is trained.
+        cluster: that it is trained on.
+        overlap_model: of the runtime; None: nothing overlaps.
+        calibrate: correction of each plan; None: plans are as computed.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        cluster: Cluster,
+        overlap_model: OverlapModel | None = None,
+        calibrate: Callable[[Plan], Plan] | None = None,
+    ) -> None:
+        self.workload, self.overlap_model = workload, overlap_model or OverlapModel()
+        self._calibrate = calibrate
+        self.cluster = replace(cluster, messages=CachedMessages(cluster.messages))
+        self.divisions = Divisions(workload, self.cluster)
+        self.bounds = OptionBounds(workload, self.cluster, self.overlap_model)
+        self._frame_bounds: dict[tuple[object, ...], tuple[int, FrameBounds]] = {}
+
+    def frame_bounds(self, batch: int, objectives: Objectives) -> FrameBounds:
+        """Return bounds of all frames of a batch for as many workers as there may be, or for more of them."""
+        # Asynchronous pipelines are another algorithm, with stale weights: they compete where the objective counts it.
+        o, pipedream = objectives, Arrangement(stages=2, schedule="pipedream")
+        async_pipelines = o.counts and candidates.is_supported(self.cluster, o, pipedream)
+        key = batch, o.fixed, o.replicas, o.unbuilt, o.engine, o.most_chunks, async_pipelines
+        # A curve goes from most workers to one: frames of fewer workers are among those of more.
+        limit = objectives.max_workers(self.cluster)
+        if key not in self._frame_bounds or self._frame_bounds[key][0] < limit:
+            rows = candidates.frames(self.workload, self.cluster, o, batch)
+            zero = candidates.supports_zero(self.cluster, o)
+            self._frame_bounds[key] = limit, FrameBounds(self.bounds, rows, o.most_chunks, zero, async_pipelines)
+        return self._frame_bounds[key][1]
+
+    def cost(self, arrangement: Arrangement) -> Cost:
+        """Return the cost by closed forms."""
+        return cost(self.workload, self.cluster, arrangement, self.overlap_model, self.divisions.of(arrangement))
+
+    def plan(self, arrangement: Arrangement, *, simulate: bool = True) -> Plan:
+        """Return the plan of an arrangement, simulated if requested and if closed forms are not exact.
+
+        Of a simulated step ``bubble`` is the remaining time without messages, ``stages`` the delay that messages add.
+        """
+        result = self.cost(arrangement)
+        if simulate and arrangement.stages > 1 and arrangement.schedule not in EXACT:
+            division = self.divisions.of(arrangement)
+            times = part_times(division, arrangement, self.cluster, self.overlap_model)
+            quiet_s, step_s = steps_s(arrangement, (PartTimes(times.forward, times.backward), times))
+            bubble = max(0.0, quiet_s - result.terms["compute"] - result.terms["shards"])
+            result = replace(result, terms={**result.terms, "stages": step_s - quiet_s, "bubble": bubble})
+        workload, device = self.workload, self.cluster.device
+        # Relative errors of independent sources, of workload and cluster, add in squares.
+        spread, step_s = float(np.hypot(workload.spread, self.cluster.spread)), result.step_s
+        rate, flops = arrangement.samples / step_s, workload.flops()
+        utilisation = None if flops is None else flops * rate / (arrangement.workers * device.flops_per_s)
+        strategy = supported.strategy(arrangement, device.kind) if supported.supports(arrangement) else None
+        sources = merged(workload.provenance, self.cluster.provenance, device.provenance)
+        low_s, high_s = step_s / (1 + spread), step_s * (1 + spread)
+        plan = Plan(arrangement, result, low_s, high_s, rate, utilisation, strategy, simulate, sources)
+        return plan if self._calibrate is None else self._calibrate(plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +148,7 @@ def search(
     if objectives.delay is not None:
         return _search_with_delay(cache, objectives)
     ranking = Ranking(cache, objectives, of_each_kind)
-    ranking.take(batches(workload, cluster, objectives))
+    ranking.take(objectives.batches(workload, objectives.max_workers(cluster)))
     if not ranking.frames and objectives.replicas is None:
         raise InputError(
             f"a batch of {workload.global_batch} samples can't be divided among {cluster.workers} workers; write "
@@ -106,14 +174,6 @@ def _search_with_delay(cache: CostCache, objectives: Objectives) -> SearchResult
     plans = compete((plan for result in results for plan in result.plans), workload, cluster, objectives)
     totals = (sum(getattr(result, name) for result in results) for name in ("frames", "costed", "left_out"))
     return SearchResult(tuple(plans[: objectives.simulated]), *totals)
-
-
-def batches(workload: Workload, cluster: Cluster, objectives: Objectives) -> list[int]:
-    """Return the batches to consider: the workload's own, others where they may vary."""
-    if objectives.fixed == "global":
-        return list(dict.fromkeys(objectives.batches(workload)))
-    replicas = range(1, objectives.max_workers(cluster) + 1)
-    return [batch for count in replicas for batch in objectives.batches(workload, count)]
 
 
 # -------------------------------------------------------------------------------------------------------------- ranking
@@ -197,7 +257,7 @@ class Ranking:
         latter does not fit.
         """
         too_large, for_memory = set[Option](), self._objectives.objective == "memory"
-        for option in options(frame, self._cache.cluster, self._objectives):
+        for option in candidates.options(frame, self._cache.cluster, self._objectives):
             if option.accumulated > 1 and not for_memory and option._replace(accumulated=1) not in too_large:
                 continue
             if not self._fits(frame, option, batch):
@@ -216,7 +276,7 @@ class Ranking:
             worst = max(worst, _worst(self._kinds.get(kind_of(frame, option), ()), self._of_each_kind))
         if self._value(least_s, least_bytes, batch) > worst * (1 + TIE):
             return True
-        candidate = arrangement(frame, option, cache.cluster, objectives)
+        candidate = candidates.arrangement(frame, option, cache.cluster, objectives)
         if candidate is None or cache.workload.refusal(candidate) is not None or not cache.divisions.fits(candidate):
             return True
         cost = cache.cost(candidate)

@@ -77,15 +77,11 @@ def supports(
     if not order.flushes and (a.stages == 1 or (not order.updates_each and a.micro_batches < a.stages)):
         return False
     # The rows look at most sizes only as one or several, so that few combinations are looked up, however many workers.
-    return _combines(
-        engine or "distributed",  # which supports all that the local one does, while replicas make one update together
-        device,
-        order if by_micro_batches else None,
-        (min(a.replicas, 2), min(a.stages, 2), min(a.shards, 2), copies),
-        (m if copies > 1 else min(m, 2), min(a.accumulated if by_micro_batches else a.micro_batches, 2)),
-        RECOMPUTES[a.recompute],
-        a.divided,
-    )
+    sizes = min(a.replicas, 2), min(a.stages, 2), min(a.shards, 2), copies
+    batches = m if copies > 1 else min(m, 2), min(a.accumulated if by_micro_batches else a.micro_batches, 2)
+    # The distributed engine supports all that the local one does, while replicas make one update together.
+    run = engine or "distributed", device, order if by_micro_batches else None
+    return _combines(*run, sizes, batches, RECOMPUTES[a.recompute], a.divided)
 
 
 @cache
