@@ -30,7 +30,7 @@ from paceline.replica.tensor.base import (
 from paceline.replica.tensor.graph_ops import OperatorGraph, operator_graph
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, even_sizes
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey, input_cost
+from paceline.replica.tensor.redistribute import Placements, PlanCost, ValueKey, input_cost
 from paceline.replica.tensor.rewrite import ShardGraph, rewrite_for_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, parameter_placements, plan_sharding
 from paceline.replica.tensor.tp_group import TPCollectives
@@ -193,7 +193,7 @@ class Case:
     """
 
     name: str
-    rule: type[OpRule]
+    rule: OpRule
     function: Callable[..., Any]
     tensors: Sequence[tuple[int, ...] | Tensor]
     parameters: Sequence[tuple[int, ...]] = ()
@@ -244,8 +244,8 @@ def every_way(case: Case, shards: Sequence[int] = (2, 3, 4)) -> None:
     captured = capture(module, inputs, operators=True)
     for k in shards:
         found = operator_graph(captured, k)
-        calls = [each for each in found.calls.values() if type(rule_of(each.target)) is case.rule]
-        assert calls, f"{[str(each.target) for each in found.calls.values()]}: none is of {case.rule.__name__}"
+        calls = [each for each in found.calls.values() if rule_of(each.target) is case.rule]
+        assert calls, f"{[str(each.target) for each in found.calls.values()]}: none is of {case.name}"
         asked = calls[-1]
         strategies = [strategy for strategy in possible(asked) if _can_be_had(asked, strategy)]
         names = {strategy.name for strategy in strategies}

@@ -17,8 +17,7 @@ from paceline.replica.tensor.placements import (
     even_sizes,
     memory_order,
 )
-from paceline.replica.tensor.redistribute import REDISTRIBUTIONS, Redistribute
-from paceline.replica.tensor.redistribute_cost import redistribution_cost
+from paceline.replica.tensor.redistribute import REDISTRIBUTIONS, Redistribute, redistribution_cost
 from paceline.replica.tensor.tp_group import TPCollectives
 from tests.replica.tensor.threads import together
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.attention import Attention
+from paceline.replica.tensor.rules.attention import sdpa
 from tests.replica.tensor.cases import Case, every_way
 
 attention = F.scaled_dot_product_attention
@@ -33,19 +33,19 @@ def grouped_and_biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("heads", Attention, attention, [QUERIES, KEYS, KEYS], names=("heads",)),
-    Case("causal", Attention, partial(attention, is_causal=True, scale=0.3), [QUERIES] * 3, names=("heads",)),
-    Case("masked", Attention, attention, [QUERIES, KEYS, KEYS, ALLOWED], names=("heads",)),
-    Case("biased by head", Attention, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], names=("heads",)),
-    Case("a bias for all", Attention, biased, [QUERIES, KEYS, KEYS], [(7, 9)], names=("heads",)),
-    Case("of itself", Attention, of_itself, [QUERIES], names=("heads",)),
-    Case("of pooled", Attention, of_pooled, [QUERIES, KEYS], names=("heads",)),
+    Case("heads", sdpa, attention, [QUERIES, KEYS, KEYS], names=("heads",)),
+    Case("causal", sdpa, partial(attention, is_causal=True, scale=0.3), [QUERIES] * 3, names=("heads",)),
+    Case("masked", sdpa, attention, [QUERIES, KEYS, KEYS, ALLOWED], names=("heads",)),
+    Case("biased by head", sdpa, biased, [QUERIES, KEYS, KEYS, (5, 6, 7, 9)], names=("heads",)),
+    Case("a bias for all", sdpa, biased, [QUERIES, KEYS, KEYS], [(7, 9)], names=("heads",)),
+    Case("of itself", sdpa, of_itself, [QUERIES], names=("heads",)),
+    Case("of pooled", sdpa, of_pooled, [QUERIES, KEYS], names=("heads",)),
     Case(
-        "grouped", Attention, partial(attention, enable_gqa=True),
+        "grouped", sdpa, partial(attention, enable_gqa=True),
         [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6)], names=("heads",),
     ),
     Case(
-        "grouped, biased by head", Attention, grouped_and_biased,
+        "grouped, biased by head", sdpa, grouped_and_biased,
         [(5, 8, 7, 6), (5, 4, 7, 6), (5, 4, 7, 6), (5, 8, 7, 7)], names=("heads",),
     ),
 )  # fmt: skip

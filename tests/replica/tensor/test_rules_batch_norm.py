@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.batch_norm import BatchNorm, GroupNorm
+from paceline.replica.tensor.rules.batch_norm import batch_norm, group_norm
 from tests.replica.tensor.cases import Case, every_way
 
 
@@ -40,14 +40,14 @@ def of_one(x: Tensor) -> Tensor:
 STATISTICS = [torch.linspace(0.5, 1.5, 7, dtype=torch.float64), torch.linspace(2, 1, 7, dtype=torch.float64)]
 
 CASES = (
-    Case("running", BatchNorm, running, [(5, 7, 4, 5)], [(7,), (7,)], STATISTICS, ("channels", "space")),
-    Case("as they run", BatchNorm, as_they_run, [(5, 7, 4, 4)], [(7,), (7,)], STATISTICS, ("channels", "space")),
-    Case("quick", BatchNorm, quick, [(5, 7, 5)], [], STATISTICS, ("channels", "space")),
-    Case("features", BatchNorm, running, [(5, 7)], [(7,), (7,)], STATISTICS, ("channels",)),
-    Case("of the batch", BatchNorm, of_batch, [(5, 8, 6)], names=("channels", "space")),
-    Case("instance", BatchNorm, by_instance, [(5, 7, 6, 4)], [(7,), (7,)], names=("channels", "space")),
-    Case("groups", GroupNorm, groups, [(6, 10, 3)], [(10,), (10,)], names=("channels", "samples")),
-    Case("groups of one", GroupNorm, of_one, [(5, 6, 4, 3)], names=("channels", "samples")),
+    Case("running", batch_norm, running, [(5, 7, 4, 5)], [(7,), (7,)], STATISTICS, ("channels", "space")),
+    Case("as they run", batch_norm, as_they_run, [(5, 7, 4, 4)], [(7,), (7,)], STATISTICS, ("channels", "space")),
+    Case("quick", batch_norm, quick, [(5, 7, 5)], [], STATISTICS, ("channels", "space")),
+    Case("features", batch_norm, running, [(5, 7)], [(7,), (7,)], STATISTICS, ("channels",)),
+    Case("of the batch", batch_norm, of_batch, [(5, 8, 6)], names=("channels", "space")),
+    Case("instance", batch_norm, by_instance, [(5, 7, 6, 4)], [(7,), (7,)], names=("channels", "space")),
+    Case("groups", group_norm, groups, [(6, 10, 3)], [(10,), (10,)], names=("channels", "samples")),
+    Case("groups of one", group_norm, of_one, [(5, 6, 4, 3)], names=("channels", "samples")),
 )
 
 

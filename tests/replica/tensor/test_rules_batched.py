@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.batched import Batched, Gather, Indexing, PReLU, Repeat, Stack
+from paceline.replica.tensor.rules.batched import batched, gather, indexing, prelu, repeat, stack
 from tests.replica.tensor.cases import Case, every_way
 
 ROWS = torch.tensor([3, 0, 3, 5])
@@ -83,25 +83,25 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("roll", Batched, rolled, [(5, 4, 6, 7)]),
-    Case("roll of all", Batched, rolled_over_all, [(5, 4, 6)]),
-    Case("flip", Batched, flipped, [(5, 6, 7)]),
-    Case("cumsum", Batched, summed_up, [(5, 6, 7)]),
-    Case("cumprod", Batched, multiplied_up, [(5, 6, 4)]),
-    Case("topk", Batched, largest, [(5, 6, 7)]),
-    Case("sort", Batched, ordered, [(5, 6, 7)]),
-    Case("glu", Batched, gated, [(5, 6, 8)]),
-    Case("tril", Batched, below, [(5, 6, 7, 7)]),
-    Case("repeat", Repeat, again, [(5, 6, 8)]),
-    Case("repeat in a new dim", Repeat, again_in_a_new_dim, [(5, 6, 8)]),
-    Case("stack", Stack, stacked, [(5, 6, 8), (5, 6, 8)]),
-    Case("stack, last", Stack, stacked_last, [(5, 6, 8), (5, 6, 8)]),
-    Case("index select", Indexing, selected, [(5, 6, 8), ROWS]),
-    Case("index", Indexing, indexed, [(5, 6, 8), PLACES]),
-    Case("rows of a table", Indexing, from_table, [PLACES], [(6, 8)], names=("column",)),
-    Case("gather", Gather, gathered, [(5, 6, 7), LOOKED_UP]),
-    Case("prelu", PReLU, F.prelu, [(5, 6, 7)], [(6,)]),
-    Case("prelu, one for all", PReLU, F.prelu, [(5, 6, 7)], [(1,)]),
+    Case("roll", batched, rolled, [(5, 4, 6, 7)]),
+    Case("roll of all", batched, rolled_over_all, [(5, 4, 6)]),
+    Case("flip", batched, flipped, [(5, 6, 7)]),
+    Case("cumsum", batched, summed_up, [(5, 6, 7)]),
+    Case("cumprod", batched, multiplied_up, [(5, 6, 4)]),
+    Case("topk", batched, largest, [(5, 6, 7)]),
+    Case("sort", batched, ordered, [(5, 6, 7)]),
+    Case("glu", batched, gated, [(5, 6, 8)]),
+    Case("tril", batched, below, [(5, 6, 7, 7)]),
+    Case("repeat", repeat, again, [(5, 6, 8)]),
+    Case("repeat in a new dim", repeat, again_in_a_new_dim, [(5, 6, 8)]),
+    Case("stack", stack, stacked, [(5, 6, 8), (5, 6, 8)]),
+    Case("stack, last", stack, stacked_last, [(5, 6, 8), (5, 6, 8)]),
+    Case("index select", indexing, selected, [(5, 6, 8), ROWS]),
+    Case("index", indexing, indexed, [(5, 6, 8), PLACES]),
+    Case("rows of a table", indexing, from_table, [PLACES], [(6, 8)], names=("column",)),
+    Case("gather", gather, gathered, [(5, 6, 7), LOOKED_UP]),
+    Case("prelu", prelu, F.prelu, [(5, 6, 7)], [(6,)]),
+    Case("prelu, one for all", prelu, F.prelu, [(5, 6, 7)], [(1,)]),
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from paceline.replica.tensor.base import GraphEmitter
 from paceline.replica.tensor.placements import PARTIAL, Shard, even_sizes
 from paceline.replica.tensor.rules.attention import ShardedAttention
-from paceline.replica.tensor.rules.dropout import Dropout, drop_part
+from paceline.replica.tensor.rules.dropout import drop_part, dropout
 from tests.replica.tensor.cases import Case, every_way, looked_at, possible
 from tests.replica.tensor.threads import together
 
@@ -22,8 +22,8 @@ def of_all(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("none", Dropout, of_none, [(5, 6, 7)]),
-    Case("all", Dropout, of_all, [(5, 6, 7)]),
+    Case("none", dropout, of_none, [(5, 6, 7)]),
+    Case("all", dropout, of_all, [(5, 6, 7)]),
 )
 
 

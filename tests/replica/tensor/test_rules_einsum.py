@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.einsum import Einsum
+from paceline.replica.tensor.rules.einsum import einsum
 from tests.replica.tensor.cases import Case, every_way, planned, same, split_share
 
 
@@ -19,18 +19,18 @@ def by_itself(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("scores", Einsum, product("bqhd,bkhd->bhqk"), [(5, 4, 6, 3), (5, 7, 6, 3)]),
-    Case("a layer", Einsum, product("bi,oi->bo"), [(5, 6)], [(8, 6)], names=("column", "row")),
-    Case("a layer of heads", Einsum, product("bti,ihd->bhtd"), [(5, 4, 6)], [(6, 4, 3)], names=("column", "row")),
-    Case("nothing said of the result", Einsum, product("bi, bij"), [(5, 6), (5, 6, 7)]),
-    Case("three", Einsum, product("bi,bj,ij->b"), [(5, 6), (5, 7)], [(6, 7)], names=("row",)),
-    Case("all summed up", Einsum, product("bij->"), [(5, 6, 7)]),
-    Case("other order", Einsum, product("bij->jib"), [(5, 6, 7)]),
-    Case("dots", Einsum, product("...ij,...jk->...ik"), [(5, 4, 6), (5, 6, 7)]),
-    Case("more dots", Einsum, product("...i,oi->...o"), [(5, 4, 6)], [(8, 6)], names=("column", "row")),
-    Case("dots of one", Einsum, product("...i,...i->..."), [(5, 1, 6), (5, 4, 6)]),
-    Case("a diagonal", Einsum, product("bii->bi"), [(5, 6, 6)], whole=True),
-    Case("by itself", Einsum, by_itself, [(5, 6, 7)], whole=True),
+    Case("scores", einsum, product("bqhd,bkhd->bhqk"), [(5, 4, 6, 3), (5, 7, 6, 3)]),
+    Case("a layer", einsum, product("bi,oi->bo"), [(5, 6)], [(8, 6)], names=("column", "row")),
+    Case("a layer of heads", einsum, product("bti,ihd->bhtd"), [(5, 4, 6)], [(6, 4, 3)], names=("column", "row")),
+    Case("nothing said of the result", einsum, product("bi, bij"), [(5, 6), (5, 6, 7)]),
+    Case("three", einsum, product("bi,bj,ij->b"), [(5, 6), (5, 7)], [(6, 7)], names=("row",)),
+    Case("all summed up", einsum, product("bij->"), [(5, 6, 7)]),
+    Case("other order", einsum, product("bij->jib"), [(5, 6, 7)]),
+    Case("dots", einsum, product("...ij,...jk->...ik"), [(5, 4, 6), (5, 6, 7)]),
+    Case("more dots", einsum, product("...i,oi->...o"), [(5, 4, 6)], [(8, 6)], names=("column", "row")),
+    Case("dots of one", einsum, product("...i,...i->..."), [(5, 1, 6), (5, 4, 6)]),
+    Case("a diagonal", einsum, product("bii->bi"), [(5, 6, 6)], whole=True),
+    Case("by itself", einsum, by_itself, [(5, 6, 7)], whole=True),
 )
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.replica.tensor.rules.elementwise import Elementwise
+from paceline.replica.tensor.rules.elementwise import elementwise
 from tests.replica.tensor.cases import Case, every_way
 
 MASK = torch.arange(30).reshape(5, 6) % 3 == 0
@@ -60,26 +60,26 @@ def compared(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CASES = (
-    Case("gelu", Elementwise, F.gelu, [(5, 10)]),
-    Case("relu", Elementwise, F.relu, [(5, 6, 7)]),
-    Case("negative", Elementwise, torch.neg, [(5, 7)]),
-    Case("sum", Elementwise, torch.add, [(5, 7), (5, 7)]),
-    Case("difference", Elementwise, subtracted, [(5, 7), (5, 7)]),
-    Case("sum, broadcast", Elementwise, torch.add, [(5, 6, 7), (5, 1, 7)]),
-    Case("sum with a parameter", Elementwise, torch.add, [(5, 6, 7)], [(6, 1)]),
-    Case("product", Elementwise, product, [(5, 7), (5, 7)]),
-    Case("product with a parameter", Elementwise, product, [(5, 6, 7)], [(7,)]),
-    Case("quotient", Elementwise, quotient, [(5, 7), (5, 7)]),
-    Case("halved", Elementwise, halved, [(5, 7)]),
-    Case("reciprocal", Elementwise, reciprocal, [(5, 7)]),
-    Case("shifted", Elementwise, shifted, [(5, 7)]),
-    Case("squared", Elementwise, squared, [(5, 7)]),
-    Case("by itself", Elementwise, by_itself, [(5, 7)]),
-    Case("doubled", Elementwise, doubled, [(5, 7)]),
-    Case("masked", Elementwise, masked, [(5, 6), MASK]),
-    Case("chosen", Elementwise, chosen, [MASK, (5, 6), (5, 6)]),
-    Case("power", Elementwise, torch.square, [(5, 7)]),
-    Case("compared", Elementwise, compared, [(5, 7)]),
+    Case("gelu", elementwise, F.gelu, [(5, 10)]),
+    Case("relu", elementwise, F.relu, [(5, 6, 7)]),
+    Case("negative", elementwise, torch.neg, [(5, 7)]),
+    Case("sum", elementwise, torch.add, [(5, 7), (5, 7)]),
+    Case("difference", elementwise, subtracted, [(5, 7), (5, 7)]),
+    Case("sum, broadcast", elementwise, torch.add, [(5, 6, 7), (5, 1, 7)]),
+    Case("sum with a parameter", elementwise, torch.add, [(5, 6, 7)], [(6, 1)]),
+    Case("product", elementwise, product, [(5, 7), (5, 7)]),
+    Case("product with a parameter", elementwise, product, [(5, 6, 7)], [(7,)]),
+    Case("quotient", elementwise, quotient, [(5, 7), (5, 7)]),
+    Case("halved", elementwise, halved, [(5, 7)]),
+    Case("reciprocal", elementwise, reciprocal, [(5, 7)]),
+    Case("shifted", elementwise, shifted, [(5, 7)]),
+    Case("squared", elementwise, squared, [(5, 7)]),
+    Case("by itself", elementwise, by_itself, [(5, 7)]),
+    Case("doubled", elementwise, doubled, [(5, 7)]),
+    Case("masked", elementwise, masked, [(5, 6), MASK]),
+    Case("chosen", elementwise, chosen, [MASK, (5, 6), (5, 6)]),
+    Case("power", elementwise, torch.square, [(5, 7)]),
+    Case("compared", elementwise, compared, [(5, 7)]),
 )
 
 

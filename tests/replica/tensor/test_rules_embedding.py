@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.replica.tensor.rules.embedding import Embedding
+from paceline.replica.tensor.rules.embedding import embedding
 from tests.replica.tensor.cases import Case, every_way
 
 TOKENS = torch.randint(11, (5, 6), generator=torch.Generator().manual_seed(4))
@@ -17,10 +17,10 @@ def looked_up(tokens: torch.Tensor, table: torch.Tensor, **options: object) -> t
 
 
 CASES = (
-    Case("table", Embedding, looked_up, [TOKENS], [(11, 7)], names=("column", "row", "samples")),
+    Case("table", embedding, looked_up, [TOKENS], [(11, 7)], names=("column", "row", "samples")),
     Case(
         "first is padding",
-        Embedding,
+        embedding,
         partial(looked_up, padding_idx=0),
         [TOKENS],
         [(11, 7)],
@@ -28,13 +28,13 @@ CASES = (
     ),
     Case(
         "last is padding",
-        Embedding,
+        embedding,
         partial(looked_up, padding_idx=10),
         [TOKENS],
         [(11, 8)],
         names=("column", "row"),
     ),
-    Case("frequency", Embedding, partial(looked_up, scale_grad_by_freq=True), [TOKENS], [(11, 7)], whole=True),
+    Case("frequency", embedding, partial(looked_up, scale_grad_by_freq=True), [TOKENS], [(11, 7)], whole=True),
 )
 
 

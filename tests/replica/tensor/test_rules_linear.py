@@ -4,16 +4,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from paceline.replica.tensor.rules.linear import Addmm, Linear
+from paceline.replica.tensor.rules.linear import addmm, linear
 from tests.replica.tensor.cases import Case, every_way
 
 CASES = (
-    Case("bias", Linear, F.linear, [(5, 7)], [(10, 7), (10,)], names=("column", "row", "samples")),
-    Case("no bias", Linear, F.linear, [(5, 8)], [(9, 8)], names=("column", "row", "samples")),
-    Case("sequence", Linear, F.linear, [(5, 6, 9)], [(7, 9), (7,)], names=("column", "row", "samples")),
-    Case("addmm", Addmm, lambda x, w, b: torch.addmm(b, x, w), [(5, 7)], [(7, 10), (10,)], names=("column", "row")),
+    Case("bias", linear, F.linear, [(5, 7)], [(10, 7), (10,)], names=("column", "row", "samples")),
+    Case("no bias", linear, F.linear, [(5, 8)], [(9, 8)], names=("column", "row", "samples")),
+    Case("sequence", linear, F.linear, [(5, 6, 9)], [(7, 9), (7,)], names=("column", "row", "samples")),
+    Case("addmm", addmm, lambda x, w, b: torch.addmm(b, x, w), [(5, 7)], [(7, 10), (10,)], names=("column", "row")),
     Case(
-        "addmm with factors", Addmm, lambda x, w, b: torch.addmm(b, x, w, beta=2, alpha=3),
+        "addmm with factors", addmm, lambda x, w, b: torch.addmm(b, x, w, beta=2, alpha=3),
         [(5, 7)], [(7, 10), (10,)], whole=True,
     ),
 )  # fmt: skip

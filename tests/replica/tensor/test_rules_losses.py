@@ -14,8 +14,8 @@ from paceline.replica.base import Batch
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.prepare import WithLoss as Joined
 from paceline.replica.tensor.prepare import plan_program
-from paceline.replica.tensor.rules.elementwise import BroadcastTensors
-from paceline.replica.tensor.rules.losses import CrossEntropy, ElementwiseLoss, ShardedCrossEntropy
+from paceline.replica.tensor.rules.elementwise import broadcast_tensors
+from paceline.replica.tensor.rules.losses import ShardedCrossEntropy, cross_entropy, elementwise_loss
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.shard_harness import divided
 from tests.replica.tensor.threads import together
@@ -163,37 +163,37 @@ def _broadcast(x: Tensor, y: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("classes", CrossEntropy, F.cross_entropy, [(5, 10), TARGET], names=("classes",)),
+    Case("classes", cross_entropy, F.cross_entropy, [(5, 10), TARGET], names=("classes",)),
     Case(
         "classes, smoothed",
-        CrossEntropy,
+        cross_entropy,
         lambda x, t: F.cross_entropy(x, t, ignore_index=9, label_smoothing=0.2),
         [(5, 10), TARGET],
         names=("classes",),
     ),
     Case(
         "probabilities",
-        CrossEntropy,
+        cross_entropy,
         lambda x, t: F.cross_entropy(x, t, reduction="none"),
         [(5, 10, 2), (5, 10, 2)],
         names=("classes",),
     ),
     Case(
         "weighed",
-        CrossEntropy,
+        cross_entropy,
         lambda x, t, w: F.nll_loss(x, t, w, reduction="none"),
         [(5, 10), TARGET],
         buffers=[torch.arange(1.0, 11, dtype=torch.float64)],
         names=("classes",),
     ),
     Case(
-        "a weight with a gradient", CrossEntropy, lambda x, w: F.cross_entropy(x, x, w), [(5, 10)], [(10,)], whole=True
+        "a weight with a gradient", cross_entropy, lambda x, w: F.cross_entropy(x, x, w), [(5, 10)], [(10,)], whole=True
     ),
-    Case("mean", ElementwiseLoss, F.mse_loss, [(5, 8), (5, 8)]),
-    Case("sum", ElementwiseLoss, lambda x, t: F.huber_loss(x, t, reduction="sum"), [(5, 8), (5, 8)]),
-    Case("none", ElementwiseLoss, lambda x, t: F.smooth_l1_loss(x, t, reduction="none"), [(5, 8), (5, 8)]),
-    Case("broadcast", BroadcastTensors, _broadcast, [(5, 6, 7), (5, 1, 7)]),
-    Case("broadcast, fewer dims", BroadcastTensors, _broadcast, [(5, 6)], [(6,)]),
+    Case("mean", elementwise_loss, F.mse_loss, [(5, 8), (5, 8)]),
+    Case("sum", elementwise_loss, lambda x, t: F.huber_loss(x, t, reduction="sum"), [(5, 8), (5, 8)]),
+    Case("none", elementwise_loss, lambda x, t: F.smooth_l1_loss(x, t, reduction="none"), [(5, 8), (5, 8)]),
+    Case("broadcast", broadcast_tensors, _broadcast, [(5, 6, 7), (5, 1, 7)]),
+    Case("broadcast, fewer dims", broadcast_tensors, _broadcast, [(5, 6)], [(6,)]),
 )
 
 

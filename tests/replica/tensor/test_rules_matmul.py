@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.matmul import Matmul
+from paceline.replica.tensor.rules.matmul import matmul
 from tests.replica.tensor.cases import Case, every_way
 
 ALL = ("heads", "samples", "row", "column")
@@ -15,13 +15,13 @@ def by_itself(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("matmul", Matmul, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], names=ALL),
-    Case("matmul, broadcast", Matmul, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], names=ALL),
-    Case("bmm", Matmul, torch.bmm, [(5, 6, 7), (5, 7, 9)], names=ALL),
-    Case("weight", Matmul, torch.matmul, [(5, 6, 7)], [(7, 9)], names=("samples", "row", "column")),
-    Case("mm", Matmul, torch.mm, [(5, 7)], [(7, 10)], names=("samples", "row", "column")),
-    Case("vector", Matmul, torch.matmul, [(5, 6)], [(6,)], whole=True),
-    Case("squared", Matmul, by_itself, [(5, 6, 6)], whole=True),
+    Case("matmul", matmul, torch.matmul, [(5, 4, 6, 7), (5, 4, 7, 9)], names=ALL),
+    Case("matmul, broadcast", matmul, torch.matmul, [(5, 4, 6, 7), (5, 1, 7, 9)], names=ALL),
+    Case("bmm", matmul, torch.bmm, [(5, 6, 7), (5, 7, 9)], names=ALL),
+    Case("weight", matmul, torch.matmul, [(5, 6, 7)], [(7, 9)], names=("samples", "row", "column")),
+    Case("mm", matmul, torch.mm, [(5, 7)], [(7, 10)], names=("samples", "row", "column")),
+    Case("vector", matmul, torch.matmul, [(5, 6)], [(6,)], whole=True),
+    Case("squared", matmul, by_itself, [(5, 6, 6)], whole=True),
 )
 
 

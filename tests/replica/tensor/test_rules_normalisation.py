@@ -196,7 +196,7 @@ BOTH = ("samples", "channels")
 CASES = (
     Case(
         "layer_norm",
-        normalisation.LayerNorm,
+        normalisation.layer_norm,
         lambda x, w, b: F.layer_norm(x, (8,), w, b),
         [(4, 6, 8)],
         [(8,), (8,)],
@@ -204,7 +204,7 @@ CASES = (
     ),
     Case(
         "layer_norm, weight alone",
-        normalisation.LayerNorm,
+        normalisation.layer_norm,
         lambda x, w: F.layer_norm(x, (6, 8), w),
         [(5, 6, 8)],
         [(6, 8)],
@@ -212,7 +212,7 @@ CASES = (
     ),
     Case(
         "layer_norm, bias alone",
-        normalisation.LayerNorm,
+        normalisation.layer_norm,
         lambda x, b: F.layer_norm(x, (8,), None, b, 0.1),
         [(5, 8)],
         [(8,)],
@@ -220,15 +220,15 @@ CASES = (
     ),
     Case(
         "rms_norm",
-        normalisation.LayerNorm,
+        normalisation.layer_norm,
         lambda x, w: F.rms_norm(x, (8,), w, 0.1),
         [(4, 6, 8)],
         [(8,)],
         names=BOTH,
     ),
-    Case("rms_norm, plain", normalisation.LayerNorm, lambda x: F.rms_norm(x, (6, 8)), [(5, 6, 8)], names=BOTH),
-    Case("softmax", softmax.Softmax, lambda x: x.softmax(-2), [(4, 6, 8)], names=("", "across")),
-    Case("log_softmax", softmax.Softmax, lambda x: x.log_softmax(1), [(4, 6, 8)], names=("", "across")),
+    Case("rms_norm, plain", normalisation.layer_norm, lambda x: F.rms_norm(x, (6, 8)), [(5, 6, 8)], names=BOTH),
+    Case("softmax", softmax.softmax, lambda x: x.softmax(-2), [(4, 6, 8)], names=("", "across")),
+    Case("log_softmax", softmax.softmax, lambda x: x.log_softmax(1), [(4, 6, 8)], names=("", "across")),
 )
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.replica.tensor.placements import Shard
-from paceline.replica.tensor.rules.reduce_cat_slice import Concatenation, Slice, SumMean
+from paceline.replica.tensor.rules.reduce_cat_slice import concatenation, slice_dim, sum_mean
 from tests.replica.tensor.cases import Case, every_way, planned, same
 
 
@@ -54,17 +54,17 @@ def narrowed(x: Tensor) -> Tensor:
 
 
 CASES = (
-    Case("sum", SumMean, summed, [(5, 6, 7)]),
-    Case("sum, kept", SumMean, kept, [(5, 6, 4, 7)]),
-    Case("mean", SumMean, mean, [(5, 6, 7, 4)]),
-    Case("mean of all", SumMean, mean_of_all, [(5, 6, 7)]),
-    Case("sum of all", SumMean, sum_of_all, [(5, 6, 7)]),
-    Case("cat", Concatenation, joined, [(5, 6, 7), (5, 4, 7)]),
-    Case("cat with itself", Concatenation, twice, [(5, 6, 7)]),
-    Case("select", Slice, selected, [(5, 6, 7)]),
-    Case("slice", Slice, sliced, [(5, 6, 7)]),
-    Case("every second", Slice, every_second, [(5, 6, 8)]),
-    Case("narrow", Slice, narrowed, [(5, 6, 7)]),
+    Case("sum", sum_mean, summed, [(5, 6, 7)]),
+    Case("sum, kept", sum_mean, kept, [(5, 6, 4, 7)]),
+    Case("mean", sum_mean, mean, [(5, 6, 7, 4)]),
+    Case("mean of all", sum_mean, mean_of_all, [(5, 6, 7)]),
+    Case("sum of all", sum_mean, sum_of_all, [(5, 6, 7)]),
+    Case("cat", concatenation, joined, [(5, 6, 7), (5, 4, 7)]),
+    Case("cat with itself", concatenation, twice, [(5, 6, 7)]),
+    Case("select", slice_dim, selected, [(5, 6, 7)]),
+    Case("slice", slice_dim, sliced, [(5, 6, 7)]),
+    Case("every second", slice_dim, every_second, [(5, 6, 8)]),
+    Case("narrow", slice_dim, narrowed, [(5, 6, 7)]),
 )
 
 

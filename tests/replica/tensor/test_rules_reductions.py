@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from paceline.replica.tensor.placements import Shard
-from paceline.replica.tensor.rules.reductions import Statistic
+from paceline.replica.tensor.rules.reductions import statistic
 from tests.replica.tensor.cases import Case, every_way
 from tests.replica.tensor.shard_harness import divided
 
@@ -36,28 +36,28 @@ def any_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 CASES = (
-    Case("norm", Statistic, norm(2, -1, keepdim=True), [(5, 6, 7)], names=ACROSS),
-    Case("norm of two dims", Statistic, norm(2, (1, 3)), [(5, 6, 4, 7)], names=ACROSS),
-    Case("norm of all", Statistic, torch.linalg.vector_norm, [(5, 6, 7)], names=ACROSS),
-    Case("1-norm", Statistic, norm(1, 1), [(5, 6, 7)], names=ACROSS),
-    Case("3-norm", Statistic, norm(3, 1), [(5, 6, 7)]),
-    Case("norm of zeros", Statistic, lambda x: torch.linalg.vector_norm(x * 0, dim=1), [(5, 6, 7)], names=ACROSS),
-    Case("variance", Statistic, along(torch.var, dim=-1), [(5, 6, 7)], names=ACROSS),
-    Case("variance, uncorrected", Statistic, along(torch.var, dim=(1, 2), correction=0), [(5, 6, 7)], names=ACROSS),
-    Case("variance of all", Statistic, torch.var, [(5, 6, 7)], names=ACROSS),
-    Case("deviation", Statistic, along(torch.std, dim=1, keepdim=True), [(5, 6, 7)], names=ACROSS),
-    Case("deviation of equals", Statistic, lambda x: (x * 0).std(1), [(5, 6, 7)], names=ACROSS),
-    Case("amax", Statistic, along(torch.amax, dim=1), [(5, 6, 7)], names=ACROSS),
-    Case("amin, kept", Statistic, along(torch.amin, dim=(1, 2), keepdim=True), [(5, 6, 7)], names=ACROSS),
-    Case("equally large", Statistic, lambda x: x.clamp(-0.3, 0.3).amax(1), [(5, 6, 7)], names=ACROSS),
-    Case("largest of all", Statistic, torch.max, [(5, 6, 7)], names=ACROSS),
-    Case("logsumexp", Statistic, along(torch.logsumexp, dim=1), [(5, 6, 7)], names=ACROSS),
-    Case("logsumexp of large ones", Statistic, lambda x: (x * 500).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
-    Case("logsumexp of nothing", Statistic, lambda x: (x - torch.inf).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
-    Case("max and where", Statistic, values, [(5, 6, 7)]),
-    Case("argmax", Statistic, places, [(5, 6, 7)]),
-    Case("product", Statistic, along(torch.prod, dim=1), [(5, 6, 7)]),
-    Case("any", Statistic, any_of, [(5, 6, 7)]),
+    Case("norm", statistic, norm(2, -1, keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("norm of two dims", statistic, norm(2, (1, 3)), [(5, 6, 4, 7)], names=ACROSS),
+    Case("norm of all", statistic, torch.linalg.vector_norm, [(5, 6, 7)], names=ACROSS),
+    Case("1-norm", statistic, norm(1, 1), [(5, 6, 7)], names=ACROSS),
+    Case("3-norm", statistic, norm(3, 1), [(5, 6, 7)]),
+    Case("norm of zeros", statistic, lambda x: torch.linalg.vector_norm(x * 0, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("variance", statistic, along(torch.var, dim=-1), [(5, 6, 7)], names=ACROSS),
+    Case("variance, uncorrected", statistic, along(torch.var, dim=(1, 2), correction=0), [(5, 6, 7)], names=ACROSS),
+    Case("variance of all", statistic, torch.var, [(5, 6, 7)], names=ACROSS),
+    Case("deviation", statistic, along(torch.std, dim=1, keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("deviation of equals", statistic, lambda x: (x * 0).std(1), [(5, 6, 7)], names=ACROSS),
+    Case("amax", statistic, along(torch.amax, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("amin, kept", statistic, along(torch.amin, dim=(1, 2), keepdim=True), [(5, 6, 7)], names=ACROSS),
+    Case("equally large", statistic, lambda x: x.clamp(-0.3, 0.3).amax(1), [(5, 6, 7)], names=ACROSS),
+    Case("largest of all", statistic, torch.max, [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp", statistic, along(torch.logsumexp, dim=1), [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp of large ones", statistic, lambda x: (x * 500).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
+    Case("logsumexp of nothing", statistic, lambda x: (x - torch.inf).logsumexp(-1), [(5, 6, 7)], names=ACROSS),
+    Case("max and where", statistic, values, [(5, 6, 7)]),
+    Case("argmax", statistic, places, [(5, 6, 7)]),
+    Case("product", statistic, along(torch.prod, dim=1), [(5, 6, 7)]),
+    Case("any", statistic, any_of, [(5, 6, 7)]),
 )
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.rules.views import Chunks, Expand, Reshape, Transpose, Unsqueeze
+from paceline.replica.tensor.rules.views import expand, pieces, reshape, transpose, unsqueeze
 from tests.replica.tensor.cases import Case, every_way
 
 
@@ -89,26 +89,26 @@ def unbound(x: Tensor) -> tuple[Tensor, ...]:
 
 
 CASES = (
-    Case("heads of features", Reshape, heads, [(5, 7, 24)]),
-    Case("features of heads", Reshape, features, [(5, 7, 6, 4)]),
-    Case("samples and heads", Reshape, samples_and_heads, [(5, 4, 7, 3)]),
-    Case("samples and sequence", Reshape, rows, [(5, 8, 9)]),
-    Case("flat", Reshape, flat, [(5, 4, 3, 2)]),
-    Case("apart", Reshape, apart, [(5, 7, 24)]),
-    Case("permute", Transpose, ordered, [(5, 4, 6, 7)]),
-    Case("transpose", Transpose, exchanged, [(5, 4, 6, 7)]),
-    Case("t", Transpose, turned, [(5, 7)]),
-    Case("unsqueeze", Unsqueeze, one_more, [(5, 4, 6)]),
-    Case("squeeze", Unsqueeze, one_less, [(5, 4, 1, 6)]),
-    Case("squeeze that does nothing", Unsqueeze, not_less, [(5, 4, 1, 6)]),
-    Case("expand as", Expand, repeated_as, [(5, 1, 6), (5, 4, 6)]),
-    Case("expand", Expand, repeated, [(5, 4, 6, 1)]),
-    Case("split", Chunks, thirds, [(5, 7, 24)]),
-    Case("chunk", Chunks, chunks, [(5, 7, 24)]),
-    Case("fewer chunks", Chunks, fewer, [(5, 7, 12)]),
-    Case("uneven pieces", Chunks, uneven, [(5, 12, 8)]),
-    Case("even pieces", Chunks, even, [(5, 7, 24)]),
-    Case("unbind", Chunks, unbound, [(5, 3, 6, 8)]),
+    Case("heads of features", reshape, heads, [(5, 7, 24)]),
+    Case("features of heads", reshape, features, [(5, 7, 6, 4)]),
+    Case("samples and heads", reshape, samples_and_heads, [(5, 4, 7, 3)]),
+    Case("samples and sequence", reshape, rows, [(5, 8, 9)]),
+    Case("flat", reshape, flat, [(5, 4, 3, 2)]),
+    Case("apart", reshape, apart, [(5, 7, 24)]),
+    Case("permute", transpose, ordered, [(5, 4, 6, 7)]),
+    Case("transpose", transpose, exchanged, [(5, 4, 6, 7)]),
+    Case("t", transpose, turned, [(5, 7)]),
+    Case("unsqueeze", unsqueeze, one_more, [(5, 4, 6)]),
+    Case("squeeze", unsqueeze, one_less, [(5, 4, 1, 6)]),
+    Case("squeeze that does nothing", unsqueeze, not_less, [(5, 4, 1, 6)]),
+    Case("expand as", expand, repeated_as, [(5, 1, 6), (5, 4, 6)]),
+    Case("expand", expand, repeated, [(5, 4, 6, 1)]),
+    Case("split", pieces, thirds, [(5, 7, 24)]),
+    Case("chunk", pieces, chunks, [(5, 7, 24)]),
+    Case("fewer chunks", pieces, fewer, [(5, 7, 12)]),
+    Case("uneven pieces", pieces, uneven, [(5, 12, 8)]),
+    Case("even pieces", pieces, even, [(5, 7, 24)]),
+    Case("unbind", pieces, unbound, [(5, 3, 6, 8)]),
 )
 
 
@@ -118,4 +118,4 @@ def test_every_way(case: Case) -> None:
 
 
 def test_of_the_transposed() -> None:
-    every_way(Case("", Reshape, lambda x: torch.relu(x.transpose(1, 2)).reshape(x.shape[0], 6, 24), [(5, 24, 6)]))
+    every_way(Case("", reshape, lambda x: torch.relu(x.transpose(1, 2)).reshape(x.shape[0], 6, 24), [(5, 24, 6)]))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.replica.tensor import redistribute_cost
+from paceline.replica.tensor import redistribute
 from paceline.replica.tensor.base import GraphTensor
 from paceline.replica.tensor.branches import place_branches
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.placements import REPLICATE, Placement
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey
+from paceline.replica.tensor.redistribute import Placements, PlanCost, ValueKey
 from paceline.replica.tensor.sharding_plan import NO_RULES, UserRules, op_choices, plan_sharding
 from tests.replica.tensor.cases import looked_at, same
 
@@ -115,7 +115,7 @@ def test_none_is_cheaper(name: str, k: int) -> None:
 
 
 def _collectives(value: GraphTensor, before: Placement, after: Placement, k: int) -> int:
-    made = redistribute_cost.redistribution_cost(before, after, k, differentiable=value.differentiable)
+    made = redistribute.redistribution_cost(before, after, k, differentiable=value.differentiable)
     assert made is not None
     return made.number
 
@@ -138,7 +138,7 @@ def cheapest(found: OperatorGraph, k: int) -> PlanCost:
         modes = [each.region is not None and alone.get(each.region, mode) for mode in (False, True)]
         for mode in dict.fromkeys(modes):
             for strategy in each.alone if mode else each.strategies:
-                taken = redistribute_cost.input_cost(each.call, strategy, there)
+                taken = redistribute.input_cost(each.call, strategy, there)
                 if taken is not None:
                     own = PlanCost(0, round(strategy.sent_bytes * k), strategy.collectives)
                     outputs = {
@@ -156,7 +156,7 @@ def _whole(found: OperatorGraph, there: Mapping[ValueKey, Placements], k: int) -
     cost = PlanCost()
     for value in found.outputs():
         if REPLICATE not in there[value.key]:
-            made = redistribute_cost.cheapest_redistribution(value, there[value.key], REPLICATE, k)
+            made = redistribute.cheapest_redistribution(value, there[value.key], REPLICATE, k)
             if made is None:
                 return None
             cost += made[1]

@@ -21,7 +21,7 @@ from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import OnRank, Placement, Shard, shard_layout
 from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
-from paceline.replica.tensor.tp_group import SingleRankTP, TPCollectives
+from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.trace.recorder import AnyRecorder, Recorder
 
 
@@ -113,9 +113,8 @@ class TensorParallelRank:
         self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
         self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
         communicator = self.subgroups.shards
-        self.shards: SingleRankTP | ProcessGroupTP = (
-            SingleRankTP() if communicator is None else ProcessGroupTP(communicator, self.place.shard)
-        )
+        assert communicator is not None, "a strategy with shards has several ranks"
+        self.shards = ProcessGroupTP(communicator, self.place.shard)
         self.whole = rank_setup.layout
         """Layout of A."""
         self.prepared = self._prepare(rank_setup)
@@ -137,18 +136,10 @@ class TensorParallelRank:
             recorder: of this rank's spans.
             loose: receives the gradients; None: they are written to the Δ buffer.
         """
-        if isinstance(self.shards, ProcessGroupTP):
-            self.shards.record_by(recorder)
+        self.shards.record_by(recorder)
+        device = self.run_context.device(self.rank)
         return TensorParallel(
-            self.run_context.job.program,
-            self.prepared,
-            self.shards,
-            self._replica,
-            self.layout,
-            self.run_context.device(self.rank),
-            recorder=recorder,
-            micro_steps=micro_steps,
-            loose=loose,
+            self.prepared, self.layout, self._replica, device, recorder=recorder, micro_steps=micro_steps, loose=loose
         )
 
     def _prepare(self, rank_setup: RankSetup) -> PreparedShard:

@@ -11,8 +11,7 @@ from paceline.engine.step_profile.comm import CollectiveCall, FakeShards, barrie
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.tensor.placements import shard_layout
-from paceline.replica.tensor.prepare import PreparedShard, plan_program
-from paceline.replica.tensor.rewrite import add_unused_tensors, rewrite_for_shard
+from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.schedule import Dependencies
 
@@ -91,13 +90,10 @@ def profile_shard(setup: RunContext, context: RankContext) -> RankProfile:
     shard = FakeShards(context.world.rank % count, count)
     module, whole = first_state(job.program, job.running_buffers)
     batch, rules = first_batch(job), job.strategy.shard_rules
-    with job.program.autocast("cpu"):
-        captured, plan = plan_program(job.program, module, batch, count, rules, context.gather)
-        made = rewrite_for_shard(plan, shard)
-        add_unused_tensors(made, module)
-    layout = shard_layout(whole.layout, made.parameters, shard.rank)
-    state = read(made.module, layout.new())
-    replica = TensorParallel(job.program, PreparedShard(captured, plan, made), shard, 0, layout)
+    prepared = prepare_shard(job.program, module, batch, shard, context.gather, rules, check=False)
+    layout = shard_layout(whole.layout, prepared.shard.parameters, shard.rank)
+    state = read(prepared.shard.module, layout.new())
+    replica = TensorParallel(prepared, layout, 0)
     passes = _passes(setup, context, replica, state, shard)
     calls, last = _collectives(replica, state, batch, shard)
     return RankProfile(passes, calls, last, steps_on=parameter_share(layout, whole.layout))

@@ -26,7 +26,7 @@ from paceline.replica.tensor.op_times import multiplication_counts
 from paceline.replica.tensor.placements import PARTIAL_GRAD, OnRank, Shard
 from paceline.replica.tensor.plan_search import SearchStep
 from paceline.replica.tensor.prepare import WithLoss, plan_captured
-from paceline.replica.tensor.redistribute_cost import redistribution_cost
+from paceline.replica.tensor.redistribute import redistribution_cost
 from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 
 

@@ -8,13 +8,13 @@ shard. The plan chooses one strategy for each operator and pays for the redistri
     b Shard(0) -------------+                                           +- linear -> Partial - all-reduce -> Replicate
                                                  V Shard(1) ------------+           row: S_p = some columns of V
 
-A new rule is a file in ``rules/`` that ends in ``register(...)``.
+A new rule is a file in ``rules/`` with a function under ``@op_rule(...)``.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from torch.fx.node import Argument, map_arg
 
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, Placement, Shard, even_sizes
 from paceline.replica.tensor.tp_group import TPCollectives
+
+aten = torch.ops.aten
 
 Divisions: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """Length of a dim -> (blocks, elements that stay together) in which it can be divided; see graph_ops.py."""
@@ -85,8 +87,9 @@ class OpCall:
 
     @property
     def op_name(self) -> str:
-        """Name of an aten operator, without namespace and overload."""
-        return str(self.target._schema.name).removeprefix("aten::")
+        """Name of the operator: of aten's without namespace and overload."""
+        words = str(self.target).split(".")
+        return words[1] if words[0] == "aten" and len(words) > 1 else str(self.target)
 
     @property
     def mutates(self) -> bool:
@@ -107,8 +110,14 @@ class OpCall:
 
     def argument_named(self, name: str, default: Any = None) -> Any:
         """Return an argument that only some operators of a family have, or the default."""
-        names = [argument.name for argument in self.target._schema.arguments]
-        return self.argument(names.index(name), name, default) if name in names else default
+        arguments = enumerate(self.target._schema.arguments)
+        return next((self.argument(i, name, each.default_value) for i, each in arguments if each.name == name), default)
+
+    def dims_named(self, *names: str) -> set[int]:
+        """Return the dims of the first input that the first of these arguments names; all, if it names none."""
+        dims, values = self.inputs[0].dims, map(self.argument_named, names)
+        value = next((value for value in values if value is not None), ())
+        return {dim % dims for dim in (value if isinstance(value, (list, tuple)) else [value])} or set(range(dims))
 
     def shardings(self, length: int, dim: int) -> Iterator[Shard]:
         """Yield the even divisions of a dim of this length; none where there are fewer units than shards."""
@@ -155,34 +164,29 @@ class OpStrategy:
     """True if only ``shard_rules`` choose it, by name."""
 
 
+@dataclass(eq=False)
 class GraphEmitter:
-    """Emits the nodes of one shard's graph.
+    """Emits the nodes of one shard's graph."""
 
-    Args:
-        shards: the group, for modules that communicate.
-        graph: graph of the shard.
-        root: holds the modules that the graph calls.
-        local: node of the model's graph -> node of the shard's, in the placement that the current strategy takes.
-    """
-
-    def __init__(self, shards: TPCollectives, graph: Graph, root: nn.Module, local: Callable[[Node], Node]) -> None:
-        self.shards, self._graph, self._root, self.local = shards, graph, root, local
-        self._modules = 0
-
-    def call(self, target: Callable[..., Any], *args: Argument, **kwargs: Argument) -> Node:
-        """Emit the call of a function."""
-        return self._graph.call_function(target, args, kwargs)
+    shards: TPCollectives
+    """The group, for modules that communicate."""
+    graph: Graph
+    root: nn.Module
+    """Holds the modules that the graph calls."""
+    local: Callable[[Node], Node]
+    """Node of the model's graph -> node of the shard's, in the placement that the current strategy takes."""
+    _modules: int = 0
 
     def module(self, module: nn.Module, *args: Argument) -> Node:
         """Emit the call of a module without tensors of its own."""
         name = f"_{type(module).__name__.lower()}_{self._modules}"
         self._modules += 1
-        self._root.add_module(name, module)
-        return self._graph.call_module(name, args)
+        self.root.add_module(name, module)
+        return self.graph.call_module(name, args)
 
     def copy(self, call: OpCall) -> Node:
         """Emit the operator as it is."""
-        return self._graph.node_copy(call.node, self.local)
+        return self.graph.node_copy(call.node, self.local)
 
     def with_args(self, call: OpCall, /, **changed: Argument) -> Node:
         """Emit the operator with some of its arguments changed, by their names in its schema."""
@@ -193,44 +197,63 @@ class GraphEmitter:
         ]
         kept = {name: value for name, value in call.node.kwargs.items() if name not in changed}
         kwargs = {name: map_arg(value, self.local) for name, value in kept.items()} | changed
-        return self._graph.call_function(call.target, tuple(args), kwargs)
+        return self.graph.call_function(call.target, tuple(args), kwargs)
+
+    def with_own_args(self, call: OpCall, /, **by_shard: Sequence[Argument]) -> Node:
+        """Emit the operator with arguments that differ from shard to shard."""
+        return self.with_args(call, **{name: values[self.shards.rank] for name, values in by_shard.items()})
 
     def weighed_mean(self, call: OpCall, split: Shard) -> Node:
         """Emit the mean of a part, weighed by the share of all elements that it is: a term of the mean of all."""
         share = split.sizes[self.shards.rank] / split.block_size
-        return self.call(torch.ops.aten.mul.Tensor, self.with_args(call), share)
+        return self.graph.call_function(aten.mul.Tensor, (self.with_args(call), share))
 
 
 Emit: TypeAlias = Callable[[GraphEmitter, OpCall], Node]
+Strategies: TypeAlias = Callable[[OpCall, Available], Iterator[OpStrategy]]
 
 
-class OpRule(ABC):
-    """Strategies of one family of operators. The docstring states its IC equation: which part S_p a shard owns."""
+@dataclass(frozen=True)
+class OpRule:
+    """Strategies of one family of operators."""
 
-    targets: ClassVar[tuple[Any, ...]]
-    """The operators, as ``torch.ops.aten.linear.default``."""
-
-    redistributes: ClassVar[bool] = True
+    strategies: Strategies
+    """Yields those besides :func:`replicated_strategies`, which are always there."""
+    redistributes: bool = True
     """True if inputs may be redistributed for it; False: it takes them as they are, if it can."""
-
-    handles_repeats: ClassVar[bool] = False
+    handles_repeats: bool = False
     """True if it can shard an operator of which one tensor is two arguments; False: that stays replicated."""
-
-    @abstractmethod
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        """Yield the strategies besides those of :func:`replicated_strategies`, which are always there."""
 
 
 _RULES: dict[Any, OpRule] = {}
 
 
-def register(*rules: OpRule) -> None:
-    """Register rules for their operators."""
-    for rule in rules:
-        for target in rule.targets:
+def op_rule(*targets: Any, redistributes: bool = True, handles_repeats: bool = False) -> Callable[[Strategies], OpRule]:
+    """Decorate a function as the rule of operators; its docstring has the IC equation: which part S_p a shard owns.
+
+    Args:
+        targets: the operators, as ``torch.ops.aten.linear.default``; a name stands for all overloads of it in aten that
+            write into nothing, as far as this torch has them.
+        redistributes: see :class:`OpRule`.
+        handles_repeats: likewise.
+    """
+
+    def overloads(target: Any) -> list[Any]:
+        if not isinstance(target, str):
+            return [target]
+        packet = getattr(aten, target, None)
+        every = [getattr(packet, name) for name in packet.overloads()] if packet else []
+        return [each for each in every if not each._schema.is_mutable]
+
+    def register(strategies: Strategies) -> OpRule:
+        rule = OpRule(strategies, redistributes, handles_repeats)
+        for overload in chain.from_iterable(map(overloads, targets)):
             # Two rules for one operator would depend on the order of imports.
-            assert target not in _RULES, f"{target} has a rule"
-            _RULES[target] = rule
+            assert overload not in _RULES, f"{overload} has a rule"
+            _RULES[overload] = rule
+        return rule
+
+    return register
 
 
 def rule_of(target: Any) -> OpRule | None:
@@ -259,15 +282,8 @@ def replicated_strategies(call: OpCall) -> Iterator[OpStrategy]:
 
 def shards_among(*available: Iterable[Placement]) -> list[Shard]:
     """Return the distinct shardings among placements, tensor by tensor, in an order that is the same on all shards."""
-    found = dict[Shard, None]()
+    distinct = dict[Shard, None]()
     for each in available:
         shardings = [placement for placement in each if isinstance(placement, Shard)]
-        found |= dict.fromkeys(sorted(shardings, key=lambda split: (split.dim, split.blocks, split.sizes)))
-    return list(found)
-
-
-def functional_overloads(names: Iterable[str]) -> Iterator[Any]:
-    """Yield the overloads of aten operators that write into nothing, as far as this torch has them."""
-    for packet in (getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)):
-        overloads = (getattr(packet, overload) for overload in packet.overloads())
-        yield from (overload for overload in overloads if not overload._schema.is_mutable)
+        distinct |= dict.fromkeys(sorted(shardings, key=lambda split: (split.dim, split.blocks, split.sizes)))
+    return list(distinct)

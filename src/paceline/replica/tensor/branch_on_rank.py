@@ -13,18 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import GraphEmitter, GraphTensor, OpCall, OpStrategy
+from paceline.replica.tensor.base import GraphEmitter, GraphTensor, OpCall, OpStrategy, aten
 from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, memory_order
 from paceline.replica.tensor.redistribute import with_memory_order
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
-aten = torch.ops.aten
-
 BRANCH = "branch"
 """Name of the strategy of each operator in a branch."""
 
-_STANDS_FOR = "stands_for"
-"""Key in the metadata of a stand-in's node: nodes of the trunk from which its branch is computed."""
+STANDS_FOR = "stands_for"
+"""Key in the metadata of a stand-in's node, which can be left out where it has no user: nodes of the trunk from which
+its branch is computed."""
 
 
 @final
@@ -39,15 +38,15 @@ class Extent:
     def __init__(self, like: Tensor, inputs: Sequence[Tensor]) -> None:
         self._sizes: list[Any] = [size if isinstance(size, int) else size.node.expr for size in like.shape]
         wanted = {symbol for size in self._sizes if not isinstance(size, int) for symbol in size.free_symbols}
-        found: dict[Any, tuple[int, int]] = {}
+        dims: dict[Any, tuple[int, int]] = {}
         for index, tensor in enumerate(inputs):
             for dim, size in enumerate(tensor.shape):
                 if not isinstance(size, int) and size.node.expr in wanted:
-                    found.setdefault(size.node.expr, (index, dim))
-        self.inputs = sorted({index for index, _ in found.values()})
+                    dims.setdefault(size.node.expr, (index, dim))
+        self.inputs = sorted({index for index, _ in dims.values()})
         """Indices of the inputs whose shapes it needs."""
-        self._dims = [(symbol, self.inputs.index(index), dim) for symbol, (index, dim) in found.items()]
-        self.complete = wanted == found.keys()
+        self._dims = [(symbol, self.inputs.index(index), dim) for symbol, (index, dim) in dims.items()]
+        self.complete = wanted == dims.keys()
         """True if the inputs determine the whole shape."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
 
@@ -112,14 +111,11 @@ def model_inputs(node: Node) -> list[Node]:
     return [each for each in placeholders if isinstance(each.meta["val"], Tensor)]
 
 
-def _captured_result(call: OpCall) -> Tensor:
-    """Return an operator's tensor, or the first of them, as it was captured."""
+def _result_extent(call: OpCall) -> tuple[Tensor, Extent]:
+    """Return an operator's tensor, or the first of them, as it was captured, and its extent."""
     result = call.node.meta["val"]
-    return result if isinstance(result, Tensor) else next(each for each in result if isinstance(each, Tensor))
-
-
-def _result_extent(call: OpCall) -> Extent:
-    return Extent(_captured_result(call), [node.meta["val"] for node in model_inputs(call.node)])
+    tensor = result if isinstance(result, Tensor) else next(each for each in result if isinstance(each, Tensor))
+    return tensor, Extent(tensor, [node.meta["val"] for node in model_inputs(call.node)])
 
 
 def _draws_random(call: OpCall) -> bool:
@@ -148,7 +144,7 @@ def is_movable(call: OpCall, branch: frozenset[Node]) -> bool:
     own_parameters = any(v.parameter is not None and belongs_to(v, branch) for v in call.inputs)
     if call.mutates or (own_parameters and _draws_random(call)):
         return False
-    return not call.outputs or _result_extent(call).complete
+    return not call.outputs or _result_extent(call)[1].complete
 
 
 def branch_strategy(call: OpCall, branch: frozenset[Node], owner: OnRank, share: float) -> OpStrategy:
@@ -166,20 +162,15 @@ def branch_strategy(call: OpCall, branch: frozenset[Node], owner: OnRank, share:
             for value, placement in zip(call.inputs, inputs, strict=True)
             if value.differentiable and not (value.parameter is not None and placement == owner)
         ]
-        trunk = tuple(dict.fromkeys(each for node in sources for each in node.meta.get(_STANDS_FOR, (node,))))
-        extent, placeholders = _result_extent(call), model_inputs(call.node)
+        trunk = tuple(dict.fromkeys(each for node in sources for each in node.meta.get(STANDS_FOR, (node,))))
+        (like, extent), placeholders = _result_extent(call), model_inputs(call.node)
         sized_by = (emitter.local(placeholders[index]) for index in extent.inputs)
-        module = StandIn(extent, _captured_result(call), differentiable=call.outputs[0].differentiable)
+        module = StandIn(extent, like, differentiable=call.outputs[0].differentiable)
         node = emitter.module(module, *sized_by, *trunk)
-        node.meta[_STANDS_FOR] = trunk
+        node.meta[STANDS_FOR] = trunk
         return node
 
     return OpStrategy(inputs, tuple(owner for _ in call.outputs), BRANCH, emit, share)
-
-
-def is_stand_in(node: Node) -> bool:
-    """Return True if a node of a shard's graph is a stand-in, which can be left out where it has no user."""
-    return _STANDS_FOR in node.meta
 
 
 def join_strategies(call: OpCall, owners: Sequence[OnRank | None]) -> Iterator[OpStrategy]:
@@ -202,9 +193,15 @@ def join_strategies(call: OpCall, owners: Sequence[OnRank | None]) -> Iterator[O
         def emit_own(emitter: GraphEmitter, call: OpCall) -> Node:
             pairs = zip(owners, call.inputs, strict=True)
             own = [emitter.local(value.node) for owner, value in pairs if owner == OnRank(emitter.shards.rank)]
-            return emitter.call(aten.cat.default, own, dim)
+            return emitter.graph.call_function(aten.cat.default, (own, dim))
 
         yield OpStrategy(tuple(owner for owner in owners if owner), (part,), "join", emit_own, part.share)
+
+    def emit_join(emitter: GraphEmitter, call: OpCall, *, partial_grad: bool) -> Node:
+        ranks = [None if owner is None else owner.shard for owner in owners]
+        module = Join(emitter.shards, call.node.name, ranks, dim, partial_grad=partial_grad)
+        return emitter.module(module, *(emitter.local(value.node) for value in call.inputs))
+
     gathered = sum(value.nbytes for value, owner in zip(call.inputs, owners, strict=True) if owner)
     sent = gathered * (call.shards - 1) / call.shards
     for placement in (REPLICATE, PARTIAL_GRAD) if output.differentiable else (REPLICATE,):
@@ -212,9 +209,8 @@ def join_strategies(call: OpCall, owners: Sequence[OnRank | None]) -> Iterator[O
             owner or (placement if value.differentiable else REPLICATE)
             for owner, value in zip(owners, call.inputs, strict=True)
         )
-        partial_grad = placement == PARTIAL_GRAD
-        rounds = 2 if partial_grad else 1
-        emit = partial(emit_join, owners, dim, partial_grad)
+        rounds = 2 if placement == PARTIAL_GRAD else 1
+        emit = partial(emit_join, partial_grad=placement == PARTIAL_GRAD)
         yield OpStrategy(inputs, (placement,), "join", emit, 1.0, rounds * sent, rounds)
 
 
@@ -227,16 +223,10 @@ def _kept_parts(owners: Sequence[OnRank | None], lengths: Sequence[int], dim: in
     ranks = [owner.shard for owner in owners if owner is not None]
     if len(ranks) < len(owners) or ranks != sorted(ranks) or set(ranks) != set(range(shards)):
         return None
-    pairs = list(zip(ranks, lengths, strict=True))
-    return Shard(dim, tuple(sum(length for rank, length in pairs if rank == shard) for shard in range(shards)))
-
-
-def emit_join(
-    owners: Sequence[OnRank | None], dim: int, partial_grad: bool, emitter: GraphEmitter, call: OpCall
-) -> Node:
-    ranks = [None if owner is None else owner.shard for owner in owners]
-    module = Join(emitter.shards, call.node.name, ranks, dim, partial_grad=partial_grad)
-    return emitter.module(module, *(emitter.local(value.node) for value in call.inputs))
+    sizes = [0] * shards
+    for rank, length in zip(ranks, lengths, strict=True):
+        sizes[rank] += length
+    return Shard(dim, tuple(sizes))
 
 
 @final
@@ -259,53 +249,38 @@ class Join(CollectiveModule):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         """Return the whole tensor."""
-        whole: Tensor = _JoinFunction.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        whole: Tensor = self.differentiable(*tensors)
         return whole
 
-    def gather(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Gather all shards' tensors and concatenate them in order."""
-        lengths = [tensor.shape[self.dim] for tensor in tensors]
+    def value(self, ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.lengths = lengths = [tensor.shape[self.dim] for tensor in tensors]
         shapes = list[tuple[int, ...]]()
         for shard in range(self.shards.count):
             shape = list(tensors[0].shape)
             shape[self.dim] = sum(self._of(lengths, shard))
             shapes.append(tuple(shape))
-        local = self._cat_of(tensors, self.shards.rank, tensors[0])
-        gathered = self.shards.all_gather(local, shapes, self.name)
+        gathered = self.shards.all_gather(self._cat_of(tensors, self.shards.rank, tensors[0]), shapes, self.name)
         pieces = [iter(torch.split(part, self._of(lengths, s), self.dim)) for s, part in enumerate(gathered)]
-        ordered = [
-            tensor if owner is None else next(pieces[owner]) for tensor, owner in zip(tensors, self.owners, strict=True)
-        ]
+        pairs = zip(tensors, self.owners, strict=True)
+        ordered = [tensor if owner is None else next(pieces[owner]) for tensor, owner in pairs]
         return with_memory_order(torch.cat(ordered, self.dim), tensors[0])
 
-    def gradients(self, gradient: Tensor, lengths: Sequence[int]) -> list[Tensor | None]:
+    def gradients(self, ctx: Any, gradient: Tensor) -> list[Tensor | None]:
         """Return the gradient of each tensor; None for one of another shard."""
-        rank, count = self.shards.rank, self.shards.count
-        terms = list(torch.split(gradient, list(lengths), self.dim))
+        rank, terms = self.shards.rank, list(torch.split(gradient, ctx.lengths, self.dim))
         if self.partial_grad:
-            parts = [self._cat_of(terms, shard, gradient) for shard in range(count)]
+            parts = [self._cat_of(terms, shard, gradient) for shard in range(self.shards.count)]
             total = self.shards.reduce_scatter(parts, f"the gradient of {self.name}")
-            sums = iter(torch.split(total, self._of(lengths, rank), self.dim))
+            sums = iter(torch.split(total, self._of(ctx.lengths, rank), self.dim))
             terms = [next(sums) if owner == rank else term for owner, term in zip(self.owners, terms, strict=True)]
         return [term if owner in (None, rank) else None for owner, term in zip(self.owners, terms, strict=True)]
 
-    def _of(self, lengths: Sequence[int], shard: int) -> list[int]:
-        """Return the lengths of a shard's tensors."""
-        return [length for length, owner in zip(lengths, self.owners, strict=True) if owner == shard]
+    def _of(self, values: Sequence[Any], shard: int) -> list[Any]:
+        """Return those of a shard's tensors."""
+        return [value for value, owner in zip(values, self.owners, strict=True) if owner == shard]
 
     def _cat_of(self, tensors: Sequence[Tensor], shard: int, like: Tensor) -> Tensor:
         """Return a shard's tensors, one after the other; it may have none."""
         # An empty tensor where it has none: a collective takes one of each shard.
-        own = [tensor for tensor, owner in zip(tensors, self.owners, strict=True) if owner == shard]
+        own = self._of(tensors, shard)
         return torch.cat(own, self.dim) if own else like.narrow(self.dim, 0, 0)
-
-
-class _JoinFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, join: Join, *tensors: Tensor) -> Tensor:
-        ctx.join, ctx.lengths = join, [tensor.shape[join.dim] for tensor in tensors]
-        return join.gather(tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return None, *ctx.join.gradients(gradients[0], ctx.lengths)

@@ -14,16 +14,13 @@ on the shard with the least load (Graham 1969), so that there may be more of the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import OpCall, OpStrategy
+from paceline.replica.tensor.base import OpCall, OpStrategy, aten
 from paceline.replica.tensor.branch_on_rank import branch_strategy, is_movable, join_strategies
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
 from paceline.replica.tensor.placements import OnRank
-
-aten = torch.ops.aten
 
 UNEVEN = 1.25
 """Load of the busiest shard, relative to an even share, up to which branches are offered to the plan. Above, operators
@@ -47,20 +44,17 @@ class PlacedRegion:
     """Owner of each branch."""
     share: float
     """Share of the region's work that the busiest shard does."""
-    _branch: Mapping[Node, int] = field(repr=False)
-
-    def branch(self, node: Node) -> int | None:
-        """Return the index of an operator's branch, if it is in one."""
-        return self._branch.get(node)
+    branch_of: Mapping[Node, int] = field(repr=False)
+    """Index of the branch of each node."""
 
     def strategy(self, call: OpCall) -> OpStrategy:
         """Return the strategy of an operator of a branch on its owner."""
-        index = self._branch[call.node]
+        index = self.branch_of[call.node]
         return branch_strategy(call, self.region.branches[index], self.owners[index], self.share)
 
     def join_strategies(self, call: OpCall) -> Iterator[OpStrategy]:
         """Return the strategies of the join."""
-        indices = [self._branch.get(value.node) for value in call.inputs]
+        indices = [self.branch_of.get(value.node) for value in call.inputs]
         return join_strategies(call, [None if index is None else self.owners[index] for index in indices])
 
 

@@ -29,9 +29,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from paceline.replica.tensor.base import nodes_in, rule_of
-
-aten = torch.ops.aten
+from paceline.replica.tensor.base import aten, nodes_in, rule_of
 
 _SAME_DRAWS = (aten.dropout_.default,)
 """Operators of which both forms draw the same random numbers on the CPU."""

@@ -15,19 +15,16 @@ from math import prod
 from operator import attrgetter, getitem
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
-from paceline.replica.tensor.base import Divisions, GraphTensor, OpCall
+from paceline.replica.tensor.base import Divisions, GraphTensor, OpCall, aten
 
-aten = torch.ops.aten
-
-_PIECES = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
-_RESHAPES = (
+PIECES = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
+RESHAPES = (
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
 )  # fmt: skip
 _WITHOUT_GRADIENT = (aten.detach.default, aten.detach_.default)
@@ -64,7 +61,12 @@ def operator_graph(
         InputError: the size of a tensor depends on values.
     """
     module, values = captured.module, dict[Node, tuple[GraphTensor, ...]]()
-    sizes = _symbol_sizes(module.graph, leaves)
+    sizes: dict[Any, int] = {}  # of the symbols of the graph's sizes, for the input that is planned for
+    for node, leaf in zip((node for node in module.graph.nodes if node.op == "placeholder"), leaves, strict=False):
+        if isinstance(leaf, Tensor):
+            for size, length in zip(node.meta["val"].shape, leaf.shape, strict=False):
+                if not isinstance(size, int) and size.node.expr.is_Symbol:
+                    sizes[size.node.expr] = length
     for node in module.graph.nodes:
         results = _results(module, node, values, sizes, flowing)
         if results:
@@ -82,18 +84,6 @@ def operator_graph(
         if node.op in ("call_function", "call_module") and (inputs or node in values):
             calls[node] = OpCall(node, tuple(inputs), values.get(node, ()), shards, divisions)
     return OperatorGraph(captured, values, calls)
-
-
-def _symbol_sizes(graph: Graph, leaves: Sequence[Any]) -> dict[Any, int]:
-    """Return the value of each symbol of the graph's sizes for an input."""
-    sizes: dict[Any, int] = {}
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    for node, leaf in zip(placeholders, leaves, strict=False):
-        if isinstance(leaf, Tensor):
-            for size, length in zip(node.meta["val"].shape, leaf.shape, strict=False):
-                if not isinstance(size, int) and size.node.expr.is_Symbol:
-                    sizes[size.node.expr] = length
-    return sizes
 
 
 def _results(
@@ -119,30 +109,23 @@ def _results(
     results = list[GraphTensor]()
     for tensor in (each for each in candidates if isinstance(each, Tensor)):
         flows = differentiable and tensor.dtype.is_floating_point
-        shape = tuple(_captured_size(node, size) for size in tensor.shape)
-        elements = prod(_planned_size(size, sizes) for size in tensor.shape) if sizes else None
+        lengths = [_lengths(node, size, sizes) for size in tensor.shape]
+        shape, elements = tuple(captured for captured, _ in lengths), prod(planned for _, planned in lengths)
         results.append(GraphTensor(node, shape, tensor.dtype, flows, index=len(results), elements=elements))
     return tuple(results)
 
 
-def _planned_size(size: Any, sizes: Mapping[Any, int]) -> int:
-    """Return a size with the input that is planned for, or as captured where that input does not determine it."""
+def _lengths(node: Node, size: Any, sizes: Mapping[Any, int]) -> tuple[int, int]:
+    """Return a size with the batch that was captured, and with the input that is planned for, if that determines it."""
     if isinstance(size, int):
-        return size
-    expression = size.node.expr.subs(sizes)
-    return int(expression) if expression.is_number else int(size.node.hint)
-
-
-def _captured_size(node: Node, size: Any) -> int:
-    """Return a size with the batch that was captured."""
-    if isinstance(size, int):
-        return size
+        return size, size
     if size.node.hint is None:
         raise InputError(
             f"{node.name} makes a tensor whose size depends on values ({size}), so the model can't be divided; write "
             f"a mask in its place, or {WAYS_OUT}"
         )
-    return int(size.node.hint)
+    captured, planned = int(size.node.hint), size.node.expr.subs(sizes)
+    return captured, int(planned) if planned.is_number else captured
 
 
 def dim_divisions(graph: Graph, values: Mapping[Node, tuple[GraphTensor, ...]]) -> Divisions:
@@ -164,8 +147,8 @@ def dim_divisions(graph: Graph, values: Mapping[Node, tuple[GraphTensor, ...]]) 
             grains[length] |= {(blocks, unit * inner) for blocks, unit in grains[outer]} if inner > 1 else set()
             grains[length] |= {(outer * blocks, unit) for blocks, unit in grains[inner]} if outer > 1 else set()
     divisions = dict[int, Sequence[tuple[int, int]]]()
-    for length, found in grains.items():  # of each number of blocks the coarsest units first
-        possible = [(blocks, unit) for blocks, unit in found if length % (blocks * unit) == 0]
+    for length, pairs in grains.items():  # of each number of blocks the coarsest units first
+        possible = [(blocks, unit) for blocks, unit in pairs if length % (blocks * unit) == 0]
         divisions[length] = sorted(possible, key=lambda grain: (grain[0], -grain[1]))
     return divisions
 
@@ -176,10 +159,10 @@ def _factors(
     """Yield lengths that are products of two others: (length, slower, faster)."""
     if node.op != "call_function" or not sources:
         return
-    if node.target in _PIECES:
+    if node.target in PIECES:
         pairs = {(a, b) for a, b in zip(sources[0].shape, results[0].shape, strict=False) if a != b}
         yield from ((whole, whole // part, part) for whole, part in pairs if part and whole % part == 0)
-    elif node.target in _RESHAPES:
+    elif node.target in RESHAPES:
         before, after = sources[0].shape, results[0].shape
         for apart, together in ((before, after), (after, before)):
             for joined, dims in matching_dims(apart, together):
@@ -219,22 +202,15 @@ def matching_dims(apart: Sequence[int], together: Sequence[int]) -> list[tuple[l
     i = j = 0
     while i < len(apart) or j < len(together):
         # One dim of each, then more of the one whose product is smaller until the products are equal.
-        joined, dims = list[int](), list[int]()
-        a = b = 1
-        if i < len(apart):
-            dims.append(i)
-            a, i = apart[i], i + 1
-        if j < len(together):
-            joined.append(j)
-            b, j = together[j], j + 1
+        start, first = i, j
+        a, i = (apart[i], i + 1) if i < len(apart) else (1, i)
+        b, j = (together[j], j + 1) if j < len(together) else (1, j)
         while a != b:
             if a < b and i < len(apart):
-                dims.append(i)
                 a, i = a * apart[i], i + 1
             elif j < len(together):
-                joined.append(j)
                 b, j = b * together[j], j + 1
             else:
                 return pairs
-        pairs.append((joined, dims))
+        pairs.append((list(range(first, j)), list(range(start, i))))
     return pairs

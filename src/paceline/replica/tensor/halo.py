@@ -18,19 +18,18 @@ the border between two shards it needs a few of a neighbour's, or of several whe
     needs                            0 1 2 3 4        |  3 4 5 6 7
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from paceline.core.errors import InputError
-from paceline.replica.tensor.base import OpCall
+from paceline.replica.tensor.base import Available, Emit, OpCall, OpStrategy, shards_among
 from paceline.replica.tensor.placements import Shard, even_sizes
-from paceline.replica.tensor.redistribute import CollectiveFunction
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
 
@@ -66,11 +65,6 @@ def per_dim(value: int | Sequence[int], dims: int) -> list[int]:
     """
     each = [value] if isinstance(value, int) else list(value)
     return each * dims if len(each) == 1 else each
-
-
-def uneven_padding(windows: Sequence[SlidingWindow]) -> list[int]:
-    """Return the padding of the dims that have more on one side, as :func:`torch.nn.functional.pad` takes it."""
-    return [side for each in reversed(windows) for side in ((0, 0) if each.even else (each.before, each.after or 0))]
 
 
 @final
@@ -144,13 +138,6 @@ def halo_reach(has: Shard, length: int, windows: SlidingWindow) -> HaloReach | N
     return HaloReach(has, makes, windows)
 
 
-def halo_bytes(call: OpCall, reach: HaloReach) -> float:
-    """Return the bytes from each shard for the borders of an operator's first input, forward and backward."""
-    x = call.inputs[0]
-    element = x.nbytes // reach.has.length
-    return (call.shards - 1) / call.shards * reach.crossed * element * (1 + x.differentiable)
-
-
 @final
 class Halo(CollectiveModule):
     """A part -> all elements that the windows of a shard see, padding included.
@@ -195,7 +182,7 @@ class Halo(CollectiveModule):
                 "shard_rules"
             )
         if self.reach.crossed:
-            result: Tensor = CollectiveFunction.apply(part, self)  # type: ignore[no-untyped-call]
+            result: Tensor = self.differentiable(part)
         else:
             result = self._local(part)
         return pad(result, self._padding, value=self._fill) if any(self._padding) else result
@@ -208,7 +195,7 @@ class Halo(CollectiveModule):
         """Return where in its own part those elements are that others need."""
         return torch.tensor(self._places, device=like.device, dtype=torch.int64)
 
-    def value(self, part: Tensor) -> Tensor:
+    def value(self, _: Any, part: Tensor) -> Tensor:
         """Return the part with what the windows see of the others'."""
         rank, dim = self.shards.rank, self.reach.has.dim
         shapes = [_with_length(part, dim, length) for length in self._given]
@@ -220,7 +207,7 @@ class Halo(CollectiveModule):
         ]
         return torch.cat(pieces, dim)
 
-    def gradient(self, gradient: Tensor) -> Tensor:
+    def gradients(self, _: Any, gradient: Tensor) -> tuple[Tensor]:
         """Return the gradient of the part, with what other shards found for it."""
         rank, dim = self.shards.rank, self.reach.has.dim
         pieces = torch.split(gradient, [length for _, length in self._slices], dim)
@@ -230,14 +217,69 @@ class Halo(CollectiveModule):
             if shard != rank:
                 part.narrow(dim, *self._slices[shard]).copy_(piece)
             parts.append(part)
-        found = self.shards.reduce_scatter(parts, f"the gradient of the borders of {self.name}")
-        # The own gradient first, then what was found for it: elements that several windows see are added up.
+        received = self.shards.reduce_scatter(parts, f"the gradient of the borders of {self.name}")
+        # The own gradient first, then what was received for it: elements that several windows see are added up.
         total = gradient.new_zeros(_with_length(gradient, dim, self.reach.has.sizes[rank]))
         self._local(total).copy_(pieces[rank])
-        return total.index_add_(dim, self._indices(total), found)
+        return (total.index_add_(dim, self._indices(total), received),)
 
 
 def _with_length(tensor: Tensor, dim: int, length: int) -> tuple[int, ...]:
     shape = list(tensor.shape)
     shape[dim] = length
     return tuple(shape)
+
+
+def present_reaches(call: OpCall, available: Available, windows: Sequence[SlidingWindow]) -> Iterator[HaloReach]:
+    """Yield how the input of an operator is sharded along a spatial dim already.
+
+    Args:
+        call: an operator that looks at its first input through windows.
+        available: placements of its inputs.
+        windows: windows along the last dims.
+    """
+    for split in shards_among(available[0]):
+        reach = _reach(call, split, windows) if -split.dim <= len(windows) else None
+        if reach is not None:
+            yield reach
+
+
+def new_reach(call: OpCall, windows: Sequence[SlidingWindow]) -> HaloReach | None:
+    """Return how the input can be sharded anew along a spatial dim, as evenly as possible; arguments as above.
+
+    Only along the first dim that is long enough before and after: its parts are contiguous.
+    """
+    shape = call.inputs[0].shape
+    reaches = (_reach(call, Shard(d, even_sizes(shape[d], call.shards)), windows) for d in range(-len(windows), 0))
+    return next((reach for reach in reaches if reach is not None), None)
+
+
+def _reach(call: OpCall, split: Shard, windows: Sequence[SlidingWindow]) -> HaloReach | None:
+    """Return the reach of a sharding; None: the dim has samples in it, or not all shards would have a part."""
+    inputs = (node.meta["val"] for node in call.node.graph.nodes if node.op == "placeholder")
+    batch_sizes = (each.shape[0] for each in inputs if isinstance(each, Tensor) and each.dim())
+    if length_symbols(call, split.dim) & {symbol for size in batch_sizes for symbol in _symbols(size)}:
+        return None
+    return halo_reach(split, call.outputs[0].shape[split.dim], windows[split.dim])
+
+
+def length_symbols(call: OpCall, dim: int) -> set[object]:
+    """Return the symbols on which the length of a dim of the first input depends: none if it is always the same."""
+    value = call.inputs[0]
+    fake = value.node.meta.get("val")
+    fake = fake[value.index] if isinstance(fake, (list, tuple)) else fake
+    return set() if fake is None else _symbols(fake.shape[dim])
+
+
+def _symbols(size: Any) -> set[object]:
+    return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
+
+
+def spatial_strategy(call: OpCall, reach: HaloReach, emit: Emit, *, on_request: bool = False) -> OpStrategy:
+    """Return the strategy of an operator with a halo, whose other inputs are replicated."""
+    x, *others = call.inputs
+    # Each shard sends the borders that it gives, forward, and their gradients, backward.
+    sent = (call.shards - 1) / call.shards * reach.crossed * (x.nbytes // reach.has.length) * (1 + x.differentiable)
+    collectives = (1 + x.differentiable) if reach.crossed else 0
+    inputs = (reach.has, *(value.replicated for value in others))
+    return OpStrategy(inputs, (reach.makes,), "space", emit, reach.makes.share, sent, collectives, on_request)

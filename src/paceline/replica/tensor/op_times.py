@@ -12,9 +12,7 @@ from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.replica.module_utils import preserve_tensors
-from paceline.replica.tensor.base import OpCall
-
-aten = torch.ops.aten
+from paceline.replica.tensor.base import OpCall, aten
 
 OpTimes: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
 """Operators -> the time of each, in any unit."""
@@ -74,13 +72,13 @@ class _TimingInterpreter(Interpreter):
         if call is None:
             return super().run_node(n)
         learns = any(value.differentiable for value in call.outputs) and not call.mutates
-
-        def as_leaf(tensor: Tensor) -> Tensor:
-            return tensor.detach().requires_grad_(tensor.is_floating_point() or tensor.is_complex())
-
-        # Leaves of their own: backward stops at them, so that it is this operator's alone.
-        sources = {value.node for value in call.inputs if learns and value.differentiable}
-        leaves = {node: tree_map_only(Tensor, as_leaf, self.env[node]) for node in sources}
+        leaves = dict[Node, Any]()
+        for value in call.inputs:
+            if learns and value.differentiable:  # a leaf of its own: backward stops at it, and is this operator's alone
+                leaves[value.node] = tree_map_only(Tensor, Tensor.detach, self.env[value.node])
+                for leaf in tree_leaves(leaves[value.node]):
+                    if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
+                        leaf.requires_grad_()
         args, kwargs = map_arg((n.args, n.kwargs), lambda node: leaves.get(node, self.env[node]))
         began = time.perf_counter()
         with torch.set_grad_enabled(learns):

@@ -8,6 +8,7 @@
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -45,57 +46,61 @@ def refuse_unless_elementwise(
         placements: placements of its tensors, by name.
         shards: k.
     """
+    # Small tensors, sharded along the same dims, into parts that are not equally long.
+    uneven = even_sizes(shards + 1, shards)
+    placements = {name: Shard(p.dim, uneven) if isinstance(p, Shard) else p for name, p in placements.items()}
+
+    def small(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        placement, sizes = placements.get(name), [_OTHER_DIMS] * len(shape)
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = placement.length
+        return tuple(sizes)
+
+    def part(name: str, tensor: Tensor, shard: int) -> Tensor:
+        placement = placements.get(name)
+        return placement.take(tensor, shard) if isinstance(placement, Shard) else tensor
+
+    blocks = whole.reshaped(small).parameters
+    layout = FlatLayout(tuple(DtypeBuffer(torch.float64, block.entries) for block in blocks), ())
+    trial = _Trial(make, whole, shards)
+    values, gradients = layout.new(), layout.new()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        _Trial(make, whole, placements, shards).compare()
-
-
-class _Trial:
-    def __init__(
-        self, make: OptimizerFactory, whole: FlatLayout, placements: Mapping[str, Placement], shards: int
-    ) -> None:
-        self._make, self._whole, self._shards = make, whole, shards
-        # Small tensors, sharded along the same dims, into parts that are not equally long.
-        uneven = even_sizes(shards + 1, shards)
-        self._placements = {
-            name: Shard(placement.dim, uneven) if isinstance(placement, Shard) else placement
-            for name, placement in placements.items()
-        }
-
-        def small(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-            placement, sizes = self._placements.get(name), [_OTHER_DIMS] * len(shape)
-            if isinstance(placement, Shard):
-                sizes[placement.dim] = placement.length
-            return tuple(sizes)
-
-        blocks = whole.reshaped(small).parameters
-        self._small = FlatLayout(tuple(DtypeBuffer(torch.float64, block.entries) for block in blocks), ())
-        self._name = "the optimizer"
-        self._values, self._gradients = self._small.new(), self._small.new()
-        for vector in (*self._values.parameters, *self._gradients.parameters):
+        for vector in (*values.parameters, *gradients.parameters):
             vector.normal_()
-
-    def compare(self) -> None:
-        before, after = (
-            dict(self._values.named()),
-            dict(self.stepped(self._small, self._values, self._gradients).named()),
-        )
-        for shard in range(self._shards):
-            layout = shard_layout(self._small, self._placements, shard)
-            if not layout.parameters:
+        before, after = dict(values.named()), dict(trial.stepped(layout, values, gradients).named())
+        for shard in range(shards):
+            local = shard_layout(layout, placements, shard)
+            if not local.parameters:
                 continue
-            parts = [self.parts(state, layout, shard) for state in (self._values, self._gradients)]
-            for name, tensor in self.stepped(layout, *parts).named():
-                expected = self._part(name, after[name], shard)
-                farthest = float((after[name] - before[name]).abs().max())
+            parts = local.new(), local.new()
+            for state, wholes in zip(parts, (before, dict(gradients.named())), strict=True):
+                for name, view in state.named():
+                    view.copy_(part(name, wholes[name], shard))
+            for name, tensor in trial.stepped(local, *parts).named():
+                expected, farthest = part(name, after[name], shard), float((after[name] - before[name]).abs().max())
                 if not torch.allclose(tensor, expected, rtol=0.0, atol=APART * farthest, equal_nan=True):
-                    raise self.error(f"looks at more of {name} than one element at a time")
+                    raise trial.error(f"looks at more of {name} than one element at a time")
+
+
+@dataclass
+class _Trial:
+    make: OptimizerFactory
+    whole: FlatLayout
+    shards: int
+    name: str = "the optimizer"
 
     def stepped(self, layout: FlatLayout, values: FlatState, gradients: FlatState) -> FlatState:
         """Return these values after some steps."""
         state, out = values.clone(), gradients.clone()
+
+        def construct(parameters: list[nn.Parameter]) -> Optimizer:
+            optimizer = self.make(parameters)
+            self.name = type(optimizer).__name__
+            return optimizer
+
         try:
-            stepper = FlatOptimizer(optimizer_of_part(self.construct, self._whole, layout), None, state, out)
+            stepper = FlatOptimizer(optimizer_of_part(construct, self.whole, layout), None, state, out)
             for _ in range(STEPS):
                 out.copy_(gradients)  # an optimizer may write into a gradient
                 stepper.step(out.parameters)
@@ -105,24 +110,8 @@ class _Trial:
             raise self.error(f"fails on a step: {type(error).__name__}: {error}") from error
         return state
 
-    def construct(self, parameters: list[nn.Parameter]) -> Optimizer:
-        optimizer = self._make(parameters)
-        self._name = type(optimizer).__name__
-        return optimizer
-
     def error(self, why: str) -> InputError:
         return InputError(
-            f"shards={self._shards}: each shard steps on its part of a tensor, but {self._name} {why}; write shards=1, "
+            f"shards={self.shards}: each shard steps on its part of a tensor, but {self.name} {why}; write shards=1, "
             "or an optimizer that treats each element alone, as torch.optim.AdamW does"
         )
-
-    def parts(self, whole: FlatState, layout: FlatLayout, shard: int) -> FlatState:
-        """Return a shard's part of a state."""
-        state, tensors = layout.new(), dict(whole.named())
-        for name, view in state.named():
-            view.copy_(self._part(name, tensors[name], shard))
-        return state
-
-    def _part(self, name: str, tensor: Tensor, shard: int) -> Tensor:
-        placement = self._placements.get(name)
-        return placement.take(tensor, shard) if isinstance(placement, Shard) else tensor

@@ -13,10 +13,10 @@ A sharded operator takes ``ReplicatePartialGrad`` and ``Shard``, and gives ``Sha
 one placement to another is a collective, forward, backward or both (:mod:`paceline.replica.tensor.redistribute`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import TypeAlias, final
+from typing import ClassVar, TypeAlias, final
 
 from torch import Tensor, cat
 
@@ -24,31 +24,38 @@ from paceline.core.errors import InputError
 from paceline.replica.flat_state import FlatLayout
 
 
+class _Named:
+    """A placement without fields, which prints as its name."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
 @final
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class Replicate(_Named):
     """Every shard has all of the tensor and all of its gradient, as one process has."""
 
-    def __str__(self) -> str:
-        return "whole"
+    name: ClassVar[str] = "whole"
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class ReplicatePartialGrad:
+class ReplicatePartialGrad(_Named):
     """Every shard has all of the tensor; the shards' gradients are terms of the sum that is its gradient."""
 
-    def __str__(self) -> str:
-        return "shared"
+    name: ClassVar[str] = "shared"
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Partial:
+class Partial(_Named):
     """Each shard has a term of the sum that is the tensor, and all of its gradient."""
 
-    def __str__(self) -> str:
-        return "partial"
+    name: ClassVar[str] = "partial"
 
 
 @final
@@ -117,6 +124,14 @@ class Shard:
     def at(self, dim: int) -> "Shard":
         """Return the same parts along another dim."""
         return Shard(dim, self.sizes, self.blocks)
+
+    def without(self, removed: Collection[int], dims: int) -> "Shard":
+        """Return the same parts of a tensor of ``dims`` dims from which other dims are removed.
+
+        >>> Shard(-1, (2, 2)).without({1}, 3), Shard(-3, (2, 2)).without({1}, 3)
+        (Shard(dim=-1, sizes=(2, 2), blocks=1), Shard(dim=-2, sizes=(2, 2), blocks=1))
+        """
+        return self.at(self.dim + sum(each > self.dim % dims for each in removed))
 
     def take(self, tensor: Tensor, shard: int) -> Tensor:
         """Return a shard's part of a whole tensor: a view where there is one block.

@@ -11,22 +11,14 @@ from dataclasses import dataclass
 from operator import getitem
 from typing import NamedTuple
 
-import torch
-
-from paceline.replica.tensor.base import OpCall, OpStrategy, rule_of
+from paceline.replica.tensor import redistribute
+from paceline.replica.tensor.base import OpCall, OpStrategy, aten, rule_of
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.op_times import op_work
 from paceline.replica.tensor.placements import REPLICATE
-from paceline.replica.tensor.redistribute_cost import (
-    Placements,
-    PlanCost,
-    Redistribution,
-    ValueKey,
-    cheapest_redistribution,
-    input_cost,
-)
+from paceline.replica.tensor.redistribute import Placements, PlanCost, ValueKey
 
-_PIECES = (torch.ops.aten.select.int, torch.ops.aten.slice.Tensor, torch.ops.aten.narrow.default)
+_PIECES = (aten.select.int, aten.slice.Tensor, aten.narrow.default)
 
 
 @dataclass(frozen=True)
@@ -35,7 +27,7 @@ class SearchStep:
 
     call: OpCall
     strategy: OpStrategy
-    redistributions: tuple[Redistribution, ...]
+    redistributions: tuple[redistribute.Redistribution, ...]
     """(tensor, from, to) of the inputs that are redistributed for it, and were not before."""
 
 
@@ -137,11 +129,11 @@ class _Search:
         for state, path in paths.items():
             present = dict(state.present)
             for strategies, alone in _modes(choice, state):
-                known = (strategies is choice.alone, *map(present.get, inputs))
-                if known not in transitions:
+                inputs_key = (strategies is choice.alone, *map(present.get, inputs))
+                if inputs_key not in transitions:
                     open_ = self.without_detours(call, strategies, present)
-                    transitions[known] = list(self.transitions(call, open_, present))
-                for each in transitions[known]:
+                    transitions[inputs_key] = list(self.transitions(call, open_, present))
+                for each in transitions[inputs_key]:
                     cost, merged = path.cost + each.cost, {**present, **each.present}
                     left = _State(tuple(item for item in merged.items() if item[0] not in ended), alone)
                     # Of equal costs the first wins: the order is the same on all shards.
@@ -155,7 +147,7 @@ class _Search:
     ) -> Iterator[_Transition]:
         work = op_work(call)
         for strategy in strategies:
-            taken = input_cost(call, strategy, present)
+            taken = redistribute.input_cost(call, strategy, present)
             if taken is not None:
                 cost, redistributions, placements = taken
                 for value, placement in zip(call.outputs, strategy.outputs, strict=True):
@@ -210,9 +202,9 @@ class _Search:
             for placement in placements:
                 if placement in present[key]:
                     continue
-                found = cheapest_redistribution(self._values[key], present[key], placement, self._shards)
-                if found is not None:
-                    cost += found[1]
+                change = redistribute.cheapest_redistribution(self._values[key], present[key], placement, self._shards)
+                if change is not None:
+                    cost += change[1]
                 elif cheapest.whole >= path.cost.whole or not present[key] <= self._common.get(key, frozenset()):
                     return True
             if cost > path.cost:
@@ -223,13 +215,13 @@ class _Search:
         """Return the cost of replicating the model's outputs."""
         cost, present = PlanCost(), dict(state.present)
         for value in self._outputs:
-            known = present.get(value.key, frozenset((REPLICATE,)))
-            if REPLICATE in known or value.parameter is not None:
+            sources = present.get(value.key, frozenset((REPLICATE,)))
+            if REPLICATE in sources or value.parameter is not None:
                 continue
-            found = cheapest_redistribution(value, known, REPLICATE, self._shards)
-            if found is None:
+            cheapest = redistribute.cheapest_redistribution(value, sources, REPLICATE, self._shards)
+            if cheapest is None:
                 return PlanCost(2**62)
-            cost += found[1]
+            cost += cheapest[1]
         return cost
 
 

@@ -2,8 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias
 
@@ -39,6 +38,9 @@ GatherText: TypeAlias = Callable[[str, str], Sequence[str]]
 class PreparedShard:
     """One shard of a model."""
 
+    program: Program
+    shards: TPCollectives
+    """The group of all shards."""
     captured: Captured
     """The model with its loss: (input, target) -> loss."""
     plan: ShardingPlan
@@ -52,6 +54,8 @@ def prepare_shard(
     shards: TPCollectives,
     gather: GatherText,
     rules: ShardRules = NO_RULES,
+    *,
+    check: bool = True,
 ) -> PreparedShard:
     """Prepare one shard of a model; all shards call it together.
 
@@ -62,6 +66,7 @@ def prepare_shard(
         shards: the group.
         gather: gathers a text of each shard.
         rules: rules of the strategy, which the plan keeps.
+        check: compare the shards with the model; False: they can't communicate.
 
     Raises:
         InputError: see :func:`plan_program`; or the shards together do not compute what the model does.
@@ -73,8 +78,9 @@ def prepare_shard(
         check_same_plan(plan, gather)
         shard = rewrite_for_shard(plan, shards)
         add_unused_tensors(shard, module)
-        check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
-    return PreparedShard(captured, plan, shard)
+        if check:
+            check_shard(shard, captured, WithLoss(program, module), (batch.input, batch.target), shards)
+    return PreparedShard(program, shards, captured, plan, shard)
 
 
 def gather_alone(text: str, description: str) -> Sequence[str]:
@@ -186,6 +192,10 @@ class WithLoss(nn.Module):
         return self
 
 
+_PATCH_LOCK = threading.Lock()
+"""Held by a thread while it patches torch."""
+
+
 def _refuse_saved_hooks(module: nn.Module, inputs: Any, name: str) -> None:
     """Raise InputError if forward has hooks on what it saves, as checkpoint() has to recompute it.
 
@@ -194,36 +204,24 @@ def _refuse_saved_hooks(module: nn.Module, inputs: Any, name: str) -> None:
         inputs: a batch, as the module is called with it.
         name: name of the model.
     """
-    with preserve_state(module), _recorded_hooks() as entered:
-        try:
-            call(module, resized(inputs, 2))
-        except Exception:
-            return  # capture tries other sizes, and says why none will do
-    if entered:
-        raise InputError(
-            f"{name} calls torch.utils.checkpoint.checkpoint(), or has other hooks on what it saves for backward: a "
-            "graph of its operators has none of them, so shards would keep it all; leave checkpoint() out, or write "
-            "shards=1"
-        )
-
-
-_PATCH_LOCK = threading.Lock()
-"""Held by a thread while it patches torch."""
-
-
-@contextmanager
-def _recorded_hooks() -> Iterator[list[Any]]:
-    """Context manager: record torch's hooks on saved tensors that are entered; checkpoint() without reentry is one."""
     entered = list[Any]()
-    with _PATCH_LOCK:
+    with preserve_state(module), _PATCH_LOCK:
         enter = saved_tensors_hooks.__enter__
 
         def record(self: Any) -> None:
             entered.append(self)
             enter(self)
 
-        saved_tensors_hooks.__enter__ = record  # type: ignore[method-assign]
+        saved_tensors_hooks.__enter__ = record  # type: ignore[method-assign]  # checkpoint() without reentry enters it
         try:
-            yield entered
+            call(module, resized(inputs, 2))
+        except Exception:
+            return  # capture tries other sizes, and says why none will do
         finally:
             saved_tensors_hooks.__enter__ = enter  # type: ignore[method-assign]
+    if entered:
+        raise InputError(
+            f"{name} calls torch.utils.checkpoint.checkpoint(), or has other hooks on what it saves for backward: a "
+            "graph of its operators has none of them, so shards would keep it all; leave checkpoint() out, or write "
+            "shards=1"
+        )

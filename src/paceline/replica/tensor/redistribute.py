@@ -1,4 +1,4 @@
-"""Redistribute a tensor from one placement to another: collectives, forward, backward or both.
+"""Redistribute a tensor from one placement to another, by collectives forward, backward or both; and what that costs.
 
 ::
 
@@ -25,20 +25,15 @@ each other's transposes (f and g of Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, final
+from operator import add
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor
 
-from paceline.replica.tensor.placements import (
-    OnRank,
-    Partial,
-    Placement,
-    Replicate,
-    ReplicatePartialGrad,
-    Shard,
-    memory_order,
-)
+from paceline.replica.tensor import placements
+from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, memory_order
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
 Steps: TypeAlias = tuple[str, ...]
@@ -47,22 +42,22 @@ Steps: TypeAlias = tuple[str, ...]
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 
 REDISTRIBUTIONS: Mapping[tuple[type, type], tuple[Steps, Steps]] = {
-    (Replicate, ReplicatePartialGrad): ((), ("all-reduce",)),
-    (Partial, Replicate): (("all-reduce",), ()),
-    (Partial, ReplicatePartialGrad): (("all-reduce",), ("all-reduce",)),
-    (Replicate, Shard): (("slice",), ("all-gather",)),
-    (ReplicatePartialGrad, Shard): (("slice",), ("pad",)),
-    (Shard, Replicate): (("all-gather",), ("slice",)),
-    (Shard, ReplicatePartialGrad): (("all-gather",), ("reduce-scatter",)),
-    (Partial, Shard): (("reduce-scatter",), ("all-gather",)),
+    (placements.Replicate, placements.ReplicatePartialGrad): ((), ("all-reduce",)),
+    (placements.Partial, placements.Replicate): (("all-reduce",), ()),
+    (placements.Partial, placements.ReplicatePartialGrad): (("all-reduce",), ("all-reduce",)),
+    (placements.Replicate, Shard): (("slice",), ("all-gather",)),
+    (placements.ReplicatePartialGrad, Shard): (("slice",), ("pad",)),
+    (Shard, placements.Replicate): (("all-gather",), ("slice",)),
+    (Shard, placements.ReplicatePartialGrad): (("all-gather",), ("reduce-scatter",)),
+    (placements.Partial, Shard): (("reduce-scatter",), ("all-gather",)),
     (Shard, Shard): (("all-gather", "slice"), ("all-gather", "slice")),
-    (Replicate, Partial): (("one rank",), ()),
-    (ReplicatePartialGrad, Replicate): ((), ("one rank",)),
-    (ReplicatePartialGrad, Partial): (("one rank",), ("one rank",)),
-    (Shard, Partial): (("pad",), ("slice",)),
-    (OnRank, Replicate): (("broadcast",), ()),
-    (OnRank, ReplicatePartialGrad): (("broadcast",), ("reduce",)),
-    (OnRank, Partial): (("one rank",), ()),
+    (placements.Replicate, placements.Partial): (("one rank",), ()),
+    (placements.ReplicatePartialGrad, placements.Replicate): ((), ("one rank",)),
+    (placements.ReplicatePartialGrad, placements.Partial): (("one rank",), ("one rank",)),
+    (Shard, placements.Partial): (("pad",), ("slice",)),
+    (OnRank, placements.Replicate): (("broadcast",), ()),
+    (OnRank, placements.ReplicatePartialGrad): (("broadcast",), ("reduce",)),
+    (OnRank, placements.Partial): (("one rank",), ()),
 }
 """(type before, type after) -> steps forward, steps backward."""
 
@@ -78,21 +73,18 @@ class Redistribute(CollectiveModule):
 
     def forward(self, tensor: Tensor) -> Tensor:
         """Return the tensor in its new placement."""
-        if not (tensor.requires_grad and torch.is_grad_enabled()):
-            return self.value(tensor)
-        result: Tensor = CollectiveFunction.apply(tensor, self)  # type: ignore[no-untyped-call]
+        differentiable = tensor.requires_grad and torch.is_grad_enabled()
+        result: Tensor = self.differentiable(tensor) if differentiable else self.value(None, tensor)
         return result
 
-    def value(self, tensor: Tensor) -> Tensor:
-        """Redistribute a value."""
+    def value(self, _: Any, tensor: Tensor) -> Tensor:
         if not self._forward_steps:
             return tensor.view_as(tensor)  # a function of autograd must not return its very input
         result = self._run(self._forward_steps, tensor, self.before, self.after, self.name)
         return with_memory_order(result, tensor)
 
-    def gradient(self, gradient: Tensor) -> Tensor:
-        """Redistribute a gradient, from the new placement to the old one."""
-        return self._run(self._backward_steps, gradient, self.after, self.before, f"the gradient of {self.name}")
+    def gradients(self, _: Any, gradient: Tensor) -> tuple[Tensor]:
+        return (self._run(self._backward_steps, gradient, self.after, self.before, f"the gradient of {self.name}"),)
 
     def _run(self, steps: Steps, tensor: Tensor, source: Placement, target: Placement, name: str) -> Tensor:
         """Do the steps; what is gathered or padded is the source's parts, what is cut is the target's."""
@@ -128,20 +120,6 @@ class Redistribute(CollectiveModule):
         return f"{self.name}, {self.before} -> {self.after}"
 
 
-class CollectiveFunction(torch.autograd.Function):
-    """Function of one tensor whose value and gradient a module computes."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, module: Any) -> Tensor:
-        ctx.module = module
-        result: Tensor = module.value(tensor)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return ctx.module.gradient(gradients[0]), None
-
-
 def with_memory_order(result: Tensor, like: Tensor) -> Tensor:
     """Return a tensor with the dims in memory in the order of another's: dropout draws its numbers in that order."""
     if result.stride() == like.stride() or (dims := memory_order(like)) == memory_order(result):
@@ -160,3 +138,125 @@ def _part_shapes(part: Tensor, split: Shard, shard: int) -> Sequence[tuple[int, 
     dim, shape = split.dim % part.dim(), tuple(part.shape)
     blocks = shape[dim] // split.sizes[shard]
     return [(*shape[:dim], blocks * size, *shape[dim + 1 :]) for size in split.sizes]
+
+
+ValueKey: TypeAlias = tuple[str, int]
+"""(node, index of its result)."""
+
+Placements: TypeAlias = frozenset[Placement]
+"""Placements in which a tensor is there at the same time."""
+
+Redistribution: TypeAlias = tuple[GraphTensor, Placement, Placement]
+"""(tensor, from, to)."""
+
+
+class RedistributionCost(NamedTuple):
+    """Cost of a redistribution: what a shard sends, as shares of the whole tensor, and the collectives."""
+
+    forward: float
+    backward: float
+    collectives: tuple[str, str]
+    """Names of the collectives forward and backward; empty: none."""
+
+    @property
+    def number(self) -> int:
+        """Number of collectives."""
+        return sum(map(bool, self.collectives))
+
+
+class PlanCost(NamedTuple):
+    """Cost of a plan, compared from the first field to the last."""
+
+    whole: int = 0
+    """Elements of weights that every shard has."""
+    sent_bytes: float = 0.0
+    """Bytes; while a plan is made, k-ths of one, which are whole numbers, so that equal sums are equal."""
+    collectives: int = 0
+    work: float = 0.0
+    """Operations of the shard that has most."""
+
+    def __add__(self, other: object) -> "PlanCost":
+        assert isinstance(other, PlanCost), "only costs are added up"
+        return PlanCost(*map(add, self, other))
+
+
+def redistribution_cost(
+    before: Placement, after: Placement, count: int, *, differentiable: bool
+) -> RedistributionCost | None:
+    """Compute the cost of a redistribution among ``count`` shards; None: there is no such redistribution.
+
+    An all-reduce in a ring sends 2·(k - 1)/k of the tensor from each shard, an all-gather or reduce-scatter half of
+    that (Patarasuk and Yuan 2009). A tensor on one rank goes to each of the others: as much in all as an all-gather.
+
+    >>> redistribution_cost(PARTIAL, REPLICATE, 4, differentiable=True)
+    RedistributionCost(forward=1.5, backward=0.0, collectives=('all-reduce', ''))
+    """
+    steps = REDISTRIBUTIONS.get((type(before), type(after)))
+    if steps is None:
+        return None
+    forward, backward = (next((step for step in each if step in COLLECTIVES), "") for each in steps)
+    names = (forward, backward if differentiable else "")
+    sent = [((2 if name == "all-reduce" else 1) * (count - 1) / count) if name else 0.0 for name in names]
+    return RedistributionCost(sent[0], sent[1], names)
+
+
+def input_cost(
+    call: OpCall, strategy: OpStrategy, present: Mapping[ValueKey, Placements]
+) -> tuple[PlanCost, tuple[Redistribution, ...], dict[ValueKey, Placements]] | None:
+    """Compute the cost of an operator's inputs in the placements that a strategy takes.
+
+    Args:
+        call: the operator.
+        strategy: names the placement of each input.
+        present: placements of the tensors that are there; of parameters and inputs only those that were used before.
+
+    Returns:
+        The cost, the redistributions and the placements afterwards; None: an input can't be brought there.
+    """
+    cost, redistributions, after = PlanCost(), list[Redistribution](), dict[ValueKey, Placements]()
+    for value, placement in zip(call.inputs, strategy.inputs, strict=True):
+        place = value.key
+        sources = after.get(place, present.get(place))
+        if sources is None and value.parameter is not None:  # a parameter is placed as it is first used
+            if placement == PARTIAL:
+                return None
+            weight = value.dims > 1 and value.differentiable and not isinstance(placement, (Shard, OnRank))
+            summed = placement == PARTIAL_GRAD and value.differentiable
+            sent = 2 * (call.shards - 1) * value.nbytes if summed else 0
+            cost += PlanCost(value.nbytes // value.dtype.itemsize if weight else 0, sent)
+            after[place] = frozenset((placement,))
+            continue
+        sources = frozenset((REPLICATE,)) if sources is None else sources  # an input of the model is whole
+        if placement in sources:
+            after.setdefault(place, sources)
+            continue
+        cheapest = cheapest_redistribution(value, sources, placement, call.shards)
+        if cheapest is None:
+            return None
+        source, added = cheapest
+        cost += added
+        redistributions.append((value, source, placement))
+        after[place] = sources | {placement}
+    return cost, tuple(redistributions), after
+
+
+def cheapest_source(value: GraphTensor, sources: Placements, shards: int) -> Placement:
+    """Return the placement from which an output is replicated for the least."""
+    cheapest = cheapest_redistribution(value, sources, REPLICATE, shards)
+    return cheapest[0] if cheapest is not None else min(sources, key=str)
+
+
+def cheapest_redistribution(
+    value: GraphTensor, sources: Placements, target: Placement, shards: int
+) -> tuple[Placement, PlanCost] | None:
+    """Return the placement from which a tensor is redistributed for the least, and the cost; None: from none."""
+    if value.parameter is not None:  # a parameter has one placement alone
+        return None
+    costs = list[tuple[PlanCost, str, Placement]]()
+    for source in sources:
+        each = redistribution_cost(source, target, shards, differentiable=value.differentiable)
+        if each is not None:
+            sent = round((each.forward + each.backward) * shards) * value.nbytes
+            costs.append((PlanCost(0, sent, each.number), str(source), source))
+    cost, _, cheapest = min(costs, key=lambda each: each[:2], default=(None, "", REPLICATE))
+    return None if cost is None else (cheapest, cost)

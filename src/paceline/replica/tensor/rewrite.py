@@ -12,11 +12,10 @@ from torch.fx.node import map_arg
 
 from paceline.replica.module_utils import get_or_create_submodule, tensors_of
 from paceline.replica.tensor.base import GraphEmitter
-from paceline.replica.tensor.branch_on_rank import is_stand_in
+from paceline.replica.tensor.branch_on_rank import STANDS_FOR
 from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute import Redistribute
-from paceline.replica.tensor.redistribute_cost import ValueKey, cheapest_source
+from paceline.replica.tensor.redistribute import Redistribute, ValueKey, cheapest_source
 from paceline.replica.tensor.sharding_plan import ShardingPlan
 from paceline.replica.tensor.tp_group import TPCollectives
 
@@ -43,7 +42,7 @@ def rewrite_for_shard(plan: ShardingPlan, shards: TPCollectives) -> ShardGraph:
     for node in plan.graph.captured.module.graph.nodes:
         rewriter.rewrite(node, steps.get(node))
     rewriter.graph.eliminate_dead_code(  # a stand-in that no node uses is not needed
-        lambda node: not is_stand_in(node) and (node.op != "call_function" or node.is_impure())
+        lambda node: STANDS_FOR not in node.meta and (node.op != "call_function" or node.is_impure())
     )
     return ShardGraph(GraphModule(rewriter.root, rewriter.graph, "Shard"), plan.parameters)
 
@@ -59,12 +58,10 @@ def _put(root: nn.Module, name: str, value: Any) -> None:
     """Register a parameter, buffer or constant of a module under its full name."""
     path, _, leaf = name.rpartition(".")
     owner = get_or_create_submodule(root, path)
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(leaf, value)
-    elif isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
         owner.register_buffer(leaf, value)
     else:
-        owner.add_module(leaf, value)
+        setattr(owner, leaf, value)
 
 
 class _Rewriter:
@@ -130,10 +127,10 @@ class _Rewriter:
 
     def emit_output(self, node: Node) -> None:
         for value in self._plan.graph.outputs():
-            known = {place: made for (key, place), made in self._placed.items() if key == value.key}
-            if REPLICATE not in known:
-                before = cheapest_source(value, frozenset(known), self._shards.count)
+            placed = {place: source for (key, place), source in self._placed.items() if key == value.key}
+            if REPLICATE not in placed:
+                before = cheapest_source(value, frozenset(placed), self._shards.count)
                 module = Redistribute(self._shards, value.node.name, before, REPLICATE)
-                known[REPLICATE] = self._emitter.module(module, known[before])
-            self._inputs[value.node] = known[REPLICATE]
+                placed[REPLICATE] = self._emitter.module(module, placed[before])
+            self._inputs[value.node] = placed[REPLICATE]
         self.graph.output(map_arg(node.args[0], self._local))

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
-from paceline.program import Program
 from paceline.replica.activation_memory import StorageCounter
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
 from paceline.replica.tensor.placements import PARTIAL_GRAD
 from paceline.replica.tensor.prepare import PreparedShard
-from paceline.replica.tensor.tp_group import PartialGrads, TPCollectives
+from paceline.replica.tensor.tp_group import PartialGrads
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 
@@ -26,11 +25,9 @@ class TensorParallel(Replica):
     """One shard: Δ is the gradient of the mean loss over a batch, of which a shard has the part of its parameters.
 
     Args:
-        program: the user's program, for its seed and precision.
         prepared: this shard of the model.
-        shards: the group of all shards.
-        replica: id of their replica.
         layout: layout of this shard's tensors.
+        replica: id of the shards' replica.
         device: device, as torch writes it.
         recorder: records this shard's spans.
         micro_steps: calls of :meth:`advance` for one Δ.
@@ -39,18 +36,17 @@ class TensorParallel(Replica):
 
     def __init__(
         self,
-        program: Program,
         prepared: PreparedShard,
-        shards: TPCollectives,
-        replica: ReplicaId,
         layout: FlatLayout,
+        replica: ReplicaId,
         device: str = "cpu",
         *,
         recorder: AnyRecorder = NO_RECORDER,
         micro_steps: int = 1,
         loose: GradientHandoff | None = None,
     ) -> None:
-        self._seed, self._shards, self._flatten = program.seed, shards, prepared.captured.input_spec.flatten
+        program, self._shards = prepared.program, prepared.shards
+        self._seed, self._flatten = program.seed, prepared.captured.input_spec.flatten
         self._autocast = program.autocast(device)
         self._replica, self._device, self._micro_steps = replica, device, micro_steps
         self._recorder = None if isinstance(recorder, NullRecorder) else recorder
@@ -58,7 +54,7 @@ class TensorParallel(Replica):
         self._module = prepared.shard.module
         self._autograd = Autograd(program, self._module, layout, replica, device)
         partial = [name for name, placement in prepared.shard.parameters.items() if placement == PARTIAL_GRAD]
-        self._partial_grads = PartialGrads(shards, layout, partial) if partial else None
+        self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
         self._loss_sum, self._samples = 0.0, 0
         self._seen_shapes: set[tuple[torch.Size, ...]] = set()
         self.peak_saved_bytes = 0
@@ -74,43 +70,36 @@ class TensorParallel(Replica):
         # All shards seed alike: dropout draws the numbers of the whole tensor on each of them.
         torch.default_generator.manual_seed(step_seed(self._seed, self._replica, clock))
         self._shards.step = clock + 1
+        began = time.monotonic_ns()
         try:
-            loss = self._forward_backward(batch, clock)
+            leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
+            with self._autocast:
+                loss = self._forward(leaves)
+            turned = time.monotonic_ns()
+            # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
+            (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
+            value = float(loss.detach())
         except PacelineError:
             raise
         except Exception as error:
             trace = "".join(traceback.format_exception(error))
             where = f"shard {self._shards.rank}, step {self._shards.step}"
             raise WorkerError(f"{where}: {type(error).__name__}: {error}\n\n{trace}") from error
-        self._loss_sum += loss * batch.samples
-        self._samples += batch.samples
-        return loss
-
-    def _forward_backward(self, batch: Batch, clock: Clock) -> float:
-        """Run both passes and return the mean loss."""
-        began = time.monotonic_ns()
-        leaves = [leaf.to(self._device) for leaf in self._flatten((batch.input, batch.target))]
-        with self._autocast:
-            loss = self._forward(leaves)
-        turned = time.monotonic_ns()
-        # With several micro-steps losses are weighed by their samples; `finish` divides by the sum.
-        (loss if self._micro_steps == 1 else loss * float(batch.samples)).backward()  # type: ignore[no-untyped-call]
-        value = float(loss.detach())
         if self._recorder is not None:
             self._recorder.record("forward", clock + 1, began, turned)
             self._recorder.record("backward", clock + 1, turned, time.monotonic_ns())
+        self._loss_sum += value * batch.samples
+        self._samples += batch.samples
         return value
 
     def _forward(self, leaves: list[Tensor]) -> Tensor:
         """Return the loss; count what is saved for backward where the batch has new shapes."""
-        loss: Tensor
         shapes = tuple(leaf.shape for leaf in leaves)  # the hooks of a counter are too slow for every step
         if shapes in self._seen_shapes:
-            (loss,) = self._module(*leaves)
-            return loss
+            return self._module(*leaves)[0]  # type: ignore[no-any-return]
         counter = StorageCounter([*self._module.parameters(), *self._module.buffers(), *leaves])
         with counter.counting_saved():
-            (loss,) = self._module(*leaves)
+            loss: Tensor = self._module(*leaves)[0]
         self._seen_shapes.add(shapes)
         self.peak_saved_bytes = max(self.peak_saved_bytes, counter.nbytes)
         return loss

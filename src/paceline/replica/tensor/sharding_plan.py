@@ -12,30 +12,15 @@ from fnmatch import fnmatchcase
 from typing import final
 
 from paceline.core.errors import InputError, unknown
-from paceline.replica.tensor.base import (
-    GraphTensor,
-    OpCall,
-    OpStrategy,
-    replicated_strategies,
-    rule_of,
-    sharded_strategies,
-)
+from paceline.replica.tensor import base
+from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
 from paceline.replica.tensor.branch_on_rank import BRANCH
 from paceline.replica.tensor.branches import PlacedRegion, place_branches
 from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
-from paceline.replica.tensor.placements import (
-    PARTIAL,
-    PARTIAL_GRAD,
-    REPLICATE,
-    OnRank,
-    Placement,
-    Replicate,
-    ReplicatePartialGrad,
-    Shard,
-)
+from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import OpChoice, SearchStep, cheapest_path
-from paceline.replica.tensor.redistribute_cost import Placements, PlanCost, ValueKey
+from paceline.replica.tensor.redistribute import Placements, PlanCost, ValueKey
 from paceline.shard_rules import WHOLE, ShardRules
 
 _WHOLE: Placements = frozenset((REPLICATE, PARTIAL_GRAD))
@@ -81,12 +66,19 @@ def plan_sharding(
     Raises:
         InputError: it can't keep the rules.
     """
-    user_rules = UserRules(rules, graph.captured.owners, tuple(graph.calls.values()))
-    choices = op_choices(graph, user_rules, place_branches(graph, shards, times, user_rules.asks_for_branch), fixed)
+    owners = graph.captured.owners
+    user_rules = UserRules(rules, owners, tuple(graph.calls.values()))
+    regions = place_branches(graph, shards, times, lambda call: rules.of(module_of(call, owners)) == BRANCH)
+    choices = op_choices(graph, user_rules, regions, fixed)
     user_rules.check()
-    best = cheapest_path(graph, choices, shards, _common_placements(choices))
+    common: dict[ValueKey, Placements] = {}
+    for choice in choices:
+        for index, value in enumerate(choice.call.inputs):
+            if value.parameter is not None:
+                open_ = frozenset(strategy.inputs[index] for strategy in (*choice.strategies, *choice.alone))
+                common[value.key] = common.get(value.key, open_) & open_
     # The first search prunes by what all operators of a parameter can take; in rare graphs that promises too much.
-    best = best or cheapest_path(graph, choices, shards, {})
+    best = cheapest_path(graph, choices, shards, common) or cheapest_path(graph, choices, shards, {})
     if best is None:
         raise InputError(
             f"shard_rules={str(rules)!r} divide a parameter that several modules have in more than one way; write "
@@ -107,18 +99,6 @@ def parameter_placements(steps: Iterable[SearchStep]) -> dict[str, Placement]:
     return placements
 
 
-def _common_placements(choices: Iterable[OpChoice]) -> dict[ValueKey, Placements]:
-    """Return the placements of each parameter that all its operators can take."""
-    common: dict[ValueKey, Placements] = {}
-    for choice in choices:
-        for index, value in enumerate(choice.call.inputs):
-            if value.parameter is not None:
-                key = value.key
-                open_ = frozenset(strategy.inputs[index] for strategy in (*choice.strategies, *choice.alone))
-                common[key] = common.get(key, open_) & open_
-    return common
-
-
 def op_choices(
     graph: OperatorGraph,
     user_rules: "UserRules",
@@ -129,47 +109,32 @@ def op_choices(
     outputs: dict[ValueKey, Placements] = {}
     choices = list[OpChoice]()
     for call in graph.calls.values():
-        choice = _op_choice(call, outputs, user_rules, regions, fixed)
+        inside = [i for i, region in enumerate(regions) if call.node in region.branch_of]
+        ends = [i for i, region in enumerate(regions) if region.region.join is call.node]
+        alone = [regions[i].strategy(call) for i in inside]
+        strategies = [*base.replicated_strategies(call)]
+        rule = base.rule_of(call.target)
+        if rule is not None:
+            available = [outputs.get(value.key, _WHOLE) for value in call.inputs]
+            # A tensor on one rank is a term of a sum whose other terms are zero.
+            available = [each | {PARTIAL} if any(isinstance(p, OnRank) for p in each) else each for each in available]
+            if rule.redistributes:
+                available = [each | _WHOLE for each in available]
+            strategies += base.sharded_strategies(call, available)
+        strategies += (strategy for i in ends for strategy in regions[i].join_strategies(call))
+        names = [str(value.parameter) for value in call.inputs]
+        kept = [
+            strategy
+            for strategy in (*strategies, *alone)
+            if all(fixed.get(name, p) == p for name, p in zip(names, strategy.inputs, strict=True))
+        ]
+        allowed = user_rules.allowed(call, kept)
         for index, value in enumerate(call.outputs):
-            each = (*choice.strategies, *choice.alone)
-            outputs[value.key] = frozenset(strategy.outputs[index] for strategy in each)
-        choices.append(choice)
+            outputs[value.key] = frozenset(strategy.outputs[index] for strategy in allowed)
+        apart = [strategy for strategy in allowed if strategy not in alone]
+        alone = [strategy for strategy in alone if strategy in allowed]
+        choices.append(OpChoice(call, apart, alone, next(iter(inside), None), next(iter(ends), None)))
     return choices
-
-
-def _op_choice(
-    call: OpCall,
-    outputs: Mapping[ValueKey, Placements],
-    user_rules: "UserRules",
-    regions: Sequence[PlacedRegion],
-    fixed: Mapping[str, Placement],
-) -> OpChoice:
-    inside = [i for i, region in enumerate(regions) if region.branch(call.node) is not None]
-    ends = [i for i, region in enumerate(regions) if region.region.join is call.node]
-    alone = [regions[i].strategy(call) for i in inside]
-    strategies = [*replicated_strategies(call)]
-    rule = rule_of(call.target)
-    if rule is not None:
-        available = [outputs.get(value.key, _WHOLE) for value in call.inputs]
-        # A tensor on one rank is a term of a sum whose other terms are zero.
-        available = [each | {PARTIAL} if any(isinstance(p, OnRank) for p in each) else each for each in available]
-        if rule.redistributes:
-            available = [each | _WHOLE for each in available]
-        strategies += sharded_strategies(call, available)
-    strategies += (strategy for i in ends for strategy in regions[i].join_strategies(call))
-
-    def keeps_fixed(strategy: OpStrategy) -> bool:
-        pairs = zip(call.inputs, strategy.inputs, strict=True)
-        return all(fixed.get(str(value.parameter), placement) == placement for value, placement in pairs)
-
-    allowed = user_rules.allowed(call, [strategy for strategy in (*strategies, *alone) if keeps_fixed(strategy)])
-    return OpChoice(
-        call,
-        [strategy for strategy in allowed if strategy not in alone],
-        [strategy for strategy in alone if strategy in allowed],
-        next(iter(inside), None),
-        next(iter(ends), None),
-    )
 
 
 def module_of(call: OpCall, owners: Mapping[str, str]) -> str:
@@ -199,7 +164,7 @@ def shards_a_parameter(call: OpCall, strategy: OpStrategy) -> bool:
 
 def rule_strategies(call: OpCall, shards: int) -> list[OpStrategy]:
     """Return the strategies of an operator's rule for another number of shards, where all inputs are whole."""
-    return list(sharded_strategies(replace(call, shards=shards), [_WHOLE] * len(call.inputs)))
+    return list(base.sharded_strategies(replace(call, shards=shards), [_WHOLE] * len(call.inputs)))
 
 
 def largest_count(call: OpCall, name: str, shards: int) -> int:
@@ -248,19 +213,14 @@ class UserRules:
         if requested is None:
             return others
         if requested == WHOLE:
-            whole = (Replicate, ReplicatePartialGrad)
             if not operator_parameters(call):
                 return others
-            return [each for each in strategies if all(isinstance(p, whole) for p in (*each.inputs, *each.outputs))]
+            return [each for each in strategies if _WHOLE.issuperset((*each.inputs, *each.outputs))]
         self._names[module] |= {strategy.name: None for strategy in strategies if strategy.name}
         named = [strategy for strategy in strategies if strategy.name == requested]
         if named:
             self._kept.add(module)
         return named or others
-
-    def asks_for_branch(self, call: OpCall) -> bool:
-        """Return True if an operator is to be in a branch that one shard computes."""
-        return self.rules.of(module_of(call, self.owners)) == BRANCH
 
     def check(self) -> None:
         """Raise InputError if no operator of a module has a strategy of the requested name; call it after all."""

@@ -11,51 +11,32 @@
 A row without parameters that has an arrow is the redistribution of what that operator made, for the next one.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from math import fsum
 from typing import Any
 
-import torch
-
 from paceline.core.formatting import amount
-from paceline.replica.tensor.base import OpCall, rule_of
+from paceline.replica.tensor import sharding_plan
+from paceline.replica.tensor.base import OpCall, aten, rule_of
 from paceline.replica.tensor.branch_on_rank import BRANCH
 from paceline.replica.tensor.op_times import op_work
-from paceline.replica.tensor.placements import (
-    PARTIAL_GRAD,
-    REPLICATE,
-    OnRank,
-    Partial,
-    Placement,
-    Replicate,
-    ReplicatePartialGrad,
-    Shard,
-)
+from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard
 from paceline.replica.tensor.plan_search import SearchStep
-from paceline.replica.tensor.redistribute_cost import Redistribution, cheapest_source, redistribution_cost
-from paceline.replica.tensor.sharding_plan import (
-    ShardingPlan,
-    largest_count,
-    module_of,
-    operator_parameters,
-    rule_strategies,
-    shards_a_parameter,
-)
+from paceline.replica.tensor.redistribute import Redistribution, cheapest_source, redistribution_cost
+from paceline.replica.tensor.sharding_plan import ShardingPlan, module_of, operator_parameters, shards_a_parameter
 from paceline.shard_rules import WHOLE, ShardRules
 
-_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+_ATTENTION = aten.scaled_dot_product_attention.default
 
 _UNITS = {"column": "outputs", "row": "inputs", "filters": "filters", "channels": "channels", "groups": "groups"}
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
-_PLACEMENTS: Mapping[type, str] = {
-    Replicate: "whole", ReplicatePartialGrad: "shared", Partial: "partial", Shard: "split", OnRank: "owned"
-}  # fmt: skip
-"""Placement -> its name in tables."""
+_SHORT: Mapping[type, str] = {Shard: "split", OnRank: "owned"}
+"""Names of placements without the dim or shard."""
 
-_GAP = "  "
 _TITLES = ("module", "operator", "cut", "parameters", "forward", "backward", "sends", "whole because")
 _RIGHT = ("parameters", "sends")
 
@@ -108,23 +89,18 @@ class ShardingReport:
         """Format the rows as a table with totals below; columns without an entry are left out."""
         cells = [
             (
-                row.module,
-                row.operator,
-                row.cut,
-                f"{row.parameters:,}" if row.parameters else "",
-                row.forward,
-                row.backward,
-                amount(row.sent_bytes) if row.sent_bytes else "",
-                row.why_whole,
+                row.module, row.operator, row.cut, f"{row.parameters:,}" if row.parameters else "", row.forward,
+                row.backward, amount(row.sent_bytes) if row.sent_bytes else "", row.why_whole,
             )
             for row in self.rows
-        ]
+        ]  # fmt: skip
+        columns = list[list[str]]()
+        for title, *column in zip(_TITLES, *cells, strict=True):
+            if any(column):
+                width, pad = max(map(len, (title, *column))), str.rjust if title in _RIGHT else str.ljust
+                columns.append([pad(cell, width) for cell in (title, *column)])
         lines = [f"{self.shards} shards; bytes: what a shard sends for one batch, forward and backward", ""]
-        shown = [i for i in range(len(_TITLES)) if any(row[i] for row in cells)]
-        widths = {i: max(len(row[i]) for row in (_TITLES, *cells)) for i in shown}
-        for row in (_TITLES, *cells):
-            padded = (row[i].rjust(widths[i]) if _TITLES[i] in _RIGHT else row[i].ljust(widths[i]) for i in shown)
-            lines.append(_GAP.join(padded).rstrip())
+        lines += ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
         share = self.divided_parameters / self.parameters if self.parameters else 0.0
         collectives = f"{self.collectives} collective{'s' if self.collectives != 1 else ''}"
         lines += [
@@ -170,7 +146,7 @@ def sharding_report(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> S
                 by_shard[shard] += size
     return ShardingReport(
         plan.shards,
-        tuple(_Rows(plan, rules, sizes).rows(passes)),
+        tuple(_Rows(plan, rules, sizes, passes).rows()),
         sum(sizes.values()),
         sum(size for name, size in sizes.items() if isinstance(plan.parameters.get(name), (Shard, OnRank))),
         fsum(amount for amount, sharded in work if sharded) / total if total else 0.0,
@@ -179,46 +155,40 @@ def sharding_report(plan: ShardingPlan, rules: ShardRules, passes: int = 1) -> S
 
 
 class _Rows:
-    def __init__(self, plan: ShardingPlan, rules: ShardRules, sizes: Mapping[str, int]) -> None:
-        self._plan, self._rules = plan, rules
+    def __init__(self, plan: ShardingPlan, rules: ShardRules, sizes: Mapping[str, int], passes: int) -> None:
+        self._plan, self._rules, self._passes = plan, rules, passes
         self._owners, self._calls = plan.graph.captured.owners, plan.graph.calls
         self._uncounted = dict(sizes)
 
-    def rows(self, passes: int) -> Iterator[ShardingRow]:
+    def rows(self) -> Iterator[ShardingRow]:
         """Yield the rows of a batch; gradients are summed once, whatever the number of passes."""
-        for row in self.of_a_pass():
-            yield replace(row, collectives=row.collectives * passes, sent_bytes=row.sent_bytes * passes)
-        values = {
-            str(value.parameter): value
-            for call in self._calls.values()
-            for value in operator_parameters(call)
+        present = defaultdict[object, set[Placement]](set)
+        for step in self._plan.steps:
+            call, strategy = step.call, step.strategy
+            yield from self._redistributions(step.redistributions)
+            if operator_parameters(call) or strategy.name not in ("", BRANCH) or call.target is _ATTENTION:
+                yield self._operator(step)
+            for value, placement in zip(call.outputs, strategy.outputs, strict=True):
+                present[value.key].add(placement)
+            for value, _, placement in step.redistributions:
+                present[value.key].add(placement)
+        for value in self._plan.graph.outputs():  # they are replicated at the end
+            sources = frozenset(present.get(value.key, {REPLICATE}))
+            if REPLICATE not in sources:
+                source = cheapest_source(value, sources, self._plan.shards)
+                yield from self._redistributions([(value, source, REPLICATE)])
+        parameters = (value for call in self._calls.values() for value in operator_parameters(call))
+        nbytes = {
+            value.parameter: value.nbytes
+            for value in parameters
             if self._plan.parameters.get(str(value.parameter)) == PARTIAL_GRAD
         }
-        if values:
-            nbytes, shards = sum(value.nbytes for value in values.values()), self._plan.shards
-            sent, what = round(2 * (shards - 1) / shards * nbytes), f"{len(values)} gradients"
-            yield ShardingRow("", what, "partial → whole", backward="all-reduce", collectives=1, sent_bytes=sent)
+        if nbytes:
+            sent = round(2 * (self._plan.shards - 1) / self._plan.shards * sum(nbytes.values()))
+            cut, operator = "partial → whole", f"{len(nbytes)} gradients"
+            yield ShardingRow("", operator, cut, backward="all-reduce", collectives=1, sent_bytes=sent)
 
-    def of_a_pass(self) -> Iterator[ShardingRow]:
-        for step in self._plan.steps:
-            yield from self.redistributions(step.redistributions)
-            named = step.strategy.name not in ("", BRANCH)
-            if operator_parameters(step.call) or named or step.call.target is _ATTENTION:
-                yield self.operator(step)
-        # Outputs of the model are replicated at the end.
-        present: dict[object, list[Placement]] = {}
-        for step in self._plan.steps:
-            for value, placement in zip(step.call.outputs, step.strategy.outputs, strict=True):
-                present.setdefault(value.key, []).append(placement)
-            for value, _, placement in step.redistributions:
-                present.setdefault(value.key, []).append(placement)
-        for value in self._plan.graph.outputs():
-            known = frozenset(present.get(value.key, [REPLICATE]))
-            if REPLICATE not in known:
-                source = cheapest_source(value, known, self._plan.shards)
-                yield from self.redistributions([(value, source, REPLICATE)])
-
-    def operator(self, step: SearchStep) -> ShardingRow:
+    def _operator(self, step: SearchStep) -> ShardingRow:
         call, strategy = step.call, step.strategy
         sharded = strategy.share < 1 or shards_a_parameter(call, strategy)
         cut = strategy.name or ("divided" if sharded else "whole")
@@ -226,43 +196,32 @@ class _Rows:
         module = module_of(call, self._owners)
         return ShardingRow(
             module,
-            operator_name(call.target),
+            call.op_name,
             cut if owner is None else f"{cut} {owner}",
             sum(self._uncounted.pop(str(value.parameter), 0) for value in call.inputs),
             f"{strategy.collectives} within" if strategy.collectives else "",
-            collectives=strategy.collectives,
-            sent_bytes=round(strategy.sent_bytes),
+            collectives=strategy.collectives * self._passes,
+            sent_bytes=round(strategy.sent_bytes) * self._passes,
             why_whole=why_replicated(call, self._rules.of(module)) if cut == "whole" else "",
         )
 
-    def redistributions(self, redistributions: Iterable[Redistribution]) -> Iterator[ShardingRow]:
+    def _redistributions(self, redistributions: Iterable[Redistribution]) -> Iterator[ShardingRow]:
         """Yield a row for each redistribution that communicates."""
         for value, before, after in redistributions:
             cost = redistribution_cost(before, after, self._plan.shards, differentiable=value.differentiable)
-            if cost is None or not cost.number:
-                continue
-            node, (forward, backward) = value.node, cost.collectives
-            computed = node in self._calls
-            yield ShardingRow(
-                module_of(self._calls[node], self._owners) if computed else self._owners.get(node.name, ""),
-                operator_name(node.target) if computed else node.name,
-                f"{_PLACEMENTS[type(before)]} → {_PLACEMENTS[type(after)]}",
-                forward=forward,
-                backward=backward,
-                collectives=cost.number,
-                sent_bytes=round((cost.forward + cost.backward) * value.nbytes),
-            )
-
-
-def operator_name(target: Any) -> str:
-    """Return an operator's name, without its namespace and overload.
-
-    >>> import torch
-    >>> operator_name(torch.ops.aten.linear.default)
-    'linear'
-    """
-    words = str(target).split(".")
-    return words[1] if words[0] == "aten" and len(words) > 1 else str(target)
+            if cost is not None and cost.number:
+                call, name = self._calls.get(value.node), value.node.name
+                yield ShardingRow(
+                    module_of(call, self._owners) if call else self._owners.get(name, ""),
+                    call.op_name if call else name,
+                    " → ".join(
+                        {Shard: "split", OnRank: "owned"}.get(type(each), str(each)) for each in (before, after)
+                    ),
+                    forward=cost.collectives[0],
+                    backward=cost.collectives[1],
+                    collectives=cost.number * self._passes,
+                    sent_bytes=round((cost.forward + cost.backward) * value.nbytes) * self._passes,
+                )
 
 
 def why_replicated(call: OpCall, requested: str | None) -> str:
@@ -274,28 +233,27 @@ def why_replicated(call: OpCall, requested: str | None) -> str:
     """
     if requested == WHOLE:
         return "shard_rules say so"
-    if operator_name(call.target).removesuffix("_cell") in _RECURRENT:
+    if call.op_name.removesuffix("_cell") in _RECURRENT:
         return "its hidden units would have to be gathered in every time step"
     if rule_of(call.target) is None:
-        return f"no rule for {operator_name(call.target)}"
+        return f"no rule for {call.op_name}"
     few = _too_few(call)
-    if few:
-        return f"{few} can't be divided among {call.shards}"
-    return "dividing it would cost more than it saves"
+    return f"{few} can't be divided among {call.shards}" if few else "dividing it would cost more than it saves"
 
 
 def _too_few(call: OpCall) -> str:
     """Name the units of which there are fewer than shards; "": there are enough, or their number is not the reason."""
     if call.target is _ATTENTION:
-        heads = call.inputs[0].shape[-3] if call.inputs[0].dims > 3 else call.shards
-        count, units = heads, "heads"
-        if heads >= call.shards:
+        count, units = call.inputs[0].shape[-3] if call.inputs[0].dims > 3 else call.shards, "heads"
+        if count >= call.shards:
             return ""
     else:
-        if any(shards_a_parameter(call, strategy) for strategy in rule_strategies(call, call.shards)):
+        if any(shards_a_parameter(call, strategy) for strategy in sharding_plan.rule_strategies(call, call.shards)):
             return ""
-        alone = (strategy.name for strategy in rule_strategies(call, 1) if shards_a_parameter(call, strategy))
-        counts = [(largest_count(call, name, call.shards), name) for name in dict.fromkeys(alone)]
+        alone = (
+            strategy.name for strategy in sharding_plan.rule_strategies(call, 1) if shards_a_parameter(call, strategy)
+        )
+        counts = [(sharding_plan.largest_count(call, name, call.shards), name) for name in dict.fromkeys(alone)]
         if not counts:
             return ""
         count, name = max(counts, key=lambda each: each[0])

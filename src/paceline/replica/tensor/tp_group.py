@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from typing import final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,62 +27,37 @@ class TPCollectives(ABC):
         """Step that is under way, for error messages and spans; 0: training has not begun."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
+    def all_reduce(self, tensor: Tensor, description: str, *, largest: bool = False) -> Tensor:
         """Return the sum over all shards, or the maximum, element by element.
 
         Args:
             tensor: of the same shape on all shards.
-            what: description of the tensor, in words that follow "waited for".
+            description: what the tensor is, in words that follow "waited for".
             largest: compute the maximum.
         """
 
     @abstractmethod
-    def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
+    def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], description: str) -> list[Tensor]:
         """Return each shard's part; ``shapes`` are the shapes of the parts, by shard."""
 
     @abstractmethod
-    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
+    def reduce_scatter(self, parts: Sequence[Tensor], description: str) -> Tensor:
         """Return the sum over all shards of the part for this one; ``parts`` has one part for each shard."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+    def broadcast(self, tensor: Tensor, owner: int, description: str) -> Tensor:
         """Return the owner's tensor; the other shards pass a tensor of that shape, whose elements are not read."""
 
     @abstractmethod
-    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+    def reduce(self, tensor: Tensor, owner: int, description: str) -> Tensor:
         """Return the sum over all shards on the owner, and a tensor of no meaning on the others."""
-
-
-@final
-class SingleRankTP(TPCollectives):
-    """Group of one shard."""
-
-    def __init__(self) -> None:
-        super().__init__(0, 1)
-
-    def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
-        del what, largest
-        return tensor.clone()
-
-    def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
-        del shapes, what
-        return [part.clone()]
-
-    def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
-        del what
-        return parts[0].clone()
-
-    def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        del owner, what
-        return tensor.clone()
-
-    def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        del owner, what
-        return tensor.clone()
 
 
 class CollectiveModule(nn.Module):
     """Module of a shard's graph that communicates; it has no parameters.
+
+    Autograd does not know collectives: a module that calls :meth:`differentiable` has a ``value(ctx, *tensors)`` and
+    ``gradients(ctx, gradient)``, where ``ctx`` is the context of an :class:`torch.autograd.Function`.
 
     Args:
         shards: the group.
@@ -93,8 +68,20 @@ class CollectiveModule(nn.Module):
         super().__init__()
         self.shards, self.name = shards, name
 
-    def extra_repr(self) -> str:
-        return self.name
+    def differentiable(self, *tensors: Tensor) -> Any:
+        """Return the module's value for these tensors, whose gradients it computes."""
+        return _CollectiveFunction.apply(self, *tensors)  # type: ignore[no-untyped-call]
+
+
+class _CollectiveFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Any, *tensors: Tensor) -> Any:
+        ctx.module = module
+        return module.value(ctx, *tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, *ctx.module.gradients(ctx, gradients[0])
 
 
 class PartialGrads:

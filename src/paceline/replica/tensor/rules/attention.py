@@ -3,53 +3,46 @@
 from collections.abc import Iterator
 from functools import partial
 from math import sqrt
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import Placement, Shard
 from paceline.replica.tensor.rules.dropout import drop_part
 
-aten = torch.ops.aten
 
-
-@final
-class Attention(OpRule):
+@op_rule(aten.scaled_dot_product_attention.default, handles_repeats=True)
+def sdpa(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = softmax(q·kᵀ/√d + mask)·v.
 
     heads: S_p = some of the heads of q, k and v; nothing is sent. Where k and v have fewer heads than q, each shard has
     whole groups of them.
     """
-
-    targets: ClassVar = (aten.scaled_dot_product_attention.default,)
-    handles_repeats = True
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        by_node = {value.node: value for value in call.inputs}
-        q, k, v, *mask = (by_node[node] for node in _input_nodes(call))
-        if any(value in (q, k, v) for value in mask):
-            return
-        open_ = (each for value, each in zip(call.inputs, available, strict=True) if value not in mask)
-        for split in shards_among(*open_):
-            parts = [_grouped(value.shape[split.dim], split) for value in (q, k, v)]
-            heads = parts[0]
-            if split.dim >= -2 or heads is None or None in parts:
-                continue
-            placements: dict[Node, Placement | None] = {q.node: heads, k.node: parts[1], v.node: parts[2]}
-            for value in mask:
-                length = value.shape[heads.dim] if -heads.dim <= value.dims else 1
-                placements[value.node] = heads if length == heads.length else value.replicated
-            inputs = tuple(placement for value in call.inputs if (placement := placements[value.node]) is not None)
-            yield OpStrategy(inputs, (heads,), "heads", partial(emit_heads, heads), heads.share)
+    by_node = {value.node: value for value in call.inputs}
+    q, k, v, *mask = (by_node[node] for node in _input_nodes(call))
+    if any(value in (q, k, v) for value in mask):
+        return
+    open_ = (each for value, each in zip(call.inputs, available, strict=True) if value not in mask)
+    for split in shards_among(*open_):
+        parts = [_grouped(value.shape[split.dim], split) for value in (q, k, v)]
+        heads = parts[0]
+        if split.dim >= -2 or heads is None or None in parts:
+            continue
+        placements: dict[Node, Placement | None] = {q.node: heads, k.node: parts[1], v.node: parts[2]}
+        for value in mask:
+            length = value.shape[heads.dim] if -heads.dim <= value.dims else 1
+            placements[value.node] = heads if length == heads.length else value.replicated
+        inputs = tuple(placement for value in call.inputs if (placement := placements[value.node]) is not None)
+        yield OpStrategy(inputs, (heads,), "heads", partial(emit_heads, heads), heads.share)
 
 
 def _input_nodes(call: OpCall) -> list[Node]:
     """Return the nodes of q, k, v and the mask, if there is one; two of them may be one tensor."""
     names = ("query", "key", "value", "attn_mask")
-    return [node for i, name in enumerate(names) if (node := call.argument(i, name)) is not None]
+    return [node for index, name in enumerate(names) if (node := call.argument(index, name)) is not None]
 
 
 def _grouped(heads: int, split: Shard) -> Shard | None:
@@ -107,6 +100,3 @@ class ShardedAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return drop_part(aten._safe_softmax.default(scores, -1), self._p, self._split, self._shard) @ v
-
-
-register(Attention())

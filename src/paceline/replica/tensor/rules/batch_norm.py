@@ -3,47 +3,43 @@
 from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import ClassVar, final
+from typing import final
 
-import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL_GRAD, Placement, Shard
 from paceline.replica.tensor.rules.normalisation import ShardedNorm
 
-aten = torch.ops.aten
 
-
-@final
-class BatchNorm(OpRule):
+@op_rule(aten.batch_norm.default, aten.instance_norm.default, redistributes=False)
+def batch_norm(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """channels: S_p = some of the channels, of x and of weight, bias and running statistics; nothing is sent.
 
     space: S_p = everything; x_p is a part of the rows of each channel. All shards gather each other's means and
     variances, and in backward sum up as many numbers; with running statistics in their place nothing is sent.
     """
-
-    targets: ClassVar = (aten.batch_norm.default, aten.instance_norm.default)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        x, *others = call.inputs
-        # Running statistics are updated here by the momentum, which has to be a number.
-        updates = call.argument(3, "running_mean") is not None
-        momentum = call.target is aten.batch_norm.default and isinstance(call.argument(6, "momentum"), float)
-        known = momentum or not updates
-        for split in shards_among(available[0]):
-            if split.dim == 1 - x.dims:
-                inputs: tuple[Placement, ...] = (split, *(split.at(-1) for _ in others))
-                yield OpStrategy(inputs, (split,), "channels", share=split.share)
-            elif split.dim > 1 - x.dims and known:
-                inputs = (split, *(value.replicated for value in others))
-                if not call.argument(5, "training"):
-                    yield OpStrategy(inputs, (split,), "space", share=split.share)
-                else:
-                    emit, collectives = partial(emit_space, split), 1 + x.differentiable
-                    yield OpStrategy(inputs, (split,), "space", emit, split.share, _space_bytes(call), collectives)
+    x, *others = call.inputs
+    # Running statistics are updated here by the momentum, which has to be a number.
+    updates = call.argument(3, "running_mean") is not None
+    momentum = call.target is aten.batch_norm.default and isinstance(call.argument(6, "momentum"), float)
+    updatable = momentum or not updates
+    for split in shards_among(available[0]):
+        if split.dim == 1 - x.dims:
+            inputs: tuple[Placement, ...] = (split, *(split.at(-1) for _ in others))
+            yield OpStrategy(inputs, (split,), "channels", share=split.share)
+        elif split.dim > 1 - x.dims and updatable:
+            inputs = (split, *(value.replicated for value in others))
+            if not call.argument(5, "training"):
+                yield OpStrategy(inputs, (split,), "space", share=split.share)
+            else:
+                # All gather two numbers a mean, and two are summed up in backward.
+                over_batch, k = -x.dims in _mean_dims(call), call.shards
+                number = x.shape[1] * x.dtype.itemsize if over_batch else x.nbytes / prod(x.shape[2:])
+                sent = 2 * (k - 1) * number + 4 * (k - 1) / k * number * x.differentiable
+                emit, collectives = partial(emit_space, split), 1 + x.differentiable
+                yield OpStrategy(inputs, (split,), "space", emit, split.share, sent, collectives)
 
 
 def _mean_dims(call: OpCall) -> tuple[int, ...]:
@@ -51,14 +47,6 @@ def _mean_dims(call: OpCall) -> tuple[int, ...]:
     dims = call.inputs[0].dims
     first = () if call.target is aten.instance_norm.default else (-dims,)
     return (*first, *range(2 - dims, 0))
-
-
-def _space_bytes(call: OpCall) -> float:
-    """Return the bytes of two numbers a mean that all gather, and two that are summed up in backward."""
-    x, shards = call.inputs[0], call.shards
-    over_batch = -x.dims in _mean_dims(call)
-    number = x.shape[1] * x.dtype.itemsize if over_batch else x.nbytes / prod(x.shape[2:])
-    return 2 * (shards - 1) * number + 4 * (shards - 1) / shards * number * x.differentiable
 
 
 def emit_space(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
@@ -81,15 +69,14 @@ class SpatialBatchNorm(nn.Module):
         super().__init__()
         self._norm, self._momentum = norm, momentum
 
-    def forward(
-        self,
-        part: Tensor,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        running_mean: Tensor | None = None,
-        running_var: Tensor | None = None,
-    ) -> Tensor:
-        """Return the shard's part of the result; the running statistics change in place."""
+    def forward(self, part: Tensor, *others: Tensor | None) -> Tensor:
+        """Return the shard's part of the result; the running statistics change in place.
+
+        Args:
+            part: the shard's part of the rows.
+            others: weight, bias, running mean and running variance.
+        """
+        weight, bias, running_mean, running_var = others
         shape = [-1, *[1] * (part.dim() - 2)]
         scale, shift = (None if each is None else each.view(shape) for each in (weight, bias))
         result, mean, square = self._norm.with_moments(part, scale, shift)
@@ -100,26 +87,16 @@ class SpatialBatchNorm(nn.Module):
         return result
 
 
-@final
-class GroupNorm(OpRule):
+@op_rule(aten.group_norm.default, redistributes=False)
+def group_norm(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """channels: S_p = some of the groups, with their channels; nothing is sent. samples: S_p = everything."""
-
-    targets: ClassVar = (aten.group_norm.default,)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        x, *others = call.inputs
-        channels = x.shape[1] // call.argument(1, "num_groups")
-        for split in shards_among(available[0]):
-            if split.dim == -x.dims:
-                yield OpStrategy((split, *(PARTIAL_GRAD for _ in others)), (split,), "samples", share=split.share)
-            elif split.dim == 1 - x.dims and split.blocks == 1 and not any(size % channels for size in split.sizes):
-                inputs = (split, *(split.at(-1) for _ in others))
-                yield OpStrategy(inputs, (split,), "channels", partial(emit_groups, split, channels), split.share)
-
-
-def emit_groups(split: Shard, channels: int, emitter: GraphEmitter, call: OpCall) -> Node:
-    return emitter.with_args(call, num_groups=split.sizes[emitter.shards.rank] // channels)
-
-
-register(BatchNorm(), GroupNorm())
+    x, *others = call.inputs
+    channels = x.shape[1] // call.argument(1, "num_groups")
+    for split in shards_among(available[0]):
+        if split.dim == -x.dims:
+            yield OpStrategy((split, *(PARTIAL_GRAD for _ in others)), (split,), "samples", share=split.share)
+        elif split.dim == 1 - x.dims and split.blocks == 1 and not any(size % channels for size in split.sizes):
+            inputs = (split, *(split.at(-1) for _ in others))
+            groups = tuple(size // channels for size in split.sizes)
+            emit = partial(GraphEmitter.with_own_args, num_groups=groups)
+            yield OpStrategy(inputs, (split,), "channels", emit, split.share)

@@ -2,32 +2,25 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import Shard, memory_order
 
-aten = torch.ops.aten
 
-
-@final
-class Dropout(OpRule):
+@op_rule(aten.dropout.default, aten.dropout_.default, aten.native_dropout.default, redistributes=False)
+def dropout(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = x·mask/(1 - p): S_p is whatever part of x is sharded, of the mask too; terms of a sum get the same mask."""
-
-    targets: ClassVar = (aten.dropout.default, aten.dropout_.default, aten.native_dropout.default)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        if len(call.outputs) != 1:
-            return
-        active = call.argument(2, "train", True) and 0 < call.argument(1, "p", 0.5) < 1
-        for split in shards_among(available[0]):
-            yield OpStrategy((split,), (split,), emit=partial(emit_part, split) if active else None, share=split.share)
-        yield from call.partial_strategies(available)
+    if len(call.outputs) != 1:
+        return
+    active = call.argument(2, "train", True) and 0 < call.argument(1, "p", 0.5) < 1
+    for split in shards_among(available[0]):
+        yield OpStrategy((split,), (split,), emit=partial(emit_part, split) if active else None, share=split.share)
+    yield from call.partial_strategies(available)
 
 
 def emit_part(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
@@ -69,6 +62,3 @@ def drop_part(part: Tensor, p: float, split: Shard, shard: int) -> Tensor:
     noise = torch.empty_permuted(shape, memory_order(part), dtype=part.dtype, device=part.device)
     noise.bernoulli_(1 - p).div_(1 - p)
     return part * split.take(noise, shard)
-
-
-register(Dropout())

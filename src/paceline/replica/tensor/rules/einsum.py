@@ -2,45 +2,37 @@
 
 from collections.abc import Iterator
 from string import ascii_letters
-from typing import ClassVar, final
 
-import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
-aten = torch.ops.aten
 
-
-@final
-class Einsum(OpRule):
+@op_rule(aten.einsum.default)
+def einsum(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = Σ a·b·... over the letters that y lacks.
 
     A letter is sharded, in every tensor that has it; the others are replicated. Where y has it, S_p is a part of y;
     where y lacks it, y is a sum. Of a parameter S_p is then columns or rows.
     """
-
-    targets: ClassVar = (aten.einsum.default,)
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        letters = _letters(call)
-        if letters is None:
-            return
-        input_letters, output_letters = letters
-        for letter, split in dict.fromkeys(_shardable(call, available, input_letters)):
-            parts = [_part(own, letter, split) for own in input_letters]
-            pairs = list(zip(call.inputs, parts, strict=True))
-            if any(part is not None and value.shape[part.dim] != split.length for value, part in pairs):
-                continue
-            output: Placement = _part(output_letters, letter, split) or PARTIAL
-            name = ("row" if output == PARTIAL else "column") if any(v.parameter and part for v, part in pairs) else ""
-            inputs = tuple(part or value.replicated for value, part in pairs)
-            yield OpStrategy(inputs, (output,), name, share=split.share)
-        for place, each in enumerate(available):
-            if PARTIAL in each:  # linear in each of its inputs
-                inputs = tuple(PARTIAL if i == place else value.replicated for i, value in enumerate(call.inputs))
-                yield OpStrategy(inputs, (PARTIAL,))
+    letters = _letters(call)
+    if letters is None:
+        return
+    input_letters, output_letters = letters
+    for letter, split in dict.fromkeys(_shardable(call, available, input_letters)):
+        parts = [_part(own, letter, split) for own in input_letters]
+        pairs = list(zip(call.inputs, parts, strict=True))
+        if any(part is not None and value.shape[part.dim] != split.length for value, part in pairs):
+            continue
+        output: Placement = _part(output_letters, letter, split) or PARTIAL
+        name = ("row" if output == PARTIAL else "column") if any(v.parameter and part for v, part in pairs) else ""
+        inputs = tuple(part or value.replicated for value, part in pairs)
+        yield OpStrategy(inputs, (output,), name, share=split.share)
+    for place, each in enumerate(available):
+        if PARTIAL in each:  # linear in each of its inputs
+            inputs = tuple(PARTIAL if i == place else value.replicated for i, value in enumerate(call.inputs))
+            yield OpStrategy(inputs, (PARTIAL,))
 
 
 def _letters(call: OpCall) -> tuple[tuple[str, ...], str] | None:
@@ -76,6 +68,3 @@ def _shardable(call: OpCall, available: Available, letters: tuple[str, ...]) -> 
 
 def _part(own: str, letter: str, split: Shard) -> Shard | None:
     return split.at(own.index(letter) - len(own)) if letter in own else None
-
-
-register(Einsum())

@@ -1,22 +1,9 @@
 """Operators that treat each element alone, broadcasting included."""
 
 from collections.abc import Iterator
-from typing import ClassVar, final
 
-import torch
-
-from paceline.replica.tensor.base import (
-    Available,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    functional_overloads,
-    register,
-    shards_among,
-)
+from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
-
-aten = torch.ops.aten
 
 _NAMES = (
     "abs", "acos", "acosh", "add", "addcdiv", "addcmul", "alias", "asin", "asinh", "atan", "atan2", "atanh",
@@ -39,49 +26,34 @@ _PRODUCTS = (aten.mul.Tensor, aten.mul.Scalar, *_QUOTIENTS)
 _LINEAR = (aten.neg.default, aten.clone.default, aten.contiguous.default, aten.alias.default)
 
 
-@final
-class Elementwise(OpRule):
+@op_rule(*_NAMES, redistributes=False, handles_repeats=True)
+def elementwise(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = f(x, ...) element by element: S_p is whatever part the tensors are sharded into."""
-
-    handles_repeats = True
-    targets: ClassVar = tuple(functional_overloads(_NAMES))
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        if len(call.outputs) != 1:
-            return
-        for split, inputs in broadcast_shardings(call, available):
-            yield OpStrategy(inputs, (split,), share=split.share)
-        # Terms of a sum may go through sums, and products with what is replicated, before they are summed up.
-        if call.repeats_input:  # a square of a sum is not the sum of squares
-            return
-        partial = [PARTIAL in each for each in available]
-        if (
-            call.target in _SUMS
-            and len(call.inputs) == 2
-            and all(v.shape == call.outputs[0].shape for v in call.inputs)
-        ):
-            if any(partial):
-                yield OpStrategy((PARTIAL, PARTIAL), (PARTIAL,))
-        elif call.target in _PRODUCTS and sum(partial) == 1:
-            if call.target not in _QUOTIENTS or partial[0]:
-                pairs = zip(partial, call.inputs, strict=True)
-                yield OpStrategy(tuple(PARTIAL if terms else v.replicated for terms, v in pairs), (PARTIAL,))
-        elif call.target in _LINEAR and partial[0] and len(call.inputs) == 1:
-            yield OpStrategy((PARTIAL,), (PARTIAL,))
+    if len(call.outputs) != 1:
+        return
+    for split, inputs in broadcast_shardings(call, available):
+        yield OpStrategy(inputs, (split,), share=split.share)
+    # Terms of a sum may go through sums, and products with what is replicated, before they are summed up.
+    if call.repeats_input:  # a square of a sum is not the sum of squares
+        return
+    partial, shape = [PARTIAL in each for each in available], call.outputs[0].shape
+    if call.target in _SUMS and any(partial):
+        if len(call.inputs) == 2 and all(value.shape == shape for value in call.inputs):
+            yield OpStrategy((PARTIAL, PARTIAL), (PARTIAL,))
+    elif call.target in _PRODUCTS and sum(partial) == 1:
+        if call.target not in _QUOTIENTS or partial[0]:
+            pairs = zip(partial, call.inputs, strict=True)
+            yield OpStrategy(tuple(PARTIAL if terms else v.replicated for terms, v in pairs), (PARTIAL,))
+    elif call.target in _LINEAR and partial[0] and len(call.inputs) == 1:
+        yield OpStrategy((PARTIAL,), (PARTIAL,))
 
 
-@final
-class BroadcastTensors(OpRule):
+@op_rule(aten.broadcast_tensors.default, redistributes=False)
+def broadcast_tensors(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """Tensors broadcast against each other, as a loss does before it compares them: S_p is the same part of all."""
-
-    targets: ClassVar = (aten.broadcast_tensors.default,)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        for split, inputs in broadcast_shardings(call, available):
-            if split in inputs:
-                yield OpStrategy(inputs, tuple(split for _ in call.outputs), share=split.share)
+    for split, inputs in broadcast_shardings(call, available):
+        if split in inputs:
+            yield OpStrategy(inputs, tuple(split for _ in call.outputs), share=split.share)
 
 
 def broadcast_shardings(call: OpCall, available: Available) -> Iterator[tuple[Shard, tuple[Placement, ...]]]:
@@ -106,6 +78,3 @@ def broadcast_inputs(call: OpCall, split: Shard) -> tuple[Placement, ...] | None
             return None
         placements.append(split if length == split.length else value.replicated)
     return tuple(placements)
-
-
-register(Elementwise(), BroadcastTensors())

@@ -1,65 +1,53 @@
 """Linear layers: x·Wᵀ + b, and x·W + b as GPT-2 writes it."""
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, final
 
-import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, OnRank, Placement, Shard
-
-aten = torch.ops.aten
 
 BIAS_RANK = OnRank(0)
 """Placement of a bias that is added once, by shard 0."""
 
 
-@final
-class Linear(OpRule):
+@op_rule(aten.linear.default)
+def linear(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = x·Wᵀ + b, with W of m × n.
 
     column: S_p = rows of W and elements of b; x is replicated, and y_p is a part of y.
     row: S_p = columns of W; x_p is a part of x, and y is the sum of all x_p·W_pᵀ, to which shard 0 adds b.
     samples: S_p = everything; x_p are some of the rows of x, and so is y_p.
     """
-
-    targets: ClassVar = (aten.linear.default,)
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        _, weight, *bias = call.inputs
-        for rows in call.shardings(weight.shape[0], -2):
-            part = rows.at(-1)
-            yield OpStrategy((PARTIAL_GRAD, rows, *(part for _ in bias)), (part,), "column", share=part.share)
-        if can_be_summed(call, 2):
-            for columns in contracted_shardings(call, available[0], weight.shape[1]):
-                inputs: tuple[Placement, ...] = (columns, columns, *(BIAS_RANK for _ in bias))
-                yield OpStrategy(inputs, (PARTIAL,), "row", emit_bias_once, columns.share)
-        for split in shards_among(available[0]):
-            if split.dim < -1:
-                inputs = (split, PARTIAL_GRAD, *(PARTIAL_GRAD for _ in bias))
-                yield OpStrategy(inputs, (split,), "samples", share=split.share)
+    _, weight, *bias = call.inputs
+    for rows in call.shardings(weight.shape[0], -2):
+        part = rows.at(-1)
+        yield OpStrategy((PARTIAL_GRAD, rows, *(part for _ in bias)), (part,), "column", share=part.share)
+    if can_be_summed(call, 2):
+        for columns in contracted_shardings(call, available[0], weight.shape[1]):
+            inputs: tuple[Placement, ...] = (columns, columns, *(BIAS_RANK for _ in bias))
+            yield OpStrategy(inputs, (PARTIAL,), "row", emit_bias_once, columns.share)
+    for split in shards_among(available[0]):
+        if split.dim < -1:
+            inputs = (split, PARTIAL_GRAD, *(PARTIAL_GRAD for _ in bias))
+            yield OpStrategy(inputs, (split,), "samples", share=split.share)
 
 
-@final
-class Addmm(OpRule):
-    """y = b + x·W, with W of n × m: S_p as of :class:`Linear`, with rows and columns of W exchanged."""
-
-    targets: ClassVar = (aten.addmm.default,)
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        bias, _, weight = call.inputs
-        if bias.dims != 1 or any(call.argument(i, name, 1) != 1 for i, name in ((3, "beta"), (4, "alpha"))):
-            return
-        for columns in call.shardings(weight.shape[1], -1):
-            yield OpStrategy((columns, PARTIAL_GRAD, columns), (columns,), "column", share=columns.share)
-        if can_be_summed(call, 0):
-            for columns in contracted_shardings(call, available[1], weight.shape[0]):
-                inputs = (BIAS_RANK, columns, columns.at(-2))
-                yield OpStrategy(inputs, (PARTIAL,), "row", emit_addmm_row, columns.share)
-        for split in shards_among(available[1]):
-            if split.dim < -1:
-                yield OpStrategy((PARTIAL_GRAD, split, PARTIAL_GRAD), (split,), "samples", share=split.share)
+@op_rule(aten.addmm.default)
+def addmm(call: OpCall, available: Available) -> Iterator[OpStrategy]:
+    """y = b + x·W, with W of n × m: S_p as of :func:`linear`, with rows and columns of W exchanged."""
+    bias, _, weight = call.inputs
+    if bias.dims != 1 or any(call.argument(i, name, 1) != 1 for i, name in ((3, "beta"), (4, "alpha"))):
+        return
+    for columns in call.shardings(weight.shape[1], -1):
+        yield OpStrategy((columns, PARTIAL_GRAD, columns), (columns,), "column", share=columns.share)
+    if can_be_summed(call, 0):
+        for columns in contracted_shardings(call, available[1], weight.shape[0]):
+            inputs = (BIAS_RANK, columns, columns.at(-2))
+            yield OpStrategy(inputs, (PARTIAL,), "row", emit_addmm_row, columns.share)
+    for split in shards_among(available[1]):
+        if split.dim < -1:
+            yield OpStrategy((PARTIAL_GRAD, split, PARTIAL_GRAD), (split,), "samples", share=split.share)
 
 
 def can_be_summed(call: OpCall, bias: int) -> bool:
@@ -90,7 +78,4 @@ def emit_addmm_row(emitter: GraphEmitter, call: OpCall) -> Node:
     if emitter.shards.rank == BIAS_RANK.shard:
         return emitter.with_args(call)
     _, x, weight = call.inputs
-    return emitter.call(aten.mm.default, emitter.local(x.node), emitter.local(weight.node))
-
-
-register(Linear(), Addmm())
+    return emitter.graph.call_function(aten.mm.default, (emitter.local(x.node), emitter.local(weight.node)))

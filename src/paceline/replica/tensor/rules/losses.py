@@ -2,18 +2,16 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Placement, Shard
 from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 from paceline.replica.tensor.rules.softmax import ShardedSoftmax
-
-aten = torch.ops.aten
 
 _NONE, _MEAN, _SUM = range(3)
 """The reductions, as torch numbers them."""
@@ -22,34 +20,27 @@ _ELSEWHERE = -100
 """Target of a sample whose class is on another shard."""
 
 
-@final
-class CrossEntropy(OpRule):
+@op_rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, redistributes=False)
+def cross_entropy(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """loss = - Σ q·w·log softmax(x), with q the target over the classes: S_p = some of the classes.
 
     A shard has the logits of its classes, and their share of the loss. What is sent are the largest logit of a sample
     and the sum over its classes, never the logits. A target of classes is replicated, one of probabilities is sharded;
     a weight for each class is replicated.
     """
-
-    targets: ClassVar = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        logits, target, *weight = call.inputs
-        if any(value.differentiable for value in weight) or len(weight) != (call.argument(2, "weight") is not None):
-            return
-        for split in shards_among(available[0]):
-            if split.dim != min(1 - logits.dims, -1):
-                continue
-            of_target: Placement = split if target.dtype.is_floating_point else REPLICATE
-            collectives, sent, k = 0, 0.0, call.shards
-            if call.target is aten.cross_entropy_loss.default:  # the softmax over all classes
-                collectives = 2 + logits.differentiable
-                sent = collectives * 2 * (k - 1) / k * logits.nbytes / split.length
-            inputs = (split, of_target, *(REPLICATE for _ in weight))
-            yield OpStrategy(
-                inputs, (PARTIAL,), "classes", partial(emit_classes, split), split.share, sent, collectives
-            )
+    logits, target, *weight = call.inputs
+    if any(value.differentiable for value in weight) or len(weight) != (call.argument(2, "weight") is not None):
+        return
+    for split in shards_among(available[0]):
+        if split.dim != min(1 - logits.dims, -1):
+            continue
+        of_target: Placement = split if target.dtype.is_floating_point else REPLICATE
+        collectives, sent, k = 0, 0.0, call.shards
+        if call.target is aten.cross_entropy_loss.default:  # the softmax over all classes
+            collectives = 2 + logits.differentiable
+            sent = collectives * 2 * (k - 1) / k * logits.nbytes / split.length
+        inputs = (split, of_target, *(REPLICATE for _ in weight))
+        yield OpStrategy(inputs, (PARTIAL,), "classes", partial(emit_classes, split), split.share, sent, collectives)
 
 
 def emit_classes(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
@@ -90,19 +81,15 @@ class ShardedCrossEntropy(nn.Module):
         """Return a term of the loss, or of the losses of all samples."""
         count: Tensor | int
         if target.dtype.is_floating_point:
-            losses = self._of_probabilities(logarithms, target, weight)
+            if self._smoothing:
+                target = target * (1 - self._smoothing) + self._smoothing / self._split.length
+            losses = -(logarithms * target * self._weights(logarithms, weight)).sum(self._split.dim)
             count = losses.numel()
         else:
             losses, count = self._of_classes(logarithms, target, weight)
         if self._reduction != _NONE:
             losses = losses.sum()
         return (losses / count if self._reduction == _MEAN else losses).to(self._dtype)
-
-    def _of_probabilities(self, logarithms: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the loss of each sample."""
-        if self._smoothing:
-            target = target * (1 - self._smoothing) + self._smoothing / self._split.length
-        return -(logarithms * target * self._weights(logarithms, weight)).sum(self._split.dim)
 
     def _of_classes(self, logarithms: Tensor, target: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the loss of each sample, and what a mean divides by."""
@@ -133,31 +120,22 @@ class ShardedCrossEntropy(nn.Module):
         return self._part(weight).to(logarithms.dtype).view(-1, *(1 for _ in range(-1 - self._split.dim)))
 
 
-@final
-class ElementwiseLoss(OpRule):
+@op_rule(
+    aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
+    aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
+    aten.soft_margin_loss.default, redistributes=False)  # fmt: skip
+def elementwise_loss(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """The sum or mean of a loss of each element: S_p is whatever part the tensors are sharded into.
 
     A shard has the term of its elements; of a mean, weighed by how many of all they are.
     """
-
-    targets: ClassVar = (
-        aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
-        aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
-        aten.soft_margin_loss.default,
-    )  # fmt: skip
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        if len({value.shape for value in call.inputs[:2]}) != 1:
-            return
-        reduction = call.argument_named("reduction", _MEAN)
-        for split in shards_among(*available):
-            inputs = broadcast_inputs(call, split) if -split.dim <= call.inputs[0].dims else None
-            if inputs is None or inputs[0] != split:
-                continue
-            output: Placement = split if reduction == _NONE else PARTIAL
-            emit = partial(GraphEmitter.weighed_mean, split=split) if reduction == _MEAN else None
-            yield OpStrategy(inputs, (output,), emit=emit, share=split.share)
-
-
-register(CrossEntropy(), ElementwiseLoss())
+    if len({value.shape for value in call.inputs[:2]}) != 1:
+        return
+    reduction = call.argument_named("reduction", _MEAN)
+    for split in shards_among(*available):
+        inputs = broadcast_inputs(call, split) if -split.dim <= call.inputs[0].dims else None
+        if inputs is None or inputs[0] != split:
+            continue
+        output: Placement = split if reduction == _NONE else PARTIAL
+        emit = partial(GraphEmitter.weighed_mean, split=split) if reduction == _MEAN else None
+        yield OpStrategy(inputs, (output,), emit=emit, share=split.share)

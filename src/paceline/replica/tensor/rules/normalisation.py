@@ -3,54 +3,40 @@
 from collections.abc import Iterator
 from functools import partial
 from math import prod
-from typing import Any, ClassVar, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import Shard
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
-aten = torch.ops.aten
 
-
-@final
-class LayerNorm(OpRule):
+@op_rule(aten.layer_norm.default, aten.rms_norm.default, redistributes=False)
+def layer_norm(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """y = w·(x - mean)/√(variance + ε) + b, and y = w·x/√(mean of x² + ε).
 
     samples: S_p = everything; x_p is a part of the rows.
     channels: S_p = some of the elements of w and b, as of each row of x; all shards gather each other's means and
     variances, or sum up the squares, and in backward sum up as many numbers a row.
     """
-
-    targets: ClassVar = (aten.layer_norm.default, aten.rms_norm.default)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        x, *others = call.inputs
-        normalised = len(call.argument(1, "normalized_shape"))
-        for split in shards_among(available[0]):
-            if -split.dim > normalised:
-                inputs = (split, *(value.replicated for value in others))
-                yield OpStrategy(inputs, (split,), "samples", share=split.share)
-            elif x.node not in [value.node for value in others]:
-                emit, collectives = partial(emit_channels, split, normalised), 1 + x.differentiable
-                inputs = tuple(split for _ in call.inputs)
-                yield OpStrategy(
-                    inputs, (split,), "channels", emit, split.share, _sent_bytes(call, normalised), collectives
-                )
-
-
-def _sent_bytes(call: OpCall, normalised: int) -> float:
-    """Return the bytes of two numbers a row, gathered, and two summed up in backward; without a mean one each way."""
-    x, shards = call.inputs[0], call.shards
-    number = x.nbytes / prod(x.shape[x.dims - normalised :])
-    summed = 2 * (shards - 1) / shards * number
-    if call.target is aten.layer_norm.default:
-        return 2 * (shards - 1) * number + 2 * summed * x.differentiable
-    return summed * (1 + x.differentiable)
+    x, *others = call.inputs
+    normalised = len(call.argument(1, "normalized_shape"))
+    for split in shards_among(available[0]):
+        if -split.dim > normalised:
+            inputs = (split, *(value.replicated for value in others))
+            yield OpStrategy(inputs, (split,), "samples", share=split.share)
+        elif x.node not in [value.node for value in others]:
+            # Two numbers a row are gathered, and two summed up in backward; without a mean one is summed up each way.
+            number, k = x.nbytes / prod(x.shape[x.dims - normalised :]), call.shards
+            summed = 2 * (k - 1) / k * number
+            sent = summed * (1 + x.differentiable)
+            if call.target is aten.layer_norm.default:
+                sent = 2 * (k - 1) * number + 2 * summed * x.differentiable
+            emit, inputs = partial(emit_channels, split, normalised), tuple(split for _ in call.inputs)
+            yield OpStrategy(inputs, (split,), "channels", emit, split.share, sent, 1 + x.differentiable)
 
 
 def emit_channels(split: Shard, normalised: int, emitter: GraphEmitter, call: OpCall) -> Node:
@@ -59,18 +45,16 @@ def emit_channels(split: Shard, normalised: int, emitter: GraphEmitter, call: Op
     eps = call.argument(4, "eps", 1e-5) if centred else call.argument(3, "eps")
     module = ShardedNorm(
         emitter.shards, call.node.name, split, tuple(range(-normalised, 0)), output.dtype,
-        eps=torch.finfo(_wide(x.dtype)).eps if eps is None else eps, centred=centred,
+        eps=torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if eps is None else eps, centred=centred,
     )  # fmt: skip
     return emitter.module(module, *(each and emitter.local(each) for each in (x.node, weight, bias)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 @final
 class ShardedNorm(CollectiveModule):
     """Normalisation over dims of one of which each shard has a part.
+
+    n = (x - mean)/σ; dx = (dn - mean of dn - n·(mean of n·dn))/σ. Not centred: without the mean, and that of dn.
 
     Args:
         shards: the group.
@@ -103,7 +87,7 @@ class ShardedNorm(CollectiveModule):
     def with_moments(self, part: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Return that, and each row's mean (0: it is not subtracted) and mean square of what is left."""
         result: Tensor
-        result, mean, square = _NormFunction.apply(part.to(_wide(part.dtype)), self)  # type: ignore[no-untyped-call]
+        result, mean, square = self.differentiable(part.to(torch.promote_types(part.dtype, torch.float32)))
         if weight is not None:
             result = result * weight
         if bias is not None:
@@ -114,7 +98,29 @@ class ShardedNorm(CollectiveModule):
         """Return the number of elements of a row, on all shards."""
         return prod(part.shape[dim] for dim in self.dims) // self.split.sizes[self.shards.rank] * self.split.block_size
 
-    def moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def value(self, ctx: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.centred:
+            mean, square = self._moments(x)
+            x = x - mean
+        else:
+            square = self._means(x.square(), "the mean square")
+            mean = torch.zeros_like(square)
+        scale = (square + self.eps).rsqrt()
+        result = x * scale
+        ctx.save_for_backward(result, scale)
+        ctx.mark_non_differentiable(mean, square)
+        return result, mean, square
+
+    def gradients(self, ctx: Any, gradient: Tensor) -> tuple[Tensor]:
+        result, scale = ctx.saved_tensors
+        # One collective for both means.
+        terms = [gradient * result, gradient] if self.centred else [gradient * result]
+        along, *mean = self._means(torch.stack(terms), "the gradient")
+        for each in mean:
+            gradient = gradient - each
+        return ((gradient - result * along) * scale,)
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute mean and variance of each row from the shards' own ones (Chan, Golub and LeVeque 1983)."""
         mean = x.mean(self.dims, keepdim=True)
         # Deviations from the own mean: sums of squares would cancel.
@@ -128,39 +134,7 @@ class ShardedNorm(CollectiveModule):
         ]
         return mean, sum(squares, torch.zeros_like(mean))
 
-    def means(self, x: Tensor, what: str) -> Tensor:
+    def _means(self, x: Tensor, description: str) -> Tensor:
         """Compute the mean of each row, over all shards; leading dims in front of the rows' stay."""
         share = self.split.sizes[self.shards.rank] / self.split.block_size
-        return self.shards.all_reduce(x.mean(self.dims, keepdim=True) * share, f"{what} of {self.name}")
-
-
-class _NormFunction(torch.autograd.Function):
-    """n = (x - mean)/σ; dx = (dn - mean of dn - n·(mean of n·dn))/σ. Not centred: without the mean, and that of dn."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: ShardedNorm) -> tuple[Tensor, Tensor, Tensor]:
-        if norm.centred:
-            mean, square = norm.moments(x)
-            x = x - mean
-        else:
-            square = norm.means(x.square(), "the mean square")
-            mean = torch.zeros_like(square)
-        scale = (square + norm.eps).rsqrt()
-        result = x * scale
-        ctx.norm = norm
-        ctx.save_for_backward(result, scale)
-        ctx.mark_non_differentiable(mean, square)
-        return result, mean, square
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (result, scale), gradient, norm = ctx.saved_tensors, gradients[0], ctx.norm
-        # One collective for both means.
-        terms = [gradient * result, gradient] if norm.centred else [gradient * result]
-        along, *mean = norm.means(torch.stack(terms), "the gradient")
-        for each in mean:
-            gradient = gradient - each
-        return (gradient - result * along) * scale, None
-
-
-register(LayerNorm())
+        return self.shards.all_reduce(x.mean(self.dims, keepdim=True) * share, f"{description} of {self.name}")

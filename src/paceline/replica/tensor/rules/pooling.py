@@ -3,27 +3,13 @@
 from collections.abc import Iterator, Sequence
 from functools import partial
 from math import inf
-from typing import ClassVar, final
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Node
 
-from paceline.replica.tensor.base import (
-    Available,
-    GraphEmitter,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    functional_overloads,
-    register,
-    shards_among,
-)
-from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, per_dim
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, op_rule, shards_among
+from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, per_dim, present_reaches, spatial_strategy
 from paceline.replica.tensor.placements import PARTIAL
-from paceline.replica.tensor.rules.spatial import present_reaches, spatial_strategy
-
-aten = torch.ops.aten
 
 _NAMES = (
     "max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d", "adaptive_avg_pool1d",
@@ -37,33 +23,28 @@ _MAXIMA = ("max_pool1d", "max_pool2d", "max_pool3d")
 _MEANS = ("avg_pool1d", "avg_pool2d", "avg_pool3d")
 
 
-@final
-class Pooling(OpRule):
+@op_rule(*_NAMES, redistributes=False)
+def pooling(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """Over the last dims, and resizing of them: S_p is a part of the channels or of the samples.
 
     space: S_p is a part of the rows; a shard gets the rows of others that its windows see, and sends their gradients
     back. Of a mean over all rows each shard has a term.
     """
-
-    targets: ClassVar = tuple(functional_overloads(_NAMES))
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        before, name, spatial = call.inputs[0].shape, call.op_name, _spatial_dims(call)
+    before, name, spatial = call.inputs[0].shape, call.op_name, _spatial_dims(call)
+    for split in shards_among(available[0]):
+        # A dim is untouched where everything from it on to the front keeps its length; the last ones may not.
+        untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.outputs)
+        if untouched and -split.dim > spatial:
+            yield OpStrategy((split,), tuple(split for _ in call.outputs), share=split.share)
+    if name.startswith("adaptive_avg_pool"):
         for split in shards_among(available[0]):
-            # A dim is untouched where everything from it on to the front keeps its length; the last ones may not.
-            untouched = all(len(v.shape) == len(before) and v.shape[split.dim] == split.length for v in call.outputs)
-            if untouched and -split.dim > spatial:
-                yield OpStrategy((split,), tuple(split for _ in call.outputs), share=split.share)
-        if name.startswith("adaptive_avg_pool"):
-            for split in shards_among(available[0]):
-                if -split.dim <= spatial and call.outputs[0].shape[split.dim] == 1:
-                    term = partial(GraphEmitter.weighed_mean, split=split)
-                    yield OpStrategy((split,), (PARTIAL,), emit=term, share=split.share)
-        elif name in _MAXIMA + _MEANS:
-            windows = _windows(call)
-            for reach in present_reaches(call, available, windows):
-                yield spatial_strategy(call, reach, partial(emit_with_halo, reach, windows))
+            if -split.dim <= spatial and call.outputs[0].shape[split.dim] == 1:
+                term = partial(GraphEmitter.weighed_mean, split=split)
+                yield OpStrategy((split,), (PARTIAL,), emit=term, share=split.share)
+    elif name in _MAXIMA + _MEANS:
+        windows = _windows(call)
+        for reach in present_reaches(call, available, windows):
+            yield spatial_strategy(call, reach, partial(emit_with_halo, reach, windows))
 
 
 def _spatial_dims(call: OpCall) -> int:
@@ -103,25 +84,10 @@ def emit_with_halo(reach: HaloReach, windows: Sequence[SlidingWindow], emitter: 
     counts = [min(first + window.size, reach.has.length + edge) - max(first, -edge) for first in firsts]
     if set(counts) == {window.size}:
         return result
-    return emitter.module(ScaledRows(reach.has.dim, [window.size / each for each in counts]), result)
+    factors = [window.size / each for each in counts]
+    return emitter.graph.call_function(scale_rows, (result, reach.has.dim, factors))
 
 
-@final
-class ScaledRows(nn.Module):
-    """Multiply each row of a tensor by a number.
-
-    Args:
-        dim: dim of the rows, counted from the last.
-        factors: factors of the rows.
-    """
-
-    def __init__(self, dim: int, factors: Sequence[float]) -> None:
-        super().__init__()
-        self.dim, self.factors = dim, list(factors)
-
-    def forward(self, tensor: Tensor) -> Tensor:
-        """Return the tensor with its rows scaled."""
-        return tensor * tensor.new_tensor(self.factors).reshape(-1, *[1] * (-self.dim - 1))
-
-
-register(Pooling())
+def scale_rows(tensor: Tensor, dim: int, factors: Sequence[float]) -> Tensor:
+    """Multiply each row along a dim, counted from the last, by a number."""
+    return tensor * tensor.new_tensor(factors).reshape(-1, *[1] * (-dim - 1))

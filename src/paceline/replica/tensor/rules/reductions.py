@@ -3,21 +3,24 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from math import prod
-from typing import Any, ClassVar, NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpRule, OpStrategy, register, shards_among
+from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import REPLICATE, Shard
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
-aten = torch.ops.aten
 
-
-@final
-class Statistic(OpRule):
+@op_rule(
+    aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.var.default, aten.var.dim,
+    aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction, aten.amax.default, aten.amin.default,
+    aten.max.default, aten.min.default, aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.argmax.default,
+    aten.argmin.default, aten.prod.dim_int, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default,
+    aten.all.dim, aten.all.dims, aten.median.dim, aten.mode.default, redistributes=False)  # fmt: skip
+def statistic(call: OpCall, available: Available) -> Iterator[OpStrategy]:
     """One number of all elements along some dims.
 
     Along other dims than the sharded one: S_p is a part of the numbers. Along the sharded one: S_p is a part of the
@@ -25,42 +28,21 @@ class Statistic(OpRule):
     number. In backward a shard makes the gradient of its own elements from the number, and nothing more is sent but by
     extremes, to count the elements that are equally large.
     """
-
-    targets: ClassVar = (
-        aten.linalg_vector_norm.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim, aten.var.default, aten.var.dim,
-        aten.var.correction, aten.std.default, aten.std.dim, aten.std.correction, aten.amax.default, aten.amin.default,
-        aten.max.default, aten.min.default, aten.logsumexp.default, aten.max.dim, aten.min.dim, aten.argmax.default,
-        aten.argmin.default, aten.prod.dim_int, aten.any.default, aten.any.dim, aten.any.dims, aten.all.default,
-        aten.all.dim, aten.all.dims, aten.median.dim, aten.mode.default,
-    )  # fmt: skip
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        (value,) = call.inputs
-        dims, keepdim = _reduced_dims(call), bool(call.argument_named("keepdim", False))
-        kind = _kind(call)
-        for split in shards_among(available[0]):
-            place = split.dim % value.dims
-            if place not in dims:
-                left = place if keepdim else place - sum(dim < place for dim in dims)
-                output = split.at(left - call.outputs[0].dims)
-                yield OpStrategy((split,), tuple(output for _ in call.outputs), share=split.share)
-            elif kind is not None:
-                collectives = kind.forward_collectives + kind.backward_collectives * value.differentiable
-                sent = collectives * 2 * (call.shards - 1) / call.shards * call.outputs[0].nbytes
-                yield OpStrategy(
-                    (split,), (REPLICATE,), "across", partial(emit_across, split, kind), split.share, sent, collectives
-                )
-
-
-def _reduced_dims(call: OpCall) -> set[int]:
-    dims, value = call.inputs[0].dims, call.argument_named("dim")
-    listed = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return {dim % dims for dim in listed} or set(range(dims))
+    (value,), dims, kind = call.inputs, call.dims_named("dim"), _kind(call)
+    for split in shards_among(available[0]):
+        if split.dim % value.dims not in dims:
+            output = split.without(() if call.argument_named("keepdim") else dims, value.dims)
+            yield OpStrategy((split,), tuple(output for _ in call.outputs), share=split.share)
+        elif kind is not None:
+            collectives = kind.forward_collectives + kind.backward_collectives * value.differentiable
+            sent = collectives * 2 * (call.shards - 1) / call.shards * call.outputs[0].nbytes
+            yield OpStrategy(
+                (split,), (REPLICATE,), "across", partial(emit_across, split, kind), split.share, sent, collectives
+            )
 
 
 def emit_across(split: Shard, kind: "ReductionKind", emitter: GraphEmitter, call: OpCall) -> Node:
-    dims, keepdim = sorted(_reduced_dims(call)), bool(call.argument_named("keepdim", False))
+    dims, keepdim = sorted(call.dims_named("dim")), bool(call.argument_named("keepdim"))
     module = ShardedReduction(emitter.shards, call.node.name, split, dims, kind, keepdim=keepdim)
     return emitter.module(module, emitter.local(call.inputs[0].node))
 
@@ -104,7 +86,16 @@ def _kind(call: OpCall) -> ReductionKind | None:
 
 @final
 class ShardedReduction(CollectiveModule):
-    """Reduction of all elements along some dims, one of which is sharded.
+    """Reduction y of all elements x along some dims, one of which is sharded.
+
+    ::
+
+        norm       (Σ x²)^½, or Σ |x|                               dx = dy·x/y, 0 where y is, or dy·sign(x)
+        var        Σ (x - m)²/(n - c), with m the mean              dx = dy·2(x - m)/(n - c)
+        std        its root                                         dx = dy·(x - m)/((n - c)·y), 0 where y is
+        largest    max x; smallest: -max -x                         dx = dy/(number of x that are y) for those
+        logsumexp  m + log Σ exp(x - m), with m the largest,        dx = dy·exp(x - y)
+                   or 0 where that is infinite
 
     Args:
         shards: the group.
@@ -124,76 +115,54 @@ class ShardedReduction(CollectiveModule):
     def forward(self, part: Tensor) -> Tensor:
         """Return the whole result."""
         # Statistics in at least float32, as torch's kernels accumulate them.
-        wide = part.to(torch.promote_types(part.dtype, torch.float32))
-        result: Tensor = _ReductionFunction.apply(wide, self)  # type: ignore[no-untyped-call]
+        result: Tensor = self.differentiable(part.to(torch.promote_types(part.dtype, torch.float32)))
         return (result if self.keepdim else result.squeeze(tuple(self.dims))).to(part.dtype)
 
-    def sum(self, terms: Tensor, what: str) -> Tensor:
-        """Return the sum along the dims, over all shards."""
-        return self.shards.all_reduce(terms.sum(self.dims, keepdim=True), f"{what} of {self.name}")
+    def value(self, ctx: Any, x: Tensor) -> Tensor:
+        name, saved = self.kind.name, list[Tensor]()
+        if name == "norm":
+            y = self._sum(x.abs(), "the sum") if self.kind.order == 1 else self._sum(x * x, "the sum of squares").sqrt()
+        elif name in ("var", "std"):
+            count, freedom = self._freedom(x)
+            mean = self._sum(x, "the mean") / count
+            y = self._sum((x - mean) ** 2, "the variance") / freedom
+            y, saved = y.sqrt() if name == "std" else y, [mean]
+        elif name == "logsumexp":
+            largest = self._largest(x)
+            largest = largest.masked_fill(largest.isinf(), 0)
+            y = self._sum((x - largest).exp(), "the sum").log() + largest
+        else:
+            sign = 1 if name == "largest" else -1
+            y = sign * self._largest(sign * x)
+        ctx.save_for_backward(x, y, *saved)
+        return y
 
-    def largest(self, part: Tensor) -> Tensor:
+    def gradients(self, ctx: Any, dy: Tensor) -> tuple[Tensor]:
+        (x, y, *saved), name = ctx.saved_tensors, self.kind.name
+        if name == "norm":
+            dx = dy * x.sign() if self.kind.order == 1 else (dy * x / y).masked_fill(y == 0, 0)
+        elif name == "var":
+            dx = dy * 2 * (x - saved[0]) / self._freedom(x)[1]
+        elif name == "std":
+            dx = dy * ((x - saved[0]) / (self._freedom(x)[1] * y)).masked_fill(y == 0, 0)
+        elif name == "logsumexp":
+            dx = dy * (x - y).exp()
+        else:  # elements that are equally large have equal parts
+            equal = (x == y).to(x.dtype)
+            dx = dy * equal / self._sum(equal, "the number of those")
+        return (dx,)
+
+    def _sum(self, terms: Tensor, description: str) -> Tensor:
+        """Return the sum along the dims, over all shards."""
+        return self.shards.all_reduce(terms.sum(self.dims, keepdim=True), f"{description} of {self.name}")
+
+    def _largest(self, part: Tensor) -> Tensor:
         """Return the maximum along the dims, over all shards."""
         local = part.amax(self.dims, keepdim=True)
         return self.shards.all_reduce(local, f"the maximum of {self.name}", largest=True)
 
-    def freedom(self, part: Tensor) -> tuple[int, float]:
+    def _freedom(self, part: Tensor) -> tuple[int, float]:
         """Return the number of elements that are reduced to one, and what a variance divides by."""
         own = prod(part.shape[dim] for dim in self.dims)
         count = own // self.split.sizes[self.shards.rank] * self.split.block_size
         return count, max(count - self.kind.correction, 0)
-
-
-class _ReductionFunction(torch.autograd.Function):
-    """Reductions y of the elements x, with the reduced dims kept.
-
-    ::
-
-        norm       (Σ x²)^½, or Σ |x|                               dx = dy·x/y, 0 where y is, or dy·sign(x)
-        var        Σ (x - m)²/(n - c), with m the mean              dx = dy·2(x - m)/(n - c)
-        std        its root                                         dx = dy·(x - m)/((n - c)·y), 0 where y is
-        largest    max x; smallest: -max -x                         dx = dy/(number of x that are y) for those
-        logsumexp  m + log Σ exp(x - m), with m the largest,        dx = dy·exp(x - y)
-                   or 0 where that is infinite
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, module: ShardedReduction) -> Tensor:
-        kind, saved = module.kind, list[Tensor]()
-        if kind.name == "norm":
-            y = module.sum(x.abs(), "the sum") if kind.order == 1 else module.sum(x * x, "the sum of squares").sqrt()
-        elif kind.name in ("var", "std"):
-            count, freedom = module.freedom(x)
-            mean = module.sum(x, "the mean") / count
-            y = module.sum((x - mean) ** 2, "the variance") / freedom
-            y, saved = y.sqrt() if kind.name == "std" else y, [mean]
-        elif kind.name == "logsumexp":
-            largest = module.largest(x)
-            largest = largest.masked_fill(largest.isinf(), 0)
-            y = module.sum((x - largest).exp(), "the sum").log() + largest
-        else:
-            sign = 1 if kind.name == "largest" else -1
-            y = sign * module.largest(sign * x)
-        ctx.module = module
-        ctx.save_for_backward(x, y, *saved)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (dy,), module, (x, y, *saved) = gradients, ctx.module, ctx.saved_tensors
-        kind = module.kind
-        if kind.name == "norm":
-            dx = dy * x.sign() if kind.order == 1 else (dy * x / y).masked_fill(y == 0, 0)
-        elif kind.name == "var":
-            dx = dy * 2 * (x - saved[0]) / module.freedom(x)[1]
-        elif kind.name == "std":
-            dx = dy * ((x - saved[0]) / (module.freedom(x)[1] * y)).masked_fill(y == 0, 0)
-        elif kind.name == "logsumexp":
-            dx = dy * (x - y).exp()
-        else:  # elements that are equally large have equal parts
-            equal = (x == y).to(x.dtype)
-            dx = dy * equal / module.sum(equal, "the number of those")
-        return dx, None
-
-
-register(Statistic())

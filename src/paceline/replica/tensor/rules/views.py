@@ -1,51 +1,41 @@
 """Operators that move elements without changing them."""
 
-from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from math import prod
 from operator import floordiv, getitem, mul
-from typing import Any, ClassVar, final
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
 
-from paceline.replica.tensor.base import (
-    Available,
-    Emit,
-    GraphEmitter,
-    OpCall,
-    OpRule,
-    OpStrategy,
-    register,
-    shards_among,
-)
-from paceline.replica.tensor.graph_ops import matching_dims
+from paceline.replica.tensor import base
+from paceline.replica.tensor.base import Emit, GraphEmitter, OpCall, OpStrategy, aten, shards_among
+from paceline.replica.tensor.graph_ops import PIECES, RESHAPES, matching_dims
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
-aten = torch.ops.aten
+Moved: TypeAlias = tuple[Shard, Emit | None] | None
+"""(Sharding of each result, what emits the operator, None: it stays as it is); None: there is no such sharding."""
 
 
-class ViewRule(OpRule):
-    """S_p is the part of the tensor that was sharded, wherever it goes; a sum of terms stays one."""
+def view_rule(*targets: Any) -> Callable[[Callable[[OpCall, Shard], Moved]], base.OpRule]:
+    """Decorate a function as the rule of operators that move elements: S_p is the part of the tensor that was sharded.
 
-    redistributes = False
+    It is so wherever that part goes; and a sum of terms stays one.
+    """
 
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        for split in shards_among(available[0]):
-            moved = self.moved(call, split)
-            if moved is not None:
-                output, emit = moved
-                outputs = tuple(output for _ in call.outputs)
-                yield OpStrategy((split,), outputs, emit=emit, share=split.share)
-        yield from call.partial_strategies(available)
+    def rule(moved: Callable[[OpCall, Shard], Moved]) -> base.OpRule:
+        def strategies(call: OpCall, available: base.Available) -> Iterator[OpStrategy]:
+            for split in shards_among(available[0]):
+                result = moved(call, split)
+                if result is not None:
+                    outputs = tuple(result[0] for _ in call.outputs)
+                    yield OpStrategy((split,), outputs, emit=result[1], share=split.share)
+            yield from call.partial_strategies(available)
 
-    @abstractmethod
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        """Return the sharding of each result for one of the input, and what emits the operator of one shard.
+        return base.op_rule(*targets, redistributes=False)(wraps(moved)(strategies))
 
-        None: there is no such sharding, or the emitted operator is the same.
-        """
+    return rule
 
 
 def reshaped(split: Shard, before: Sequence[int], after: Sequence[int]) -> Shard | None:
@@ -84,122 +74,86 @@ def local_sizes(emitter: GraphEmitter, sizes: Any, split: Shard) -> list[Any]:
     if isinstance(size, int):
         local[split.dim] = size if size == -1 else size // split.block_size * own
     else:
-        local[split.dim] = emitter.call(mul, emitter.call(floordiv, size, split.block_size), own)
+        units = emitter.graph.call_function(floordiv, (size, split.block_size))
+        local[split.dim] = emitter.graph.call_function(mul, (units, own))
     return local
 
 
-@final
-class Reshape(ViewRule):
-    """The same elements in another shape: parts stay parts where the dim is made of whole ones, or into whole ones."""
-
-    targets: ClassVar = (
-        aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints, aten.unflatten.int
-    )  # fmt: skip
-
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        output = reshaped(split, call.inputs[0].shape, call.outputs[0].shape)
-        if output is None or call.target is aten.flatten.using_ints:
-            return None if output is None else (output, None)
-        if call.target is aten.unflatten.int:
-            return output, lambda emitter, call: emitter.with_args(call, sizes=_unflattened(emitter, call, output))
-        name = call.target._schema.arguments[1].name
-        return output, lambda emitter, call: emitter.with_args(
-            call, **{name: local_sizes(emitter, call.argument(1, name), output)}
-        )
-
-
-def _unflattened(emitter: GraphEmitter, call: OpCall, split: Shard) -> list[Any]:
-    dim, sizes = call.argument(1, "dim") % call.inputs[0].dims, call.argument(2, "sizes")
-    place = split.dim % call.outputs[0].dims - dim
-    if not 0 <= place < len(sizes):
-        return list(sizes)
-    return local_sizes(emitter, sizes, split.at(place - len(sizes)))
-
-
-@final
-class Transpose(ViewRule):
-    """Dims in another order."""
-
-    targets: ClassVar = (aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int)
-
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        dims = call.inputs[0].dims
-        probe = torch.empty([1] * dims)
-        probe = probe.as_strided([1] * dims, list(range(1, dims + 1)))  # strides name the dims
-        moved = call.target(probe, *call.node.args[1:])
-        return split.at(moved.stride().index(split.dim % dims + 1) - dims), None
-
-
-@final
-class Unsqueeze(ViewRule):
-    """A dim of one element more, or less."""
-
-    targets: ClassVar = (aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
-
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        value, dim = call.inputs[0], call.argument(1, "dim")
-        dims = {each % value.dims for each in (dim if isinstance(dim, (list, tuple)) else [dim])}
-        if call.target is not aten.unsqueeze.default and split.dim % value.dims in dims:
-            return None  # a part may be one element long where the whole is not
-        output = reshaped(split, value.shape, call.outputs[0].shape)
-        return None if output is None or output.length != split.length else (output, None)
-
-
-@final
-class Expand(ViewRule):
-    """Dims of one element, repeated."""
-
-    targets: ClassVar = (aten.expand.default, aten.expand_as.default)
-
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        if call.target is not aten.expand.default or call.outputs[0].shape[split.dim] != split.length:
-            return None
-        sizes = call.argument(1, "size")
-        return split, lambda emitter, call: emitter.with_args(call, size=local_sizes(emitter, sizes, split))
-
-
-@final
-class Chunks(ViewRule):
-    """Pieces of one dim, as a tuple: of the same length each, where it is the one that was sharded."""
-
-    targets: ClassVar = (aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.unbind.int)
-
-    def moved(self, call: OpCall, split: Shard) -> tuple[Shard, Emit | None] | None:
-        dims, pieces, unbinds = call.inputs[0].dims, len(call.outputs), call.target is aten.unbind.int
-        dim = call.argument(1 if unbinds else 2, "dim", 0) % dims
-        even = len({value.shape for value in call.outputs}) == 1
-        if dim != split.dim % dims:
-            output = split.at(split.dim + (1 if unbinds and split.dim % dims < dim else 0))
-        elif call.target is aten.chunk.default and call.argument(1, "chunks") != pieces:
-            return None  # of parts it would make another number of pieces
-        elif unbinds or not even or split.blocks % pieces:
-            return None
-        else:
-            output = Shard(split.dim, split.sizes, split.blocks // pieces)
-        if unbinds or call.target is aten.chunk.default or output == split:  # equal pieces, or another dim
+@view_rule(*RESHAPES)
+def reshape(call: OpCall, split: Shard) -> Moved:
+    """The same elements in another shape: S_p stays one where the dim is made of whole ones, or into whole ones."""
+    output = reshaped(split, call.inputs[0].shape, call.outputs[0].shape)
+    if output is None or call.target is aten.flatten.using_ints:
+        return None if output is None else (output, None)
+    if call.target is aten.unflatten.int:  # the sizes are those of the dims that one becomes
+        sizes = call.argument(2, "sizes")
+        place = output.dim % call.outputs[0].dims - call.argument(1, "dim") % call.inputs[0].dims
+        if not 0 <= place < len(sizes):
             return output, None
-        return output, partial(emit_pieces, split)
+        own = output.at(place - len(sizes))
+        return output, lambda emitter, call: emitter.with_args(call, sizes=local_sizes(emitter, sizes, own))
+    name = call.target._schema.arguments[1].name
+    return output, lambda emitter, call: emitter.with_args(
+        call, **{name: local_sizes(emitter, call.argument(1, name), output)}
+    )
 
 
-def emit_pieces(split: Shard, emitter: GraphEmitter, call: OpCall) -> Node:
+@view_rule(aten.transpose.int, aten.permute.default, aten.t.default, aten.movedim.int)
+def transpose(call: OpCall, split: Shard) -> Moved:
+    """Dims in another order: S_p is the part that was sharded."""
+    dims = call.inputs[0].dims
+    probe = torch.empty([1] * dims)
+    probe = probe.as_strided([1] * dims, list(range(1, dims + 1)))  # strides name the dims
+    moved = call.target(probe, *call.node.args[1:])
+    return split.at(moved.stride().index(split.dim % dims + 1) - dims), None
+
+
+@view_rule(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+def unsqueeze(call: OpCall, split: Shard) -> Moved:
+    """A dim of one element more, or less: S_p is the part that was sharded."""
+    (value,) = call.inputs
+    if call.target is not aten.unsqueeze.default and split.dim % value.dims in call.dims_named("dim"):
+        return None  # a part may be one element long where the whole is not
+    output = reshaped(split, value.shape, call.outputs[0].shape)
+    return None if output is None or output.length != split.length else (output, None)
+
+
+@view_rule(aten.expand.default, aten.expand_as.default)
+def expand(call: OpCall, split: Shard) -> Moved:
+    """Dims of one element, repeated: S_p is the part that was sharded, along another dim."""
+    if call.target is not aten.expand.default or call.outputs[0].shape[split.dim] != split.length:
+        return None
+    sizes = call.argument(1, "size")
+    return split, lambda emitter, call: emitter.with_args(call, size=local_sizes(emitter, sizes, split))
+
+
+@view_rule(*PIECES)
+def pieces(call: OpCall, split: Shard) -> Moved:
+    """Pieces of one dim, as a tuple: S_p is the part that was sharded, of equally long pieces along that dim."""
+    dims, count, unbinds = call.inputs[0].dims, len(call.outputs), call.target is aten.unbind.int
+    dim = call.argument(1 if unbinds else 2, "dim", 0) % dims
+    even = len({value.shape for value in call.outputs}) == 1
+    if dim != split.dim % dims:
+        output = split.at(split.dim + (1 if unbinds and split.dim % dims < dim else 0))
+    elif call.target is aten.chunk.default and call.argument(1, "chunks") != count:
+        return None  # of parts it would make another number of pieces
+    elif unbinds or not even or split.blocks % count:
+        return None
+    else:
+        output = Shard(split.dim, split.sizes, split.blocks // count)
+    if unbinds or call.target is aten.chunk.default or output == split:  # equal pieces, or another dim
+        return output, None
     sizes: Any = call.argument(1, "split_size")
-    own = split.sizes[emitter.shards.rank]
     if call.target is aten.split.Tensor:
-        return emitter.with_args(call, split_size=sizes // split.block_size * own)
-    return emitter.with_args(call, split_sizes=[size // split.block_size * own for size in sizes])
+        by_shard = [sizes // split.block_size * own for own in split.sizes]
+        return output, partial(GraphEmitter.with_own_args, split_size=by_shard)
+    lists = [[size // split.block_size * own for size in sizes] for own in split.sizes]
+    return output, partial(GraphEmitter.with_own_args, split_sizes=lists)
 
 
-@final
-class TupleItem(OpRule):
+@base.op_rule(getitem, redistributes=False)
+def tuple_item(call: OpCall, available: base.Available) -> Iterator[OpStrategy]:
     """One of a tuple."""
-
-    targets: ClassVar = (getitem,)
-    redistributes = False
-
-    def strategies(self, call: OpCall, available: Available) -> Iterator[OpStrategy]:
-        terms: list[Placement] = [PARTIAL] if PARTIAL in available[0] and len(call.inputs) == 1 else []
-        for placement in [*shards_among(available[0]), *terms]:
-            yield OpStrategy((placement,), (placement,))
-
-
-register(Reshape(), Transpose(), Unsqueeze(), Expand(), Chunks(), TupleItem())
+    terms: list[Placement] = [PARTIAL] if PARTIAL in available[0] and len(call.inputs) == 1 else []
+    for placement in [*shards_among(available[0]), *terms]:
+        yield OpStrategy((placement,), (placement,))
