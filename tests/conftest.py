@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from paceline.comm.fork_server import ForkServer
 from paceline.engine.local.engine import GROUPS, SPMD, WITH_OPTIMIZERS, LocalEngine
-from paceline.engine.spmd.worker_pool import PRELOAD
+from paceline.engine.spmd.launcher import PRELOAD
 from tests import ranks, thorough
 
 collect_ignore_glob = ["*_script.py"]

@@ -22,7 +22,7 @@ from paceline.core.errors import WorkerError
 from paceline.datasets import load_program
 from paceline.engine.inference.predictors import InferenceTask
 from paceline.engine.inference.worker import InferenceRequest, join_answers
-from paceline.engine.spmd.worker_pool import WorkerPool
+from paceline.engine.spmd.launcher import WorkerPool
 from paceline.program import call, leaves
 from paceline.strategy import Strategy
 from tests import zoo

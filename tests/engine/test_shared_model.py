@@ -8,9 +8,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.engine.spmd.process_group import LaunchEnv
-from paceline.engine.spmd.rank_context import RankContext
+from paceline.engine.spmd.rank_context import RankContext, build_once_per_host
 from paceline.engine.spmd.rank_registry import RankRegistry
-from paceline.engine.spmd.shared_model import build_once_per_host
 
 
 class Forgetful(nn.Linear):

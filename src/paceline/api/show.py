@@ -6,8 +6,7 @@ from paceline.api.mesh_drawing import draw_mesh
 from paceline.api.train import check
 from paceline.core.errors import InputError
 from paceline.engine.base import Budget, Job
-from paceline.engine.distributed.rank_run import own_settings
-from paceline.engine.run_context import first_batch, set_threads_and_seed
+from paceline.engine.run_context import first_batch, own_settings, set_threads_and_seed
 from paceline.program import Program
 from paceline.replica import hybrid
 from paceline.replica.hybrid import StagedSharding, StageTable

@@ -1,6 +1,8 @@
 """A job resolved for one process: A_0, data order, Δ, each replica's share of the budget, its replicas."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -182,3 +184,14 @@ def refuse_absent_gpu(job: Job) -> None:
     device = job.strategy.device
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise InputError(f"device={device}, but torch sees no GPU here; write device=cpu")
+
+
+@contextlib.contextmanager
+def own_settings() -> Iterator[None]:
+    """Context manager: restore what a run sets in this process, which is the user's."""
+    before = torch.get_num_threads()
+    with torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

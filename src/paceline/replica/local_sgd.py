@@ -1,6 +1,8 @@
 """Replicas with an optimizer of their own, which make some steps before they push: local SGD, elastic SGD, Hogwild."""
 
 import math
+from collections.abc import Callable, Collection
+from typing import final
 
 import torch
 from torch.optim import Optimizer
@@ -9,9 +11,9 @@ from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.clipping import clip
-from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import FlatState, finite
+from paceline.replica.clipping import clip, clip_by_square, square_norm
+from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
+from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import Autograd
 
 
@@ -118,6 +120,87 @@ class LocalSGD(Replica):
         if not measured.finite:  # its own optimizer has that step in its state, too
             self._own = None
         return measured
+
+
+@final
+class ShardedLocalSGD(Replica):
+    """One worker's part of the replica; the counterpart of :class:`LocalSGD`.
+
+    Args:
+        program: gives optimizer, scheduler and clipping.
+        inner: computes this worker's part of the gradient of one batch.
+        whole: the layout of A.
+        layout: of this worker's part.
+        counted: the names of the parameters that count here in the norm of the gradient.
+        summed: a number -> its sum over the workers of the replica, which all ask for it together.
+        rule: what the parameters become when an A is sent.
+        distance: whether the parameters are sent, not how far they have moved.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        inner: Replica,
+        whole: FlatLayout,
+        layout: FlatLayout,
+        counted: Collection[str],
+        summed: Callable[[float], float],
+        rule: Adopt,
+        *,
+        distance: bool,
+    ) -> None:
+        self._program, self._inner, self._whole = program, inner, whole
+        self._summed, self._rule, self._distance = summed, rule, distance
+        self._gradient = layout.new()
+        views = zip(layout.parameter_names, self._gradient.views.parameters, strict=True)
+        self._counted = [view for name, view in views if name in counted]
+        self._own: FlatState | None = None
+        self._optimizer: FlatOptimizer | None = None
+        self._losses, self._samples = 0.0, 0
+
+    def forget(self) -> None:
+        """Start from the A that is sent next."""
+        self._own = None
+
+    def adopt(self, state: FlatState) -> None:
+        if self._own is None:
+            self._own, self._read = state.clone(), state.clone()
+            program, self._optimizer = self._program, None
+            if state.parameters:
+                make = optimizer_of_part(program.optimizer, self._whole, state.layout)
+                self._optimizer = FlatOptimizer(make, program.scheduler, self._own, self._gradient)
+        else:
+            mix(self._own, state, self._rule)
+            self._read.copy_(self._own)
+        self._losses, self._samples = 0.0, 0
+
+    def advance(self, batch: Batch, clock: Clock) -> float:
+        assert self._own is not None, "advance before adopt"
+        if not batch.samples:
+            return math.nan
+        self._inner.adopt(self._own)
+        loss = self._inner.advance(batch, clock)
+        self._inner.finish(self._gradient)
+        for own, moved in zip(self._own.buffers, self._gradient.buffers, strict=True):
+            own.copy_(moved)
+        if self._program.clip_norm is not None:
+            square = self._summed(square_norm(self._counted))
+            clip_by_square(self._gradient.parameters, square, self._program.clip_norm)
+        if self._optimizer is not None:
+            self._optimizer.step(self._gradient.parameters)
+        self._losses += loss * batch.samples
+        self._samples += batch.samples
+        return loss
+
+    def finish(self, out: FlatState) -> Measured:
+        assert self._own is not None, "finish before adopt"
+        out.copy_(self._own)
+        if not self._distance and out.parameters:
+            torch._foreach_sub_(out.parameters, self._read.parameters)
+        if not self._samples:
+            return Measured(math.nan, 0, True)
+        loss = self._losses / self._samples
+        return Measured(loss, self._samples, finite(out.parameters, 0.0))
 
 
 class WritesInPlace(Replica):

@@ -26,24 +26,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, Seconds, Version
+from paceline.core.types import Clock
 from paceline.engine.budget import StepQuota
 from paceline.engine.distributed.client import ClientContext, RankClient
 from paceline.engine.distributed.rank_shard import RankShard
-from paceline.engine.distributed.reduce_buffer import (
-    FIELDS,
-    RankStatus,
-    ReduceBuffer,
-    StatusKind,
-    by_replica,
-    of_step,
-)
+from paceline.engine.distributed.reduce_buffer import FIELDS, RankStatus, ReduceBuffer, StatusKind, by_replica, of_step
 from paceline.engine.distributed.update import Update
 from paceline.engine.loop import nonfinite_error
 from paceline.engine.spmd.communicator import ring_bytes
 from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup
-from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.pipeline.async_stage import AsyncStage
@@ -55,56 +47,46 @@ class AsyncStageShard(RankShard, Update):
     """A stage of an asynchronous pipeline, which steps by itself within the stream."""
 
     def __init__(self, setup: RankSetup) -> None:
-        self.pipeline, self._replica = PipelineRank(setup), None
-        self._refuse_ties()
+        self.pipeline = pipeline = PipelineRank(setup)
         self.communicator, strategy = setup.context.communicator, setup.run_context.job.strategy
-        self._workers, self._m = strategy.stage_count, strategy.micro_batch_count
+        for name, holders in pipeline.holders.items():
+            if len(holders) > 1:
+                raise InputError(
+                    f"schedule={strategy.schedule} moves the weights of each stage when its own gradient is there, but "
+                    f"{name} is on stages {', '.join(map(str, holders))}, whose gradients come at different times; "
+                    "write schedule=1f1b, or cuts= so that one stage has it"
+                )
+        workers, self._m = strategy.stage_count, strategy.micro_batch_count
         self.coordinate, self.state = self.pipeline.place, self.pipeline.state
         self.parameter_bytes = self.state.layout.parameter_bytes
         self.reduce_buffer = ReduceBuffer(FlatLayout((), ()), ranks=1)  # nothing of Δ is exchanged
         self.update, self.reduced_vectors = self, []
-        self.lag = -(-(self._workers - 1) // self._m) + 1
+        self.lag = -(-(workers - 1) // self._m) + 1
         """L: the last stage makes a step p - 1 micro-batches after the first, and one step is for the exchange."""
+        self.read_version = lambda update: pipeline.order.version(update * self._m, 0, workers)
+        """The version that the first stage's gradient was computed on, the oldest."""
+        self.gather = self._gather
 
-    _replica: AsyncStage | None
+    stage: AsyncStage
+    """Computes and steps; built by :meth:`replica`."""
 
-    @property
-    def stage(self) -> AsyncStage:
-        """The replica that computes and steps."""
-        assert self._replica is not None, "the replica has not been built"
-        return self._replica
-
-    @property
-    def peak_saved_bytes(self) -> int | None:
-        return self.stage.peak_saved_bytes
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self.stage.optimizer_bytes
+    def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
+        del weight  # each rank steps by itself
+        self.worker = self.stage = AsyncStage(self.pipeline.setup(recorder), self.pipeline.whole)
+        return self.stage
 
     def apply(self, factor: float, rate: float) -> None:
         """Do nothing: the step was made when the gradient was there."""
 
-    def full_state(self, *, wanted: bool) -> FlatState | None:
+    def _gather(self, *, wanted: bool) -> FlatState | None:
         """Gather A as it is, A_0 until training begins; in the stream later stages have had up to p - 1 updates more.
 
         So it is the A of PipeDream's formula: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the stream all stages
         have had the same updates.
         """
-        pipeline = self.pipeline
-        if self._replica is not None and self._replica.begun:
-            self.state.take(self._replica.stash.state)
-        gather = FullStateGather(self.state, pipeline.whole, pipeline.stages, pipeline.rank, self.communicator)
-        return gather(wanted=wanted)
-
-    def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
-        del weight  # each rank steps by itself
-        self._replica = AsyncStage(self.pipeline.setup(recorder), self.pipeline.whole)
-        return self._replica
-
-    def read_version(self, update: Version) -> Version:
-        """Return the version of A that an update's gradient was computed on: that of the first stage, the oldest."""
-        return self.pipeline.order.version(update * self._m, 0, self._workers)
+        if self.stage.begun:
+            self.state.take(self.stage.stash.state)
+        return self.pipeline.full_state(wanted=wanted)
 
     def notes(self) -> Mapping[str, str | int | float]:
         stale = self.pipeline.context.gather(self.stage.staleness, "the others' staleness")
@@ -114,16 +96,6 @@ class AsyncStageShard(RankShard, Update):
             "staleness_by_stage": ",".join(map(str, stale)),
         }
 
-    def _refuse_ties(self) -> None:
-        for name in self.pipeline.cut.tied:
-            if len(holders := self.pipeline.holders(name)) > 1:
-                schedule = self.pipeline.run_context.job.strategy.schedule
-                raise InputError(
-                    f"schedule={schedule} moves the weights of each stage when its own "
-                    f"gradient is there, but {name} is on stages {', '.join(map(str, holders))}, whose gradients "
-                    "come at different times; write schedule=1f1b, or cuts= so that one stage has it"
-                )
-
 
 class AsyncPipelineClient(RankClient):
     """The client of a rank that steps within the stream; statuses of a step are complete L steps later.
@@ -132,11 +104,10 @@ class AsyncPipelineClient(RankClient):
         context: of its run.
         shard: of this rank; its replica has the weights.
         quota: counts steps as they begin; the run's own counts them when their statuses are complete.
-        timeout_s: of the run.
     """
 
-    def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota, timeout_s: Seconds) -> None:
-        super().__init__(shard.coordinate.replica, context, timeout_s)
+    def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota) -> None:
+        super().__init__(context)
         self._shard, self._quota, self._granted = shard, quota, 0
         self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
         """Status tables whose all-reduce is not complete, and their steps."""
@@ -157,7 +128,7 @@ class AsyncPipelineClient(RankClient):
 
     def delta_buffer(self) -> FlatState:
         """Return the buffer for the running buffers alone."""
-        return self._context.state
+        return self._state
 
     def push(self, measured: Measured) -> None:
         self._begin(StatusKind.delta, measured)
@@ -182,9 +153,8 @@ class AsyncPipelineClient(RankClient):
         table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
         # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
         communicator = self._shard.communicator
-        self._pending.append(
-            (table, None if communicator is None else communicator.start_all_reduce(table), self.attempt)
-        )
+        work = None if communicator is None else communicator.start_all_reduce(table)
+        self._pending.append((table, work, self.attempt))
 
     def _complete(self) -> None:
         """Wait for the oldest exchange and let the coordinator count its step."""

@@ -1,18 +1,39 @@
-"""The distributed engine: the processes that torchrun started, on one host or many."""
+"""The distributed engine: the processes that torchrun started, on one host or many, and a run as each executes it."""
 
+import contextlib
+import functools
 import gc
-from contextlib import ExitStack
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from paceline.core.errors import InputError
+from paceline.comm.linux import give_back_freed_memory
+from paceline.comm.shared_memory import SpillAllocator
+from paceline.core.errors import InputError, PacelineError, WorkerError
+from paceline.core.mesh import Coordinate
+from paceline.core.records import Record
 from paceline.core.registry import register
-from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
+from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
+from paceline.engine.distributed.client import AllReduceClient, ClientContext, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.fsdp import refuse_model
-from paceline.engine.distributed.rank_run import DistributedRun, own_settings
-from paceline.engine.run_context import RunContext, refuse_absent_gpu
-from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_backend, refuse_size
-from paceline.engine.spmd.rank_context import open_rank_context
+from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
+from paceline.engine.distributed.sync_batchnorm import batchnorm_over
+from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
+from paceline.engine.loop import InterruptGuard
+from paceline.engine.run_context import RunContext, own_settings, refuse_absent_gpu, set_threads_and_seed, threads
+from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
+from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
+from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
+from paceline.engine.worker_metrics import SpanLog, WorkersFile, training_spans, worker_figures
+from paceline.replica.flat_state import FlatLayout, digest_of, write
+from paceline.replica.module_utils import materialize
+from paceline.replica.single import Single
 from paceline.support import ENGINES
 
 
@@ -28,7 +49,7 @@ class DistributedEngine(Engine):
     features = ENGINES[name]
 
     def __init__(self, backend: str | None = None) -> None:
-        self._asked = backend
+        self._backend = backend
 
     @classmethod
     def from_address(cls, address: str | None) -> "DistributedEngine":
@@ -41,19 +62,186 @@ class DistributedEngine(Engine):
         if job.strategy.shard_parameters:
             refuse_model(job.program)
         refuse_absent_gpu(job)
-        refuse_backend(backend_for(job.strategy.device, self._asked, world), job, world)
-        refuse_size(job, world)
+        refuse_launch(backend_for(job.strategy.device, self._backend, world), job, world)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         world = LaunchEnv.found()
-        backend = backend_for(job.strategy.device, self._asked, world)
+        backend = backend_for(job.strategy.device, self._backend, world)
         device = RunContext.of(job).device(world.rank)
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
         context = open_rank_context(world, backend, device, job.timeout_s, watched=watched)
         try:
-            with own_settings(), context as together, ExitStack() as closing:
+            with own_settings(), context as together, contextlib.ExitStack() as closing:
                 return DistributedRun(job, together, backend, watch, closing).outcome()
         finally:
             gc.collect()  # a group that is let go of in the middle of another run's backward hangs (torch 2.13, Gloo)
+
+
+class DistributedRun:
+    """One rank's part of a run.
+
+    Args:
+        job: what is run.
+        context: of this rank among the others.
+        backend: of the process group.
+        watch: receives progress.
+        closing: what has to be released, however the run ends; for the caller to close.
+    """
+
+    def __init__(
+        self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
+    ) -> None:
+        self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
+        self._run_context = run_context = RunContext.of(job)
+        program, world = job.program, context.world
+        set_threads_and_seed(job, job.strategy.mesh.coordinate(world.rank).replica, world.local_size)
+        # The values of A_0: a rank that trains a part of the model shares the whole one with the others on its host.
+        model = (
+            build_once_per_host(functools.partial(materialize, program), context)
+            if job.strategy.spread
+            else contextlib.nullcontext(program.build())
+        )
+        with model as module:
+            layout = FlatLayout.of(module, job.running_buffers)
+            digest = digest_of(module, layout)
+            self._check_agreement(digest)
+            flushes = not job.strategy.pipelined or job.strategy.order.flushes
+            build = (ModelParallelShard if flushes else AsyncStageShard) if job.strategy.spread else WholeModelShard
+            self._shard: RankShard = build(RankSetup(run_context, context, backend, module, layout))
+            shard = self._shard
+        give_back_freed_memory()
+        self._clock = SyncedClock(context.registry.clock_offset_ns)
+        self._coordinator = ReplicatedCoordinator(run_context, context, shard, self._clock, layout, digest)
+        place = shard.coordinate
+        communicating = [each for each in (shard.batchnorm_group, shard.fsdp) if each is not None]
+        self._shadow_passes = ShadowPasses(run_context, place.replica, module, communicating) if communicating else None
+        self._sink, self._spans = InMemorySink(), SpanLog(job.trace, *place)
+        closing.callback(self._spans.close)
+        self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
+        self._coordinator.loop.watch = watch
+
+    def outcome(self) -> Outcome:
+        """Run to the end."""
+        shard, coordinator, stop_event = self._shard, self._coordinator, threading.Event()
+        with InterruptGuard(stop_event.set, (signal.SIGINT, signal.SIGTERM)) as interrupts:
+            self._watch(Progress("starting", 0.0))
+            if self._context.world.rank == 0:
+                mesh = self._job.strategy.mesh
+                processes: dict[Coordinate, dict[str, int | str]] = {
+                    mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
+                }
+                self._closing.callback(WorkersFile(self._job.out, {}, processes).close)
+            client, worker = self._client_and_worker(interrupts, stop_event)
+            self._clock.began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
+            coordinator.begin()
+            with batchnorm_over(shard.batchnorm_group):
+                with self._named(client):
+                    worker.run(self._job.loop)
+                if shard.fsdp is not None and not client.begins_delta():
+                    raise InputError(
+                        f"the loop of replica {shard.coordinate.replica} ended between two of the accumulate="
+                        f"{self._job.strategy.accumulate} batches of one update, but shard_parameters=True has summed "
+                        "the first of them already; end it after the last"
+                    )
+                client.leave()
+            coordinator.finish()
+            self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
+            return self._gather_outcome(coordinator.evaluate_rest(lambda: interrupts.insisted))
+
+    def _check_agreement(self, digest: str) -> None:
+        """Raise unless all ranks are about to do the same."""
+        local = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
+        names = ("strategy", "budget", "seed", "digest of A_0")
+        gathered = self._context.gather(local, "the others' start")
+        for rank, values in enumerate(gathered):
+            for name, first, value in zip(names, gathered[0], values, strict=True):
+                if first != value:
+                    raise PacelineError(
+                        f"rank {rank} has {name} {value}, but rank 0 has {first}; all ranks must run one script with "
+                        "the same arguments, and model() must draw its numbers from torch alone"
+                    )
+
+    def _client_and_worker(
+        self, interrupts: InterruptGuard, stop_event: threading.Event
+    ) -> tuple[AllReduceClient | AsyncPipelineClient, ClientWorker]:
+        shard, run_context, replica = self._shard, self._run_context, self._shard.coordinate.replica
+        context = ClientContext(
+            coordinator=self._coordinator,
+            shard=shard,
+            clock=self._clock,
+            metrics=self._metrics,
+            shadow_passes=self._shadow_passes,
+            store_signals=self._context.store_signals,
+            interrupts=interrupts,
+            stop_event=stop_event,
+            timeout_s=self._job.timeout_s,
+        )
+        client: AllReduceClient | AsyncPipelineClient
+        if isinstance(shard, AsyncStageShard):
+            client = AsyncPipelineClient(context, shard, run_context.step_quota())
+        else:
+            client = AllReduceClient(context)
+        inner = shard.replica(self._coordinator.weight, self._spans.recorder)
+        if shard.overlap is not None:
+            assert isinstance(inner, Single), "synchronous training sends gradients"
+            assert isinstance(client, AllReduceClient), "an asynchronous pipeline sends no Δ"
+            self._closing.enter_context(inner.sending_gradients(client))
+        computing = inner if self._shadow_passes is None else ShadowReplica(inner, self._shadow_passes)
+        measured = InstrumentedReplica(computing, self._metrics, client, 0)
+        return client, ClientWorker(run_context, replica, measured, client, self._metrics)
+
+    @contextlib.contextmanager
+    def _named(self, client: AllReduceClient | AsyncPipelineClient) -> Iterator[None]:
+        """Context manager: an error of the user's code names the rank and its step if a replica has several workers."""
+        try:
+            yield
+        except PacelineError:
+            raise
+        except Exception as error:
+            if not self._job.strategy.spread:
+                raise
+            place, rank = self._shard.coordinate, self._context.world.rank
+            name = f"rank {rank} (replica {place.replica}, stage {place.stage}, shard {place.shard})"
+            text = "".join(traceback.format_exception(error))
+            raise WorkerError(
+                f"{name} failed at its step {client.attempt}: {type(error).__name__}: {error}\n\n{text}"
+            ) from error
+
+    def _gather_outcome(self, local_records: list[Record]) -> Outcome:
+        shard, coordinator, context = self._shard, self._coordinator, self._context
+        history, seconds = coordinator.loop.history, coordinator.now
+        communicator, spans, ahead = context.communicator, self._spans.read(), self._clock.ahead_ns
+        if ahead:
+            spans = [replace(s, start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead) for s in spans]
+        optimizer = shard.update.optimizer
+        optimizer_bytes = 0 if optimizer is None else optimizer.nbytes
+        if isinstance(shard, AsyncStageShard):  # its replica steps by itself
+            optimizer_bytes = shard.stage.optimizer_bytes
+        figures = self._sink.newest._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
+        local_figures = replace(
+            worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),
+            peak_saved_bytes=shard.worker.peak_saved_bytes if shard.worker is not None else None,
+            optimizer_bytes=optimizer_bytes,
+        )
+        gathered = context.gather((local_figures, local_records, spans), "the others' scores and figures")
+        records = [*history.records, *(record for _, each, _ in gathered for record in each)]
+        notes: dict[str, str | int | float] = {
+            "threads": threads(self._job, context.world.local_size),
+            "backend": self._backend if context.world.size > 1 else "none",
+            **shard.notes(),
+        }
+        account = history.account(
+            seconds, [figures for figures, _, _ in gathered], (), notes, interrupted=coordinator.interrupted
+        )
+        state = shard.full_state(wanted=True)
+        assert state is not None, "it is wanted here"
+        model = write(materialize(self._job.program, SpillAllocator()), state)
+        return Outcome(
+            model.state_dict(),
+            model,
+            sorted(records, key=lambda record: (record.time_s, record.gradients)),
+            account,
+            training_spans([span for _, _, each in gathered for span in each], self._clock.began_ns),
+        )

@@ -36,6 +36,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -43,7 +44,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, ReplicaId
+from paceline.core.types import Clock
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
 from paceline.engine.distributed.update import Update, clip_across_ranks
 from paceline.engine.spmd.communicator import Communicator
@@ -105,14 +106,6 @@ def refuse_model(program: Program) -> None:
             f"shard_parameters=True gives each rank a part of each parameter, and {type(optimizer).__name__} may have "
             f"to look at the whole; write shard_optimizer=true instead, or one of torch.optim's {known}"
         )
-
-
-def ended_within_a_delta(replica: ReplicaId, accumulate: int) -> InputError:
-    """Return the error of a loop that ends within an update, when its first batches are in the others' sum already."""
-    return InputError(
-        f"the loop of replica {replica} ended between two of the accumulate={accumulate} batches of one update, but "
-        "shard_parameters=True has summed the first of them already; end it after the last"
-    )
 
 
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -184,7 +177,7 @@ class FsdpModule:
         """Whether all gradients of this rank were finite; the replica resets it for each Δ."""
         fsdp = importlib.import_module("torch.distributed.fsdp")  # half a second, only where FSDP is used
         mesh = DeviceMesh.from_group(communicator.group.handle, "cpu")
-        gather, reduce_scatter = _AllGather(communicator), _ReduceScatter(communicator, self)
+        gather, reduce_scatter = _AllGather(communicator, self), _ReduceScatter(communicator, self)
         for unit in units(module):
             sharded: Any = fsdp.fully_shard(unit, mesh=mesh)
             sharded.set_gradient_divide_factor(1.0)
@@ -198,11 +191,6 @@ class FsdpModule:
         self.gradient = _as_state([torch.zeros_like(p.detach()) for p in self._parameters])
         """This rank's part of the sum of all gradients, after :meth:`take_gradients`."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part of A."""
-        return self.shard.layout.nbytes
-
     def take_gradients(self) -> list[Tensor]:
         """Move the gradients out of the module and return them as vectors; zeros where a parameter has none."""
         for parameter, vector in zip(self._parameters, self.gradient.parameters, strict=True):
@@ -214,8 +202,8 @@ class FsdpModule:
         return self.gradient.parameters
 
     @torch.no_grad()
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        """Gather A's parameters where they are wanted, None elsewhere; all ranks call it together."""
+    def full_state(self, running: FlatState, *, wanted: bool) -> FlatState | None:
+        """Gather A, of which ``running`` has the running buffers, where it is wanted; all ranks call it together."""
         sent = self._communicator.sent_bytes
         full = self._layout.new() if wanted else None
         views: Iterable[Tensor | None] = [None] * len(self._parameters) if full is None else full.views.parameters
@@ -231,37 +219,31 @@ class FsdpModule:
             if view is not None:
                 view.copy_(gathered[: shape[0]])
         self._communicator.sent_bytes = sent  # it is for evaluation: not counted as training's
+        if full is not None:
+            for buffer, value in zip(full.buffers, running.buffers, strict=True):
+                buffer.copy_(value)
         return full
 
 
-class _AllGather:
-    """The all-gather that torch calls; complete when it returns."""
+@dataclass(frozen=True)
+class _Collective:
+    """A collective that torch calls, also with arguments that are its own affair; complete when it returns."""
 
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+    _communicator: Communicator
+    _module: FsdpModule
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        del group, async_op
+
+class _AllGather(_Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         work = self._communicator.all_gather(output_tensor, input_tensor)
         self._communicator.wait(work, "the all-gather of a layer")
 
 
-class _ReduceScatter:
-    """The reduce-scatter that torch calls; complete when it returns."""
-
-    def __init__(self, communicator: Communicator, module: FsdpModule) -> None:
-        self._communicator, self._module = communicator, module
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        del group, op, async_op
+class _ReduceScatter(_Collective):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *_: Any, **__: Any) -> None:
         if self._module.absent:
             input_tensor.zero_()
         elif not finite([input_tensor], 0.0):
@@ -296,32 +278,23 @@ class FsdpUpdate(Update):
         communicator: of all ranks.
     """
 
+    optimizer: FlatOptimizer
+
     def __init__(
         self, program: Program, module: FsdpModule, buffer: ReduceBuffer, running: FlatState, communicator: Communicator
     ) -> None:
         self._module, self._buffer, self._running, self._communicator = module, buffer, running, communicator
         self._clip_norm = program.clip_norm
-        self._optimizer = FlatOptimizer(program.optimizer, program.scheduler, module.shard, module.gradient)
+        self.optimizer = FlatOptimizer(program.optimizer, program.scheduler, module.shard, module.gradient)
         self.reduced_vectors = buffer.tails()
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self._optimizer.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
         gradients = self._module.take_gradients()
         torch._foreach_mul_(gradients, factor)
         if self._clip_norm is not None:
             clip_across_ranks(gradients, gradients, self._clip_norm, self._communicator)
-        self._optimizer.step(gradients, rate)
+        self.optimizer.step(gradients, rate)
         self._buffer.copy_running_buffers(self._running)
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        full = self._module.full_state(wanted=wanted)
-        if full is not None:
-            for own, running in zip(full.buffers, self._running.buffers, strict=True):
-                own.copy_(running)
-        return full
 
 
 @final

@@ -20,7 +20,7 @@ from paceline.engine.base import Job
 from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus
 from paceline.engine.run_context import RunContext
 from paceline.replica.base import Measured
-from paceline.replica.flat_optimizer import FlatOptimizer, shape_only_parameters
+from paceline.replica.flat_optimizer import shape_only_parameters
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.noise_estimator import WARM_STEPS, Preconditioner, Scales, square
 
@@ -36,7 +36,7 @@ class DeltaNorms:
     """
 
     def __init__(self, job: Job, delta: FlatState, counted: Collection[str], full_layout: FlatLayout) -> None:
-        self._vectors, self._preconditioner = delta.parameters, Preconditioner(None)
+        self._vectors, self.preconditioner = delta.parameters, Preconditioner(None)
         blocks = delta.layout.parameters
         self._entries = [(i, slice(e.start, e.stop)) for i, block in enumerate(blocks) for e in block.entries]
         if set(delta.layout.parameter_names) <= set(counted):
@@ -60,10 +60,6 @@ class DeltaNorms:
     def ready(self) -> bool:
         """Whether norms are measured already: an adaptive optimizer has second moments only after some steps."""
         return not self.adaptive or self.updates >= WARM_STEPS
-
-    def measure_by(self, optimizer: FlatOptimizer | None) -> None:
-        """Precondition by this rank's optimizer; None: it has none."""
-        self._preconditioner = Preconditioner(optimizer)
 
     def add(self, index: int, gradient: Tensor) -> None:
         """Add one gradient of a Δ that is handed over parameter by parameter; all parameters count."""
@@ -109,7 +105,7 @@ class DeltaNorms:
     def _current_scales(self) -> Scales | None:
         """Return the preconditioner of the next update, computed once for it, also on a rank whose replica has left."""
         if self.ready and self._scales_version != self.updates:
-            self._scales, self._scales_version = self._preconditioner.scales(), self.updates
+            self._scales, self._scales_version = self.preconditioner.scales(), self.updates
         return self._scales
 
 

@@ -1,5 +1,6 @@
 """The part of A that one rank has, and everything that updates it: all of A, or a part by stages or by shards."""
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import final
@@ -7,24 +8,25 @@ from typing import final
 from paceline.aggregation import Synchronous
 from paceline.compression import parse
 from paceline.core.mesh import Coordinate
+from paceline.core.types import Version
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
-from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer, StatusSync
+from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer
 from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, SynchronisedBatchNorm
 from paceline.engine.distributed.update import ModelParallelUpdate, ReplicatedUpdate, ShardState, Update
 from paceline.engine.distributed.zero1 import ZeroOptimizer, pays
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import ring_bytes
-from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
+from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.rank_context import RankSetup, SubGroup, holders
-from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.noise_estimator import Preconditioner
+from paceline.replica.pipeline.async_stage import AsyncStage
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.single import Autograd, handoff_pays
-from paceline.replica.tensor.placements import is_counted_on
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.trace.recorder import AnyRecorder
 
@@ -37,11 +39,17 @@ class RankShard(ABC):
     state: FlatState
     """The part of A that this rank's replica reads."""
     reduce_buffer: ReduceBuffer
-    status_sync: StatusSync | None = None
+    status_sync: GradientSync | ModelParallelSync | None = None
     """The exchange of a step; None: the rank's client exchanges statuses asynchronously."""
     update: Update
     parameter_bytes: int
     """Bytes of parameters on this rank."""
+    gather: Callable[..., FlatState | None] | None = None
+    """Builds A where it is ``wanted``, of all ranks' parts; None: this rank has all of it."""
+    read_version: Callable[[Version], Version] | None = None
+    """Number of a Δ -> how many updates the A that it reads has had; None: as many as where the policy sends it."""
+    worker: AsyncStage | Pipelined | TensorParallel | None = None
+    """The replica's part on this rank, once it is built, if it has several ranks."""
     overlap: Overlap | None = None
     """Sums Δ during the backward pass; None: the exchange does after it."""
     batchnorm_group: BatchNormGroup | None = None
@@ -51,10 +59,11 @@ class RankShard(ABC):
     noise: NoiseObserver | None = None
     """None: the gradient noise scale is not measured."""
 
-    @property
-    @abstractmethod
-    def peak_saved_bytes(self) -> int | None:
-        """Most bytes saved for backward at one time; None: they are not counted."""
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
+        if self.gather is not None:
+            return self.gather(wanted=wanted)
+        return self.state.clone() if wanted else None
 
     @abstractmethod
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -81,21 +90,22 @@ class WholeModelShard(RankShard):
         self.state, self.parameter_bytes = read(setup.module, setup.layout.new()), setup.layout.parameter_bytes
         if communicator is not None and strategy.shard_parameters:  # with a single rank they stay whole
             self.fsdp = FsdpModule(setup.module, setup.layout, world.size, communicator)
-            self.parameter_bytes = self.fsdp.nbytes
+            self.parameter_bytes = self.fsdp.shard.layout.nbytes
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
+            self.gather = functools.partial(self.fsdp.full_state, self.state)
         self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, norms=job.noise_scale)
         self.update = update = self._build_update()
         if job.noise_scale:
             assert isinstance(update, ReplicatedUpdate), "another update was not refused"
             norms = DeltaNorms(job, self.reduce_buffer.state, setup.layout.parameter_names, setup.layout)
-            norms.measure_by(update.optimizer)
+            norms.preconditioner = Preconditioner(update.optimizer)
             self.noise = NoiseObserver(setup.run_context, norms, from_statuses=False)
 
         policy = setup.run_context.policy
         if communicator is not None and any(isinstance(m, SynchronisedBatchNorm) for m in setup.module.modules()):
             sums = isinstance(policy, Synchronous) and policy.combine == "sum"
             summed = strategy.accumulate > 1 or sums or self.fsdp is not None
-            self.batchnorm_group = BatchNormGroup(communicator, world.rank, world.size, summed=summed)
+            self.batchnorm_group = BatchNormGroup(communicator, world.rank, summed)
 
         # Gradients are summed as they come only where nothing has to be known of the whole Δ before.
         overlaps = isinstance(update, ReplicatedUpdate) and strategy.compression == "none"
@@ -123,10 +133,6 @@ class WholeModelShard(RankShard):
             return ReplicatedUpdate(self.reduce_buffer, owner)
         return ReplicatedUpdate(self.reduce_buffer, owner, parse(strategy.compression), communicator)
 
-    @property
-    def peak_saved_bytes(self) -> int | None:
-        return None
-
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         context, rank, module = self._setup.run_context, self.coordinate.replica, self._setup.module
         if self.fsdp is None:
@@ -138,13 +144,12 @@ class WholeModelShard(RankShard):
         ranks, nbytes = self._setup.context.world.size, self._setup.layout.parameter_bytes
         notes: dict[str, str | int | float] = {
             "shard_optimizer": isinstance(self.update, ZeroOptimizer),
-            "buckets": self.overlap.buckets if self.overlap is not None else 0,
+            "buckets": len(self.overlap.buckets) if self.overlap is not None else 0,
             "payload_ring_formula_bytes_per_step": ranks * ring_bytes(nbytes, ranks),
         }
         if self.fsdp is not None:  # gathered for forward, gathered for backward, and gradients summed
-            notes["payload_sharded_formula_bytes_per_step"] = (
-                3 * (ranks - 1) * nbytes * self._setup.run_context.per_step
-            )
+            sent = 3 * (ranks - 1) * nbytes * self._setup.run_context.per_step
+            notes["payload_sharded_formula_bytes_per_step"] = sent
         return notes
 
 
@@ -155,18 +160,12 @@ class ModelParallelShard(RankShard):
     def __init__(self, setup: RankSetup) -> None:
         job, communicator = setup.run_context.job, setup.context.communicator
         zero = bool(job.strategy.shard_optimizer)
-        self._replica: Pipelined | TensorParallel | None = None
         self._ranks = ranks = PipelineRank(setup) if job.strategy.pipelined else TensorParallelRank(setup)
-        if isinstance(ranks, PipelineRank):
-            counted = ranks.counted(of_each_copy=zero)
-        else:
-            needed = job.program.clip_norm is not None or job.noise_scale
-            names = ranks.state.layout.parameter_names if needed else ()
-            counted = [name for name in names if is_counted_on(ranks.placements.get(name), ranks.place.shard)]
+        counted = ranks.counted(of_each_copy=zero)
         self.coordinate, self.state = ranks.place, ranks.state
         self.parameter_bytes = ranks.state.layout.parameter_bytes
-        gather = FullStateGather(ranks.state, ranks.whole, ranks.stages, ranks.rank, communicator)
-        shard = ShardState(ranks.state, ranks.whole, counted, gather)
+        self.gather = ranks.full_state
+        shard = ShardState(ranks.state, ranks.whole, counted)
         self.reduce_buffer = buffer = ReduceBuffer(ranks.state.layout, ranks=ranks.mesh.replicas)
 
         peers = ranks.subgroups.peers
@@ -181,31 +180,22 @@ class ModelParallelShard(RankShard):
             return
         norms = DeltaNorms(job, buffer.state, counted, ranks.whole) if job.noise_scale else None
         clipped = counted if job.program.clip_norm is not None else ()
-        sync = ModelParallelSync(setup, buffer, buffer.vectors, clipped, peers, norms=norms)
+        combined = None if norms is None else norms.combined
+        sync = ModelParallelSync(setup, buffer, buffer.vectors, clipped, peers, combined=combined)
         # Without a sum over replicas, gradients of a tensor-parallel rank may stay where autograd wrote them.
         by_tensor = isinstance(ranks, TensorParallelRank) and ranks.mesh.replicas == 1 and norms is None
         by_tensor &= setup.run_context.device(ranks.rank) == "cpu" and handoff_pays(ranks.state.layout)
         self.update = update = ModelParallelUpdate(job.program, buffer, shard, sync, by_tensor=by_tensor)
         self.status_sync = sync
         if norms is not None:
-            norms.measure_by(update.optimizer)
+            norms.preconditioner = Preconditioner(update.optimizer)
             self.noise = NoiseObserver(setup.run_context, norms, from_statuses=True)
-
-    @property
-    def peak_saved_bytes(self) -> int | None:
-        assert self._replica is not None, "the replica has not been built"
-        return self._replica.peak_saved_bytes
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # Δ is scaled when all of it is there
-        ranks = self._ranks
-        steps = micro_steps(ranks.run_context.delta)
-        if isinstance(ranks, PipelineRank):
-            self._replica = pipelined(ranks, steps, recorder)
-        else:
-            handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
-            self._replica = ranks.worker(steps, recorder, handoff)
-        return self._replica
+        handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
+        self.worker = self._ranks.worker(micro_steps(self._ranks.run_context.delta), recorder, handoff)
+        return self.worker
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, zero = self._ranks, isinstance(self.update, ZeroOptimizer)

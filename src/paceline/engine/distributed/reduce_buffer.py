@@ -18,9 +18,10 @@ Whole numbers that may be large are stored as digits that float32 represents exa
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,18 +59,21 @@ class StatusKind(IntEnum):
 
 
 class DeltaNorm(NamedTuple):
-    """Squared norms of a rank's Δ, over the elements that count on this rank."""
+    """Squared norms of a rank's Δ, over the elements that count on this rank.
+
+    Args:
+        square: of Δ, or the mean over its micro-steps where these were measured.
+        parts: how many parts of Δ that is a mean of: 1, or its micro-steps; 0: nothing was measured.
+        combined: of the combination of these: Δ itself, its mean with the previous Δ, or the sum of all replicas' Δs.
+        previous: of the previous Δ, where that was kept.
+        previous_samples: samples of the previous Δ; 0: none was kept.
+    """
 
     square: float = 0.0
-    """Of Δ, or the mean over its micro-steps where these were measured."""
     parts: int = 0
-    """How many parts of Δ that is a mean of: 1, or its micro-steps; 0: nothing was measured."""
     combined: float = 0.0
-    """Of the combination of these: Δ itself, its mean with the previous Δ, or the sum of all replicas' Δs."""
     previous: float = 0.0
-    """Of the previous Δ, where that was kept."""
     previous_samples: int = 0
-    """Samples of the previous Δ; 0: none was kept."""
 
 
 class RankStatus(NamedTuple):
@@ -81,18 +85,20 @@ class RankStatus(NamedTuple):
     True
     >>> RankStatus.merge([a, b]) == b
     True
+
+    Args:
+        stop: whether the process was asked to end the run.
+        entered_ns: when it entered the exchange, in training time.
+        norm: of its Δ; None: norms are not measured in this run.
     """
 
     kind: StatusKind
     samples: int
     finite: bool
     stop: bool
-    """Whether the process was asked to end the run."""
     loss: float
     entered_ns: Nanoseconds
-    """When it entered the exchange, in training time."""
     norm: DeltaNorm | None = None
-    """None: norms are not measured in this run."""
 
     def encode(self) -> list[float]:
         """Return the row of the status table."""
@@ -181,7 +187,7 @@ class ReduceBuffer:
         table_dtype = next((dtype for dtype in (torch.float64, torch.float32) if dtype in sizes), torch.float64)
         table_start = sizes.get(table_dtype, 0)
         counters = sum(b.elements for b in layout.buffers if not b.dtype.is_floating_point)
-        self._norms, self._fields = norms, FIELDS + NORMS * norms
+        self._fields = FIELDS + NORMS * norms
         width = self._fields + DIGITS * counters
         sizes[table_dtype] = table_start + ranks * width
         vectors = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
@@ -230,18 +236,6 @@ class ReduceBuffer:
             digits = torch.stack([flat & _MASK, (flat >> BITS) & _MASK, flat >> (2 * BITS)])
             self.table[rank, self._fields :] = digits.flatten()
 
-    def set_status(self, rank: int, status: RankStatus) -> None:
-        """Fill this rank's row, and zero all others."""
-        self.table.zero_()
-        row = torch.tensor(status.encode(), dtype=self.table.dtype)
-        self.table[rank, : len(row)] = row
-        self.set_counters(rank)
-
-    def statuses(self) -> list[RankStatus]:
-        """Return all ranks' statuses, after the all-reduce."""
-        rows = self.table[:, : self._fields].tolist()
-        return [RankStatus.decode(row, norms=self._norms) for row in rows]
-
     def take_counters(self, ranks: list[int]) -> None:
         """Set each integer buffer to the largest of these ranks'."""
         if self._counters:
@@ -256,27 +250,13 @@ class ReduceBuffer:
         for own, reduced in zip(state.buffers, self.state.buffers, strict=True):
             own.copy_(reduced if own.is_floating_point() else torch.maximum(own, reduced))
 
-    def snapshot(self) -> list[Tensor]:
-        """Copy this rank's contribution, for an exchange that may have to be repeated."""
-        return [v.clone() for v in self.state.vectors]
-
-    def restore(self, snapshot: list[Tensor]) -> None:
-        """Contribute the copy again."""
-        torch._foreach_copy_(self.state.vectors, snapshot)
-
 
 def of_step(step: Clock) -> str:
     """Name the exchange of a step, for errors."""
     return f"the all-reduce of its step {step}"
 
 
-class StatusSync(Protocol):
-    """The exchange of a step."""
-
-    def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
-        """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
-
-
+@dataclass
 class GradientSync:
     """The exchange of ranks that each have a replica.
 
@@ -287,23 +267,20 @@ class GradientSync:
         communicator: of all ranks; None: there is one.
     """
 
-    def __init__(
-        self, buffer: ReduceBuffer, vectors: list[Tensor], rank: int, communicator: Communicator | None
-    ) -> None:
-        self._buffer, self._vectors, self._rank, self._communicator = buffer, vectors, rank, communicator
+    buffer: ReduceBuffer
+    vectors: list[Tensor]
+    rank: int
+    communicator: Communicator | None
 
     def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
-        self._buffer.set_status(self._rank, status)
-        if self._communicator is not None:
-            self._communicator.all_reduce(self._vectors, of_step(step))
-        return self._buffer.statuses()
-
-
-class CombinedNorm(Protocol):
-    """The norm of the sum of all replicas' Δs, measured on this rank's elements."""
-
-    def combined(self) -> float:
-        """Return its square."""
+        """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
+        table, norms = self.buffer.table.zero_(), status.norm is not None
+        row = torch.tensor(status.encode(), dtype=table.dtype)
+        table[self.rank, : len(row)] = row
+        self.buffer.set_counters(self.rank)
+        if self.communicator is not None:
+            self.communicator.all_reduce(self.vectors, of_step(step))
+        return [RankStatus.decode(each, norms=norms) for each in table[:, : len(row)].tolist()]
 
 
 class ModelParallelSync:
@@ -323,7 +300,7 @@ class ModelParallelSync:
             none where the norm is not needed.
         peers: the ranks of other replicas with the same part of A; None: there are none.
         contributes: whether this rank adds its Δ; of several ranks of a replica with the same Δ one does.
-        norms: measures the sum of all Δs; None: norms are not measured.
+        combined: measures the squared norm of the sum of all Δs on this rank's elements; None: norms are not measured.
     """
 
     def __init__(
@@ -335,20 +312,22 @@ class ModelParallelSync:
         peers: Communicator | None,
         *,
         contributes: bool = True,
-        norms: CombinedNorm | None = None,
+        combined: Callable[[], float] | None = None,
     ) -> None:
         self._mesh, self._rank, self._communicator = setup.mesh, setup.context.world.rank, setup.context.communicator
         self._buffer, self._vectors, self._peers = buffer, vectors, peers
-        self._contributes, self._norms, self._replica = contributes, norms, self._mesh.coordinate(self._rank).replica
+        self._contributes, self._combined = contributes, combined
+        self._replica = self._mesh.coordinate(self._rank).replica
         self._replica_ranks = self._mesh.replica_ranks(self._replica)
         parameters = dict(zip(buffer.state.layout.parameter_names, buffer.state.views.parameters, strict=True))
         every = len(parameters) == len(counted)
         self._counted = buffer.state.parameters if every else [parameters[name] for name in counted]
-        self._table = torch.zeros(self._mesh.workers, FIELDS + NORMS * (norms is not None) + 1, dtype=torch.float64)
+        self._table = torch.zeros(self._mesh.workers, FIELDS + NORMS * (combined is not None) + 1, dtype=torch.float64)
         self.square = 0.0
         """|Σ Δ|² over all ranks of a replica, as contributed."""
 
     def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        """Return one status of each replica; Δ is then summed among the peers."""
         # Δ first: the norm in the statuses is that of the sum over replicas.
         self._buffer.table.zero_()
         if self._contributes:
@@ -357,8 +336,8 @@ class ModelParallelSync:
             self._buffer.zero()
         if self._peers is not None:
             self._peers.all_reduce(self._vectors, of_step(step))
-        if self._norms is not None and status.norm is not None and self._mesh.replicas > 1:
-            status = status._replace(norm=status.norm._replace(combined=self._norms.combined()))
+        if self._combined is not None and status.norm is not None and self._mesh.replicas > 1:
+            status = status._replace(norm=status.norm._replace(combined=self._combined()))
 
         self._table.zero_()
         row = [*status.encode(), square_norm(self._counted) if self._counted else 0.0]
@@ -368,5 +347,5 @@ class ModelParallelSync:
         rows = self._table.tolist()
         # Summed in ascending rank, so that every rank computes the same bits and clips by the same scale.
         self.square = sum(rows[rank][-1] for rank in self._replica_ranks)
-        statuses = [RankStatus.decode(row, norms=self._norms is not None) for row in rows]
+        statuses = [RankStatus.decode(row, norms=self._combined is not None) for row in rows]
         return by_replica(statuses, self._mesh.replicas)

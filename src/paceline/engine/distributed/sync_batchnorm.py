@@ -15,6 +15,7 @@ Each direction is one small all-reduce.
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,27 +26,26 @@ from paceline.core.types import ReplicaId
 from paceline.engine.spmd.communicator import Communicator
 
 
+@dataclass
 class BatchNormGroup:
     """The ranks whose samples BatchNorm layers normalise together.
 
     Args:
-        communicator: of these ranks.
-        rank: of this process.
-        ranks: number of ranks.
         summed: whether gradients are summed unweighted instead of by samples: so where batches are accumulated.
+        absent: whether this rank makes a shadow pass: it has no sample.
     """
 
-    def __init__(self, communicator: Communicator, rank: ReplicaId, ranks: int, *, summed: bool) -> None:
-        self._communicator, self._rank, self._ranks, self.summed = communicator, rank, ranks, summed
-        self.absent = False
-        """Whether this rank makes a shadow pass: it has no sample."""
+    communicator: Communicator
+    rank: ReplicaId
+    summed: bool
+    absent: bool = False
 
     def gather(self, row: Tensor) -> Tensor:
         """Return all ranks' rows, as the sum of tables that each have one row."""
-        table = torch.zeros(self._ranks, len(row), dtype=torch.float64)
+        table = torch.zeros(self.communicator.ranks, len(row), dtype=torch.float64)
         if not self.absent:
-            table[self._rank] = row
-        self._communicator.all_reduce([table.view(-1)], "the samples of a BatchNorm")
+            table[self.rank] = row
+        self.communicator.all_reduce([table.view(-1)], "the samples of a BatchNorm")
         return table
 
 

@@ -5,6 +5,7 @@ gathered from all ranks (:mod:`~paceline.engine.distributed.fsdp`), would wait f
 is empty, or whose replica has left. Such a rank runs the pass on any batch and contributes nothing to the sums.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -28,8 +29,7 @@ class ShadowPasses:
         context: of the run.
         replica: of this rank.
         module: the model.
-        batchnorm_group: the ranks that its BatchNorm layers communicate with; None: they don't.
-        fsdp: the parameters that all ranks gather; None: this rank has them.
+        communicating: what communicates in each pass: the ranks of its BatchNorm layers, parameters that are gathered.
     """
 
     def __init__(
@@ -37,15 +37,12 @@ class ShadowPasses:
         context: RunContext,
         replica: ReplicaId,
         module: nn.Module,
-        batchnorm_group: BatchNormGroup | None,
-        fsdp: FsdpModule | None = None,
+        communicating: Sequence[BatchNormGroup | FsdpModule],
     ) -> None:
-        self._context, self._replica, self._module = context, replica, module
-        self._communicating = [each for each in (batchnorm_group, fsdp) if each is not None]
+        self._context, self._replica, self._module, self._communicating = context, replica, module, communicating
         # A sharded gradient is the sum of all ranks', to which a shadow pass adds the other ranks' contributions.
-        self._gradients = list(module.parameters()) if fsdp is None else []
-        self.needed = bool(self._communicating)
-        """Whether passes communicate, so that each rank has to run as many as the others."""
+        sharded = any(isinstance(each, FsdpModule) for each in communicating)
+        self._gradients = [] if sharded else list(module.parameters())
         self.count = 0
         """Passes since the last exchange."""
 

@@ -12,7 +12,6 @@ from paceline.compression import Compression
 from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceBuffer
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator
-from paceline.engine.spmd.shard_views import FullStateGather
 from paceline.program import Program
 from paceline.replica.clipping import clip_by_square, clip_scale, square_norm
 from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
@@ -28,19 +27,11 @@ class ShardState:
         state: the part.
         full_layout: of A.
         counted: the parameters that count on this rank in the norm of Δ; one that several ranks have counts once.
-        gather: builds A of all ranks' parts; None: this rank has all of it.
     """
 
     state: FlatState
     full_layout: FlatLayout
     counted: Sequence[str]
-    gather: FullStateGather | None = None
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
-        if self.gather is not None:
-            return self.gather(wanted=wanted)
-        return self.state.clone() if wanted else None
 
 
 class Update(ABC):
@@ -48,11 +39,8 @@ class Update(ABC):
 
     reduced_vectors: list[Tensor]
     """The parts of the reduce buffer that are all-reduced in the exchange of a step, the status table among them."""
-
-    @property
-    @abstractmethod
-    def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state on this rank."""
+    optimizer: FlatOptimizer | None = None
+    """Steps on this rank's part of A; None: it has no parameters, or its replica steps by itself."""
 
     @abstractmethod
     def apply(self, factor: float, rate: float) -> None:
@@ -62,10 +50,6 @@ class Update(ABC):
             factor: makes of the sum the combination that F asks for.
             rate: multiplies the learning rate.
         """
-
-    @abstractmethod
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
 
 
 @final
@@ -90,7 +74,7 @@ class ReplicatedUpdate(Update):
         communicator: Communicator | None = None,
     ) -> None:
         self._buffer, self._owner, self._compression, self._communicator = buffer, owner, compression, communicator
-        self.reduced_vectors = buffer.vectors if compression is None else buffer.tails()
+        self.reduced_vectors, self.optimizer = buffer.vectors if compression is None else buffer.tails(), owner.stepper
         blocks = buffer.state.layout.parameters if compression is not None else ()
         self._compressed = [
             (compression.start([tuple(e.shape) for e in block.entries], block.dtype), vector)
@@ -98,24 +82,12 @@ class ReplicatedUpdate(Update):
             if compression is not None
         ]
 
-    @property
-    def optimizer(self) -> FlatOptimizer:
-        """Steps on A."""
-        return self._owner.stepper
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return self._owner.stepper.nbytes
-
     def apply(self, factor: float, rate: float) -> None:
         if self._compression is not None and self._communicator is not None:
             group = self._communicator.group.handle
             for state, vector in self._compressed:
                 self._communicator.sent_bytes += self._compression.all_reduce(state, vector, group)
         self._owner.apply([(self._buffer.state, factor)], rate, alone=True)
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        return self._owner.state.clone() if wanted else None
 
 
 @final
@@ -139,20 +111,14 @@ class ModelParallelUpdate(Update):
         *,
         by_tensor: bool = False,
     ) -> None:
-        self._buffer, self._shard, self._sync, self._clip_norm = buffer, shard, sync, program.clip_norm
+        self._buffer, self._state, self._sync, self._clip_norm = buffer, shard.state, sync, program.clip_norm
         self.reduced_vectors = []
-        self.optimizer: FlatOptimizer | None = None
-        """Steps on this part; None: the part has no parameters."""
         if shard.state.parameters:
             make = optimizer_of_part(program.optimizer, shard.full_layout, shard.state.layout)
             self.optimizer = FlatOptimizer(make, program.scheduler, shard.state, buffer.state)
         in_place = by_tensor and program.clip_norm is None
         self.handoff = GradientHandoff() if in_place and self.optimizer and self.optimizer.has_kernel else None
         """Takes the gradients, tensor by tensor; None: they are written into the buffer."""
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return 0 if self.optimizer is None else self.optimizer.nbytes
 
     def apply(self, factor: float, rate: float) -> None:
         if self._clip_norm is not None:
@@ -165,10 +131,7 @@ class ModelParallelUpdate(Update):
         elif self.optimizer is not None:
             torch._foreach_mul_(gradients, factor)
             self.optimizer.step(gradients, rate)
-        self._buffer.copy_running_buffers(self._shard.state)
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        return self._shard.full_state(wanted=wanted)
+        self._buffer.copy_running_buffers(self._state)
 
 
 def clip_across_ranks(

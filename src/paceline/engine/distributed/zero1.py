@@ -12,6 +12,7 @@ its peers in the other replicas the same.
 """
 
 from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, final
 
@@ -35,15 +36,18 @@ from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, Tens
 
 
 class ZeroSlice(NamedTuple):
-    """A slice of one vector of A that a rank steps on."""
+    """A slice of one vector of A that a rank steps on.
+
+    Args:
+        start: offset in the vector.
+        state: the slice of A.
+        delta: the slice of Σ Δ.
+    """
 
     block: DtypeBuffer
     start: int
-    """Offset in the vector."""
     state: Tensor
-    """The slice of A."""
     delta: Tensor
-    """The slice of Σ Δ."""
 
     def of(self, block: DtypeBuffer, names: Collection[str]) -> Iterator[Tensor]:
         """Yield the elements of Σ Δ in this slice that belong to these parameters of the vector.
@@ -58,29 +62,27 @@ class ZeroSlice(NamedTuple):
                 yield self.delta[start:stop]
 
 
+@dataclass(frozen=True)
 class ZeroPartition:
     """The partition of one vector among ranks, as one rank sees it: its slice, and the rows that collectives move.
 
     Build it by :meth:`even` or :meth:`by_parameters`.
 
     Args:
-        own: the slice that this rank alone steps on; its Δ is the front of ``row``.
-        rows: a row of Δ for each rank, and the row of A.
-        row: this rank's, apart from the others: a collective's input and output must not overlap.
+        own: the slice that this rank alone steps on; its Δ is the front of ``_row``.
+        _delta_rows: a row of Δ for each rank.
+        _state_rows: a row of A for each rank.
+        _row: this rank's, apart from the others: a collective's input and output must not overlap.
         shared: the slice that every rank steps on; its Δ is summed in the exchange. None: there is none.
-        unequal: slices of A and of Δ of each rank, to be copied from and to the rows; None: rows are in place.
+        _unequal: slices of A and of Δ of each rank, to be copied from and to the rows; None: rows are in place.
     """
 
-    def __init__(
-        self,
-        own: ZeroSlice,
-        rows: tuple[Tensor, Tensor],
-        row: Tensor,
-        shared: ZeroSlice | None = None,
-        unequal: tuple[list[Tensor], list[Tensor]] | None = None,
-    ) -> None:
-        self.own, self.shared, self._row, self._unequal = own, shared, row, unequal
-        self._delta_rows, self._state_rows = rows
+    own: ZeroSlice
+    _delta_rows: Tensor
+    _state_rows: Tensor
+    _row: Tensor
+    shared: ZeroSlice | None = None
+    _unequal: tuple[list[Tensor], list[Tensor]] | None = None
 
     @classmethod
     def even(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
@@ -103,7 +105,7 @@ class ZeroPartition:
         row = torch.zeros_like(states[rank])
         own = ZeroSlice(_elements(block.dtype, rank * each, each), rank * each, states[rank], row)
         rest = ZeroSlice(_elements(block.dtype, body, block.elements - body), body, a[body:], delta[body:])
-        return cls(own, (deltas, states), row, rest if rest.block.elements else None)
+        return cls(own, deltas, states, row, rest if rest.block.elements else None)
 
     @classmethod
     def by_parameters(cls, block: DtypeBuffer, a: Tensor, delta: Tensor, rank: int, ranks: int) -> "ZeroPartition":
@@ -124,7 +126,7 @@ class ZeroPartition:
         inside = [entry for entry in block.entries if start <= entry.start and entry.stop <= stop]
         entries = (TensorEntry(e.name, e.shape, e.start - start, e.stop - start) for e in inside)
         own = ZeroSlice(DtypeBuffer(block.dtype, tuple(entries)), start, states[rank], row[: stop - start])
-        return cls(own, (rows, rows), row, unequal=(states, deltas))
+        return cls(own, rows, rows, row, _unequal=(states, deltas))
 
     def begin_reduce_scatter(self, communicator: Communicator) -> Any:
         """Begin to sum Δ, each rank's slice on that rank; returns the work to wait for."""
@@ -183,7 +185,7 @@ class ZeroOptimizer(Update):
     def __init__(
         self, program: Program, buffer: ReduceBuffer, shard: ShardState, group: SubGroup, communicator: Communicator
     ) -> None:
-        self._buffer, self._shard, self._group, self._all = buffer, shard, group.communicator, communicator
+        self._buffer, self._state, self._group, self._all = buffer, shard.state, group.communicator, communicator
         self._clip_norm = program.clip_norm
         layout, full = shard.state.layout, shard.full_layout
         anywhere = is_elementwise(program.optimizer, full)
@@ -204,21 +206,12 @@ class ZeroOptimizer(Update):
         blocks, names = {block.dtype: block for block in layout.parameters}, set(shard.counted)
         counted = slices if group.rank == 0 else own
         self._counted = [tensor for piece in counted for tensor in piece.of(blocks[piece.block.dtype], names)]
-
-        self._optimizer: FlatOptimizer | None = None
         if slices:
             flat = FlatLayout(tuple(piece.block for piece in slices), ())
-            make = (
-                optimizer_of_vectors(program.optimizer, full)
-                if anywhere
-                else optimizer_of_part(program.optimizer, full, flat)
-            )
+            of_vectors = optimizer_of_vectors(program.optimizer, full)
+            make = of_vectors if anywhere else optimizer_of_part(program.optimizer, full, flat)
             states = FlatState(flat, [piece.state for piece in slices], []), FlatState(flat, self._gradients, [])
-            self._optimizer = FlatOptimizer(make, program.scheduler, *states)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        return 0 if self._optimizer is None else self._optimizer.nbytes
+            self.optimizer = FlatOptimizer(make, program.scheduler, *states)
 
     def apply(self, factor: float, rate: float) -> None:
         group = self._group
@@ -229,14 +222,11 @@ class ZeroOptimizer(Update):
             torch._foreach_mul_(self._gradients, factor)
         if self._clip_norm is not None:
             clip_across_ranks(self._gradients, self._counted, self._clip_norm, self._all)
-        if self._optimizer is not None:
-            self._optimizer.step(self._gradients, rate)
+        if self.optimizer is not None:
+            self.optimizer.step(self._gradients, rate)
         if group is not None:
             for work in [partition.begin_all_gather(group) for partition in self._partitions]:
                 group.wait(work, "the all-gather of A")
         for partition in self._partitions:
             partition.unpack()
-        self._buffer.copy_running_buffers(self._shard.state)
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        return self._shard.full_state(wanted=wanted)
+        self._buffer.copy_running_buffers(self._state)

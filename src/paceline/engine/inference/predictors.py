@@ -12,11 +12,11 @@ import torch
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.engine.distributed.rank_run import own_settings
 from paceline.engine.inference.worker import Answer, InferenceRequest, InferenceWorker, join_answers
+from paceline.engine.run_context import own_settings
+from paceline.engine.spmd.launcher import PRELOAD, Answering, WorkerPool
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
-from paceline.engine.spmd.worker_pool import PRELOAD, Answering, WorkerPool
 from paceline.program import Tree, call, leaves
 from paceline.replica.capture.input_spec import batch_size
 from paceline.strategy import Strategy

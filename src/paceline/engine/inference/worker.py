@@ -12,8 +12,7 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
-from paceline.engine.spmd.rank_context import RankContext, SubGroups, extended_timeout
-from paceline.engine.spmd.shared_model import build_once_per_host
+from paceline.engine.spmd.rank_context import RankContext, SubGroups, build_once_per_host, extended_timeout
 from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
 from paceline.program import Program, Tree
 from paceline.replica.base import Batch

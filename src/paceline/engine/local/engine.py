@@ -4,7 +4,7 @@
 
     replicas of one worker            LocalRun: server in main, a worker process each (worker.py)
     replicas of several, own pace     LocalRun: the same, with a leader and followers each (replica_group_worker.py)
-    replicas of several, synchronous  SpmdLauncher: ranks of the distributed engine, main only waits
+    replicas of several, synchronous  run_ranks: ranks of the distributed engine, main only waits
 """
 
 import os
@@ -23,7 +23,7 @@ from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
-from paceline.engine.spmd.launcher import SpmdLauncher, preload
+from paceline.engine.spmd.launcher import preload, run_ranks
 from paceline.support import ENGINES
 
 PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.evaluation_process")
@@ -65,7 +65,7 @@ class LocalEngine(Engine):
         policy = strategy.aggregation
         if strategy.spread and isinstance(policy, Synchronous) and not policy.backups:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
-            return SpmdLauncher(job, "distributed", self._fork_server_with(SPMD), watch).outcome()
+            return run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
         own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))
         preloaded = GROUPS if strategy.spread else WITH_OPTIMIZERS if own_optimizers else PRELOAD
         fork_server = self._fork_server_with(preloaded)

@@ -43,16 +43,15 @@ from paceline.engine.local.replica_group import (
 from paceline.engine.local.worker_main import connect, connected, open_arena
 from paceline.engine.local.worker_processes import PEER_DIED, label
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.spmd.pipeline_rank import PipelineRank, pipelined
+from paceline.engine.spmd.pipeline_rank import PipelineRank
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
-from paceline.engine.spmd.rank_context import RankContext, RankSetup, open_rank_context
+from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.spmd.shard_views import owned_names
-from paceline.engine.spmd.sharded_local_sgd import ShardedLocalSGD
-from paceline.engine.spmd.shared_model import build_once_per_host
 from paceline.engine.spmd.tensor_parallel_rank import TensorParallelRank
 from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics
 from paceline.replica.base import Replica, micro_steps
 from paceline.replica.flat_state import FlatLayout
+from paceline.replica.local_sgd import ShardedLocalSGD
 from paceline.replica.module_utils import materialize
 from paceline.trace.recorder import NullRecorder, Recorder
 
@@ -159,9 +158,7 @@ class _Member:
         self._control.metrics.parameter_bytes[self._worker] = self._bytes
 
         steps = 1 if run.local_sgd else micro_steps(run.delta)
-        inner: Replica = (
-            pipelined(ranks, steps, recorder) if isinstance(ranks, PipelineRank) else ranks.worker(steps, recorder)
-        )
+        inner: Replica = ranks.worker(steps, recorder)
         reset: Callable[[], None] = _no_reset
         if run.local_sgd:
             inner = stepping = ShardedLocalSGD(

@@ -12,6 +12,7 @@ The first failure that reaches the store wins. A rank that has failed reports it
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -52,24 +53,21 @@ class Communicator:
     def __init__(
         self, group: ProcessGroup, watchdog: "CollectiveWatchdog", device: str, whole: "Communicator | None" = None
     ) -> None:
-        self.group, self._watchdog, self._device = group, watchdog, torch.device(device)
+        self.group, self._watchdog, self.device = group, watchdog, torch.device(device)
         self.wait = watchdog.wait
         """Waits for a collective that has been started; see :meth:`CollectiveWatchdog.wait`."""
         self.ranks = dist.get_world_size(group.handle)
         self._shm = group.handle if isinstance(group.handle, ShmProcessGroup) else None
-        self._whole, self._sent_bytes = whole, 0
+        self._whole, self._sent_bytes = whole or self, 0
 
     @property
     def sent_bytes(self) -> int:
         """Bytes that this rank has sent so far, in all its groups."""
-        return self._sent_bytes if self._whole is None else self._whole.sent_bytes
+        return self._whole._sent_bytes
 
     @sent_bytes.setter
     def sent_bytes(self, count: int) -> None:
-        if self._whole is None:
-            self._sent_bytes = count
-        else:
-            self._whole.sent_bytes = count
+        self._whole._sent_bytes = count
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Communicator | None":
         """Create subgroups, and return this rank's communicator; all ranks call it together.
@@ -83,7 +81,7 @@ class Communicator:
         group = self.group.split(groups)
         if group is None or group is self.group:
             return None if group is None else self
-        return Communicator(group, self._watchdog, str(self._device), self if self._whole is None else self._whole)
+        return Communicator(group, self._watchdog, str(self.device), self._whole)
 
     def all_reduce(self, vectors: list[Tensor], description: str) -> None:
         """Replace each vector by its sum over all ranks.
@@ -136,13 +134,9 @@ class Communicator:
             vector.copy_(moved)
         self.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor to receive into, on the backend's device."""
-        return torch.empty(*shape, dtype=dtype, device=self._device)
-
     def to_device(self, vector: Tensor) -> Tensor:
         """Return a vector on the backend's device: itself, or a copy."""
-        return vector if vector.device == self._device else vector.to(self._device)
+        return vector if vector.device == self.device else vector.to(self.device)
 
 
 def ring_bytes(nbytes: int, ranks: int) -> int:
@@ -154,19 +148,15 @@ def ring_bytes(nbytes: int, ranks: int) -> int:
     return 2 * (ranks - 1) * nbytes // ranks
 
 
+@dataclass
 class CollectiveWatchdog:
-    """Waits for the collectives of one rank.
+    """Waits for the collectives of one rank, each for as long as the timeout; it checks the store now and then."""
 
-    Args:
-        store_signals: of the run.
-        registry: of the run's ranks.
-        timeout_s: longest wait.
-        backend: of the collectives.
-    """
-
-    def __init__(self, store_signals: StoreSignals, registry: RankRegistry, timeout_s: Seconds, backend: str) -> None:
-        self._signals, self._registry, self._timeout_s, self._backend = store_signals, registry, timeout_s, backend
-        self._checked_s = 0.0
+    _signals: StoreSignals
+    _registry: RankRegistry
+    _timeout_s: Seconds
+    _backend: str
+    _checked_s: Seconds = 0.0
 
     def wait(self, work: Any, description: str) -> None:
         """Wait for a collective that has been started.
@@ -197,7 +187,15 @@ class CollectiveWatchdog:
             if now - began > self._timeout_s:
                 extended_ns = self._signals.extended_until_ns() + int(self._timeout_s * 1e9)
                 if time.monotonic_ns() + self._registry.clock_offset_ns > extended_ns:
-                    raise self._late(description)
+                    absent = self._signals.unanswered_ping(GRACE_S)
+                    present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
+                    late = ", ".join(str(self._registry.peers[r]) for r in absent) or "no rank in particular"
+                    raise self._agreed(
+                        WaitTimeoutError(
+                            f"{present} waited {self._timeout_s:g} s for {late} in {description}; write a larger "
+                            "timeout_s= if a step takes so long"
+                        )
+                    )
 
     def _raise_if_peer_died(self, description: str) -> None:
         dead = self._registry.first_exited()
@@ -214,8 +212,7 @@ class CollectiveWatchdog:
     def _check_store(self, description: str) -> PacelineError | None:
         """Answer a ping, and return the failure that another rank has reported."""
         try:
-            if self._signals.pinged():
-                self._signals.answer_ping()
+            self._signals.answer_ping()
             return self._signals.first_failure()
         except RuntimeError as error:
             return WorkerError(
@@ -237,7 +234,7 @@ class CollectiveWatchdog:
                     return failure
                 self._raise_if_peer_died(description)
                 time.sleep(SLICE.total_seconds())  # the store's own wait would print each time that it times out
-            absent = self._absent()
+            absent = self._signals.unanswered_ping(GRACE_S)
         except PacelineError as reason:
             return reason
         except RuntimeError:  # the store is gone
@@ -246,22 +243,6 @@ class CollectiveWatchdog:
         return self._agreed(
             WorkerError(f"{lost} was lost while {self._registry.own} waited for {description}: {error}")
         )
-
-    def _late(self, description: str) -> PacelineError:
-        absent = self._absent()
-        present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
-        late = ", ".join(str(self._registry.peers[rank]) for rank in absent) or "no rank in particular"
-        return self._agreed(
-            WaitTimeoutError(
-                f"{present} waited {self._timeout_s:g} s for {late} in {description}; write a larger timeout_s= if a "
-                "step takes so long"
-            )
-        )
-
-    def _absent(self) -> list[int]:
-        self._signals.ping()
-        self._signals.answer_ping()
-        return self._signals.unanswered(GRACE_S)
 
 
 def _wait_slice(work: Any) -> bool:

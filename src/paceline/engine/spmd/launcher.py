@@ -1,27 +1,35 @@
-"""Run an SPMD engine on ranks that main spawns on this host, as if torchrun had started them; main trains nothing.
+"""Ranks that main spawns on this host, as if torchrun had started them: a run of an engine, or a pool that answers.
 
-::
+A run, of which main trains nothing::
 
     main    spawn p ranks ... progress of rank 0 ........................................ outcome of rank 0
     rank 0  rendezvous | train: messages between ranks, none with main | evaluate | send the outcome
     rank 1  rendezvous | train                                         | evaluate |
+
+A pool, in which every rank receives each request, and sends its own answer::
+
+    main    work ------>                              request ------>             request ------>
+    ranks          rendezvous, work.begin(): Answering         <------ answers            <------ answers
 """
 
 import contextlib
 import functools
+import gc
 import pickle
 import signal
 import socket
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from paceline.comm import liveness
 from paceline.comm.fork_server import MESSAGE_BYTES, ForkServer
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_memory import SpillAllocator
-from paceline.comm.shared_pickle import SharedObject, share, unpack
+from paceline.comm.shared_pickle import ObjectReceiver, ObjectSender, SharedObject, share, unpack
 from paceline.comm.wakeup import EventFd
 from paceline.core.errors import PacelineError, kind_and_text
 from paceline.core.types import Seconds
@@ -29,7 +37,8 @@ from paceline.engine import ENGINES
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import REASON_S, RankProcesses, raised_by_rank
-from paceline.engine.spmd.process_group import BACKEND, file_rendezvous
+from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
+from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.worker_metrics import remove_workers_file
 
 TICK_S: Seconds = 1.0
@@ -39,82 +48,77 @@ END_S: Seconds = 1.0
 """Longest wait for the ranks to end by themselves after one has sent its failure."""
 
 
+LONGEST_S: Seconds = 3600.0
+"""Longest wait for all answers: longer than the ranks' own timeouts."""
+
+# torch.export imports its _trace at the first call: 0.4 s in torch 2.13.
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.export._trace", __name__)
+"""Modules that a fork server imports so that no rank has to."""
+
+
 def preload(engine: str) -> tuple[str, ...]:
-    """Return the modules that a fork server imports so that no rank of this engine has to."""
-    # torch.export imports its _trace at the first call: 0.4 s in torch 2.13.
-    heavy = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.export._trace")
-    return (*heavy, ENGINES.modules[engine], __name__)
+    """Return what it imports for the ranks of an engine."""
+    return (*PRELOAD, ENGINES.modules[engine])
 
 
-class SpmdLauncher:
-    """The main process of one run.
+def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) -> Outcome:
+    """Run a job on ranks of this host, one for each worker of its strategy, and return its outcome.
 
     Args:
-        job: what the ranks run, one rank for each worker of its strategy.
+        job: what the ranks run.
         engine: name of the engine in each rank; it must take the name of a backend.
         fork_server: spawns the ranks.
         watch: receives the progress of rank 0.
+
+    Raises:
+        PacelineError: the first that a rank has sent; or a rank ended without a message.
     """
-
-    def __init__(self, job: Job, engine: str, fork_server: ForkServer, watch: Watcher) -> None:
-        self._job, self._engine, self._fork_server, self._watch = job, engine, fork_server, watch
-        self._training = False
-        self._error: PacelineError | None = None
-        self._outcome: Outcome | None = None
-
-    def outcome(self) -> Outcome:
-        """Run to the end.
-
-        Raises:
-            PacelineError: the first that a rank has sent; or a rank ended without a message.
-        """
-        self._watch(Progress("starting", 0.0))
-        with contextlib.ExitStack() as closing:
-            if self._job.out is not None:
-                closing.callback(remove_workers_file, self._job.out)
-            interrupt = closing.enter_context(contextlib.closing(EventFd()))
-            interrupts = closing.enter_context(InterruptGuard(interrupt.set))
-            size, args = self._job.strategy.workers, {"engine": self._engine}
-            ranks = RankProcesses(self._fork_server, f"{__name__}:rank_main", size, self._job, args)
-            closing.callback(ranks.close)
-            ranks.supervisor.poller.add(interrupt.fileno(), ("interrupt", 0))
-            forwarded = 0
-            while ranks.supervisor.running and not ranks.expired:
-                for kind, rank in ranks.poll(TICK_S):
-                    if kind == "interrupt":
-                        interrupt.clear()
-                    elif kind == "message":
-                        self._receive(ranks, rank)
-                    elif not ranks.ended_well(rank):
+    watch(Progress("starting", 0.0))
+    training, forwarded = False, 0
+    failure: PacelineError | None = None
+    outcome: Outcome | None = None
+    with contextlib.ExitStack() as closing:
+        if job.out is not None:
+            closing.callback(remove_workers_file, job.out)
+        interrupt = closing.enter_context(contextlib.closing(EventFd()))
+        interrupts = closing.enter_context(InterruptGuard(interrupt.set))
+        ranks = RankProcesses(fork_server, f"{__name__}:rank_main", job.strategy.workers, job, {"engine": engine})
+        closing.callback(ranks.close)
+        ranks.supervisor.poller.add(interrupt.fileno(), ("interrupt", 0))
+        while ranks.supervisor.running and not ranks.expired:
+            for kind, rank in ranks.poll(TICK_S):
+                if kind == "interrupt":
+                    interrupt.clear()
+                    continue
+                if kind == "ended":
+                    if not ranks.ended_well(rank):
                         ranks.limit(REASON_S)
-                # Before training, SIGINT would end a rank instead of the run: it installs its handler with the engine.
-                if self._training and interrupts.count > forwarded:
-                    forwarded = interrupts.count
-                    ranks.supervisor.signal(ranks.supervisor.running, signal.SIGINT)
-            if self._error is not None:
-                raise self._error
-            if self._outcome is None:
-                raise ranks.silent_exit()
-            return self._outcome
-
-    def _receive(self, ranks: RankProcesses, rank: int) -> None:
-        message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
-        if not message:
-            ranks.hang_up(rank)
-            return
-        match pickle.loads(message):
-            case "progress", progress:
-                self._training = True
-                self._watch(progress)
-            case "failed", kind, text:
-                self._error = self._error or raised_by_rank(kind, text)
-                ranks.limit(END_S)
-            case ("done",):
-                with contextlib.closing(SharedObject(fds[0])) as shared:
-                    state, history, account, spans = unpack(shared)
-                model = self._job.program.build()
-                model.load_state_dict(state)
-                self._outcome = Outcome(state, model, history, account, spans)
+                    continue
+                message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
+                match pickle.loads(message) if message else None:
+                    case None:
+                        ranks.hang_up(rank)
+                    case "progress", progress:
+                        training = True
+                        watch(progress)
+                    case "failed", error_class, text:
+                        failure = failure or raised_by_rank(error_class, text)
+                        ranks.limit(END_S)
+                    case ("done",):
+                        with contextlib.closing(SharedObject(fds[0])) as shared:
+                            state, history, account, spans = unpack(shared)
+                        model = job.program.build()
+                        model.load_state_dict(state)
+                        outcome = Outcome(state, model, history, account, spans)
+            # Before training, SIGINT would end a rank instead of the run: it installs its handler with the engine.
+            if training and interrupts.count > forwarded:
+                forwarded = interrupts.count
+                ranks.supervisor.signal(ranks.supervisor.running, signal.SIGINT)
+        if failure is not None:
+            raise failure
+        if outcome is None:
+            raise ranks.silent_exit()
+        return outcome
 
 
 def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
@@ -150,3 +154,113 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             with contextlib.suppress(OSError):  # main has ended, or has closed its end
                 link.send(pickle.dumps(("failed", *kind_and_text(rank, error))))
             raise SystemExit(1) from error
+
+
+Answering: TypeAlias = Callable[[Any], Any]
+"""Computes this rank's answer to a request; all ranks get the same request, and call it together."""
+
+
+class PoolWork(Protocol):
+    """The work of a pool; it can be pickled."""
+
+    @property
+    def timeout_s(self) -> Seconds:
+        """Bound on every wait of one rank for another."""
+
+    def begin(self, context: RankContext) -> Answering:
+        """Prepare on each rank, after the rendezvous."""
+
+
+class WorkerPool:
+    """Main's side of the pool; a context manager that ends the ranks.
+
+    Args:
+        work: what the ranks do.
+        size: number of ranks.
+        threads: of each rank.
+        fork_server: spawns them.
+    """
+
+    def __init__(self, work: PoolWork, size: int, threads: int, fork_server: ForkServer) -> None:
+        self._ranks = RankProcesses(fork_server, f"{__name__}:pool_main", size, work, {"threads": threads})
+        self._sender = ObjectSender()
+        self._receivers = [ObjectReceiver(link) for link in self._ranks.links]
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ranks.close()
+        self._sender.close()
+        for receiver in self._receivers:
+            receiver.close()
+
+    def ask(self, request: object) -> Sequence[Any]:
+        """Send a request to all ranks and return their answers, by rank.
+
+        Raises:
+            PacelineError: the first that a rank has sent, or a rank has ended; the pool can't be used any more.
+        """
+        answers: dict[int, Any] = {}
+        ranks = self._ranks
+        ranks.deadline = time.monotonic() + LONGEST_S
+        if not all(self._sender.post(request, ranks.links)):
+            ranks.limit(REASON_S)  # a rank has ended; what it sent before is read below
+        while len(answers) < len(ranks.links) and not ranks.expired:
+            for kind, rank in ranks.poll():
+                if kind == "ended":
+                    if rank not in answers:
+                        ranks.limit(REASON_S)
+                    continue
+                try:
+                    message = self._receivers[rank].collect()
+                except (EOFError, ConnectionResetError):
+                    ranks.hang_up(rank)
+                    continue
+                match message:
+                    case "failed", error_class, text:
+                        raise raised_by_rank(error_class, text)
+                    case "done", answer:
+                        answers[rank] = answer
+        if len(answers) < len(ranks.links):
+            raise ranks.silent_exit()
+        return [answers[rank] for rank in range(len(ranks.links))]
+
+
+def pool_main(args: dict[str, Any], fds: Sequence[int]) -> None:
+    """Entry of a rank's process.
+
+    Args:
+        args: ``rank``, ``size``, ``threads``, and ``store``, the path of the rendezvous file.
+        fds: the work, and a socket for requests and answers.
+    """
+    keep_freed_memory()
+    work_fd, link_fd = fds
+    with socket.socket(fileno=link_fd) as link:
+        try:
+            work: PoolWork = unpack(SharedObject(work_fd))
+            torch.set_num_threads(args["threads"])
+            file_rendezvous(args["rank"], args["size"], args["store"], work.timeout_s)
+            try:
+                with open_rank_context(LaunchEnv.found(), BACKEND, "cpu", work.timeout_s, watched=True) as context:
+                    _serve(work.begin(context), link)
+            finally:
+                gc.collect()  # a group that is freed in the middle of another backward pass hangs (torch 2.13, Gloo)
+        except BaseException as error:
+            with contextlib.suppress(PacelineError):  # there is no memory left for the message
+                ObjectSender().post(("failed", *kind_and_text(args["rank"], error)), [link])
+            raise SystemExit(1) from error
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _serve(answering: Answering, link: socket.socket) -> None:
+    """Answer requests until main closes its end of the socket."""
+    receiver, sender = ObjectReceiver(link), ObjectSender()
+    while True:
+        try:
+            request = receiver.collect()
+        except (EOFError, ConnectionResetError):
+            return
+        sender.post(("done", answering(request)), [link])

@@ -52,7 +52,8 @@ class Routes:
         [2, 3]
         """
         shards, shard = self.mesh.shards(self.place.stage), self.mesh.shard(self.place)
-        return [rank for other, rank in enumerate(self._ranks(column)) if other % shards == shard]
+        ranks = self.mesh.stage_replica_ranks(self.place.replica, self.mesh.stage_replicas.at(column))
+        return ranks[shard::shards]
 
     def source(self, column: int) -> int:
         """Return the rank of a column whose values this one receives.
@@ -60,14 +61,28 @@ class Routes:
         >>> Routes(Mesh(1, (1, 2)), Coordinate(0, 1, 1)).source(0), Routes(Mesh(1, (2, 1)), Coordinate(0, 1)).source(0)
         (0, 0)
         """
-        ranks = self._ranks(column)
+        ranks = self.mesh.stage_replica_ranks(self.place.replica, self.mesh.stage_replicas.at(column))
         return ranks[self.mesh.shard(self.place) % len(ranks)]
 
-    def _ranks(self, column: int) -> list[int]:
-        return self.mesh.stage_replica_ranks(self.place.replica, self.mesh.stage_replicas.at(column))
+
+class ThreadedWait(Future[Any]):
+    """A wait on the helper thread, in the form of torch's Work."""
+
+    is_completed = Future.done
+    """Returns whether it has ended, with or without an error."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raise RuntimeError if it does not end in time, or what it has raised itself."""
+        try:
+            self.result(None if timeout is None else timeout.total_seconds())
+        except TimeoutError as error:
+            if self.done():
+                raise
+            raise RuntimeError("not yet") from error
+        return True
 
 
-WaitRequests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+WaitRequests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], ThreadedWait] | None]"
 """Waits, and the futures of their results; None ends the thread."""
 
 JOIN_S: Seconds = 2.0
@@ -87,11 +102,11 @@ class WaitThread:
         thread.start()
         weakref.finalize(self, _end_thread, self._requests, thread)
 
-    def begin(self, wait: Callable[[], Any]) -> "ThreadedWait":
+    def begin(self, wait: Callable[[], Any]) -> ThreadedWait:
         """Have the thread make a wait, after those before it."""
-        future: Future[Any] = Future()
+        future = ThreadedWait()
         self._requests.put((wait, future))
-        return ThreadedWait(future)
+        return future
 
 
 def _end_thread(requests: WaitRequests, thread: threading.Thread) -> None:
@@ -102,36 +117,12 @@ def _end_thread(requests: WaitRequests, thread: threading.Thread) -> None:
 
 def _serve_waits(requests: WaitRequests) -> None:
     while (request := requests.get()) is not None:
-        _make_wait(*request)
-        del request  # it holds a message, which is to be freed now
-
-
-def _make_wait(wait: Callable[[], Any], future: "Future[Any]") -> None:
-    try:
-        future.set_result(wait())
-    except BaseException as error:
-        future.set_exception(error)
-
-
-class ThreadedWait:
-    """A wait on the helper thread, in the form of torch's Work."""
-
-    def __init__(self, future: "Future[Any]") -> None:
-        self._future = future
-
-    def is_completed(self) -> bool:
-        """Return whether it has ended, with or without an error."""
-        return self._future.done()
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Raise RuntimeError if it does not end in time, or what it has raised itself."""
+        wait, future = request
         try:
-            self._future.result(None if timeout is None else timeout.total_seconds())
-        except TimeoutError as error:
-            if self._future.done():
-                raise
-            raise RuntimeError("not yet") from error
-        return True
+            future.set_result(wait())
+        except BaseException as error:
+            future.set_exception(error)
+        del request, wait, future  # they hold a message, which is to be freed now
 
 
 WAITS_AGAIN = ("nccl", "shm")
@@ -166,7 +157,7 @@ class ProcessGroupP2P(P2P):
             self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
-        buffer = self._communicator.empty(shape, dtype)
+        buffer = torch.empty(*shape, dtype=dtype, device=self._communicator.device)
         work = self._group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
         return _Message(self, work, buffer, description)
 
@@ -189,10 +180,13 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 class _Send(NamedTuple):
-    """A message on its way; the tensor must not change until it has been sent."""
+    """A message on its way; the tensor must not change until it has been sent.
+
+    Args:
+        works: one for each destination.
+    """
 
     works: list[Any]
-    """One for each destination."""
     tensor: Tensor
     description: str
 

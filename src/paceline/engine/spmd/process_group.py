@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -29,14 +29,17 @@ BACKENDS = ("gloo", "nccl", *OURS)
 
 @dataclass(frozen=True, slots=True)
 class LaunchEnv:
-    """A process among those that torchrun started."""
+    """A process among those that torchrun started.
+
+    Args:
+        local_size: number of them on this host; all, if the environment does not tell.
+        one_host: True if all are known to be on this host.
+    """
 
     rank: int
     size: int
     local_size: int
-    """Number of them on this host; all, if the environment does not tell."""
     one_host: bool = False
-    """True if all are known to be on this host."""
 
     @classmethod
     def found(cls) -> "LaunchEnv":
@@ -47,10 +50,6 @@ class LaunchEnv:
             rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         local_size = os.environ.get("LOCAL_WORLD_SIZE")
         return cls(rank, size, int(local_size or size), local_size == str(size))
-
-    @property
-    def alone(self) -> bool:
-        return self.size == 1
 
 
 def backend_for(device: Device, requested: str | None, world: LaunchEnv) -> str:
@@ -67,9 +66,9 @@ def backend_for(device: Device, requested: str | None, world: LaunchEnv) -> str:
     return "shm" if world.one_host and sys.platform == "linux" else "gloo"
 
 
-def refuse_backend(backend: str, job: Job, world: LaunchEnv) -> None:
-    """Raise InputError if this backend can't run the job."""
-    device = job.strategy.device
+def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
+    """Raise InputError if this backend can't run the job, or if there is not one process for each of its workers."""
+    strategy, workers, device = job.strategy, job.strategy.workers, job.strategy.device
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
     if backend == "nccl" and device == "cpu":
@@ -83,14 +82,9 @@ def refuse_backend(backend: str, job: Job, world: LaunchEnv) -> None:
             f"NCCL needs a GPU for each process, but this host has {torch.cuda.device_count()} for {world.local_size}; "
             f"write torchrun --nproc-per-node {torch.cuda.device_count()}, or engine='distributed:gloo'"
         )
-
-
-def refuse_size(job: Job, world: LaunchEnv) -> None:
-    """Raise InputError if there is not one process for each worker of the job."""
-    strategy, workers = job.strategy, job.strategy.workers
     if workers == world.size:
         return
-    if world.alone and "RANK" not in os.environ:
+    if world.size == 1 and "RANK" not in os.environ:
         raise InputError(
             f"replicas={strategy.replicas} needs {workers} processes, but this one was started alone; start it with "
             f"torchrun --nproc-per-node {workers} script.py, or write engine='local', which starts its own"
@@ -128,20 +122,24 @@ _job_store: Store | None = None
 """The job's store, after the rendezvous."""
 
 
+@dataclass
 class ProcessGroup:
     """The process group of a run, or a subgroup of it.
 
     Args:
         handle: torch's process group.
         store: the job's, with a prefix of this run.
-        backend: of the group.
         bound: timeout of the backend.
+        for_ever: whether that was extended by :meth:`wait_for_ever`.
+        subgroups: those that were split from it, as torch has them.
     """
 
-    def __init__(self, handle: Any, store: Store, backend: str, bound: timedelta) -> None:
-        self.handle, self.store, self.backend, self._bound = handle, store, backend, bound
-        self._subgroups: list[Any] = []
-        self._for_ever = False
+    handle: Any
+    store: Store
+    backend: str
+    bound: timedelta
+    for_ever: bool = False
+    subgroups: list[Any] = field(default_factory=list)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
         """Create subgroups, and return this rank's; all ranks of this group call it together.
@@ -158,27 +156,17 @@ class ProcessGroup:
                 return self
             if len(ranks) < 2:
                 continue
-            handle = dist.new_group(list(ranks), backend=_in_torch(self.backend), timeout=self._bound)
+            handle = dist.new_group(list(ranks), backend=_in_torch(self.backend), timeout=self.bound)
             if rank in ranks:
-                self._subgroups.append(handle)
-                own = ProcessGroup(handle, self.store, self.backend, self._bound)
-        if own is not None and self._for_ever:
+                self.subgroups.append(handle)
+                own = ProcessGroup(handle, self.store, self.backend, self.bound)
+        if own is not None and self.for_ever:
             own.wait_for_ever()
         return own
 
-    def handles(self) -> list[Any]:
-        """Return the groups that were split from it, and itself at the end."""
-        return [*self._subgroups, self.handle]
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return each rank's value, in their order; all ranks call it together."""
-        values: list[Any] = [None] * dist.get_world_size(self.handle)
-        dist.all_gather_object(values, value, group=self.handle)
-        return values
-
     def wait_for_ever(self) -> None:
         """Extend the backend's timeout: the watchdog bounds each wait, and knows which ranks are slow on purpose."""
-        self._for_ever = True
+        self.for_ever = True
         if self.backend != "shm":  # each wait of which has a timeout of its own
             dist.distributed_c10d._set_pg_timeout(timedelta(days=30), self.handle)
         if self.backend == "hierarchical":
@@ -195,7 +183,7 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.
     """
-    if world.alone:
+    if world.size == 1:
         yield None
         return
     if backend in OURS:
@@ -204,37 +192,33 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     if dist.is_initialized():
         handle: Any = dist.new_group(backend=_in_torch(backend), timeout=bound)
     else:
-        _initialise(world, backend, bound)
+        global _job_store
+        try:
+            # One for all groups: in a second one torch 2.13 finds the addresses of the last group.
+            if _job_store is None:
+                _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
+            store = _own_prefix(_job_store)
+            dist.init_process_group(
+                _in_torch(backend), store=store, rank=world.rank, world_size=world.size, timeout=bound
+            )
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            raise WaitTimeoutError(
+                f"rank {world.rank} waited {timeout_s:g} s for all {world.size} ranks to come, and some did not "
+                f"({error}); start them all, or write a larger timeout_s="
+            ) from error
         handle = dist.group.WORLD
     group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store()), backend, bound)
     try:
         yield group
     except BaseException:
-        for each in group.handles():
-            _abort(each)
+        # Collectives that other ranks will never join; else destroying the groups would wait for them.
+        for each in (*group.subgroups, handle):
+            with contextlib.suppress(Exception):  # a backend may have nothing to abort
+                each.abort()
         raise
     finally:
-        for each in group.handles():
+        for each in (*group.subgroups, handle):
             dist.destroy_process_group(each)
-
-
-def _initialise(world: LaunchEnv, backend: str, bound: timedelta) -> None:
-    try:
-        store = _own_prefix(_rendezvous(world, bound))
-        dist.init_process_group(_in_torch(backend), store=store, rank=world.rank, world_size=world.size, timeout=bound)
-    except (dist.DistStoreError, dist.DistNetworkError) as error:
-        raise WaitTimeoutError(
-            f"rank {world.rank} waited {bound.total_seconds():g} s for all {world.size} ranks to come, and some did "
-            f"not ({error}); start them all, or write a larger timeout_s="
-        ) from error
-
-
-def _rendezvous(world: LaunchEnv, bound: timedelta) -> Store:
-    """Return the job's store; one for all groups: torch 2.13 finds the addresses of the last group in a second one."""
-    global _job_store
-    if _job_store is None:
-        _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
-    return _job_store
 
 
 def _own_prefix(store: Store) -> Store:
@@ -247,9 +231,3 @@ def _own_prefix(store: Store) -> Store:
 def _in_torch(backend: str) -> str:
     """Return torch's name of a backend: with NCCL, tensors in the host's memory go through Gloo."""
     return "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-
-
-def _abort(handle: Any) -> None:
-    """Abort collectives that other ranks will never join; else destroying the group waits for them."""
-    with contextlib.suppress(Exception):  # a backend may have nothing to abort
-        handle.abort()

@@ -24,7 +24,7 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.comm.shared_memory import SpillAllocator
+from paceline.comm.shared_pickle import SharedObject, share, unpack
 from paceline.core.errors import PacelineError, WorkerError, encode_failure, failure_text
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
@@ -48,24 +50,19 @@ PREPARATION_S: Seconds = 1800.0
 """Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once."""
 
 
+@dataclass(frozen=True)
 class RankContext:
     """A rank's communicator, store and peers.
 
     Args:
-        world: its launch environment.
-        registry: processes of all ranks.
         communicator: collectives of the whole run; None: the rank is alone.
         store_signals: failures and signs of life outside the collectives; None: the rank is alone.
     """
 
-    def __init__(
-        self,
-        world: LaunchEnv,
-        registry: RankRegistry,
-        communicator: Communicator | None,
-        store_signals: StoreSignals | None,
-    ) -> None:
-        self.world, self.registry, self.communicator, self.store_signals = world, registry, communicator, store_signals
+    world: LaunchEnv
+    registry: RankRegistry
+    communicator: Communicator | None
+    store_signals: StoreSignals | None
 
     def gather(self, value: Any, description: str) -> list[Any]:
         """Return each rank's value, in their order; all ranks call it together."""
@@ -99,9 +96,9 @@ class RankContext:
         if self.store_signals is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
                 first = self.store_signals.report_failure(failure)
-                self.store_signals.acknowledge()
-                if self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                    self.store_signals.await_acknowledgements(LINGER_S)  # the store ends with this process
+                # Without torchrun's own store, it ends with rank 0's process.
+                keeps_store = self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+                self.store_signals.acknowledge(LINGER_S if keeps_store else 0.0)
                 failure = first
         return failure if isinstance(error, Exception) else error
 
@@ -122,9 +119,8 @@ def open_rank_context(
     with opened(world, backend, timeout_s) as group, contextlib.ExitStack() as closing:
         registry = RankRegistry(world, group)
         closing.callback(registry.close)
-        if group is None:
-            context = RankContext(world, registry, None, None)
-        else:
+        context = RankContext(world, registry, None, None)
+        if group is not None:
             if backend != "nccl" and watched:
                 group.wait_for_ever()
             store_signals = StoreSignals(group.store, world.rank, world.size)
@@ -151,19 +147,68 @@ def extended_timeout(context: RankContext) -> Iterator[None]:
         store_signals.extend_timeout(0)
 
 
+STATEFUL = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
+"""Methods by which a module may leave something out when it is pickled."""
+
+
+@contextlib.contextmanager
+def build_once_per_host(make: Callable[[SpillAllocator], nn.Module], context: RankContext) -> Iterator[nn.Module]:
+    """Context manager: the model, on all ranks, which enter and leave it together. The model outlives it.
+
+    It is built once on each host and mapped in all its ranks, so no rank needs memory for all of it::
+
+        first rank of a host    make() -> shared memory --+
+        the others              ... wait                  +--> map it, copy-on-write
+
+    A model that can't be pickled as it is, each rank builds for itself.
+
+    Args:
+        make: builds the same model on every rank.
+        context: of all ranks.
+    """
+    registry, spill = context.registry, SpillAllocator()
+    first = next(peer for peer in registry.peers if peer.kernel == registry.own.kernel)
+    path: str | None = None
+    module: nn.Module | None = None
+    with contextlib.ExitStack() as closing, extended_timeout(context):
+        if first == registry.own:
+            module = make(spill)
+            # Any error of a module that can't be pickled, as of a parametrized one, leaves it to this rank alone.
+            with contextlib.suppress(Exception):
+                if not any(_pickles_itself(type(part)) for part in module.modules()):
+                    shared = share(module, spill)
+                    closing.callback(shared.close)
+                    path, module = f"/proc/{os.getpid()}/fd/{shared.fd}", None
+        path = context.gather(path, "the making of A_0")[first.rank]
+        if path is not None:
+            with contextlib.suppress(OSError), contextlib.closing(SharedObject(os.open(path, os.O_RDONLY))) as mapped:
+                module = unpack(mapped, at_once=False)  # an OSError: it is another user's or container's
+        yield make(SpillAllocator()) if module is None else module
+        context.gather(None, "the others' copy of A_0")
+
+
+def _pickles_itself(kind: type) -> bool:
+    """Return whether a module's class decides what of it is pickled: that may be less than all."""
+    users = (base for base in kind.__mro__ if base is not object and not base.__module__.startswith("torch."))
+    return any(name in vars(base) for base in users for name in STATEFUL)
+
+
 @dataclass(frozen=True)
 class RankSetup:
-    """A rank that is being set up, at the start of a run."""
+    """A rank that is being set up, at the start of a run.
+
+    Args:
+        module: the model with the values of A_0; of this process, though not all of it need be in its memory.
+        layout: of A.
+        replica: the replica whose workers are all ranks of the context; None: the context has all replicas.
+    """
 
     run_context: RunContext
     context: RankContext
     backend: str
     module: nn.Module
-    """The model with the values of A_0; of this process, though not all of it need be in its memory."""
     layout: FlatLayout
-    """Layout of A."""
     replica: ReplicaId | None = None
-    """The replica whose workers are all ranks of the context; None: the context has all replicas."""
 
     @property
     def mesh(self) -> Mesh:
@@ -179,14 +224,17 @@ class RankSetup:
 
 @dataclass(frozen=True)
 class SubGroups:
-    """Communicators of one rank; None where the subgroup has no other rank."""
+    """Communicators of one rank; None where the subgroup has no other rank.
+
+    Args:
+        shards: tensor-parallel: the workers of the same replica of the same stage.
+        copies: ranks with the same part of A in other replicas of the same stage, in the same replica of the model.
+        peers: data-parallel: ranks with the same part of A in other replicas of the model.
+    """
 
     shards: Communicator | None
-    """Tensor-parallel: the workers of the same replica of the same stage."""
     copies: Communicator | None
-    """Ranks with the same part of A in other replicas of the same stage, in the same replica of the model."""
     peers: Communicator | None
-    """Data-parallel: ranks with the same part of A in other replicas of the model."""
 
     @classmethod
     def of(cls, mesh: Mesh, communicator: Communicator | None) -> "SubGroups":
@@ -203,10 +251,13 @@ class SubGroups:
 
 
 class SubGroup(NamedTuple):
-    """A subgroup, and this rank's number in it."""
+    """A subgroup, and this rank's number in it.
+
+    Args:
+        communicator: of the subgroup; None: the rank is alone.
+    """
 
     communicator: Communicator | None
-    """None: the rank is alone."""
     rank: int
 
 

@@ -1,5 +1,6 @@
 """The ranks of a run as one of them sees the others: their processes, rank 0's clock, signals in the job's store."""
 
+import contextlib
 import json
 import os
 import socket
@@ -25,12 +26,16 @@ CLOCK_PINGS = 8
 
 @dataclass(frozen=True, slots=True)
 class PeerInfo:
-    """Description of a rank for the others."""
+    """Description of a rank for the others.
+
+    Args:
+        kernel: equal for ranks that share a clock and see each other's processes: one boot of one host, and one
+            namespace of process ids.
+    """
 
     rank: int
     host: str
     kernel: str
-    """Equal for ranks that share a clock and see each other's processes: one boot of one host, one pid namespace."""
     pid: int
 
     def __str__(self) -> str:
@@ -51,7 +56,9 @@ class RankRegistry:
         if boot.exists():
             kernel = boot.read_text().strip() + os.readlink("/proc/self/ns/pid")
         self.own = PeerInfo(world.rank, socket.gethostname(), kernel, os.getpid())
-        self.peers: list[PeerInfo] = [self.own] if group is None else group.gather(self.own)
+        self.peers = [self.own] * world.size
+        if group is not None:
+            dist.all_gather_object(self.peers, self.own, group=group.handle)
         self._pidfds: dict[int, int] = {}
         for peer in self.peers:
             if peer.kernel == kernel and peer.rank != world.rank:
@@ -100,17 +107,17 @@ def _clock_offset(handle: Any, own: int, other: int) -> Nanoseconds:
 _FAILURE, _PING = "failure", "ping"
 
 
+@dataclass(frozen=True)
 class StoreSignals:
     """Failures and signs of life in the job's c10d store, which outlives a rank: torchrun keeps it, or rank 0.
 
     Args:
-        store: with a prefix of this run.
-        rank: of the writer.
-        size: number of ranks.
+        _store: with a prefix of this run.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size = store, rank, size
+    _store: Store
+    _rank: int
+    _size: int
 
     def report_failure(self, error: PacelineError) -> PacelineError:
         """Report why the run ends, unless another rank has; return the error that all ranks raise."""
@@ -125,40 +132,33 @@ class StoreSignals:
         """Announce that this rank may take until then, by rank 0's clock; 0: no longer."""
         self._store.set(f"extended {self._rank}", str(until_ns))
 
-    def extended_until_ns(self) -> int:
+    def extended_until_ns(self) -> Nanoseconds:
         """Return when the last of the extended timeouts ends; 0: there is none."""
         names = [f"extended {rank}" for rank in range(self._size)]
         return max((int(self._store.get(name)) for name in names if self._store.check([name])), default=0)
 
-    def ping(self) -> None:
-        """Ask all waiting ranks for a sign of life."""
-        self._store.set(_PING, "")
-
-    def pinged(self) -> bool:
-        return bool(self._store.check([_PING]))
-
     def answer_ping(self) -> None:
-        self._store.set(f"alive {self._rank}", "")
+        """Give a sign of life if a rank has asked for it."""
+        if self._store.check([_PING]):
+            self._store.set(f"alive {self._rank}", "")
 
-    def unanswered(self, timeout_s: Seconds) -> list[int]:
-        """Wait for the answers of all ranks, and return the ranks without one."""
+    def unanswered_ping(self, timeout_s: Seconds) -> list[int]:
+        """Ask all waiting ranks for a sign of life, and return those that give none in time."""
+        self._store.set(_PING, "")
+        self.answer_ping()
         names = {rank: f"alive {rank}" for rank in range(self._size)}
-        try:
-            self._store.wait(list(names.values()), timedelta(seconds=timeout_s))
-        except RuntimeError:  # a FileStore raises no DistStoreError
-            return [rank for rank, name in names.items() if not self._store.check([name])]
-        return []
+        self._await(list(names.values()), timeout_s)
+        return [rank for rank, name in names.items() if not self._store.check([name])]
 
-    def acknowledge(self) -> None:
-        """Announce that this rank has read the failure."""
+    def acknowledge(self, timeout_s: Seconds) -> None:
+        """Announce that this rank has read the failure; wait until all others have, or the time is up."""
         self._store.set(f"read {self._rank}", "")
+        if timeout_s:
+            self._await([f"read {rank}" for rank in range(self._size) if rank != self._rank], timeout_s)
 
-    def await_acknowledgements(self, timeout_s: Seconds) -> None:
-        """Wait until all others have read the failure, or the time is up."""
-        try:
-            self._store.wait([f"read {r}" for r in range(self._size) if r != self._rank], timedelta(seconds=timeout_s))
-        except RuntimeError:  # a FileStore raises no DistStoreError
-            return
+    def _await(self, keys: list[str], timeout_s: Seconds) -> None:
+        with contextlib.suppress(RuntimeError):  # of a wait that has timed out; a FileStore raises no DistStoreError
+            self._store.wait(keys, timedelta(seconds=timeout_s))
 
 
 def _rebuilt(content: bytes) -> PacelineError:

@@ -1,4 +1,4 @@
-"""A worker's part of A: views of it in the full tensors, the names that it owns, and the gather of the full state.
+"""A worker's part of A: views of it in the full tensors, and the names that it owns.
 
 ::
 
@@ -13,23 +13,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.mesh import Coordinate, Mesh
-from paceline.engine.spmd.communicator import Communicator
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.tensor.placements import Placement, Shard, is_counted_on
 
 
 @dataclass(frozen=True)
 class StageSharding:
-    """Division of one stage's part of A among its shards."""
+    """Division of one stage's part of A among its shards.
+
+    Args:
+        placements: by name; every shard has the tensors that are not named.
+        parts: layout of each shard.
+        copies: number of replicas of the stage.
+    """
 
     placements: Mapping[str, Placement]
-    """By name; every shard has the tensors that are not named."""
     parts: Sequence[FlatLayout]
-    """Layout of each shard."""
     copies: int = 1
-    """Number of replicas of the stage."""
 
 
 class ShardViews:
@@ -100,50 +101,3 @@ def _view(whole: Tensor, placement: Placement | None, shard: int) -> Tensor:
     dim, shape = placement.dim % whole.dim(), whole.shape
     blocks = whole.view(*shape[:dim], shape[dim] // placement.block_size, placement.block_size, *shape[dim + 1 :])
     return blocks.narrow(dim + 1, placement.offsets[shard], placement.sizes[shard])
-
-
-@dataclass(frozen=True)
-class FullStateGather:
-    """Gathers A from the parts of all workers of a replica, one part after the other.
-
-    Args:
-        part: this rank's.
-        whole: layout of A.
-        stages: in order.
-        rank: this one's.
-        communicator: of the run; None: this part is all of A.
-    """
-
-    part: FlatState
-    whole: FlatLayout
-    stages: Sequence[StageSharding]
-    rank: int
-    communicator: Communicator | None
-
-    def __call__(self, *, wanted: bool) -> FlatState | None:
-        """Return a copy of A on the ranks where it is wanted, None on others; all ranks call it together."""
-        spill = SpillAllocator()
-        full = self.whole.new(spill.empty) if wanted else None
-        written = set[str]()
-        source = 0
-        for stage in self.stages:
-            # The first replica has the first ranks; of each of its stages, the first replica of the stage sends.
-            for shard, layout in enumerate(stage.parts):
-                part = self._receive(source + shard, layout)
-                names = {n for n, _ in part.named() if n not in written or isinstance(stage.placements.get(n), Shard)}
-                if full is not None:
-                    ShardViews(part, full, stage.placements, shard, names).put()
-                    spill.settle()
-                written |= names
-            source += stage.copies * len(stage.parts)
-        return full
-
-    def _receive(self, source: int, layout: FlatLayout) -> FlatState:
-        """Broadcast the part of one rank; its bytes are for evaluation and do not count as training's."""
-        part = self.part if source == self.rank else layout.new()
-        if self.communicator is not None:
-            sent = self.communicator.sent_bytes
-            for vector in part.vectors:
-                self.communicator.broadcast(vector, source, "the gathering of A")
-            self.communicator.sent_bytes = sent
-        return part

@@ -1,8 +1,9 @@
-"""One rank of a tensor-parallel replica: its collectives with the other shards, and its shard of the model."""
+"""One rank of a replica that has several, and of a tensor-parallel one: its shard and its collectives with others."""
 
-import contextlib
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, final
 
@@ -10,16 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.shared_memory import SpillAllocator
+from paceline.core.types import Nanoseconds
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
-from paceline.engine.spmd.shard_views import StageSharding
-from paceline.replica.flat_state import read
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding
+from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.module_utils import tensors_of
+from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
-from paceline.replica.tensor.placements import OnRank, Placement, Shard, shard_layout
-from paceline.replica.tensor.prepare import PreparedShard, prepare_shard
+from paceline.replica.tensor.placements import Shard, is_counted_on, shard_layout
+from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.trace.recorder import AnyRecorder, Recorder
@@ -45,52 +49,51 @@ class ProcessGroupTP(TPCollectives):
         self._recorder = recorder if isinstance(recorder, Recorder) else None
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
-        with self._timed(ring_bytes(tensor.nbytes, self.count)):
-            return self._communicator.reduced(tensor, self._described(what), largest=largest)
+        began, description = time.monotonic_ns(), self._described(what)
+        result = self._communicator.reduced(tensor, description, largest=largest)
+        self._record(began, ring_bytes(tensor.nbytes, self.count))
+        return result
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         sizes = [prod(shape) for shape in shapes]
         own = _padded(part, max(sizes))
         rows = own.new_empty(self.count, max(sizes))
-        with self._timed((self.count - 1) * own.nbytes):
-            self._wait(self._communicator.all_gather(rows, own), what)
+        self._run(lambda: self._communicator.all_gather(rows, own), what, (self.count - 1) * own.nbytes)
         return [row[:size].view(*shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         longest, own = max(part.numel() for part in parts), parts[self.rank]
         rows = torch.stack([_padded(part, longest) for part in parts])
         total = rows.new_empty(longest)
-        with self._timed((self.count - 1) * total.nbytes):
-            self._wait(self._communicator.reduce_scatter(rows, total), what)
+        self._run(lambda: self._communicator.reduce_scatter(rows, total), what, (self.count - 1) * total.nbytes)
         return total[: own.numel()].view(own.shape)
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
-        result = tensor.clone(memory_format=torch.contiguous_format)
-        with self._timed(result.nbytes if owner == self.rank else 0) as sent:
-            self._wait(dist.broadcast(result, group=self._group, group_src=owner, async_op=True), what)
-        self._communicator.sent_bytes += sent
-        return result
+        return self._copied(tensor, what, owner == self.rank, functools.partial(dist.broadcast, group_src=owner))
 
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
+        return self._copied(tensor, what, owner != self.rank, functools.partial(dist.reduce, group_dst=owner))
+
+    def _copied(self, tensor: Tensor, what: str, sends: bool, collective: Callable[..., Any]) -> Tensor:
+        """Run a collective of torch in place of a copy."""
         result = tensor.clone(memory_format=torch.contiguous_format)
-        with self._timed(0 if owner == self.rank else result.nbytes) as sent:
-            self._wait(dist.reduce(result, group=self._group, group_dst=owner, async_op=True), what)
+        sent = result.nbytes if sends else 0
+        self._run(lambda: collective(result, group=self._group, async_op=True), what, sent)
         self._communicator.sent_bytes += sent
         return result
 
-    def _wait(self, work: Any, what: str) -> None:
-        self._communicator.wait(work, self._described(what))
+    def _run(self, start: Callable[[], Any], what: str, sent_bytes: int) -> None:
+        began = time.monotonic_ns()
+        self._communicator.wait(start(), self._described(what))
+        self._record(began, sent_bytes)
+
+    def _record(self, began: Nanoseconds, sent_bytes: int) -> None:
+        if self._recorder is not None:
+            self._recorder.record("all_reduce", self.step, began, time.monotonic_ns(), bytes=sent_bytes)
 
     def _described(self, what: str) -> str:
         when = f"in step {self.step}" if self.step else "before the first step"
         return f"{what}, from shard {self._others} for shard {self.rank} {when}"
-
-    @contextlib.contextmanager
-    def _timed(self, sent_bytes: int) -> Iterator[int]:
-        began = time.monotonic_ns()
-        yield sent_bytes
-        if self._recorder is not None:
-            self._recorder.record("all_reduce", self.step, began, time.monotonic_ns(), bytes=sent_bytes)
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
@@ -99,68 +102,122 @@ def _padded(part: Tensor, length: int) -> Tensor:
     return flat if len(flat) == length else torch.cat([flat, flat.new_zeros(length - len(flat))])
 
 
-class TensorParallelRank:
-    """A rank's shard of the model and of A; all ranks create it together.
+class ModelParallelRank(ABC):
+    """A rank's part of the model and of A, by stages, by shards or by both; all ranks create it together.
 
     Args:
         rank_setup: the rank at the start of the run.
     """
 
+    stages: list[StageSharding]
+    """How each stage's part of A is divided among its shards."""
+    state: FlatState
+    """Initial values of this rank's part of A."""
+
     def __init__(self, rank_setup: RankSetup) -> None:
-        self.run_context, self._context = rank_setup.run_context, rank_setup.context
-        self.mesh, self.rank = rank_setup.mesh, rank_setup.context.world.rank
+        self.run_context, self.context, self.mesh = rank_setup.run_context, rank_setup.context, rank_setup.mesh
+        self.rank = self.context.world.rank
         self.place = self.mesh.coordinate(self.rank)
-        self._replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
-        self.subgroups = SubGroups.of(self.mesh, rank_setup.context.communicator)
-        communicator = self.subgroups.shards
-        assert communicator is not None, "a strategy with shards has several ranks"
-        self.shards = ProcessGroupTP(communicator, self.place.shard)
+        self.replica = self.place.replica if rank_setup.replica is None else rank_setup.replica
+        self.shard = self.mesh.shard(self.place)
+        self.subgroups = SubGroups.of(self.mesh, self.context.communicator)
         self.whole = rank_setup.layout
         """Layout of A."""
-        self.prepared = self._prepare(rank_setup)
-        self.placements = self.prepared.shard.parameters
-        """Placements of the tensors of A among the shards, by name."""
-        parts = [shard_layout(self.whole, self.placements, shard) for shard in range(self.shards.count)]
-        self.stages = [StageSharding(self.placements, parts)]
-        self.layout = parts[self.place.shard]
-        """Layout of this rank's part of A."""
-        self.state = read(self.prepared.shard.module, self.layout.new())
-        """Initial values of this rank's part of A."""
-        _free_unused(rank_setup.module, self.placements, self.place.shard)
+        self._first_stage: Mapping[str, int] = {}
+        """First stage of each parameter that several stages have."""
 
-    def worker(self, micro_steps: int, recorder: AnyRecorder, loose: GradientHandoff | None = None) -> TensorParallel:
+    @property
+    def layout(self) -> FlatLayout:
+        """Layout of this rank's part of A."""
+        return self.stages[self.place.stage].parts[self.shard]
+
+    @abstractmethod
+    def worker(
+        self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None
+    ) -> Pipelined | TensorParallel:
         """Create the replica that computes this rank's part of Δ.
 
         Args:
             micro_steps: batches in one Δ.
             recorder: of this rank's spans.
-            loose: receives the gradients; None: they are written to the Δ buffer.
+            handoff: receives the gradients of a tensor-parallel rank; None: they are written to the Δ buffer.
         """
+
+    def counted(self, *, of_each_copy: bool) -> list[str]:
+        """Return the parameters that this rank counts in the norm of Δ, if a norm is needed; each counts on one rank.
+
+        Args:
+            of_each_copy: True if each replica of a stage counts them, as when each has a piece of Δ.
+        """
+        job, stage = self.run_context.job, self.place.stage
+        needed = job.program.clip_norm is not None or job.noise_scale
+        if not needed or (self.mesh.stage_replica(self.place).copy and not of_each_copy):
+            return []
+        placements = self.stages[stage].placements
+        return [
+            name
+            for name in self.layout.parameter_names
+            if self._first_stage.get(name, stage) == stage and is_counted_on(placements.get(name), self.shard)
+        ]
+
+    def full_state(self, *, wanted: bool) -> FlatState | None:
+        """Gather A from all ranks' parts, one after the other, where it is wanted; all ranks call it together."""
+        communicator, spill = self.context.communicator, SpillAllocator()
+        full = self.whole.new(spill.empty) if wanted else None
+        written = set[str]()
+        source, sent = 0, communicator.sent_bytes if communicator is not None else 0
+        for stage in self.stages:
+            # The first replica has the first ranks; of each of its stages, the first replica of the stage sends.
+            for shard, layout in enumerate(stage.parts):
+                part = self.state if source + shard == self.rank else layout.new()
+                if communicator is not None:
+                    for vector in part.vectors:
+                        communicator.broadcast(vector, source + shard, "the gathering of A")
+                names = {n for n, _ in part.named() if n not in written or isinstance(stage.placements.get(n), Shard)}
+                if full is not None:
+                    ShardViews(part, full, stage.placements, shard, names).put()
+                    spill.settle()
+                written |= names
+            source += stage.copies * len(stage.parts)
+        if communicator is not None:
+            communicator.sent_bytes = sent  # it is for evaluation: not counted as training's
+        return full
+
+
+def free_unused(module: nn.Module, used: Sequence[nn.Module]) -> None:
+    """Free the tensors of the whole model that are in none of the modules which this rank uses."""
+    kept = {id(tensor) for part in used for tensor in tensors_of(part).values()}
+    for tensor in tensors_of(module).values():
+        if id(tensor) not in kept:
+            tensor.data = tensor.data.new_empty(0)
+
+
+@final
+class TensorParallelRank(ModelParallelRank):
+    """A rank's shard of the model."""
+
+    def __init__(self, rank_setup: RankSetup) -> None:
+        super().__init__(rank_setup)
+        job, communicator = self.run_context.job, self.subgroups.shards
+        assert communicator is not None, "a strategy with shards has several ranks"
+        self.shards = ProcessGroupTP(communicator, self.shard)
+        with extended_timeout(self.context):
+            gather, rules = self.context.gather, job.strategy.shard_rules
+            self.prepared = prepare_shard(job.program, rank_setup.module, first_batch(job), self.shards, gather, rules)
+            self.placements = placements = self.prepared.shard.parameters
+            """Placements of the tensors of A among the shards, by name."""
+            if rank_setup.steps_on_parts:
+                refuse_unless_elementwise(job.program.optimizer, self.whole, placements, self.shards.count)
+        if self.context.communicator is not None:
+            self.context.communicator.sent_bytes = 0  # those of preparation do not count as training's
+        parts = [shard_layout(self.whole, placements, shard) for shard in range(self.shards.count)]
+        self.stages = [StageSharding(placements, parts)]
+        self.state = read(self.prepared.shard.module, self.layout.new())
+        free_unused(rank_setup.module, [self.prepared.shard.module])
+
+    def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> TensorParallel:
         self.shards.record_by(recorder)
         device = self.run_context.device(self.rank)
         return TensorParallel(
-            self.prepared, self.layout, self._replica, device, recorder=recorder, micro_steps=micro_steps, loose=loose
+            self.prepared, self.layout, self.replica, device, recorder=recorder, micro_steps=micro_steps, loose=handoff
         )
-
-    def _prepare(self, rank_setup: RankSetup) -> PreparedShard:
-        """Create and verify this rank's shard of the model; the bytes of that are not counted as training's."""
-        job, communicator = self.run_context.job, self._context.communicator
-        rules = job.strategy.shard_rules
-        with extended_timeout(self._context):
-            shard = prepare_shard(
-                job.program, rank_setup.module, first_batch(job), self.shards, self._context.gather, rules
-            )
-            if rank_setup.steps_on_parts:
-                placements = shard.shard.parameters
-                refuse_unless_elementwise(job.program.optimizer, self.whole, placements, self.shards.count)
-        if communicator is not None:
-            communicator.sent_bytes = 0
-        return shard
-
-
-def _free_unused(module: nn.Module, placements: Mapping[str, Placement], shard: int) -> None:
-    """Free the tensors of the whole model that this shard does not use as they are."""
-    for name, tensor in tensors_of(module).items():
-        placement = placements.get(name)
-        if isinstance(placement, Shard) or (isinstance(placement, OnRank) and placement.shard != shard):
-            tensor.data = tensor.data.new_empty(0)

@@ -24,8 +24,8 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.server_optimizer import ServerOptimizer
+from paceline.engine.spmd.launcher import PRELOAD, Answering, WorkerPool
 from paceline.engine.spmd.rank_context import RankContext, extended_timeout
-from paceline.engine.spmd.worker_pool import PRELOAD, Answering, WorkerPool
 from paceline.engine.step_profile.comm import CollectiveCall, MessageTime, time_collectives, time_message
 from paceline.engine.step_profile.compute import Pass, RankProfile, profile_shard, profile_single
 from paceline.engine.step_profile.pipeline_actions import profile_stages

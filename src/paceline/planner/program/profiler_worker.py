@@ -19,8 +19,8 @@ from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_batch, first_state
+from paceline.engine.spmd.launcher import Answering
 from paceline.engine.spmd.rank_context import RankContext, extended_timeout
-from paceline.engine.spmd.worker_pool import Answering
 from paceline.engine.step_profile.comm import CollectiveCall, barrier, time_collectives, time_message
 from paceline.engine.step_profile.compute import WARM, repeats_within
 from paceline.engine.worker import proportional_bytes

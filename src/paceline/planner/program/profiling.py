@@ -20,7 +20,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError
 from paceline.engine.base import Job
 from paceline.engine.run_context import first_batch, threads
-from paceline.engine.spmd.worker_pool import PRELOAD, WorkerPool
+from paceline.engine.spmd.launcher import PRELOAD, WorkerPool
 from paceline.engine.step_profile.forecast import update_s
 from paceline.planner.base import Numerics
 from paceline.planner.program.closed_form import job_for
