@@ -210,28 +210,24 @@ class Times:
 
     def compute_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds] | None:
         """Return the compute times of a replica's Δs; None if they are measured."""
-        if isinstance(self.compute, str):
-            return None
-        return self.compute.stream(_rng(seed, _COMPUTE, replica))
+        return None if self.compute == "measured" else _stream(self.compute, seed, _COMPUTE, replica)
 
     def transfer_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds]:
         """Return the times of the messages to and from a replica; not for measured ones."""
-        assert not isinstance(self.transfer, str), "it is measured"
-        return self.transfer.stream(_rng(seed, _TRANSFER, replica))
+        return _stream(self.transfer, seed, _TRANSFER, replica)
 
     def apply_stream(self, seed: int) -> Iterator[Seconds]:
         """Return the server's times for each update, whatever it is made of; not for measured ones."""
-        assert not isinstance(self.apply, str), "it is measured"
-        return self.apply.stream(_rng(seed, _APPLY))
+        return _stream(self.apply, seed, _APPLY)
 
     def gradient_stream(self, seed: int) -> Iterator[Seconds]:
         """Return the server's times for each gradient of an update."""
-        return self.gradient.stream(_rng(seed, _GRADIENT))
+        return _stream(self.gradient, seed, _GRADIENT)
 
 
-def _rng(*key: int) -> np.random.Generator:
-    seed, *rest = key
-    return np.random.default_rng([seed, _DRAWS, *rest])
+def _stream(distribution: Distribution | Measured, seed: int, *key: int) -> Iterator[Seconds]:
+    assert not isinstance(distribution, str), "it is measured"
+    return distribution.stream(np.random.default_rng([seed, _DRAWS, *key]))
 
 
 def _value(key: str, value: str) -> Distribution | Measured:

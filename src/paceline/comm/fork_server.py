@@ -167,24 +167,21 @@ class ForkServer:
     def _expect(self, number: int, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
         # The answer to an earlier request is left over if a Ctrl-C came between request and answer. Its child, if it
         # has one, is killed by the fork server when that is closed.
+        self._link.settimeout(timeout_s)
         while True:
-            answer, fds = self._receive(timeout_s)
+            try:
+                message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:
+                raise self._gone(str(error) or "no answer") from error
+            if not message:
+                raise self._gone("it closed its socket")
+            answer = json.loads(message)
             if answer["id"] == number:
                 if "error" in answer:
                     raise PacelineError(f"the fork server failed:\n{answer['error']}")
                 return answer, fds
             for fd in fds:
                 os.close(fd)
-
-    def _receive(self, timeout_s: float) -> tuple[dict[str, Any], list[int]]:
-        self._link.settimeout(timeout_s)
-        try:
-            message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
-        except OSError as error:
-            raise self._gone(str(error) or "no answer") from error
-        if not message:
-            raise self._gone("it closed its socket")
-        return json.loads(message), fds
 
     def _gone(self, reason: str) -> PacelineError:
         with contextlib.suppress(subprocess.TimeoutExpired):

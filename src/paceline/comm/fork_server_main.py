@@ -113,25 +113,19 @@ class ForkServerLoop:
             for pidfd in self._pidfds.values():
                 os.close(pidfd)
             sys.path[:] = request["path"]
-            code = _call(request["entry"], request["args"], fds)
-        except BaseException:
-            traceback.print_exc()
+            module, _, name = request["entry"].partition(":")
+            getattr(importlib.import_module(module), name)(request["args"], fds)
+            code = 0
+        except BaseException as error:
+            if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+                code = error.code or 0
+            else:
+                traceback.print_exc()
         finally:
             try:
                 _flush()
             finally:
                 os._exit(code)
-
-
-def _call(entry: str, args: dict[str, Any], fds: list[int]) -> int:
-    module, _, name = entry.partition(":")
-    try:
-        getattr(importlib.import_module(module), name)(args, fds)
-    except SystemExit as leave:
-        if leave.code is None or isinstance(leave.code, int):
-            return leave.code or 0
-        raise
-    return 0
 
 
 def _flush() -> None:

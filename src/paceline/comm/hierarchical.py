@@ -63,14 +63,14 @@ class ChainedWork(PythonWork):
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         while not self._done:
-            self._queue[0]._run(deadline)
+            self._queue[0]._advance(deadline)
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
         """Return whether it has ended, with or without an error; advance it if possible."""
-        while not self._done and self._queue[0]._advance():
+        while not self._done and self._queue[0]._advance(wait=False):
             pass
         return self._done
 
@@ -80,43 +80,28 @@ class ChainedWork(PythonWork):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def _run(self, deadline: float | None) -> None:
-        """Wait for the leg under way; for the first of the queue."""
-        leg = self._leg()
-        if leg is None:
-            return
+    def _advance(self, deadline: float | None = None, *, wait: bool = True) -> bool:
+        """End the leg under way, started if need be; for the first of the queue.
+
+        Args:
+            deadline: of the wait for it.
+            wait: until it ends; otherwise return False if it has not.
+        """
+        leg: dist.Work | None = None
         try:
-            if deadline is None:
-                leg.wait()
+            leg = self._current = self._current or next(self._legs, None)
+            if leg is None:
+                self._end(None)
+            elif not wait and not leg.is_completed():
+                return False
             else:
-                leg.wait(timedelta(seconds=max(1e-6, deadline - time.monotonic())))
+                leg.wait() if deadline is None else leg.wait(timedelta(seconds=max(1e-6, deadline - time.monotonic())))
+                self._current = None
         except Exception as error:
-            if not leg.is_completed():
+            if leg is not None and not leg.is_completed():  # the time is up
                 raise
             self._end(error)
-        else:
-            self._current = None
-
-    def _advance(self) -> bool:
-        """Advance to the next leg if this one has ended; return whether it had."""
-        leg = self._leg()
-        if leg is None:
-            return True
-        if not leg.is_completed():
-            return False
-        self._run(None)
         return True
-
-    def _leg(self) -> dist.Work | None:
-        """Return the leg under way, started if need be; None: there is none left."""
-        try:
-            self._current = self._current or next(self._legs, None)
-        except Exception as error:
-            self._end(error)
-            return None
-        if self._current is None:
-            self._end(None)
-        return self._current
 
     def _end(self, error: BaseException | None) -> None:
         self._done, self._error, self._current = True, error, None

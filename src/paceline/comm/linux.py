@@ -181,10 +181,9 @@ def limited(lines: str, root: Path) -> Iterator[tuple[Path, Mapping[str, str]]]:
 
 def left(folder: Path, names: Mapping[str, str]) -> float:
     """Return the bytes that a cgroup may still fill; infinite without a limit."""
-    limit = _number(folder / names["limit"])
+    limit, used = _number(folder / names["limit"]), _number(folder / names["used"])
     if limit == float("inf"):
         return limit
-    used = _number(folder / names["used"])
     return max(0.0, limit - (used if used < float("inf") else 0.0) + _line(folder / "memory.stat", names["evictable"]))
 
 

@@ -55,7 +55,17 @@ def watch_and_exit(pidfd: int) -> None:
 
     A process that leads its own group kills the group, so that its own helpers (DataLoader workers) end too.
     """
-    threading.Thread(target=_exit_after, args=(pidfd,), name="paceline-watch", daemon=True).start()
+
+    def watch() -> None:
+        wait_gone([pidfd], None)
+        for last_act in _last_acts:
+            with contextlib.suppress(Exception):
+                last_act()
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(ORPHANED)
+
+    threading.Thread(target=watch, name="paceline-watch", daemon=True).start()
 
 
 def when_orphaned(act: Callable[[], None]) -> None:
@@ -82,13 +92,3 @@ def _ended(pidfds: Iterable[int], timeout_s: float | None) -> set[int]:
     for pidfd in pidfds:
         poll.register(pidfd, select.POLLIN)
     return {pidfd for pidfd, _ in poll.poll(None if timeout_s is None else timeout_s * 1000)}
-
-
-def _exit_after(pidfd: int) -> None:
-    wait_gone([pidfd], None)
-    for act in _last_acts:
-        with contextlib.suppress(Exception):
-            act()
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(ORPHANED)

@@ -39,9 +39,14 @@ from paceline.core.text_form import parse_option, text_of
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch import Tensor
 
 Shape: TypeAlias = tuple[int, ...]
+
+# As text, so that nothing imports torch; compressions annotate with these.
+Tensor: TypeAlias = "torch.Tensor"
+DType: TypeAlias = "torch.dtype"
+Device: TypeAlias = "torch.device | str"
+Group: TypeAlias = "dist.ProcessGroup"
 
 S = TypeVar("S")
 
@@ -51,7 +56,7 @@ class Compression(ABC, Generic[S]):
     """One way to sum gradients over ranks with fewer bytes. Subclasses are registered frozen dataclasses."""
 
     @abstractmethod
-    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> S:
+    def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> S:
         """Return the state of one gradient before its first step: the same on every rank, and picklable.
 
         Args:
@@ -61,7 +66,7 @@ class Compression(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def all_reduce(self, state: S, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: S, gradient: Tensor, group: Group) -> int:
         """Replace ``gradient`` by its sum over the ranks of ``group``, the same bits on each, and advance ``state``.
 
         If a rank's gradient is not finite, the sum is not finite on any rank, and what earlier steps have left in the
@@ -84,7 +89,7 @@ class Stateless(Compression[None]):
     """A compression that keeps nothing from step to step."""
 
     @final
-    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> None:
+    def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> None:
         del shapes, dtype, device
 
 
@@ -114,7 +119,7 @@ def canonical(text: Any) -> str:
     return str(parse(text))
 
 
-def all_reduce(tensor: "Tensor", group: "dist.ProcessGroup") -> int:
+def all_reduce(tensor: Tensor, group: Group) -> int:
     """Replace a tensor by its sum over the ranks, and return the :func:`ring_bytes` of it."""
     import torch.distributed as dist
 
@@ -122,7 +127,7 @@ def all_reduce(tensor: "Tensor", group: "dist.ProcessGroup") -> int:
     return ring_bytes(tensor, group.size())
 
 
-def ring_bytes(tensor: "Tensor", ranks: int) -> int:
+def ring_bytes(tensor: Tensor, ranks: int) -> int:
     """Return 2·(P−1)/P·n·b: the bytes that a rank sends in a ring all-reduce of n elements of b bytes; rounded up.
 
     Each of the P slices of the ring leaves a rank P-1 times in all: once for each sum but its own, once for each copy.
@@ -135,7 +140,7 @@ def ring_bytes(tensor: "Tensor", ranks: int) -> int:
     return -(-2 * (ranks - 1) * tensor.nbytes // ranks)
 
 
-def gather_bytes(tensor: "Tensor", ranks: int) -> int:
+def gather_bytes(tensor: Tensor, ranks: int) -> int:
     """Return (P−1)·k·b: the bytes that a rank sends in an all-gather to which each gives k elements of b bytes.
 
     >>> import torch

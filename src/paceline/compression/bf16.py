@@ -8,14 +8,10 @@ A rounding is off by u/2 at most; the bound holds with u for backends that cut o
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from paceline.compression.base import Stateless, all_reduce
+from paceline.compression.base import Group, Stateless, Tensor, all_reduce
 from paceline.core.registry import register
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import Tensor
 
 
 @final
@@ -24,7 +20,7 @@ if TYPE_CHECKING:
 class Bf16(Stateless):
     """One all-reduce in bfloat16: 8 significant bits, half of float32's bytes."""
 
-    def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: None, gradient: Tensor, group: Group) -> int:
         del state
         small = gradient.bfloat16()
         sent_bytes = all_reduce(small, group)

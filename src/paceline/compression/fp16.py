@@ -12,15 +12,10 @@ If a rank's gradient is not finite, nothing is moved: what is infinite or not a 
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from paceline.compression.base import Stateless, all_reduce, ring_bytes
+from paceline.compression.base import Group, Stateless, Tensor, all_reduce, ring_bytes
 from paceline.core.registry import register
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
 
 LARGEST = 15
 """Sums stay below 2 to this power: roundings on the way then still end below 65504, with up to a thousand ranks."""
@@ -32,7 +27,7 @@ LARGEST = 15
 class Fp16(Stateless):
     """Two all-reduces: of the largest magnitude, then of the gradient in float16, 11 significant bits."""
 
-    def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: None, gradient: Tensor, group: Group) -> int:
         import torch
         import torch.distributed as dist
 
@@ -41,23 +36,24 @@ class Fp16(Stateless):
         low, high = torch.aminmax(gradient)
         peak = torch.maximum(-low, high).nan_to_num(nan=math.inf, posinf=math.inf).reshape(1)
         dist.all_reduce(peak, dist.ReduceOp.MAX, group=group)
-        exponent = scale(float(peak), ranks, torch.finfo(gradient.dtype))
+        exponent = scale(float(peak), ranks, torch.finfo(gradient.dtype).tiny)
         small = gradient.mul(2.0**exponent).to(torch.float16)
         sent_bytes = ring_bytes(peak, ranks) + all_reduce(small, group)
         gradient.copy_(small).mul_(2.0**-exponent)
         return sent_bytes
 
 
-def scale(peak: float, ranks: int, limits: "torch.finfo") -> int:
+def scale(peak: float, ranks: int, tiny: float) -> int:
     """Return the power of two that moves the largest possible sum just below 2^15; 0 if all is zero or not finite.
 
     >>> import torch
-    >>> scale(1.0, 4, torch.finfo(torch.float32)), scale(60000.0, 2, torch.finfo(torch.float32))
+    >>> tiny = torch.finfo(torch.float32).tiny  # the smallest number of the gradient's type
+    >>> scale(1.0, 4, tiny), scale(60000.0, 2, tiny)
     (12, -2)
     """
     if peak == 0.0 or not math.isfinite(peak):
         return 0
     # 2^exponent and its inverse have to be numbers of the gradient's own type.
-    farthest = -math.frexp(limits.tiny)[1] + 1
+    farthest = -math.frexp(tiny)[1] + 1
     exponent = LARGEST - math.frexp(peak)[1] - (ranks - 1).bit_length()
     return max(-farthest, min(farthest, exponent))

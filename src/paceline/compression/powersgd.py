@@ -20,16 +20,11 @@ used, which changes no span and keeps small gradients away from the smallest flo
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from paceline.compression.base import Compression, Shape, all_reduce
+from paceline.compression.base import Compression, Device, DType, Group, Shape, Tensor, all_reduce
 from paceline.core.errors import check_int
 from paceline.core.registry import register
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
 
 SEED = 0
 """For the first Q: the same on every rank."""
@@ -43,7 +38,7 @@ class Place:
     rows: int
     columns: int
 
-    def of(self, vector: "Tensor") -> "Tensor":
+    def of(self, vector: Tensor) -> Tensor:
         """Return the parameter's view of a vector."""
         return vector[self.start : self.start + self.rows * self.columns].view(self.rows, self.columns)
 
@@ -56,9 +51,9 @@ class LowRankState:
     """Compressed parameters."""
     rest: tuple[Place, ...]
     """Parameters that are sent whole."""
-    residual: "Tensor"
+    residual: Tensor
     """Loss of the compression so far, as long as the gradient; 0 for what is sent whole."""
-    queries: "list[Tensor]"
+    queries: list[Tensor]
     """Q of each matrix, one row for each of its r directions."""
 
 
@@ -77,9 +72,7 @@ class PowerSgd(Compression[LowRankState]):
     def __post_init__(self) -> None:
         check_int("powersgd:rank", self.rank, least=1)
 
-    def start(
-        self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu"
-    ) -> LowRankState:
+    def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> LowRankState:
         import torch
 
         matrices, rest, start = list[Place](), list[Place](), 0
@@ -93,7 +86,7 @@ class PowerSgd(Compression[LowRankState]):
         queries = [torch.randn(self.rank, p.columns, dtype=dtype, generator=generator).to(device) for p in matrices]
         return LowRankState(tuple(matrices), tuple(rest), torch.zeros(start, dtype=dtype, device=device), queries)
 
-    def all_reduce(self, state: LowRankState, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: LowRankState, gradient: Tensor, group: Group) -> int:
         import torch
 
         gradient.add_(state.residual)
@@ -120,7 +113,7 @@ class PowerSgd(Compression[LowRankState]):
         return sent_bytes + second_bytes
 
 
-def _orthonormal(columns: "Tensor") -> "Tensor":
+def _orthonormal(columns: Tensor) -> Tensor:
     """Return an orthonormal base of at least what the columns span, as many vectors as columns."""
     import torch
 
@@ -128,7 +121,7 @@ def _orthonormal(columns: "Tensor") -> "Tensor":
     return base
 
 
-def _sum(tensors: "Sequence[Tensor]", group: "dist.ProcessGroup") -> "tuple[Tensor, int]":
+def _sum(tensors: Sequence[Tensor], group: Group) -> tuple[Tensor, int]:
     """Return the sums over the ranks, in one vector and one message, and the bytes sent."""
     import torch
 
@@ -136,7 +129,7 @@ def _sum(tensors: "Sequence[Tensor]", group: "dist.ProcessGroup") -> "tuple[Tens
     return flat, all_reduce(flat, group) if len(flat) else 0
 
 
-def _split(flat: "Tensor", like: "Sequence[Tensor]") -> "list[Tensor]":
+def _split(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     import torch
 
     pieces = torch.split(flat, [t.numel() for t in like])

@@ -15,25 +15,20 @@ about 2/P · b/(b + 4).
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 import numpy as np
 
-from paceline.compression.base import Compression, Shape, gather_bytes
+from paceline.compression.base import Compression, Device, DType, Group, Shape, Tensor, gather_bytes
 from paceline.core.errors import check_number
 from paceline.core.registry import register
-
-if TYPE_CHECKING:
-    import torch
-    import torch.distributed as dist
-    from torch import Tensor
 
 
 @dataclass
 class SparseState:
     """State that is kept from step to step."""
 
-    residual: "Tensor"
+    residual: Tensor
     """Elements not sent yet; as long as the gradient."""
 
 
@@ -52,12 +47,12 @@ class TopK(Compression[SparseState]):
     def __post_init__(self) -> None:
         check_number("top-k:ratio", self.ratio, "above 0 and up to 1", lambda v: 0 < v <= 1, instead=0.01)
 
-    def start(self, shapes: Sequence[Shape], dtype: "torch.dtype", device: "torch.device | str" = "cpu") -> SparseState:
+    def start(self, shapes: Sequence[Shape], dtype: DType, device: Device = "cpu") -> SparseState:
         import torch
 
         return SparseState(torch.zeros(sum(map(math.prod, shapes)), dtype=dtype, device=device))
 
-    def all_reduce(self, state: SparseState, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: SparseState, gradient: Tensor, group: Group) -> int:
         import torch
         import torch.distributed as dist
 

@@ -1,14 +1,10 @@
 """``none``: the gradient as it is."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from paceline.compression.base import Stateless, all_reduce
+from paceline.compression.base import Group, Stateless, Tensor, all_reduce
 from paceline.core.registry import register
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
-    from torch import Tensor
 
 
 @final
@@ -17,6 +13,6 @@ if TYPE_CHECKING:
 class Uncompressed(Stateless):
     """One all-reduce of the gradient: the yardstick of all others."""
 
-    def all_reduce(self, state: None, gradient: "Tensor", group: "dist.ProcessGroup") -> int:
+    def all_reduce(self, state: None, gradient: Tensor, group: Group) -> int:
         del state
         return all_reduce(gradient, group)

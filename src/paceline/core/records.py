@@ -1,7 +1,7 @@
 """Figures of a run: its history records and its account."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from paceline.core.types import ReplicaId, Seconds
@@ -46,16 +46,8 @@ class Record:
         return fixed | {f"test_{name}": value for name, value in self.test_metrics.items()} | dict(self.statistics)
 
 
-RECORD_FIELDS = (
-    "time_s",
-    "updates",
-    "gradients",
-    "threshold",
-    "staleness_mean",
-    "train_loss",
-    "test_loss",
-    "test_accuracy",
-)
+RECORD_FIELDS = tuple(each.name for each in fields(Record) if each.default_factory is MISSING)
+"""Names of a record's own figures, in their order in a row."""
 
 STATISTICS = ("noise_scale", "noise_scale_biased", "efficiency", "goodput_samples_per_s")
 """Gradient statistics by name; None: not known at that moment.

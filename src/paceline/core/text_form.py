@@ -128,7 +128,7 @@ def parse_option(name: str, hint: Any, text: str) -> Any:
                 return _OPTION_TYPES[alternative][0](text)
             except InputError:
                 raise
-            except ValueError:
+            except (KeyError, ValueError):
                 continue
     family = next(filter(None, map(family_of, members)), None)
     if family is not None:
@@ -169,15 +169,6 @@ def split_outside_brackets(text: str, at: str) -> list[str]:
     return pieces
 
 
-def _parse_word(words: Mapping[str, Any]) -> Callable[[str], Any]:
-    def parse(text: str) -> Any:
-        if text not in words:
-            raise ValueError(text)
-        return words[text]
-
-    return parse
-
-
 def _parse_integers(text: str) -> tuple[int, ...]:
     if not (text.startswith("[") and text.endswith("]")):
         raise ValueError(text)
@@ -190,15 +181,15 @@ def _parse_names(text: str) -> tuple[str, ...]:
 
 
 _OPTION_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
-    bool: (_parse_word({"true": True, "false": False}), "true or false"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     int: (int, "a whole number"),
     float: (float, "a number"),
     str: (str, "a text"),
-    NoneType: (_parse_word({"none": None}), "none"),
+    NoneType: ({"none": None}.__getitem__, "none"),
     tuple[int, ...]: (_parse_integers, "a list of whole numbers"),
     tuple[str, ...]: (_parse_names, ""),
 }
-"""The types that an option may have: what reads one (ValueError if the text is none), and the words for messages."""
+"""The types that an option may have: what reads one (KeyError or ValueError: it can't), and the words for messages."""
 
 
 def option_type(words: str) -> Callable[[type[T]], type[T]]:

@@ -178,18 +178,18 @@ class Messages:
 
     def _take_all(self, source: int) -> None:
         """Read pieces from a source as long as there is a buffer for them."""
-        channel, took = self._channels[source], False
+        channel, has_read = self._channels[source], False
         while channel.has_piece():
             message = self._incoming[source] or self._open(source, channel.envelope())
             if message is None:
                 break
             message.filled = channel.take(message.buffer, message.filled)
-            took = True
+            has_read = True
             complete = message.filled == message.envelope.size_bytes
             self._incoming[source] = None if complete else message
             if complete:
                 self._complete(source, message)
-        if took:
+        if has_read:
             self._region.wake(source)
 
     def _open(self, source: int, envelope: Envelope) -> _Message | None:

@@ -116,14 +116,12 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         outs, x = self._per_rank(outputs, "all_gather"), _single(inputs, "all_gather")
-        _check_dtypes("all_gather", [x, *outs])
-        vs = [vector(out) for out in outs]
-        return self._call("all_gather", collectives.all_gather(self._rounds, vs, vector(x)), opts, outs, vs)
+        v, *vs = _vectors("all_gather", [x, *outs])
+        return self._call("all_gather", collectives.all_gather(self._rounds, vs, v), opts, outs, vs)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         name, size = "all_gather_into_tensor", self._region.size
-        _check_dtypes(name, [input, output])
-        v, x = vector(output), vector(input)
+        v, x = _vectors(name, [output, input])
         if v.numel() != x.numel() * size:
             raise InputError(
                 f"{name}: the output has {v.numel():,} elements, and {size} ranks give "
@@ -135,32 +133,28 @@ class ShmProcessGroup(PythonProcessGroup):
     def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         x, root = _single(inputs, "gather"), self._root(opts)
         outs = self._per_rank(outputs, "gather") if self._region.rank == root else []
-        _check_dtypes("gather", [x, *outs])
-        vs = [vector(out) for out in outs]
-        if any(v.numel() != x.numel() for v in vs):
+        v, *vs = _vectors("gather", [x, *outs])
+        if any(out.numel() != x.numel() for out in outs):
             raise InputError(f"gather: every output must have the {x.numel():,} elements of the input")
-        return self._call("gather", collectives.gather(self._rounds, vs, vector(x), root), opts, outs, vs)
+        return self._call("gather", collectives.gather(self._rounds, vs, v, root), opts, outs, vs)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         out, root = _single(outputs, "scatter"), self._root(opts)
         parts = self._per_rank(inputs, "scatter") if self._region.rank == root else []
-        _check_dtypes("scatter", [out, *parts])
-        v = vector(out)
+        v, *vs = _vectors("scatter", [out, *parts])
         if any(part.numel() != v.numel() for part in parts):
             raise InputError(f"scatter: every input must have the {v.numel():,} elements of the output")
-        steps = collectives.scatter(self._rounds, v, [vector(part) for part in parts], root)
-        return self._call("scatter", steps, opts, [out], [v])
+        return self._call("scatter", collectives.scatter(self._rounds, v, vs, root), opts, [out], [v])
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         out, parts = _single(outputs, "reduce_scatter"), self._per_rank(inputs, "reduce_scatter")
-        return self._reduce_scatter(out, parts, [vector(part) for part in parts], opts)
+        return self._reduce_scatter(out, [vector(part) for part in parts], opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        parts = cut(vector(input), self._region.size, "reduce_scatter_tensor")
-        return self._reduce_scatter(output, [input], parts, opts)
+        return self._reduce_scatter(output, cut(vector(input), self._region.size, "reduce_scatter_tensor"), opts)
 
-    def _reduce_scatter(self, out: Tensor, given: Sequence[Tensor], parts: Sequence[Tensor], opts: Any) -> Work:
-        _check_dtypes("reduce_scatter", [out, *given])
+    def _reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], opts: Any) -> Work:
+        _check_dtypes("reduce_scatter", [out, *parts])
         v, expected = vector(out), parts[self._region.rank].numel()
         if expected != v.numel():
             raise InputError(
@@ -172,9 +166,9 @@ class ShmProcessGroup(PythonProcessGroup):
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         outs, parts = self._per_rank([outputs], "all_to_all"), self._per_rank([inputs], "all_to_all")
-        _check_dtypes("all_to_all", [*outs, *parts])
-        vs = [vector(out) for out in outs]
-        steps = collectives.exchange(self._rounds, "all_to_all", vs, [vector(part) for part in parts])
+        vectors = _vectors("all_to_all", [*outs, *parts])
+        vs = vectors[: len(outs)]
+        steps = collectives.exchange(self._rounds, "all_to_all", vs, vectors[len(outs) :])
         return self._call("all_to_all", steps, opts, outs, vs)
 
     def all_to_all_single(
@@ -185,10 +179,10 @@ class ShmProcessGroup(PythonProcessGroup):
         input_split_sizes: Sequence[int] | None,
         opts: Any = None,
     ) -> Work:
-        _check_dtypes("all_to_all_single", [input, output])
-        v, size, name = vector(output), self._region.size, "all_to_all_single"
+        size, name = self._region.size, "all_to_all_single"
+        v, x = _vectors(name, [output, input])
         outs = cut(v, size, name, output_split_sizes, len(output) if output.dim() else 1)
-        parts = cut(vector(input), size, name, input_split_sizes, len(input) if input.dim() else 1)
+        parts = cut(x, size, name, input_split_sizes, len(input) if input.dim() else 1)
         return self._call(
             "all_to_all", collectives.exchange(self._rounds, "all_to_all", outs, parts), opts, [output], [v]
         )
@@ -240,21 +234,19 @@ class ShmProcessGroup(PythonProcessGroup):
             Operation(self._region, steps, lambda: f"send of {envelope}", lambda: [dstRank], self._sends[dstRank])
         )
 
-    def recv(self, tensors: Sequence[Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803 (torch's name)
-        self._check_rank("recv", srcRank)
-        return self._receive(tensors, srcRank, tag)
-
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Sequence[Tensor], source: int | None, tag: int) -> Work:
+    def recv(self, tensors: Sequence[Tensor], srcRank: int | None, tag: int) -> Work:  # noqa: N803 (torch's name)
         x = _single(tensors, "recv")
+        if srcRank is not None:
+            self._check_rank("recv", srcRank)
         v = vector(x)
-        receive = Receive(source, Envelope.of(v, tag), v.view(torch.uint8))
+        receive = Receive(srcRank, Envelope.of(v, tag), v.view(torch.uint8))
         steps = written_back(self._messages.receive(receive), [x], [v])
-        awaited = partial(self._awaited_sources, source)
+        awaited = partial(self._awaited_sources, srcRank)
         operation = Operation(self._region, steps, lambda: f"recv of {receive.envelope}", awaited)
         return self._begin(operation, [x], receive)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        return self.recv(tensors, None, tag)
 
     def _awaited_sources(self, source: int | None) -> list[int]:
         """Return the ranks that a receive waits for; any source will do as long as one is left."""
@@ -345,6 +337,12 @@ def _check_dtypes(name: str, tensors: Sequence[Tensor]) -> None:
     dtypes = {x.dtype for x in tensors}
     if len(dtypes) > 1:
         raise InputError(f"{name}: tensors of one dtype are needed, not {', '.join(sorted(map(str, dtypes)))}")
+
+
+def _vectors(name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return a rank's own tensors as vectors; raise InputError if their dtypes differ."""
+    _check_dtypes(name, tensors)
+    return [vector(x) for x in tensors]
 
 
 def _rule(opts: Any, x: Tensor) -> str:

@@ -101,6 +101,7 @@ class Peer:
     wakeup: Wakeup
 
 
+@dataclass(eq=False)
 class Region:
     """A group's shared memory, as one rank maps it.
 
@@ -108,26 +109,22 @@ class Region:
         name: of the group, in messages.
         rank: this process's, in the group.
         ranks: the members' ranks in the whole job; messages name them.
-        segment: laid out by ``layout``.
         layout: for the group's size.
         peers: all members, in order.
+        segment: laid out by ``layout``; None once the group has been destroyed.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        ranks: Sequence[int],
-        segment: SharedMemory,
-        layout: RegionLayout,
-        peers: Sequence[Peer],
-    ) -> None:
-        self.name, self.rank, self.ranks, self.layout = name, rank, tuple(ranks), layout
-        self.size = len(peers)
-        self._peers = tuple(peers)
-        self._others = tuple(peer.wakeup for other, peer in enumerate(peers) if other != rank)
-        self._segment: SharedMemory | None = segment
-        starts = range(layout.failures, layout.headers, FAILURE_BYTES)
+    name: str
+    rank: int
+    ranks: Sequence[int]
+    layout: RegionLayout
+    peers: Sequence[Peer]
+    segment: SharedMemory | None
+
+    def __post_init__(self) -> None:
+        self.size = self.layout.size
+        self._others = tuple(peer.wakeup for other, peer in enumerate(self.peers) if other != self.rank)
+        starts = range(self.layout.failures, self.layout.headers, FAILURE_BYTES)
         self._failures = [(self.words(at, 2), self.bytes(at + LINE, FAILURE_BYTES - LINE)) for at in starts]
 
     def words(self, offset: int, count: int) -> "memoryview[int]":
@@ -135,13 +132,13 @@ class Region:
         return self.bytes(offset, count * WORD).cast("q")
 
     def bytes(self, offset: int, size_bytes: int) -> "memoryview[int]":
-        assert self._segment is not None, "this group has been destroyed"
-        return self._segment.buffer[offset : offset + size_bytes]
+        assert self.segment is not None, "this group has been destroyed"
+        return self.segment.buffer[offset : offset + size_bytes]
 
     def tensor(self, offset: int, size_bytes: int, dtype: torch.dtype) -> Tensor:
         """Return a view of bytes as a vector."""
-        assert self._segment is not None, "this group has been destroyed"
-        return self._segment.tensor(offset, (size_bytes // dtype.itemsize,), dtype)
+        assert self.segment is not None, "this group has been destroyed"
+        return self.segment.tensor(offset, (size_bytes // dtype.itemsize,), dtype)
 
     def wake_all(self) -> None:
         """Wake all other members that sleep."""
@@ -151,7 +148,7 @@ class Region:
 
     def wake(self, rank: int) -> None:
         """Wake one member, if it sleeps."""
-        self._peers[rank].wakeup.notify()
+        self.peers[rank].wakeup.notify()
 
     def fail(self, text: str) -> None:
         """Report a failure to every member, unless one has been reported; the group is of no use afterwards."""
@@ -165,7 +162,7 @@ class Region:
 
     def failure(self) -> str | None:
         """Return the failure of the lowest rank that has reported one; None: the group is sound."""
-        if self._segment is None:
+        if self.segment is None:
             return f"group {self.name} has been destroyed; make its calls before that"
         for words, content in self._failures:
             if words[0]:
@@ -174,7 +171,7 @@ class Region:
 
     def exited(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some members whose processes have ended."""
-        return [rank for rank in ranks if not liveness.alive(self._peers[rank].pidfd)]
+        return [rank for rank in ranks if not liveness.alive(self.peers[rank].pidfd)]
 
     def named(self, ranks: Iterable[int]) -> str:
         """Name members by their ranks in the job: ``rank 3``, ``ranks 1, 2``."""
@@ -183,10 +180,10 @@ class Region:
 
     def close(self) -> None:
         """Unmap the memory; it is freed when all members have."""
-        if self._segment is not None:
+        if self.segment is not None:
             self._failures = []
-            self._segment.close()
-            self._segment = None
+            self.segment.close()
+            self.segment = None
 
 
 @lru_cache(maxsize=4096)

@@ -141,4 +141,4 @@ def rendezvous(store: Store, name: str, rank: int, ranks: Sequence[int], timeout
             f"rank {ranks[rank]} can't reach the memory of another rank of group {name}: {error}; backend shm is for "
             f"ranks of one user in one container, that are all still there; {OTHERWISE}"
         ) from error
-    return Region(name, rank, ranks, segment, layout, peers)
+    return Region(name, rank, ranks, layout, peers, segment)
