@@ -37,7 +37,7 @@ def test_a_line_for_each_stage_with_its_ends_and_what_it_sends() -> None:
 
 def test_how_many_take_turns_at_each_stage() -> None:
     table = show_stages(program(), "stages=[2,1] cuts=4")
-    assert table.splitlines()[2].split()[:3] == ["stage", "columns", "from"]
+    assert table.splitlines()[2].split()[:3] == ["stage", "replicas", "from"]
     assert [line[:4] for line in rows(table)] == [["0", "2", "0", "3"], ["1", "1", "4", "5"]]
 
 

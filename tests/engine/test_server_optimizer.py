@@ -71,7 +71,7 @@ def test_a_vector_is_stepped_on_as_its_tensors_are(optimizer: Any, model: Any, s
         owner.apply([(delta, 1.0)], rate, alone=step > 1)
         assert all(torch.equal(a, b) for a, b in zip(delta.parameters, before.parameters, strict=True))
         plain.step(dict(delta.named()), rate)
-    fused = owner.stepper.state_count == 2
+    fused = owner.flat_optimizer.state_count == 2
     same(owner, plain, (1e-6 if model is TwoTypes else 1e-14) if fused else 0.0)
 
 

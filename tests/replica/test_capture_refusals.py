@@ -327,7 +327,7 @@ def test_a_check_looks_at_gradients_buffers_and_outputs_of_anything_that_runs() 
         ),
     ):
         with pytest.raises(InputError, match=f"the rewrite of Sequential does not do .* with 2 samples {said}"):
-            check(module, run, named, numbers(6, 4), what="rewrite")
+            check(module, run, named, numbers(6, 4), description="rewrite")
     with pytest.raises(InputError, match=r"the graph of Sequential fails on 2 samples, .*: ZeroDivisionError"):
         check(module, lambda value: 1 / 0, named, numbers(6, 4))
     assert int(module[1].num_batches_tracked) == 0

@@ -13,8 +13,7 @@ from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds
 from paceline.program import Program
-from paceline.replica.clipping import clip
-from paceline.replica.flat_optimizer import FlatOptimizer
+from paceline.replica.flat_optimizer import FlatOptimizer, clip
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_kernels import StepKernel
@@ -50,14 +49,14 @@ class ServerOptimizer:
             outer = policy.outer if isinstance(policy, LocalSteps) else None
             rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
             make, schedule = partial(torch.optim.SGD, **asdict(rule)), None
-        self.stepper = FlatOptimizer(make, schedule, state, self._combined)
+        self.flat_optimizer = FlatOptimizer(make, schedule, state, self._combined)
         needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
-        self._direct = self.stepper.has_kernel and not needs_sum and not state.buffers
+        self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise
         if noise is not None:
-            noise.measure_by(self.stepper)
+            noise.measure_by(self.flat_optimizer)
         needs_all = "agreement" in policy.needs or noise is not None
-        self.divisible = self.stepper.has_kernel and not self._distance and not needs_all
+        self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""
 
     @property
@@ -68,7 +67,7 @@ class ServerOptimizer:
     def move_to(self, destination: FlatState) -> None:
         """Move A to other vectors."""
         self.state = destination.copy_(self.state)
-        self.stepper.point_at(destination)
+        self.flat_optimizer.point_at(destination)
 
     def apply(
         self,
@@ -89,7 +88,7 @@ class ServerOptimizer:
         destination = out or self.state
         if alone and self._direct:
             delta, weight = next(iter(deltas))
-            self.stepper.step(delta.parameters, rate, destination, weight)
+            self.flat_optimizer.step(delta.parameters, rate, destination, weight)
         else:
             self._combine(deltas, destination)
             if self._noise is not None:
@@ -98,7 +97,7 @@ class ServerOptimizer:
                 clip(self.combined, self.clip_norm)
             if self._moves:
                 torch._foreach_neg_(self.combined)
-            self.stepper.step(self.combined, rate, destination)
+            self.flat_optimizer.step(self.combined, rate, destination)
         self.state = destination
 
     def divide(
@@ -113,8 +112,8 @@ class ServerOptimizer:
             buffers.add(delta, weight)
         buffers.write(out)
         sign = -1.0 if self._moves else 1.0
-        execute(self.stepper.kernel(rate), [sign * weight for _, weight in deltas])
-        self.stepper.end_step(out)
+        execute(self.flat_optimizer.kernel(rate), [sign * weight for _, weight in deltas])
+        self.flat_optimizer.end_step(out)
         self.state = out
 
     def _combine(self, deltas: Iterable[tuple[FlatState, float]], destination: FlatState) -> None:

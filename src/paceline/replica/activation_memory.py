@@ -52,3 +52,15 @@ class StorageCounter:
         with inner.counting_saved():
             yield
         self.transient_bytes = max(self.transient_bytes, inner.nbytes)
+
+
+class ActivationMemory:
+    """Counts the bytes that a worker keeps for backward passes, and the most that it has kept at one time."""
+
+    def __init__(self) -> None:
+        self.live_bytes = self.peak_bytes = 0
+
+    def add(self, size: int) -> None:
+        """Count ``size`` bytes more (less where it is below 0)."""
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)

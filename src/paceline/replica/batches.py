@@ -52,38 +52,25 @@ def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replic
     The generator has to be closed where torch's DataLoader may be behind it.
     """
     if order is None:
-        return _from_source(program, replica, replicas)
-    if program.loader.get("num_workers"):
-        return _from_loader(program, order, replica)
-    return _from_order(fetcher(cast(Data, program.train), program.loader), order, replica)
-
-
-def _from_order(fetch: Fetch, order: DataOrder, replica: ReplicaId) -> Stream:
-    for k in itertools.count():
-        indices = order.batch(replica, k)
-        yield Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
-
-
-def _from_loader(program: Program, order: DataOrder, replica: ReplicaId) -> Stream:
-    """Yield what torch's DataLoader fetches ahead in its own workers; its sampler is our order."""
-    indices = (order.batch(replica, k).tolist() for k in itertools.count())
-    # The loader's sampler runs ahead of the batches that are yielded; empty ones it never sees.
-    own, sampler = itertools.tee(indices)
+        source = cast(Callable[[int, int, int], Any], program.train)
+        while True:
+            item = None
+            for item in source(replica, replicas, program.seed):
+                yield as_batch(item)
+            if item is None:
+                raise InputError(f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch")
+    batches = (order.batch(replica, k) for k in itertools.count())
+    if not program.loader.get("num_workers"):
+        fetch = fetcher(cast(Data, program.train), program.loader)
+        for indices in batches:
+            yield Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
+    # Torch's DataLoader fetches ahead in its own workers; its sampler is our order.
+    own, sampler = itertools.tee(indices.tolist() for indices in batches)
     data: Any = _PairDataset(program.train) if isinstance(program.train, tuple) else program.train
-    batches = iter(DataLoader(data, batch_sampler=filter(None, sampler), **program.loader))
+    # The sampler runs ahead of the batches that are yielded; empty ones it never sees.
+    fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **program.loader))
     for chosen in own:
-        yield Batch(*as_pair(next(batches)), len(chosen)) if chosen else EMPTY
-
-
-def _from_source(program: Program, replica: ReplicaId, replicas: int) -> Stream:
-    source = cast(Callable[[int, int, int], Any], program.train)
-    while True:
-        empty = True
-        for item in source(replica, replicas, program.seed):
-            empty = False
-            yield as_batch(item)
-        if empty:
-            raise InputError(f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch")
+        yield Batch(*as_pair(next(fetched)), len(chosen)) if chosen else EMPTY
 
 
 class _PairDataset(torch.utils.data.Dataset[Any]):

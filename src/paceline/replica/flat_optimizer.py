@@ -1,6 +1,12 @@
-"""An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits."""
+"""An optimizer that steps on a state: on its flat vectors, one for each dtype, where that gives the same bits.
 
-from collections.abc import Callable, Iterator, Sequence
+Gradients are clipped by the norm of all parameters. Where one process has all of them, :func:`clip` does it. Where they
+are sharded, each rank adds up ``square_norm`` of what it has, the squares are all-reduced, and all ranks scale by
+``clip_scale`` of the sum (:func:`clip_by_square`).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -37,12 +43,15 @@ class FlatOptimizer:
         state: FlatState,
         gradient: FlatState,
     ) -> None:
-        self._state = state
-        self._params = FlatParams(state, gradient, flat=False)
-        self._optimizer = make(self._params.parameters)
-        if _is_elementwise(self._optimizer, len(self._params.parameters)):
-            self._params = FlatParams(state, gradient, flat=True)
-            self._optimizer.param_groups[0]["params"] = self._params.parameters
+        self.state = state
+        """The parameters."""
+        self._flat = False
+        """True if the optimizer steps on whole vectors, else on their tensors."""
+        self._parameters = self._new_parameters(gradient)
+        self._optimizer = make(self._parameters)
+        if _is_elementwise(self._optimizer, len(self._parameters)):
+            self._flat = True
+            self._optimizer.param_groups[0]["params"] = self._parameters = self._new_parameters(gradient)
         self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
         """True if steps are divided by second moments: :meth:`second_moments`."""
 
@@ -50,7 +59,9 @@ class FlatOptimizer:
         self._scheduler = schedule(self._optimizer) if schedule else None
         if has_hooks(self._optimizer):  # the scheduler may have added one
             self._kernel = None
-        if self._kernel is not None:
+        self.has_kernel = self._kernel is not None
+        """True if a kernel makes the steps: gradients may be anywhere, and a step may be made in slices."""
+        if self.has_kernel:
             self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else the scheduler warns of no step
         group = self._optimizer.param_groups[0]
         self.state_count = self._kernel.from_group(group, 1, 1.0).state_count if self._kernel is not None else 0
@@ -63,18 +74,7 @@ class FlatOptimizer:
     def nbytes(self) -> int:
         """Bytes of the optimizer's state."""
         # torch.optim's state is empty where a kernel makes the steps, and the other way round.
-        by_torch = leaves(list(self._optimizer.state.values()))
-        return sum(tensor.nbytes for tensor in [*by_torch, *(v for vectors in self.state_vectors for v in vectors)])
-
-    @property
-    def has_kernel(self) -> bool:
-        """True if a kernel makes the steps: gradients may be anywhere, and a step may be made in slices."""
-        return self._kernel is not None
-
-    @property
-    def layout(self) -> FlatLayout:
-        """The layout of the parameters."""
-        return self._state.layout
+        return sum(tensor.nbytes for tensor in leaves([list(self._optimizer.state.values()), self.state_vectors]))
 
     def second_moments(self) -> Iterator[tuple[Tensor, float, dict[str, Any]]]:
         """Yield (v, steps made, options of its group) of Adam and AdamW, for each vector or for each tensor.
@@ -88,15 +88,16 @@ class FlatOptimizer:
                 yield from ((v[1], self.steps, self._optimizer.param_groups[0]) for v in self.state_vectors)
             return
         groups = {id(p): group for group in self._optimizer.param_groups for p in group["params"]}
-        for parameter in self._params.parameters:
+        for parameter in self._parameters:
             if state := self._optimizer.state.get(parameter):
                 v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
                 yield v, float(state["step"]), groups[id(parameter)]
 
     def point_at(self, state: FlatState) -> None:
         """Step on this state's storage from now on."""
-        self._state = state
-        self._params.point_at(state)
+        self.state = state
+        for parameter, tensor in zip(self._parameters, self._tensors(state), strict=True):
+            parameter.data = tensor
 
     def kernel(self, rate: float = 1.0) -> StepKernel:
         """Return the kernel of the next step, which counts as made; the caller runs it and calls :meth:`end_step`."""
@@ -121,66 +122,47 @@ class FlatOptimizer:
             out: receives the new parameters, and is stepped from then on; None: they are stepped in place.
             weight: factor of the gradients; other than 1 only if :attr:`has_kernel`.
         """
-        after = out or self._state
+        after = out or self.state
         if self._kernel is None:
-            self._step_by_torch(rate, after)
+            if after is not self.state:
+                torch._foreach_copy_(after.parameters, self.state.parameters)
+                self.point_at(after)
+            # Undone after the step: schedulers compute the next learning rate from the present one.
+            rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr * rate
+            self._optimizer.step()
+            for group, lr in zip(self._optimizer.param_groups, rates, strict=True):
+                group["lr"] = lr
         else:
             kernel = self.kernel(rate)  # reads the group at each step, since schedulers write it
             for i, gradient in enumerate(gradients):
-                kernel.step(self._state.parameters[i], after.parameters[i], gradient, self.state_vectors[i], weight)
+                kernel.step(self.state.parameters[i], after.parameters[i], gradient, self.state_vectors[i], weight)
         self.end_step(after)
 
     def step_by_tensor(self, gradients: Sequence[Tensor], rate: float = 1.0, weight: float = 1.0) -> None:
         """Make one step in place on a gradient for each tensor; only if :attr:`has_kernel`."""
         kernel, remaining = self.kernel(rate), iter(gradients)
         for block, vector, state in zip(
-            self.layout.parameters, self._state.parameters, self.state_vectors, strict=True
+            self.state.layout.parameters, self.state.parameters, self.state_vectors, strict=True
         ):
             for entry in block.entries:
                 part = vector[entry.start : entry.stop]
                 part_of_state = [v[entry.start : entry.stop] for v in state]
                 kernel.step(part, part, next(remaining).reshape(-1), part_of_state, weight)
-        self.end_step(self._state)
+        self.end_step(self.state)
 
     def end_step(self, state: FlatState) -> None:
         """Note that the parameters are in ``state`` now, and step the scheduler."""
-        self._state = state
+        self.state = state
         if self._scheduler is not None:
             self._scheduler.step()
 
-    def _step_by_torch(self, rate: float, after: FlatState) -> None:
-        if after is not self._state:
-            torch._foreach_copy_(after.parameters, self._state.parameters)
-            self._params.point_at(after)
-        # Undone after the step: schedulers compute the next learning rate from the present one.
-        groups = self._optimizer.param_groups
-        before = [group["lr"] for group in groups]
-        for group, lr in zip(groups, before, strict=True):
-            group["lr"] = lr * rate
-        self._optimizer.step()
-        for group, lr in zip(groups, before, strict=True):
-            group["lr"] = lr
-
-
-class FlatParams:
-    """The parameters that an optimizer steps on: a state's vectors or its tensors; their ``grad`` is another state's.
-
-    Args:
-        state: of the parameters.
-        gradient: of the same layout.
-        flat: whether they are whole vectors.
-    """
-
-    def __init__(self, state: FlatState, gradient: FlatState, *, flat: bool) -> None:
-        self._flat = flat
-        self.parameters = [nn.Parameter(tensor) for tensor in self._tensors(state)]
-        for parameter, tensor in zip(self.parameters, self._tensors(gradient), strict=True):
+    def _new_parameters(self, gradient: FlatState) -> list[nn.Parameter]:
+        parameters = [nn.Parameter(tensor) for tensor in self._tensors(self.state)]
+        for parameter, tensor in zip(parameters, self._tensors(gradient), strict=True):
             parameter.grad = tensor
-
-    def point_at(self, state: FlatState) -> None:
-        """Let the parameters be those of another state."""
-        for parameter, tensor in zip(self.parameters, self._tensors(state), strict=True):
-            parameter.data = tensor
+        return parameters
 
     def _tensors(self, state: FlatState) -> list[Tensor]:
         return state.parameters if self._flat else state.views.parameters
@@ -238,3 +220,29 @@ def optimizer_of_part(make: OptimizerFactory, whole: FlatLayout, part: FlatLayou
         return optimizer
 
     return of_part
+
+
+def square_norm(vectors: Iterable[Tensor]) -> float:
+    """Return the square of the Euclidean norm over all vectors."""
+    return sum(float(torch.linalg.vector_norm(v)) ** 2 for v in vectors)
+
+
+def clip_scale(square: float, bound: float) -> float:
+    """Return the factor that bounds the norm of a vector of this squared norm, as torch's clip_grad_norm_ computes it.
+
+    >>> round(clip_scale(25.0, 1.0), 3), clip_scale(0.25, 1.0)
+    (0.2, 1.0)
+    """
+    return min(1.0, bound / (math.sqrt(square) + 1e-6))
+
+
+def clip_by_square(vectors: list[Tensor], square: float, bound: float) -> None:
+    """Scale the vectors in place, whose squared norm, over all ranks, is ``square``, to a norm of at most ``bound``."""
+    scale = clip_scale(square, bound)
+    if scale < 1.0 and vectors:
+        torch._foreach_mul_(vectors, scale)
+
+
+def clip(vectors: list[Tensor], bound: float) -> None:
+    """Scale the vectors in place so that their norm is at most ``bound``."""
+    clip_by_square(vectors, square_norm(vectors), bound)

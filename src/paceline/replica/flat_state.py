@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import InputError
+from paceline.replica.module_utils import tensors_of
 
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
 """(elements, dtype) -> a flat vector of them."""
@@ -173,7 +174,7 @@ class Views:
 
 def read(module: nn.Module, state: FlatState) -> FlatState:
     """Copy a module's values into ``state``; returns it."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = tensors_of(module)
     with torch.no_grad():
         for name, view in state.named():
             view.copy_(tensors[name])
@@ -182,7 +183,7 @@ def read(module: nn.Module, state: FlatState) -> FlatState:
 
 def write(module: nn.Module, state: FlatState) -> nn.Module:
     """Copy ``state`` into a module; returns it."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = tensors_of(module)
     with torch.no_grad():
         for name, view in state.named():
             tensors[name].copy_(view)
@@ -199,7 +200,7 @@ def finite(vectors: list[Tensor], loss: float) -> bool:
 
 def digest_of(module: nn.Module, layout: FlatLayout) -> str:
     """Return the digest of the state that :func:`read` would fill, without allocating it."""
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    tensors = tensors_of(module)
     return digest(tensors[e.name] for block in (*layout.parameters, *layout.buffers) for e in block.entries)
 
 

@@ -17,14 +17,14 @@ from paceline.program import Program
 from paceline.replica.capture.capture import Captured
 from paceline.replica.capture.export import WAYS_OUT
 from paceline.replica.module_utils import preserve_tensors
-from paceline.replica.pipeline.base import Cut, Part
+from paceline.replica.pipeline.cut import Cut, Part
 from paceline.replica.pipeline.prepare import run_parts
 from paceline.replica.tensor.functionalize import functionalize
 from paceline.replica.tensor.graph_ops import operator_graph
-from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
+from paceline.replica.tensor.op_times import multiplication_counts
 from paceline.replica.tensor.placements import OnRank, Placement, Shard
 from paceline.replica.tensor.prepare import GatherText, agreed_op_times, check_same_plan, gather_alone
-from paceline.replica.tensor.rewrite import ShardGraph, add_unused_tensors, rewrite_for_shard
+from paceline.replica.tensor.rewrite import add_unused_tensors, rewrite_for_shard
 from paceline.replica.tensor.shard_check import check_shard
 from paceline.replica.tensor.sharding_plan import ShardingPlan, plan_sharding
 from paceline.replica.tensor.sharding_report import ShardingReport
@@ -33,57 +33,31 @@ from paceline.shard_rules import ShardRules
 
 
 @final
-class _TensorsOnly:
-    """The inputs are the tensors among a part's arguments; the other arguments are fixed."""
+class _TensorPart(nn.Module):
+    """A part that takes and returns tensors alone: its other arguments are fixed, its other results left out.
 
-    def __init__(self, arguments: Sequence[Any], tensors: Sequence[int]) -> None:
-        self._arguments, self._tensors = list(arguments), list(tensors)
+    It has the part's own tensors, under the same names.
+    """
+
+    _run: Callable[..., Any]
+
+    def __init__(self, part: torch.fx.GraphModule, arguments: Sequence[Any]) -> None:
+        super().__init__()
+        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
+        vars(self)["_run"] = part.forward
+        self._arguments = list(arguments)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.rebuild(self._run(*self.flatten(tensors)))
 
     def flatten(self, inputs: Any) -> list[Any]:
         """Return all arguments."""
-        arguments = list(self._arguments)
-        for index, tensor in zip(self._tensors, inputs, strict=True):
-            arguments[index] = tensor
-        return arguments
+        tensors = iter(inputs)
+        return [next(tensors) if isinstance(value, Tensor) else value for value in self._arguments]
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """Return the tensors among the results."""
         return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-
-
-@final
-class _TensorPart(nn.Module):
-    """A part that takes tensors alone; it has the part's own tensors, under the same names."""
-
-    _run: Callable[..., Any]
-
-    def __init__(self, part: torch.fx.GraphModule, form: _TensorsOnly) -> None:
-        super().__init__()
-        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
-        vars(self)["_run"] = part.forward
-        self._form = form
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self._form.rebuild(self._run(*self._form.flatten(tensors)))
-
-
-def check_part(shard: ShardGraph, part: Part, arguments: Sequence[Any], shards: TPCollectives) -> None:
-    """Compare a part's shards with it: results, gradients and buffers. All shards call this together.
-
-    Args:
-        shard: of the part.
-        part: as it was cut.
-        arguments: of its forward for a micro-batch.
-        shards: the group that runs it.
-
-    Raises:
-        InputError: names the first thing that differs.
-    """
-    tensors = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
-    received = frozenset(place for place, index in enumerate(tensors) if index >= len(part.inputs))
-    form = _TensorsOnly(arguments, tensors)
-    inputs = tuple(arguments[i] for i in tensors)
-    check_shard(shard, form, _TensorPart(part.module, form), inputs, shards, samples=(), of_inputs=received)
 
 
 @dataclass(frozen=True)
@@ -172,14 +146,18 @@ def shard_parts(
     parts: list[Part] = []
     placements: list[Mapping[str, Placement]] = []
     with request.program.autocast(str(next(request.module.parameters()).device)):
-        planner = _PartPlanner(request, gather, lambda whole, leaves: agreed_op_times(whole, leaves, gather))
+        planner = _PartPlanner(request, gather, measured=True)
         for part in request.cut.parts:
             plan, shards = planner.plan(part), own.get(part.number)
             if plan is not None and shards is not None:
                 shard = rewrite_for_shard(plan, shards)
                 add_unused_tensors(shard, part.module)
                 if checked:
-                    check_part(shard, part, planner.arguments[part.number], shards)
+                    arguments = planner.arguments[part.number]
+                    whole, inputs = _TensorPart(part.module, arguments), [a for a in arguments if isinstance(a, Tensor)]
+                    # Leaves of the model's input come first; gradients go back by the received values after them.
+                    received = range(len(part.inputs), len(inputs))
+                    check_shard(shard, whole, whole, tuple(inputs), shards, samples=(), of_inputs=received)
                 part = replace(part, module=shard.module)
             parts.append(part)
             placements.append({} if plan is None else plan.parameters)
@@ -195,33 +173,31 @@ def plan_parts(request: ShardingRequest) -> list[ShardingPlan | None]:
         InputError: as :func:`shard_parts`.
     """
     with request.program.autocast(str(next(request.module.parameters()).device)):
-        planner = _PartPlanner(request, gather_alone, lambda *_: multiplication_counts)
+        planner = _PartPlanner(request, gather_alone, measured=False)
         return [planner.plan(part) for part in request.cut.parts]
 
 
 class _PartPlanner:
     """Plans part after part; a tied weight is placed as in the first part that holds it."""
 
-    def __init__(
-        self, request: ShardingRequest, gather: GatherText, times: Callable[[Captured, Sequence[Any]], OpTimes]
-    ) -> None:
-        self._cut, self._counts, self._rules = request.cut, request.counts, request.rules
-        self._gather, self._times = gather, times
+    def __init__(self, request: ShardingRequest, gather: GatherText, *, measured: bool) -> None:
+        self._request, self._gather, self._measured = request, gather, measured
         self._tied: dict[str, Placement] = {}
         with preserve_tensors(request.module), torch.no_grad():
             self.arguments = [run.arguments for run in run_parts(request.cut, request.leaves)]
             """Arguments of each part for a micro-batch."""
-        known = {module for part in request.cut.parts for module in _modules(part)}
+        modules = {module for part in request.cut.parts for module in _modules(part)}
         for pattern in request.rules:
-            if not _matches(pattern, known):
-                raise unknown("module in shard_rules", pattern, known)
+            if not _matches(pattern, modules):
+                raise unknown("module in shard_rules", pattern, modules)
 
     def plan(self, part: Part) -> ShardingPlan | None:
         """Return the plan of a part, the same on all workers; None: it is not sharded."""
-        count, arguments = self._counts[part.number], self.arguments[part.number]
-        tied = [name for name, numbers in self._cut.tied.items() if part.number in numbers]
+        request, cut, arguments = self._request, self._request.cut, self.arguments[part.number]
+        count = request.counts[part.number]
+        tied = [name for name, numbers in cut.tied.items() if part.number in numbers]
         for name in tied:
-            counts = sorted({self._counts[number] for number in self._cut.tied[name]})
+            counts = sorted({request.counts[number] for number in cut.tied[name]})
             if len(counts) > 1:
                 raise InputError(
                     f"{name} is shared by stages of {counts[0]} and of {counts[-1]} shards; write the same number of "
@@ -230,12 +206,13 @@ class _PartPlanner:
         if count == 1:
             return None
         functionalize(part.module)  # in place: shards and the part that they are compared with are the same graph
-        captured: Captured = replace(self._cut.captured, module=part.module)
+        captured: Captured = replace(cut.captured, module=part.module)
         # Gradients go back to other parts through the placeholders of received values.
         received = set(part.module.graph.find_nodes(op="placeholder")[len(part.inputs) :])
         operators = operator_graph(captured, count, arguments, flowing=received)
-        rules = ShardRules({name: rule for name, rule in self._rules.items() if _matches(name, _modules(part))})
-        plan = plan_sharding(operators, count, rules, self._times(captured, arguments), self._tied)
+        rules = ShardRules({name: rule for name, rule in request.rules.items() if _matches(name, _modules(part))})
+        times = agreed_op_times(captured, arguments, self._gather) if self._measured else multiplication_counts
+        plan = plan_sharding(operators, count, rules, times, self._tied)
         check_same_plan(plan, self._gather)
         # Later parts that hold the weight have to place it in the same way: its gradients are summed shard by shard.
         self._tied |= {name: plan.parameters[name] for name in tied if name in plan.parameters}

@@ -11,22 +11,26 @@ from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.clipping import clip, clip_by_square, square_norm
-from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, clip, clip_by_square, optimizer_of_part, square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import Autograd
 
 
-class _LocalSteps:
-    """The optimizer steps of a replica, with the losses on the way."""
+class _SteppingReplica(Replica):
+    """A replica with an optimizer of its own, which makes a step on each batch.
+
+    Args:
+        program: gives loss, optimizer and scheduler.
+        autograd: computes gradients.
+    """
 
     def __init__(self, program: Program, autograd: Autograd) -> None:
         self._program, self._autograd = program, autograd
         self._gradient = autograd.layout.new()
         self._flat_optimizer: FlatOptimizer | None = None
-        self.reset()
+        self._losses, self._samples = 0.0, 0
 
-    def begin(self, state: FlatState) -> None:
+    def _begin(self, state: FlatState) -> None:
         """Step ``state``, to which the parameters are bound, with a new optimizer."""
         program, autograd = self._program, self._autograd
         if autograd.on_cpu:
@@ -35,12 +39,7 @@ class _LocalSteps:
             self._optimizer: Optimizer = program.optimizer(autograd.parameters)
             self._scheduler = program.scheduler(self._optimizer) if program.scheduler is not None else None
 
-    def reset(self) -> None:
-        """Forget the losses."""
-        self._losses, self._samples = 0.0, 0
-
-    def step(self, batch: Batch, clock: Clock) -> float:
-        """Make one step; returns the mean loss before it."""
+    def advance(self, batch: Batch, clock: Clock) -> float:
         if not batch.samples:
             return math.nan
         autograd, bound = self._autograd, self._program.clip_norm
@@ -65,15 +64,16 @@ class _LocalSteps:
         self._samples += batch.samples
         return loss
 
-    def measured(self, out: FlatState) -> Measured:
-        """Return the measurements of the steps since the last reset, whose result is ``out``."""
+    def _measured(self, out: FlatState) -> Measured:
+        """Return the measurements of the steps since A was adopted, whose result is ``out``."""
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
         return Measured(loss, self._samples, finite(out.parameters, loss))
 
 
-class LocalSGD(Replica):
+@final
+class LocalSGD(_SteppingReplica):
     """Steps its own parameters x, and sends how far they moved (LocalSteps) or x itself (elastic averaging).
 
     After a Δ that is not finite its own parameters are of no use: it begins anew with the next A.
@@ -87,23 +87,20 @@ class LocalSGD(Replica):
     """
 
     def __init__(self, program: Program, autograd: Autograd, adopt: Adopt, *, distance: bool) -> None:
-        self._autograd, self._rule, self._distance = autograd, adopt, distance
+        super().__init__(program, autograd)
+        self._rule, self._distance = adopt, distance
         self._own: FlatState | None = None
-        self._steps = _LocalSteps(program, autograd)
 
     def adopt(self, state: FlatState) -> None:
         if self._own is None:
             self._own = state.clone()
             self._read = state.clone()  # Δ is counted from here
-            self._steps.begin(self._own)
+            self._begin(self._own)
         else:
             mix(self._own, state, self._rule)
             self._read.copy_(self._own)
         self._autograd.bind(self._own)
-        self._steps.reset()
-
-    def advance(self, batch: Batch, clock: Clock) -> float:
-        return self._steps.step(batch, clock)
+        self._losses, self._samples = 0.0, 0
 
     def finish(self, out: FlatState) -> Measured:
         assert self._own is not None, "finish before adopt"
@@ -116,7 +113,7 @@ class LocalSGD(Replica):
                 torch._foreach_copy_(self._own.views.parameters, [p.detach() for p in self._autograd.parameters])
             if self._own.buffers:
                 self._autograd.write_buffers(self._own)
-        measured = self._steps.measured(out)
+        measured = self._measured(out)
         if not measured.finite:  # its own optimizer has that step in its state, too
             self._own = None
         return measured
@@ -203,25 +200,20 @@ class ShardedLocalSGD(Replica):
         return Measured(loss, self._samples, finite(out.parameters, 0.0))
 
 
-class WritesInPlace(Replica):
+class WritesInPlace(_SteppingReplica):
     """Steps the A that it is given in place, with an optimizer of its own: Hogwild."""
 
-    def __init__(self, program: Program, autograd: Autograd) -> None:
-        self._autograd, self._steps = autograd, _LocalSteps(program, autograd)
-        self._bound: FlatState | None = None
+    _bound: FlatState | None = None
 
     def adopt(self, state: FlatState) -> None:
         if self._bound is not state:
             self._autograd.bind(state)
-            self._steps.begin(state)
+            self._begin(state)
             self._bound = state
-        self._steps.reset()
-
-    def advance(self, batch: Batch, clock: Clock) -> float:
-        return self._steps.step(batch, clock)
+        self._losses, self._samples = 0.0, 0
 
     def finish(self, out: FlatState) -> Measured:
-        return self._steps.measured(out)
+        return self._measured(out)
 
 
 def mix(own: FlatState, sent: FlatState, rule: Adopt) -> None:

@@ -5,10 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_parameter_registration_hook,
-)
+from torch.nn.modules import module as registration
 from torch.nn.parameter import is_lazy
 
 from paceline.comm.shared_memory import SpillAllocator
@@ -27,17 +24,27 @@ def get_or_create_submodule(module: nn.Module, path: str) -> nn.Module:
 def materialize(program: Program, spill: SpillAllocator) -> nn.Module:
     """Build the module with A_0, of which no more than one tensor at a time is in memory that ``spill`` doesn't manage.
 
-    It has the same bits as ``program.build()``, and the same objects refer to each other. A tensor moves as soon as a
-    module is given it; one that something else still refers to stays where it is.
+    It has the same bits as ``program.build()``, and the same objects refer to each other. A plain tensor on the CPU
+    moves as soon as a module is given it; one that something else still refers to stays where it is.
     """
 
     def move(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         del module, name
-        if tensor is not None and _movable(tensor):
+        if tensor is None or type(tensor) not in (nn.Parameter, Tensor) or is_lazy(tensor):
+            return
+        if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
+            return
+        storage = tensor.untyped_storage()
+        alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and ``storage``
+        if alone and storage.nbytes() == tensor.nbytes:
+            del storage
             # The parameter object stays, so that tied modules and optimizers still refer to it.
             tensor.data = spill.kept(tensor.data)
 
-    hooks = register_module_parameter_registration_hook(move), register_module_buffer_registration_hook(move)
+    hooks = (
+        registration.register_module_parameter_registration_hook(move),
+        registration.register_module_buffer_registration_hook(move),
+    )
     try:
         module = program.build()
     finally:
@@ -45,17 +52,6 @@ def materialize(program: Program, spill: SpillAllocator) -> nn.Module:
             hook.remove()
     spill.settle()
     return module
-
-
-def _movable(tensor: Tensor) -> bool:
-    """Return True if it is a plain tensor on the CPU that owns its memory alone."""
-    if type(tensor) not in (nn.Parameter, Tensor) or is_lazy(tensor):
-        return False
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or not tensor.is_contiguous():
-        return False
-    storage = tensor.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) <= 2  # the tensor, and ``storage``
-    return alone and storage.nbytes() == tensor.nbytes
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:

@@ -57,11 +57,8 @@ class Preconditioner:
 
     def __init__(self, optimizer: FlatOptimizer | None) -> None:
         self._optimizer = optimizer if optimizer is not None and optimizer.adaptive else None
-
-    @property
-    def plain(self) -> bool:
+        self.plain = self._optimizer is None
         """True if gradients are measured as they are."""
-        return self._optimizer is None
 
     def ready(self, updates: int) -> bool:
         """Return True if there are scales after so many updates."""
@@ -75,7 +72,7 @@ class Preconditioner:
             (v / (1 - group["betas"][1] ** steps)).sqrt_().add_(group["eps"]).reshape(-1)
             for v, steps, group in self._optimizer.second_moments()
         ]
-        layout = self._optimizer.layout
+        layout = self._optimizer.state.layout
         if len(scales) == len(layout.parameters):
             return scales
         if len(scales) != len(layout.parameter_names):  # something has no second moment
@@ -111,9 +108,8 @@ class MicroNorms:
         else:
             self.sums = gradients
 
-    @property
     def norms(self) -> MicroStepNorms:
-        """The norms of a Δ that has had a micro-step."""
+        """Return the norms of a Δ that has had a micro-step."""
         return MicroStepNorms(self._squares / self._samples, self._pieces)
 
 

@@ -5,13 +5,13 @@ so any process that maps them can make any slice of the step. SGD does torch's o
 (``torch/optim/sgd.py`` of 2.13), so its bits are the same; Adam and AdamW are torch's fused kernel, which rounds as
 ``fused=True`` does. On 22,000 parameters torch.optim's checks and hooks take longer than the arithmetic.
 
-A new kernel is a class of this file under :func:`register`.
+A new kernel is a class of this file, in both of its tables.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -55,24 +55,6 @@ class StepKernel(ABC):
         """
 
 
-KERNELS: list[type[StepKernel]] = []
-"""All kernels; an encoded one begins with its index here."""
-KERNEL_OF: dict[type[Optimizer], type[StepKernel]] = {}
-Kernel = TypeVar("Kernel", bound=StepKernel)
-
-
-def register(*optimizers: type[Optimizer]) -> Callable[[type[Kernel]], type[Kernel]]:
-    """Class decorator: the kernel makes the steps of these optimizers."""
-
-    def add(kernel: type[Kernel]) -> type[Kernel]:
-        KERNELS.append(kernel)
-        KERNEL_OF.update(dict.fromkeys(optimizers, kernel))
-        return kernel
-
-    return add
-
-
-@register(SGD)
 @dataclass(slots=True)
 class SgdKernel(StepKernel):
     """Stochastic gradient descent."""
@@ -106,7 +88,6 @@ class SgdKernel(StepKernel):
         torch.add(before, gradient, alpha=-self.lr * weight, out=after)
 
 
-@register(Adam, AdamW)
 @dataclass(slots=True)
 class AdamKernel(StepKernel):
     """Adam, and with ``decoupled`` weight decay AdamW."""
@@ -130,22 +111,17 @@ class AdamKernel(StepKernel):
             gradient = gradient * weight
         if after is not before:
             after.copy_(before)
-        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
-        fused(
-            [after],
-            [gradient],
-            [state[0]],
-            [state[1]],
-            [],
-            [torch.tensor(float(self.number))],
-            lr=self.lr,
-            beta1=self.beta1,
-            beta2=self.beta2,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-            amsgrad=False,
-            maximize=False,
-        )
+        fused: Any = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        # Lists of vectors: parameters, gradients, both moments, their maxima (none).
+        vectors: tuple[list[Tensor], ...] = [after], [gradient], [state[0]], [state[1]], []
+        rates = {"lr": self.lr, "beta1": self.beta1, "beta2": self.beta2, "weight_decay": self.weight_decay}
+        steps = [torch.tensor(float(self.number))]
+        fused(*vectors, steps, **rates, eps=self.eps, amsgrad=False, maximize=False)
+
+
+KERNELS: tuple[type[StepKernel], ...] = (SgdKernel, AdamKernel)
+"""All kernels; an encoded one begins with its index here."""
+KERNEL_OF: dict[type[Optimizer], type[StepKernel]] = {SGD: SgdKernel, Adam: AdamKernel, AdamW: AdamKernel}
 
 
 def encode(kernel: StepKernel) -> list[float]:

@@ -9,8 +9,8 @@ Gradients may be handed over while the backward pass that computes the others st
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -115,26 +115,6 @@ class Autograd:
             grads.append(grad.to_dense() if grad.is_sparse else grad)
         return grads
 
-    def add_gradient_hooks(self, callback: Callable[[int], None]) -> ExitStack:
-        """Call ``callback(index)`` when a backward pass has added to a parameter's ``grad``, until the stack is closed.
-
-        It is called once for a parameter, also where that is used twice (probed on torch 2.13), except for several
-        reentrant checkpoints that use it once each.
-        """
-        hooks = ExitStack()
-        for index, parameter in enumerate(self.parameters):
-            hook = functools.partial(lambda index, _: callback(index), index)
-            hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)  # type: ignore[no-untyped-call]
-        return hooks
-
-    def dense_gradient(self, index: int) -> Tensor:
-        """Return the gradient of one parameter, which stays its ``grad``."""
-        grad = self.parameters[index].grad
-        assert grad is not None, "it has just been added to"
-        if grad.is_sparse:
-            self.parameters[index].grad = grad = grad.to_dense()
-        return grad
-
     def write_buffers(self, out: FlatState) -> None:
         """Copy the buffers as they are now into ``out``."""
         if self._buffers:
@@ -179,11 +159,17 @@ class GradientHooks:
         """Gradients added to twice in the last pass of some Δ."""
         self._first_delta, self._last = True, False
         self._samples = 0
-        self._hooks = autograd.add_gradient_hooks(self._added)
+        # Autograd calls a hook once for a parameter, also where that is used twice (probed on torch 2.13), except for
+        # several reentrant checkpoints that use it once each.
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(functools.partial(self._added, index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(autograd.parameters)
+        ]
 
     def close(self) -> None:
         """Remove the hooks."""
-        self._hooks.close()
+        for hook in self._hooks:
+            hook.remove()
 
     def begin_delta(self) -> None:
         """Begin a new Δ."""
@@ -205,7 +191,7 @@ class GradientHooks:
         self._first_delta &= not self._last
         self._last = False
 
-    def _added(self, index: int) -> None:
+    def _added(self, index: int, parameter: Tensor) -> None:
         if not self._last:
             return
         if index in self._sent:
@@ -218,7 +204,10 @@ class GradientHooks:
             self._twice.add(index)
         self._added_to.add(index)
         if not self._first_delta and index not in self._twice:
-            self._send(index, self._autograd.dense_gradient(index))
+            assert parameter.grad is not None, "it has just been added to"
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            self._send(index, parameter.grad)
 
     def _send(self, index: int, gradient: Tensor) -> None:
         if self._mean and self._samples:
@@ -291,5 +280,5 @@ class Single(Replica):
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
-        micro = self._norms.norms if self._norms is not None else None
+        micro = self._norms.norms() if self._norms is not None else None
         return Measured(loss, self._samples, finite(delta, loss), micro)

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule
 
 import paceline.replica.capture.capture  # noqa: F401
 from paceline.replica.capture.capture import Captured, capture
-from paceline.replica.capture.input_spec import flatten_tree, unconstrained_spec
+from paceline.replica.capture.input_spec import InputSpec, flatten_tree
 from paceline.replica.pipeline.cut_groups import Units, group
 from tests.zoo import ZOO, Job
 
@@ -30,7 +30,9 @@ def by_hand(tensors: dict[str, Tensor], build: Callable[[Graph], Any], inputs: i
     graph.output(output if isinstance(output, tuple) else (output,))
     names = {node.name: node.name.partition("_")[0] for node in graph.nodes}
     leaves = tuple(torch.zeros(1) for _ in range(inputs))
-    return Captured(GraphModule(tensors, graph), names, unconstrained_spec(leaves), flatten_tree((torch.zeros(1),), []))
+    return Captured(
+        GraphModule(tensors, graph), names, InputSpec.unconstrained(leaves), flatten_tree((torch.zeros(1),), [])
+    )
 
 
 def calls(graph: Graph, target: Any, *args: Any) -> Any:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.program import leaves
-from paceline.replica.pipeline.base import Crossing, Cut, Part
-from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.cut import Crossing, Cut, Part, cut
 from paceline.replica.pipeline.cut_groups import Units
 
 

@@ -14,10 +14,10 @@ from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured
 from paceline.replica.flat_optimizer import FlatOptimizer
 from paceline.replica.flat_state import FlatLayout, FlatState, read
-from paceline.replica.pipeline.base import Cut, StageReplicaGroup
-from paceline.replica.pipeline.comm_plan import CommPlan
+from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext
+from paceline.replica.pipeline.cut import Cut
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
+from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
@@ -127,7 +127,7 @@ class Recording(NullRecorder):
 
 
 def copy_of(cut: Cut, worker: int, plan: CommPlan) -> list[Any]:
-    return [part for part in cut.parts if plan.stage_of(part.number) == plan.columns.at(worker).stage]
+    return [part for part in cut.parts if plan.stage_of(part.number) == plan.stage_replicas.at(worker).stage]
 
 
 class Worker:
@@ -135,7 +135,7 @@ class Worker:
 
     def __init__(self, world: "World", number: int) -> None:
         cut = world.cut()
-        plan = CommPlan.of(cut, parse(world.schedule), world.workers, world.micro_batches, world.copies)
+        plan = CommPlan.of(cut, parse(world.schedule), world.stage_replicas, world.micro_batches)
         parts = copy_of(cut, number, plan)
         whole = merged_module(parts)
         self.layout = layout_of(whole, world.buffers)
@@ -143,22 +143,22 @@ class Worker:
         self.recorder = Recording()
         options = dict(world.options)
         steps = {name: options.pop(name) for name in ("micro_steps",) if name in options}
-        setup = PipelineSetup(
+        context = PipelineContext(
             world.program,
             plan,
             cut.captured,
             parts,
-            WorkerId(0, number),
             self.layout,
-            world.hub.wire(number),
-            self.recorder,  # type: ignore[arg-type]
-            replicas=world.turns(plan.columns.at(number)),
+            number,
+            p2p=world.hub.wire(number),
+            recorder=self.recorder,  # type: ignore[arg-type]
+            stage_replicas=world.turns(plan.stage_replicas.at(number)),
             **options,
         )
-        self.replica = Pipelined(setup, **steps)
-        self.stepper = None
+        self.replica = Pipelined(context, **steps)
+        self.optimizer = None
         if self.layout.parameters:
-            self.stepper = FlatOptimizer(world.program.optimizer, None, self.state, self.delta)
+            self.optimizer = FlatOptimizer(world.program.optimizer, None, self.state, self.delta)
         self.clock = 0
 
     def gradient(self, *accumulated: Batch) -> tuple[list[float], Measured]:
@@ -171,8 +171,8 @@ class Worker:
 
     def step(self, *accumulated: Batch) -> Measured:
         _, measured = self.gradient(*accumulated)
-        if self.stepper is not None:
-            self.stepper.step(self.delta.parameters)
+        if self.optimizer is not None:
+            self.optimizer.step(self.delta.parameters)
         for mine, made in zip(self.state.buffers, self.delta.buffers, strict=True):
             mine.copy_(made)
         return measured
@@ -195,9 +195,9 @@ class World:
 
     def __post_init__(self) -> None:
         self.hub = Hub(rendezvous=self.rendezvous)
-        columns = StageReplicas(self.copies or (1,) * self.workers)
-        self.tables = [Table(count) for count in columns.copies]
-        self.members = [Worker(self, number) for number in range(len(columns))]
+        self.stage_replicas = StageReplicas(self.copies or (1,) * self.workers)
+        self.tables = [Table(count) for count in self.stage_replicas.copies]
+        self.members = [Worker(self, number) for number in range(len(self.stage_replicas))]
 
     def turns(self, column: StageReplica) -> StageReplicaGroup | None:
         """The replicas of a column's stage."""

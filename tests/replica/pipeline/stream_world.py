@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from paceline import Program
+from paceline.core.mesh import StageReplicas
 from paceline.replica.base import Batch, Measured
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.pipeline.async_stage import AsyncStage
-from paceline.replica.pipeline.comm_plan import CommPlan
+from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext
 from paceline.replica.pipeline.micro_batches import micro_batch_sizes
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.stage_runtime import merged_module
 from paceline.schedule import parse
 from tests.replica.pipeline.hand_cuts import BORDERS as RUNTIME_BORDERS
@@ -56,7 +56,7 @@ class Member:
         module = stream.program.model()
         cut = by_hand(module, BORDERS[stream.kind][stream.workers])
         schedule = parse(stream.schedule).resolved(stream.micro_batches)
-        plan = CommPlan.of(cut, schedule, stream.workers, stream.micro_batches)
+        plan = CommPlan.of(cut, schedule, StageReplicas((1,) * stream.workers), stream.micro_batches)
         parts = copy_of(cut, number, plan)
         mine = merged_module(parts)
         buffers = [name for name, _ in module.named_buffers() if name.rpartition(".")[2] in BUFFERS]
@@ -64,18 +64,18 @@ class Member:
         self.start, self.out = read(mine, layout.new()), layout.new()
         self.names = {name for name, _ in self.start.named()}
         self.recorder = Recording()
-        setup = PipelineSetup(
+        context = PipelineContext(
             stream.program,
             plan,
             cut.captured,
             parts,
-            WorkerId(0, number),
             layout,
-            stream.hub.wire(number),
-            self.recorder,  # type: ignore[arg-type]
+            number,
+            p2p=stream.hub.wire(number),
+            recorder=self.recorder,  # type: ignore[arg-type]
             **stream.options,
         )
-        self.replica = AsyncStage(setup, FlatLayout.of(module))
+        self.replica = AsyncStage(context, FlatLayout.of(module))
         self.replica.adopt(self.start)
         self.clock = 0
         self.seen: list[tuple[int, Values]] = []

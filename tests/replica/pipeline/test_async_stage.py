@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.core.mesh import StageReplicas
 from paceline.replica.base import Batch
-from paceline.replica.pipeline.comm_plan import CommPlan, StreamStep
+from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.schedule import in_flight, parse
 from tests.replica.pipeline.hand_cuts import Chain, Norms
 from tests.replica.pipeline.pipeline_world import batches, program, same
@@ -159,8 +160,8 @@ def test_spans_name_micro_batches_of_the_stream() -> None:
 def test_the_endless_program_begins_as_that_of_a_long_stream(schedule: str, m: int, workers: int) -> None:
     """Action by action, until the long one's end is near; and no message is forgotten or told of twice."""
     value = parse(schedule).resolved(m)
-    plan = CommPlan(value, workers, m, (), {})
+    plan = CommPlan(value, StageReplicas((1,) * workers), m, (), {})
     for worker in range(workers):
-        endless: list[StreamStep] = list(itertools.islice(plan.stream(worker), 150))
+        endless: list[ScheduledAction] = list(itertools.islice(plan.stream(worker), 150))
         expected = list(itertools.islice(value.actions(worker, workers, 500), 150))
-        assert [step.action.action for step in endless] == expected
+        assert [step.action for step in endless] == expected

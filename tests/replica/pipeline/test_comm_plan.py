@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.replica.pipeline.base import Crossing
+from paceline.core.mesh import StageReplicas
 from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
+from paceline.replica.pipeline.cut import Crossing
 from paceline.replica.pipeline.p2p_queue import P2PMessage
 from paceline.schedule import parse
 
@@ -28,11 +29,11 @@ def plans(draw: st.DrawFn) -> tuple[CommPlan, int]:
             crossings.append(Crossing(f"skip{k}", ends[0], tuple(ends[1:])))
     turns = st.integers(1, 3) if schedule.allows_stage_replicas else st.just(1)
     copies = tuple(draw(st.lists(turns, min_size=workers, max_size=workers)))
-    return CommPlan(schedule, workers, m, tuple(crossings), {}, copies), draw(st.integers(1, m))
+    return CommPlan(schedule, StageReplicas(copies), m, tuple(crossings), {}), draw(st.integers(1, m))
 
 
 def ways(plan: CommPlan, count: int) -> list[WorkerProgram]:
-    return [plan.worker_program(worker, count) for worker in range(plan.workers)]
+    return [plan.worker_program(worker, count) for worker in range(len(plan.stage_replicas))]
 
 
 @given(plans())
@@ -103,7 +104,7 @@ class Rendezvous:
 
 
 def test_a_message_describes_itself_in_words() -> None:
-    plan = CommPlan(parse("1f1b"), 2, 4, (Crossing("relu", 0, (1,)),), {})
+    plan = CommPlan(parse("1f1b"), StageReplicas((1, 1)), 4, (Crossing("relu", 0, (1,)),), {})
     there, back = plan.worker_program(1, 4).actions[0].receives[0], plan.worker_program(0, 4).actions[2].receives[0]
     assert there.description == "relu of micro-batch 0, from stage 0 for stage 1 (1F0)"
     assert back.description == "the gradient of relu of micro-batch 0, from stage 1 for stage 0 (0B0)"
@@ -111,7 +112,7 @@ def test_a_message_describes_itself_in_words() -> None:
 
 @pytest.mark.parametrize("worker", [0, 1])
 def test_gradients_of_a_value_come_in_ascending_order_of_its_consumers(worker: int) -> None:
-    plan = CommPlan(parse("interleaved:chunks=2"), 2, 2, (Crossing("a", worker, (2, 3)),), {})
+    plan = CommPlan(parse("interleaved:chunks=2"), StageReplicas((1, 1)), 2, (Crossing("a", worker, (2, 3)),), {})
     needs = [task.receives for task in plan.worker_program(worker, 2).actions if task.action.stage == worker]
     backward = [tuple(m.consumer for m in each) for each in needs if each and each[0].gradient]
     assert backward == [(2, 3), (2, 3)]

@@ -66,7 +66,7 @@ def test_bytes_of_values_parameters_and_what_is_saved() -> None:
     """x (5×3) → Linear(3, 4) → Tanh → Linear(4, 2), in numbers of 8 bytes."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     units, costs = costs_of(model, torch.randn(5, 3).double())
-    assert list(costs.units.values) == [SharedItem(160, (1,), made=0), SharedItem(160, (2,), made=1)]
+    assert list(costs.units.values) == [SharedItem(160, (1,), producer=0), SharedItem(160, (2,), producer=1)]
     assert list(costs.units.held) == [
         SharedItem(96, (0,)),
         SharedItem(32, (0,)),
@@ -95,8 +95,8 @@ def test_the_last_unit_uses_what_the_output_holds_and_tied_parameters_are_one() 
     units, costs = costs_of(Widening(), torch.arange(4))
     last = len(units.groups) - 1
     names = [nodes[0].name for nodes in units.groups]
-    value = next(item for item in costs.units.values if item.made == names.index("embedding"))
-    assert value == SharedItem(4 * 3 * 8, (names.index("linear"), last), made=names.index("embedding"))
+    value = next(item for item in costs.units.values if item.producer == names.index("embedding"))
+    assert value == SharedItem(4 * 3 * 8, (names.index("linear"), last), producer=names.index("embedding"))
     weight = next(item for item in costs.units.held if item.nbytes == 7 * 3 * 8)
     assert weight.uses[0] == names.index("embedding")
     assert len(weight.uses) == 2

@@ -24,7 +24,7 @@ def total(items: Sequence[SharedItem], first: int, last: int, *, made_before: bo
     return sum(
         item.nbytes
         for item in items
-        if any(first <= use < last for use in item.uses) and (not made_before or item.made < first)
+        if any(first <= use < last for use in item.uses) and (not made_before or item.producer < first)
     )
 
 

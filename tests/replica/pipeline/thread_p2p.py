@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import WaitTimeoutError
-from paceline.replica.pipeline.base import P2P, PendingRecv, StageReplicaGroup
+from paceline.replica.pipeline.p2p_queue import P2P, StageReplicaGroup
 
 BOUND_S = 60
 """Longer than any test takes, so that a deadlock ends."""
@@ -73,7 +73,7 @@ class Thread(P2P):
                 count = len(line.sent)
                 self.hub.wait(lambda: len(line.expected) >= count, f"{destination} to expect {description}")
 
-    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
         with self.hub.changed:
             line = self.hub.lines[source, self.worker]
             line.expected.append(description)
@@ -88,14 +88,14 @@ class Thread(P2P):
 
 
 @dataclass
-class Expected(PendingRecv):
+class Expected:
     hub: Hub
     line: Line
     place: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def wait(self) -> Tensor:
+    def __call__(self) -> Tensor:
         with self.hub.changed:
             self.hub.wait(lambda: len(self.line.sent) > self.place, self.line.expected[self.place])
             tensor, what = self.line.sent[self.place]

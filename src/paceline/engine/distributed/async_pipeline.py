@@ -72,7 +72,7 @@ class AsyncStageShard(RankShard, Update):
 
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
         del weight  # each rank steps by itself
-        self.worker = self.stage = AsyncStage(self.pipeline.setup(recorder), self.pipeline.whole)
+        self.worker = self.stage = AsyncStage(self.pipeline.pipeline_context(recorder), self.pipeline.whole)
         return self.stage
 
     def apply(self, factor: float, rate: float) -> None:
@@ -84,7 +84,7 @@ class AsyncStageShard(RankShard, Update):
         So it is the A of PipeDream's formula: w_0(t - p + 1), ..., w_{p-1}(t). After the end of the stream all stages
         have had the same updates.
         """
-        if self.stage.begun:
+        if self.stage.stash is not None:
             self.state.take(self.stage.stash.state)
         return self.pipeline.full_state(wanted=wanted)
 

@@ -218,7 +218,7 @@ class DistributedRun:
         optimizer = shard.update.optimizer
         optimizer_bytes = 0 if optimizer is None else optimizer.nbytes
         if isinstance(shard, AsyncStageShard):  # its replica steps by itself
-            optimizer_bytes = shard.stage.optimizer_bytes
+            optimizer_bytes = 0 if shard.stage.stash is None else shard.stage.stash.optimizer_bytes
         figures = self._sink.newest._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
         local_figures = replace(
             worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),

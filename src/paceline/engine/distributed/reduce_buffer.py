@@ -29,7 +29,7 @@ from torch import Tensor
 from paceline.core.types import Clock, Nanoseconds
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.rank_context import RankSetup
-from paceline.replica.clipping import square_norm
+from paceline.replica.flat_optimizer import square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 BITS = 22

@@ -13,8 +13,7 @@ from paceline.engine.distributed.reduce_buffer import ModelParallelSync, ReduceB
 from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.spmd.communicator import Communicator
 from paceline.program import Program
-from paceline.replica.clipping import clip_by_square, clip_scale, square_norm
-from paceline.replica.flat_optimizer import FlatOptimizer, optimizer_of_part
+from paceline.replica.flat_optimizer import FlatOptimizer, clip_by_square, clip_scale, optimizer_of_part, square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.single import GradientHandoff
 
@@ -74,7 +73,8 @@ class ReplicatedUpdate(Update):
         communicator: Communicator | None = None,
     ) -> None:
         self._buffer, self._owner, self._compression, self._communicator = buffer, owner, compression, communicator
-        self.reduced_vectors, self.optimizer = buffer.vectors if compression is None else buffer.tails(), owner.stepper
+        self.reduced_vectors = buffer.vectors if compression is None else buffer.tails()
+        self.optimizer = owner.flat_optimizer
         blocks = buffer.state.layout.parameters if compression is not None else ()
         self._compressed = [
             (compression.start([tuple(e.shape) for e in block.entries], block.dtype), vector)

@@ -20,10 +20,9 @@ from paceline.replica.capture.capture import Captured, capture
 from paceline.replica.capture.input_spec import Rebuild, batch_size
 from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import materialize
-from paceline.replica.pipeline.base import Cut
-from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction, WorkerProgram
+from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
 from paceline.replica.pipeline.costs import measure
-from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.cut import Cut, cut
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batch_sizes, micro_batches
 from paceline.replica.pipeline.p2p_queue import P2PQueue
 from paceline.replica.pipeline.partition import Boundaries
@@ -182,21 +181,17 @@ class _StageModel:
             made = self._cut(module, select_rows(inputs, samples, slice(micro_batch_sizes(samples, count)[0])))
         assert context.communicator is not None, "one worker answers by itself"
         self.captured = made.captured
-        self._plan = CommPlan.of(made, strategy.order, strategy.stage_count, count, strategy.copies)
+        self._plan = CommPlan.of(made, strategy.order, self._mesh.stage_replicas, count)
         self._queue = P2PQueue(ProcessGroupP2P(context.communicator, Routes(self._mesh, self._place)))
         self._part, self._is_last = made.parts[self._place.stage], self._place.stage == len(made.parts) - 1
         self._part.module.eval()
-        self._programs: dict[int, WorkerProgram] = {}
-        """Number of micro-batches -> what this worker does with them."""
+        self._worker = self._mesh.stage_replicas.number(self._mesh.stage_replica(self._place))
 
     def answer(self, inputs: Tree) -> Answer:
         """Run all micro-batches through this worker's part; return the last stage's outputs, on its first shard."""
         batch, count = Batch(inputs, (), batch_size(inputs)), self._strategy.micro_batch_count
         chunks = micro_batches(batch, count, self.captured.flatten)
-        if len(chunks) not in self._programs:
-            worker = self._mesh.stage_replicas.number(self._mesh.stage_replica(self._place))
-            self._programs[len(chunks)] = self._plan.worker_program(worker, len(chunks))
-        program, queue = self._programs[len(chunks)], self._queue
+        program, queue = self._plan.worker_program(self._worker, len(chunks)), self._queue
         queue.begin([m for m in program.incoming if not m.gradient], [chunk.shapes for chunk in chunks])
         outputs: dict[int, Sequence[Any]] = {}
         for action in program.actions:

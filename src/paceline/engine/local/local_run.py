@@ -72,7 +72,7 @@ class LocalRun:
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         estimator = NoiseEstimator(noise) if noise else None
         optimizer = ServerOptimizer(job.program, context.policy, state, estimator) if context.delta_slots else None
-        remembers = optimizer.stepper.state_count if optimizer else 0
+        remembers = optimizer.flat_optimizer.state_count if optimizer else 0
         self._arena, self._control_block = open_arena(context, state.layout, remembers)
         closing.callback(self._arena.close)
         digest = state.digest()

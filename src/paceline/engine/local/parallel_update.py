@@ -23,7 +23,7 @@ from paceline.engine.local.arena import ParameterArena
 from paceline.engine.local.control_block import ControlBlock, UpdateSlice, UpdateTask
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.server_optimizer import ServerOptimizer, Weighted
-from paceline.replica.clipping import clip_scale
+from paceline.replica.flat_optimizer import clip_scale
 from paceline.replica.optimizer_kernels import StepKernel, decode, encode
 
 CHUNK = 2**16
@@ -139,10 +139,10 @@ class ParallelUpdate:
         except PacelineError:  # without memory for that main makes all updates
             self._least_deltas = math.inf
             return False
-        for own, shared in zip(self._owner.stepper.state_vectors, self._arena.memory[0], strict=True):
+        for own, shared in zip(self._owner.flat_optimizer.state_vectors, self._arena.memory[0], strict=True):
             for vector, buffer in zip(own, shared, strict=True):
                 buffer.copy_(vector)
-        self._memory, self._owner.stepper.state_vectors = 0, self._arena.memory[0]
+        self._memory, self._owner.flat_optimizer.state_vectors = 0, self._arena.memory[0]
         return True
 
     def apply(self, deltas: Weighted, names: Named, rate: float, buffers: tuple[int, int], by: list[ReplicaId]) -> None:
@@ -167,7 +167,7 @@ class ParallelUpdate:
                 task = task._replace(of_sum=True, deltas=((0, 0, clip_scale(square, self._owner.clip_norm)),))
             self._run(task, replicas)
             self._memory = 1 - self._memory
-            self._owner.stepper.state_vectors = self._arena.memory[self._memory]
+            self._owner.flat_optimizer.state_vectors = self._arena.memory[self._memory]
 
         self._owner.divide(deltas, rate, self._arena.version(destination), step)
 
@@ -184,7 +184,7 @@ class ParallelUpdate:
         def finished(replica: ReplicaId) -> bool:
             return self._control.finished_slices[replica] == task.number
 
-        self._workers.wait_for(finished, parts, f"their part of update {self._owner.stepper.steps}")
+        self._workers.wait_for(finished, parts, f"their part of update {self._owner.flat_optimizer.steps}")
         # A slice whose worker died is computed here: nothing that it reads was written. Squares are summed in the
         # order of the slices, so that the norm is the same whichever worker was first.
         return sum(

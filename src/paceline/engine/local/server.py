@@ -80,7 +80,7 @@ class SharedMemoryServer:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state, once for all replicas."""
-        return 0 if self._context.owner is None else self._context.owner.stepper.nbytes
+        return 0 if self._context.owner is None else self._context.owner.flat_optimizer.nbytes
 
     # ----------------------------------------------------------------------------------------------------- completions
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Seconds
 from paceline.engine.spmd.communicator import Communicator
-from paceline.replica.pipeline.base import P2P, PendingRecv
+from paceline.replica.pipeline.p2p_queue import P2P
 
 
 @dataclass(frozen=True)
@@ -156,10 +156,16 @@ class ProcessGroupP2P(P2P):
             self._sends.append(_Send(works, moved, description))
             self._communicator.sent_bytes += tensor.nbytes * len(ranks)
 
-    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> PendingRecv:
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
         buffer = torch.empty(*shape, dtype=dtype, device=self._communicator.device)
         work = self._group.recv([_real(buffer)], self._sources[source], 0) if buffer.numel() else None
-        return _Message(self, work, buffer, description)
+
+        def received() -> Tensor:
+            if work is not None:
+                self.wait(work, description)
+            return buffer
+
+        return received
 
     def wait_sends(self, newest: int = 0) -> None:
         while len(self._sends) > newest:
@@ -189,15 +195,3 @@ class _Send(NamedTuple):
     works: list[Any]
     tensor: Tensor
     description: str
-
-
-@final
-class _Message(PendingRecv):
-    def __init__(self, p2p: ProcessGroupP2P, work: Any, buffer: Tensor, description: str) -> None:
-        self._p2p, self._work, self._buffer, self._description = p2p, work, buffer, description
-
-    def wait(self) -> Tensor:
-        if self._work is not None:
-            self._p2p.wait(self._work, self._description)
-            self._work = None
-        return self._buffer

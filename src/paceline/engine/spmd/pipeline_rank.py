@@ -17,10 +17,9 @@ from paceline.replica.base import Batch
 from paceline.replica.flat_state import read
 from paceline.replica.hybrid import ShardedParts, ShardingRequest, shard_parts
 from paceline.replica.module_utils import tensors_of
-from paceline.replica.pipeline.base import NoP2P, StageReplicaGroup
-from paceline.replica.pipeline.comm_plan import CommPlan
+from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext
+from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.partition import Boundaries
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
 from paceline.replica.pipeline.pipelined import Pipelined
 from paceline.replica.pipeline.prepare import Agree, first_rows, part_dependencies, prepare_cut
 from paceline.replica.pipeline.stage_runtime import merged_module
@@ -96,20 +95,22 @@ class PipelineRank(ModelParallelRank):
             # Each shard of this stage computes a term of the gradient of these.
             partial = [name for name, placement in placements.items() if placement == PARTIAL_GRAD]
             partial_grads = PartialGrads(self.shards, self.layout, partial)
-        return Pipelined(self.setup(recorder), micro_steps=micro_steps, partial_grads=partial_grads)
+        return Pipelined(self.pipeline_context(recorder), micro_steps=micro_steps, partial_grads=partial_grads)
 
-    def setup(self, recorder: AnyRecorder) -> PipelineSetup:
+    def pipeline_context(self, recorder: AnyRecorder) -> PipelineContext:
         """Return the components of this rank's part of a replica; ``recorder`` records its spans."""
         job, communicator = self.run_context.job, self.context.communicator
-        strategy = job.strategy
-        return PipelineSetup(
+        strategy, replicas = job.strategy, self.mesh.stage_replicas
+        return PipelineContext(
             job.program,
-            CommPlan.of(self.cut, self.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies),
+            CommPlan.of(self.cut, self.order, replicas, strategy.micro_batch_count),
             self.cut.captured,
             self.parts,
-            WorkerId(self.replica, self.mesh.stage_replicas.number(self._column), self.run_context.device(self.rank)),
             self.layout,
-            NoP2P() if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place)),
+            replicas.number(self._column),
+            self.replica,
+            self.run_context.device(self.rank),
+            None if communicator is None else ProcessGroupP2P(communicator, Routes(self.mesh, self.place)),
             recorder,
             strategy.recompute,
             strategy.batchnorm,

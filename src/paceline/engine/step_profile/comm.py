@@ -171,10 +171,10 @@ def _round_trip(context: RankContext, p2p: ProcessGroupP2P, nbytes: int) -> Mess
     if rank == 0:
         p2p.isend(value, 1, "a value")
         send = time.perf_counter() - began
-        p2p.irecv(value.shape, value.dtype, 1, "a value").wait()
+        p2p.irecv(value.shape, value.dtype, 1, "a value")()
         both = time.perf_counter() - began
     else:
-        arrived = p2p.irecv(value.shape, value.dtype, 0, "a value").wait()
+        arrived = p2p.irecv(value.shape, value.dtype, 0, "a value")()
         p2p.isend(arrived, 0, "a value")
         send = both = 0.0
     p2p.wait_sends()
@@ -184,7 +184,7 @@ def _round_trip(context: RankContext, p2p: ProcessGroupP2P, nbytes: int) -> Mess
     barrier(context)  # the value has arrived, so that receiving it does not include waiting
     began = time.perf_counter()
     if rank == 0:
-        p2p.irecv(value.shape, value.dtype, 1, "a value").wait()
+        p2p.irecv(value.shape, value.dtype, 1, "a value")()
     receive = time.perf_counter() - began
     p2p.wait_sends()
     return MessageTime(send, receive, max(0.0, both / 2 - send - receive))

@@ -18,11 +18,10 @@ from paceline.engine.step_profile.compute import Pass, RankProfile, parameter_sh
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import preserve_tensors, tensors_of
-from paceline.replica.pipeline.base import Cut, Part
-from paceline.replica.pipeline.comm_plan import CommPlan, ScheduledAction
+from paceline.replica.pipeline.comm_plan import CommPlan, PipelineContext, ScheduledAction
+from paceline.replica.pipeline.cut import Cut, Part
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.p2p_queue import P2PMessage, Received
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup, WorkerId
+from paceline.replica.pipeline.p2p_queue import Received
 from paceline.replica.pipeline.prepare import part_dependencies, prepare_cut
 from paceline.replica.pipeline.stage_runtime import StageRuntime, merged_module
 from paceline.replica.tensor.placements import Placement, shard_layout
@@ -69,11 +68,11 @@ class _IsolatedWorker:
         whole = FlatLayout.of(self._module, self._job.running_buffers)
         parts, placements = self._parts(cut)
         layout = shard_layout(whole.part(tensors_of(merged_module(parts)).keys()), placements, self._fake.rank)
-        plan = CommPlan.of(cut, strategy.order, strategy.stage_count, strategy.micro_batch_count, strategy.copies)
+        plan = CommPlan.of(cut, strategy.order, mesh.stage_replicas, strategy.micro_batch_count)
         number = mesh.stage_replicas.number(column)
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
         self._place = StageRuntime(
-            PipelineSetup(self._job.program, plan, cut.captured, parts, WorkerId(0, number), layout, **means)
+            PipelineContext(self._job.program, plan, cut.captured, parts, layout, number, **means)
         )
         self._state, self._share = read(merged_module(parts), layout.new()), parameter_share(layout, whole)
         self._jobs = self._place.micro_batches(self._batch, self._batch.samples, 0)
@@ -126,13 +125,12 @@ class _IsolatedWorker:
         elif task.action.kind == "backward_weight":
             stage.backward_weight(micro_batch)
         else:
-            if stage.needs_recompute(micro_batch):
-                stage.recompute(micro_batch)
+            stage.recompute(micro_batch)
             split = task.action.kind == "backward_input"
             gradients = {
                 name: self._inputs.gradients[name, index] for name in stage.differentiable_outputs(micro_batch)
             }
-            stage.backward(micro_batch, gradients, task.sends, _drop_gradient, split=split)
+            stage.backward(micro_batch, gradients, task.sends, lambda *_: 0, split=split)
 
     def _micro_batches(self, cut: Cut) -> list[MicroBatch]:
         return micro_batches(self._batch, self._job.strategy.micro_batch_count, cut.captured.flatten)
@@ -201,7 +199,3 @@ def _fresh(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.clone().requires_grad_()
     return value
-
-
-def _drop_gradient(message: P2PMessage, gradient: Tensor) -> None:
-    """Do nothing: no stage before this one waits for it."""

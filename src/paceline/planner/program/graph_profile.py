@@ -67,7 +67,10 @@ def units_of(units: Units, costs: Mapping[int, Costs]) -> tuple[Unit, ...]:
     saved = [_saved_bytes(each.units.saved, count) for each in costs.values()]
     # bytes over a cut behind each unit: values that it or an earlier unit makes for a later one
     output = [
-        [sum(item.nbytes for item in each.units.values if item.made <= unit < max(item.uses)) for unit in range(count)]
+        [
+            sum(item.nbytes for item in each.units.values if item.producer <= unit < max(item.uses))
+            for unit in range(count)
+        ]
         for each in costs.values()
     ]
     own, tied = _parameters(units)

@@ -158,6 +158,12 @@ class InputSpec:
     """The least number of samples in a batch."""
     _checked: set[tuple[Any, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
 
+    @classmethod
+    def unconstrained(cls, inputs: Tree) -> "InputSpec":
+        """Return the spec of a model that takes tensors of any size."""
+        named = named_leaves(_as_arguments(inputs))
+        return cls(outline_of(inputs), tuple(LeafSpec(name, tensor.dtype, None) for name, tensor in named))
+
     def flatten(self, inputs: Tree) -> list[Tensor]:
         """Return the leaves of an input in the graph's order.
 
@@ -180,8 +186,24 @@ class InputSpec:
                     f"input{leaf.name} is of {tensor.dtype}, but the model was captured with {leaf.dtype}; write "
                     f"input{leaf.name}.to({leaf.dtype}) where the data are made"
                 )
-            if leaf.dims is not None:
-                self._check_dims(leaf, tensor, leaf.dims, sizes, first)
+            if leaf.dims is not None and tensor.dim() != len(leaf.dims):
+                raise InputError(
+                    f"input{leaf.name} has {tensor.dim()} dims, {tuple(tensor.shape)}, but the model was captured with "
+                    f"{len(leaf.dims)}; give every batch as many"
+                )
+            for index, (size, dim) in enumerate(zip(tensor.shape, leaf.dims or (), strict=False)):
+                place = f"dim {index} of input{leaf.name}"
+                if isinstance(dim, int):
+                    if size != dim:
+                        why = self.why_fixed(dim)
+                        raise InputError(f"{place} is {size}, but {why}; pad the inputs to {dim}, or {_AS_IS}")
+                elif sizes.setdefault(dim, size) != size:
+                    raise InputError(
+                        f"{place} is {size} and {first[dim]} is {sizes[dim]}, but the model's graph holds only where "
+                        f"they are equal; pad the inputs, or {_AS_IS}"
+                    )
+                else:
+                    first.setdefault(dim, place)
         samples = next((len(t) for t in tensors if t.dim()), self.smallest)
         if samples < self.smallest:
             raise InputError(
@@ -200,26 +222,6 @@ class InputSpec:
                     f"for which it holds, or {_AS_IS}"
                 )
 
-    def _check_dims(
-        self, leaf: LeafSpec, tensor: Tensor, dims: tuple[Dim, ...], sizes: dict[str, int], first: dict[str, str]
-    ) -> None:
-        if tensor.dim() != len(dims):
-            raise InputError(
-                f"input{leaf.name} has {tensor.dim()} dims, {tuple(tensor.shape)}, but the model was captured with "
-                f"{len(dims)}; give every batch as many"
-            )
-        for index, (size, dim) in enumerate(zip(tensor.shape, dims, strict=True)):
-            place = f"dim {index} of input{leaf.name}"
-            if isinstance(dim, int) and size != dim:
-                raise InputError(f"{place} is {size}, but {self.why_fixed(dim)}; pad the inputs to {dim}, or {_AS_IS}")
-            if isinstance(dim, str) and sizes.setdefault(dim, size) != size:
-                raise InputError(
-                    f"{place} is {size} and {first[dim]} is {sizes[dim]}, but the model's graph holds only where they "
-                    f"are equal; pad the inputs, or {_AS_IS}"
-                )
-            if isinstance(dim, str):
-                first.setdefault(dim, place)
-
     def why_fixed(self, size: int) -> str:
         """Return the reason, for a message, why tracing has fixed a dim at this size."""
         line = f": {self.fixed[size]} takes it for a number" if size in self.fixed else ""
@@ -227,12 +229,6 @@ class InputSpec:
 
 
 _AS_IS = "write the model as an nn.Sequential, whose children run as they are"
-
-
-def unconstrained_spec(inputs: Tree) -> InputSpec:
-    """Return the spec of a model that takes tensors of any size."""
-    named = named_leaves(_as_arguments(inputs))
-    return InputSpec(outline_of(inputs), tuple(LeafSpec(name, tensor.dtype, None) for name, tensor in named))
 
 
 def outline_of(inputs: Tree) -> Tree:

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +67,7 @@ def check(
     named: Named,
     inputs: Tree,
     *,
-    what: str = "graph",
+    description: str = "graph",
     samples: Sequence[int] = (2, 3),
     ulps: float = 32,
     of_inputs: bool | Collection[int] = True,
@@ -88,7 +88,7 @@ def check(
             run for the parameters, after it for the buffers. A name that it leaves out has no gradient, and a buffer
             that it leaves out is the model's own.
         inputs: a batch as the model is called with it, of any number of samples.
-        what: the version, in words for the message.
+        description: the version, in words for the message.
         samples: sizes of the batches that are compared; those that the model itself can't take are skipped, and where
             it takes none, the batch is compared as it is.
         ulps: the largest difference of two elements, in units of the last place of the tensor's largest one. The same
@@ -104,132 +104,129 @@ def check(
     Raises:
         InputError: names the first output, parameter, input or buffer that differs, and says how to go on.
     """
-    comparison = _Comparison(module, run, named, what, ulps, of_inputs)
+    name = type(module).__name__
+
+    def compare(inputs: Tree) -> Exception | None:
+        """Raise InputError where the two differ; return the model's own exception, if it raises one."""
+        spill = SpillAllocator()
+        try:
+            expected = _results(
+                module, partial(call, module), lambda: tensors_of(module), inputs, of_inputs, lambda _, g: spill.kept(g)
+            )
+        except Exception as error:
+            return error  # the model itself can't take so few samples
+        count = f"{batch_size(inputs)} samples"
+        scale = max(map(largest, expected.gradients.values()), default=0.0)
+
+        def compare_gradient(name: str, gradient: Tensor) -> str:
+            return gradient_difference(expected.gradients.get(name), gradient, ulps, scale)
+
+        try:
+            actual = _results(module, run, named, inputs, of_inputs, compare_gradient)
+        except InputError:
+            raise
+        except Exception as error:
+            raise InputError(
+                f"the {description} of {name} fails on {count}, which the model itself takes: "
+                f"{type(error).__name__}: {error}; change that, or {WAYS_OUT}"
+            ) from error
+        if found := _first_difference(expected, actual, ulps):
+            raise InputError(
+                f"the {description} of {name} does not do what the model does: with {count} {found}; "
+                f"{_reason(found, expected.functions)}; change that, or {WAYS_OUT}"
+            )
+        return None
+
     # What a run leaves in an attribute stays for the next one: a graph can't know it, and then differs.
     with preserve_state(module, training=training):
-        failures = [comparison.compare(resized(inputs, count)) for count in samples]
-        failure = comparison.compare(inputs) if all(failures) else None
+        failures = [compare(resized(inputs, count)) for count in samples]
+        failure = compare(inputs) if all(failures) else None
         if failure is not None:
             mode = "training" if training else "evaluation"
             raise InputError(
-                f"{type(module).__name__} itself fails in {mode} on the batch that it is given: "
-                f"{type(failure).__name__}: {failure}"
+                f"{name} itself fails in {mode} on the batch that it is given: {type(failure).__name__}: {failure}"
             ) from failure
 
 
-Kept = TypeVar("Kept")
-"""What is kept of a gradient: of all at once there may be more than there is memory for."""
 _SEED = 6174
 """Seed of dropout and of r; any number would do."""
 
 
 @dataclass(frozen=True)
-class _Results(Generic[Kept]):
+class _Results:
     """The results of one run, under the names that a message has for them."""
 
     outputs: Mapping[str, Tensor]
-    gradients: Mapping[str, Kept]
+    gradients: Mapping[str, Any]
+    """What is kept of each: of all at once there may be more than there is memory for."""
     buffers: Mapping[str, Tensor]
     functions: tuple[str, ...]
     """The model's own autograd Functions that its backward goes through."""
 
 
-@dataclass(frozen=True)
-class _Comparison:
-    """A model and its version; see :func:`check` for the fields."""
+def _results(
+    module: nn.Module,
+    run: Run,
+    named: Named,
+    inputs: Tree,
+    of_inputs: bool | Collection[int],
+    keep: Callable[[str, Tensor], Any],
+) -> _Results:
+    """Run a version of a model, whose buffers it may write; see :func:`check` for the arguments."""
+    tensors = named()
+    buffers = [name for name, _ in module.named_buffers()]
+    torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
+    running = {name: tensors[name] for name in buffers if name in tensors}
+    with preserve_tensors(module, running, seed=_SEED):
+        sources = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
+        places = iter(enumerate(place for place, _ in named_leaves(inputs)))
 
-    module: nn.Module
-    run: Run
-    named: Named
-    what: str
-    ulps: float
-    of_inputs: bool | Collection[int]
+        def feed(tensor: Tensor) -> Tensor:
+            # A clone, since a model may write into its inputs.
+            index, place = next(places)
+            wanted = of_inputs if isinstance(of_inputs, bool) else index in of_inputs
+            if not (wanted and tensor.is_floating_point()):
+                return tensor.clone()
+            sources[f"input{place}"] = leaf = tensor.detach().clone().requires_grad_()
+            return leaf.clone()
 
-    def compare(self, inputs: Tree) -> Exception | None:
-        """Raise InputError where the two differ; return the model's own exception, if it raises one."""
-        model, spill = partial(call, self.module), SpillAllocator()
-        try:
-            expected = self._results(model, lambda: tensors_of(self.module), inputs, lambda _, g: spill.kept(g))
-        except Exception as error:
-            return error  # the model itself can't take so few samples
-        name, samples = type(self.module).__name__, f"{batch_size(inputs)} samples"
-        scale = max(map(largest, expected.gradients.values()), default=0.0)
+        outputs: list[Tensor] = []
+        flatten_tree(run(map_tree(feed, inputs)), outputs)
+        after = dict(module.named_buffers()) | dict(named())
+        return _Results(
+            {f"output {index}": t.detach().clone() for index, t in enumerate(outputs)},
+            _gradients(outputs, sources, keep),
+            {f"buffer {name!r}": after[name].detach().clone() for name in buffers},
+            tuple(_own_functions(outputs)),
+        )
 
-        def compare_gradient(name: str, gradient: Tensor) -> str:
-            return gradient_difference(expected.gradients.get(name), gradient, self.ulps, scale)
 
-        try:
-            actual = self._results(self.run, self.named, inputs, compare_gradient)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"the {self.what} of {name} fails on {samples}, which the model itself takes: "
-                f"{type(error).__name__}: {error}; change that, or {WAYS_OUT}"
-            ) from error
-        found = self._first_difference(expected, actual)
-        if found:
-            raise InputError(
-                f"the {self.what} of {name} does not do what the model does: with {samples} {found}; "
-                f"{_reason(found, expected.functions)}; change that, or {WAYS_OUT}"
-            )
-        return None
-
-    def _results(self, run: Run, named: Named, inputs: Tree, keep: Callable[[str, Tensor], Kept]) -> _Results[Kept]:
-        tensors = named()
-        buffers = [name for name, _ in self.module.named_buffers()]
-        torch.clear_autocast_cache()  # of weights that another run has cast, whose backward is done
-        running = {name: tensors[name] for name in buffers if name in tensors}
-        with preserve_tensors(self.module, running, seed=_SEED):
-            sources = {f"parameter {name!r}": t for name, t in tensors.items() if t.requires_grad}
-            places = iter(enumerate(place for place, _ in named_leaves(inputs)))
-
-            def feed(tensor: Tensor) -> Tensor:
-                # A clone, since a model may write into its inputs.
-                index, place = next(places)
-                wanted = self.of_inputs if isinstance(self.of_inputs, bool) else index in self.of_inputs
-                if not (wanted and tensor.is_floating_point()):
-                    return tensor.clone()
-                sources[f"input{place}"] = leaf = tensor.detach().clone().requires_grad_()
-                return leaf.clone()
-
-            outputs: list[Tensor] = []
-            flatten_tree(run(map_tree(feed, inputs)), outputs)
-            after, own = named(), dict(self.module.named_buffers())
-            return _Results(
-                {f"output {index}": t.detach().clone() for index, t in enumerate(outputs)},
-                _gradients(outputs, sources, keep),
-                {f"buffer {name!r}": after.get(name, own[name]).detach().clone() for name in buffers},
-                tuple(_own_functions(outputs)),
-            )
-
-    def _first_difference(self, expected: _Results[Tensor], actual: _Results[str]) -> str:
-        """Return in words the first thing that differs; empty where nothing does."""
-        if len(expected.outputs) != len(actual.outputs):
-            return f"there are {len(actual.outputs)} output tensors where the model has {len(expected.outputs)}"
-        for name, value in expected.outputs.items():
-            if text := difference(value, actual.outputs[name], self.ulps, 0.0):
-                return f"{name} {text}"
-        for name in {**expected.gradients, **actual.gradients}:
-            missing = (
-                "" if name in actual.gradients else gradient_difference(expected.gradients[name], None, self.ulps, 0.0)
-            )
-            if text := actual.gradients.get(name, missing):
-                return f"the gradient of {name} {text}"
-        for name, value in expected.buffers.items():
-            if text := difference(value, actual.buffers[name], self.ulps, 0.0):
-                return f"{name} {text}"
-        return ""
+def _first_difference(expected: _Results, actual: _Results, ulps: float) -> str:
+    """Return in words the first thing that differs; empty where nothing does."""
+    if len(expected.outputs) != len(actual.outputs):
+        return f"there are {len(actual.outputs)} output tensors where the model has {len(expected.outputs)}"
+    for name, value in expected.outputs.items():
+        if text := difference(value, actual.outputs[name], ulps, 0.0):
+            return f"{name} {text}"
+    for name in {**expected.gradients, **actual.gradients}:
+        computed = name in actual.gradients
+        text = actual.gradients[name] if computed else gradient_difference(expected.gradients[name], None, ulps, 0.0)
+        if text:
+            return f"the gradient of {name} {text}"
+    for name, value in expected.buffers.items():
+        if text := difference(value, actual.buffers[name], ulps, 0.0):
+            return f"{name} {text}"
+    return ""
 
 
 def _gradients(
-    outputs: list[Tensor], sources: Mapping[str, Tensor], keep: Callable[[str, Tensor], Kept]
-) -> dict[str, Kept]:
+    outputs: list[Tensor], sources: Mapping[str, Tensor], keep: Callable[[str, Tensor], Any]
+) -> dict[str, Any]:
     """Return what is kept of each gradient, released once it is final; each ``grad`` is restored."""
     outputs = [t for t in outputs if t.requires_grad]
     if not outputs or not sources:
         return {}
-    kept: dict[str, Kept] = {}
+    kept: dict[str, Any] = {}
 
     def hook(name: str, leaf: Tensor) -> None:
         if leaf.grad is not None:  # a Function may return none

@@ -13,7 +13,6 @@ in place, which are not written as long as the version is kept.
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,9 +25,8 @@ from paceline.core.types import Clock, Version
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, optimizer_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
-from paceline.replica.pipeline.comm_plan import ScheduledAction
+from paceline.replica.pipeline.comm_plan import PipelineContext, ScheduledAction
 from paceline.replica.pipeline.micro_batches import MicroBatch
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
 
 
@@ -121,16 +119,17 @@ class AsyncStage(Replica):
     A batch with fewer samples than m makes fewer micro-batches, the last ones of their mini-batch.
 
     Args:
-        setup: of this worker; no parameter is held by several workers.
+        context: of this worker; no parameter is held by several workers.
         whole: the layout of all of A, for the optimizer.
     """
 
-    def __init__(self, setup: PipelineSetup, whole: FlatLayout) -> None:
-        self._setup, self._whole = setup, whole
-        self._runtime = StageRuntime(setup, stream=True)
+    def __init__(self, context: PipelineContext, whole: FlatLayout) -> None:
+        self._context, self._whole = context, whole
+        self._runtime = StageRuntime(context, stream=True)
         self._tensors = self._runtime.tensors
-        self._stream = setup.plan.stream(setup.worker.worker)
-        self._ahead: deque[ScheduledAction] = deque()
+        self._stream = context.plan.stream(context.worker)
+        self._ahead: ScheduledAction | None = None
+        """The next action, once it has been derived."""
         self._micro_batches: dict[int, MicroBatch] = {}
         """Those in flight, by their place in the stream."""
         self._versions: dict[int, Version] = {}
@@ -141,7 +140,8 @@ class AsyncStage(Replica):
         """Version of which there is a gradient that has not been applied."""
         self._losses: list[tuple[int, Tensor]] = []
         self._samples, self._loss, self._finite = 0, math.nan, True
-        self._stash: WeightStash | None = None
+        self.stash: WeightStash | None = None
+        """This worker's weights, once A_0 has been adopted."""
         self.staleness = 0
         """The most updates between the weights that a gradient was computed with and those that it was applied to."""
 
@@ -150,31 +150,15 @@ class AsyncStage(Replica):
         """The most that was kept for backward at one time, parameters and the batch itself not counted."""
         return self._runtime.memory.peak_bytes
 
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state; 0 before A_0 has been adopted."""
-        return 0 if self._stash is None else self._stash.optimizer_bytes
-
-    @property
-    def begun(self) -> bool:
-        """True if A_0 has been adopted."""
-        return self._stash is not None
-
-    @property
-    def stash(self) -> WeightStash:
-        """This worker's weights; they are there once A_0 has been adopted."""
-        assert self._stash is not None, "A_0 has not been adopted"
-        return self._stash
-
     def adopt(self, state: FlatState) -> None:
         """Take A_0; from then on this worker's part of A is in :attr:`stash`."""
-        if self._stash is None:
+        if self.stash is None:
             self._tensors.bind(state)
-            device, program = torch.device(self._setup.worker.device), self._setup.program
+            device, program = torch.device(self._context.device), self._context.program
             layout = FlatLayout(state.layout.parameters, ())
             start = FlatState(layout, [v.to(device, copy=True) for v in state.parameters], [])
             make = optimizer_of_part(program.optimizer, self._whole, layout)
-            self._stash = WeightStash(self._tensors.parameters, start, make, program.scheduler)
+            self.stash = WeightStash(self._tensors.parameters, start, make, program.scheduler)
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         self._samples, self._loss, self._finite = batch.samples, math.nan, True
@@ -183,7 +167,7 @@ class AsyncStage(Replica):
         self._step = clock + 1
         queue, cut = self._runtime.queue, self._runtime.micro_batches(batch, batch.samples, clock)
         # In the stream each mini-batch has m places; one with fewer micro-batches takes the last of them.
-        first = self._given + self._setup.plan.micro_batches - len(cut)
+        first = self._given + self._context.plan.micro_batches - len(cut)
         for skipped in range(self._given, first):
             queue.drop_micro_batch(skipped)
         for each in cut:
@@ -213,50 +197,46 @@ class AsyncStage(Replica):
         return self._finite
 
     def _run(self) -> None:
+        """Run all actions up to the first one that needs a batch that hasn't been given."""
         while (task := self._next()) is not None:
-            self._ahead.popleft()
+            index, stash, self._ahead = task.action.micro_batch, self.stash, None
+            assert stash is not None, "A_0 has been adopted"
             if task.action.kind == "update":
-                self._update(task.action.micro_batch)
-            else:
-                self._execute(task)
+                self._update(stash, index)
+                continue
+            micro_batch = self._micro_batches[index]
+            if task.action.kind == "forward":
+                self._begun = index + 1
+                self._versions[index] = self._version_of(index)
+            stash.bind(self._versions[index])
+            loss = self._runtime.execute(task, self._next(), micro_batch, self._step)
+            if loss is not None:
+                self._losses.append((micro_batch.samples, loss))
+            if task.action.kind == "backward":
+                self._gradient_version = self._versions.pop(index)
+                del self._micro_batches[index]
+                self._runtime.queue.drop_micro_batch(index)
+                stash.release(set(self._versions.values()), self._version_of(self._begun))
 
     def _next(self) -> ScheduledAction | None:
         """Return the next action; None: it needs a batch that hasn't been given, or nothing is left."""
         while self._micro_batches or self._gradient_version is not None:
-            if not self._ahead:
-                task, incoming = next(self._stream)
-                self._ahead.append(task)
-                left = (m for m in incoming if m.micro_batch in self._micro_batches or m.micro_batch >= self._given)
+            if self._ahead is None:
+                self._ahead = next(self._stream)
+                flying, given = self._micro_batches, self._given
+                left = (m for m in self._ahead.incoming if m.micro_batch in flying or m.micro_batch >= given)
                 self._runtime.queue.announce(left)
-            action = self._ahead[0].action
-            if action.micro_batch in self._micro_batches or (
-                action.kind == "update" and action.micro_batch < self._given
-            ):
-                return self._ahead[0]
-            if action.micro_batch >= self._given and not self._draining:
+            index = self._ahead.action.micro_batch
+            if index in self._micro_batches or (self._ahead.action.kind == "update" and index < self._given):
+                return self._ahead
+            if index >= self._given and not self._draining:
                 return None
-            self._ahead.popleft()  # of a micro-batch that was skipped, or that never comes
+            self._ahead = None  # of a micro-batch that was skipped, or that never comes
         return None
 
-    def _execute(self, task: ScheduledAction) -> None:
-        index = task.action.micro_batch
-        micro_batch = self._micro_batches[index]
-        if task.action.kind == "forward":
-            self._begun = index + 1
-            self._versions[index] = self._version_of(index)
-        self.stash.bind(self._versions[index])
-        loss = self._runtime.execute(task, self._next(), micro_batch, self._step)
-        if loss is not None:
-            self._losses.append((micro_batch.samples, loss))
-        if task.action.kind == "backward":
-            self._gradient_version = self._versions.pop(index)
-            del self._micro_batches[index]
-            self._runtime.queue.drop_micro_batch(index)
-            self.stash.release(set(self._versions.values()), self._version_of(self._begun))
-
-    def _update(self, micro_batch: int) -> None:
+    def _update(self, stash: WeightStash, micro_batch: int) -> None:
+        began = time.monotonic_ns()
         assert self._gradient_version is not None, "an update follows a backward"
-        stash, began = self.stash, time.monotonic_ns()
         self.staleness = max(self.staleness, stash.newest - self._gradient_version)
         # The newest version may be overwritten only if no micro-batch in flight, nor the next to begin, reads it.
         keep = stash.newest in self._versions.values() or stash.newest >= self._version_of(self._begun)
@@ -266,5 +246,5 @@ class AsyncStage(Replica):
 
     def _version_of(self, micro_batch: int) -> Version:
         """Return the version of the weights that a micro-batch reads on this worker."""
-        plan = self._setup.plan
-        return plan.schedule.version(micro_batch, self._setup.worker.worker, plan.workers)
+        plan = self._context.plan
+        return plan.schedule.version(micro_batch, self._context.worker, len(plan.stage_replicas))

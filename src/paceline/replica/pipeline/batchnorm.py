@@ -15,12 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.replica.pipeline.base import StageReplicaGroup
+from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.split_backward import OpReplacements
 
 
@@ -146,16 +147,6 @@ class DeferredBatchNorms:
             moments.add(count, mean.double(), variance.double() * (count - 1))
         return output
 
-    def _in_graph(
-        self,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        training: bool,
-        momentum: float,
-        eps: float,
-        cudnn_enabled: bool,  # noqa: ARG002  # part of the operator's schema
-    ) -> Tensor:
-        return self._in_module(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    def _in_graph(self, input: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any) -> Tensor:
+        running_mean, running_var, *options, _ = others  # the last one is cudnn_enabled
+        return self._in_module(input, running_mean, running_var, weight, bias, *options)

@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from paceline.replica.activation_memory import StorageCounter
 from paceline.replica.capture.capture import Captured
-from paceline.replica.pipeline.base import Part
-from paceline.replica.pipeline.cut import cut
+from paceline.replica.pipeline.cut import Part, cut
 from paceline.replica.pipeline.cut_groups import group
 from paceline.replica.pipeline.p2p_queue import Value
 
@@ -40,13 +39,10 @@ class CheckpointedPart:
         count = len(units.groups)
         pieces = max(1, math.isqrt(count))
         self._pieces = cut(units, [count * k // pieces for k in range(1, pieces)]).parts
+        self.modules = [piece.module for piece in self._pieces]
+        """The pieces' modules, in which operators may be replaced."""
         self._running = running
         self.recompute_context: RecomputeContext = nullcontext
-
-    @property
-    def modules(self) -> Sequence[nn.Module]:
-        """The pieces' modules, in which operators may be replaced."""
-        return [piece.module for piece in self._pieces]
 
     def run(self, arguments: Sequence[Value], counter: StorageCounter | None) -> Sequence[Value]:
         """Return the part's outputs.

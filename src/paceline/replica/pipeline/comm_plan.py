@@ -13,18 +13,26 @@ receiver, if it waits, has posted the receive.
 
 A stream of micro-batches that goes on from mini-batch to mini-batch has such an order without an end, of which each
 worker derives no more than it has come to.
+
+A :class:`PipelineContext` has the plan and all else that one worker is made of.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.core.mesh import StageReplicas
-from paceline.replica.pipeline.base import Crossing, Cut
-from paceline.replica.pipeline.p2p_queue import P2PMessage
+from paceline.core.types import ReplicaId
+from paceline.program import Program
+from paceline.replica.capture.capture import Captured
+from paceline.replica.flat_state import FlatLayout
+from paceline.replica.pipeline.cut import Crossing, Cut, Part
+from paceline.replica.pipeline.p2p_queue import P2P, P2PMessage, StageReplicaGroup
+from paceline.replica.single import NO_RECORDER
 from paceline.schedule.base import Action, Schedule
 from paceline.schedule.simulate import StageTimes, by_end, timeline
+from paceline.trace.recorder import AnyRecorder
 
 MessageKey: TypeAlias = tuple[str, int, int, bool]
 """(crossing, consumer, micro-batch, whether it is the gradient): one message."""
@@ -42,14 +50,8 @@ class ScheduledAction(NamedTuple):
     crossing by ascending consumer."""
     sends: tuple[P2PMessage, ...]
     """By rank."""
-
-
-class StreamStep(NamedTuple):
-    """A worker's next action in a stream."""
-
-    action: ScheduledAction
     incoming: tuple[P2PMessage, ...]
-    """Messages that other workers send it since the action before, by rank."""
+    """Messages that other workers send this one since its action before, by rank."""
 
 
 @dataclass(frozen=True)
@@ -66,103 +68,114 @@ class CommPlan:
     """The cut, the schedule and the workers of a pipeline: all that the order of messages depends on."""
 
     schedule: Schedule
-    stages: int
-    """p."""
+    stage_replicas: StageReplicas
+    """The workers: each replica of each of the p stages is one."""
     micro_batches: int
     crossings: tuple[Crossing, ...]
     tied: Mapping[str, tuple[int, ...]]
     """Parameter -> parts that hold it, where several do."""
-    copies: tuple[int, ...] = ()
-    """How many replicas each stage has; empty: one each."""
+    _programs: dict[tuple[int, int], WorkerProgram] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
-    def of(
-        cls, cut: Cut, schedule: Schedule, stages: int, micro_batches: int, copies: tuple[int, ...] = ()
-    ) -> "CommPlan":
+    def of(cls, cut: Cut, schedule: Schedule, stage_replicas: StageReplicas, micro_batches: int) -> "CommPlan":
         """Return the plan of a model that has been cut."""
         crossings = tuple(crossing for part in cut.parts for crossing in part.sent)
-        return cls(schedule, stages, micro_batches, crossings, cut.tied, copies)
-
-    @property
-    def columns(self) -> StageReplicas:
-        """The workers: each replica of each stage is one."""
-        return StageReplicas(self.copies or (1,) * self.stages)
-
-    @property
-    def workers(self) -> int:
-        """How many workers there are."""
-        return len(self.columns)
+        return cls(schedule, stage_replicas, micro_batches, crossings, cut.tied)
 
     def stage_of(self, part: int) -> int:
         """Return the stage that runs a part."""
-        return self.schedule.worker_of(part, self.stages)
-
-    def worker_of(self, part: int, micro_batch: int = 0) -> int:
-        """Return the worker that runs a part of a micro-batch."""
-        return self.columns.processing(self.stage_of(part), micro_batch)
+        return self.schedule.worker_of(part, len(self.stage_replicas.copies))
 
     def worker_program(self, worker: int, micro_batches: int) -> WorkerProgram:
         """Return a worker's actions for a mini-batch that is cut into ``micro_batches``, at most those planned."""
-        steps = list(self._steps(worker, self._all_actions(self.micro_batches, micro_batches)))
-        return WorkerProgram(tuple(step.action for step in steps), tuple(m for step in steps for m in step.incoming))
+        key = worker, micro_batches
+        if key not in self._programs:
+            actions = tuple(self._actions(worker, self.micro_batches, micro_batches))
+            self._programs[key] = WorkerProgram(actions, tuple(m for task in actions for m in task.incoming))
+        return self._programs[key]
 
-    def stream(self, worker: int) -> Iterator[StreamStep]:
+    def stream(self, worker: int) -> Iterator[ScheduledAction]:
         """Yield a worker's actions in a stream without an end; no more is derived than is taken."""
-        return self._steps(worker, self._all_actions(ENDLESS, ENDLESS))
+        return self._actions(worker, ENDLESS, ENDLESS)
 
-    def sent(self, part: int) -> Sequence[Crossing]:
-        """Return the values that a part computes for others."""
-        return [c for c in self.crossings if c.source == part]
-
-    def received(self, part: int) -> Sequence[Crossing]:
-        """Return the values that a part reads of others."""
-        return [c for c in self.crossings if part in c.consumers]
-
-    def _steps(
-        self, worker: int, actions: Iterable[tuple[int, Action, tuple[P2PMessage, ...]]]
-    ) -> Iterator[StreamStep]:
-        pending, incoming = dict[MessageKey, P2PMessage](), list[P2PMessage]()
-        for actor, action, sends in actions:
-            if actor == worker:
-                receives = tuple(pending.pop(key) for key in self._receives(action))
-                yield StreamStep(ScheduledAction(action, receives, sends), tuple(incoming))
-                incoming = []
-            own = [message for message in sends if message.receiver == worker]
-            pending.update(((m.name, m.consumer, m.micro_batch, m.gradient), m) for m in own)
-            incoming += [message for message in own if actor != worker]
-
-    def _all_actions(self, planned: int, micro_batches: int) -> Iterator[tuple[int, Action, tuple[P2PMessage, ...]]]:
-        """Yield (worker, action, messages sent) in the order of an ideal run.
+    def _actions(self, worker: int, planned: int, micro_batches: int) -> Iterator[ScheduledAction]:
+        """Yield a worker's actions, in the order of an ideal run of all workers.
 
         The run is that of all ``planned`` micro-batches; the actions of those beyond ``micro_batches`` are left out.
         """
-        columns = self.columns
-        times = StageTimes.balanced(self.schedule, self.stages, columns)
-        rank = 0
-        for span in by_end(timeline(self.schedule, times, self.stages, planned, columns), self.workers):
-            if span.action.micro_batch < micro_batches:
-                sends = tuple(self._sends(span.action, rank))
-                rank += len(sends)
-                yield span.worker, span.action, sends
+        replicas = self.stage_replicas
+        times = StageTimes.balanced(self.schedule, len(replicas.copies), replicas)
+        spans = timeline(self.schedule, times, len(replicas.copies), planned, replicas)
+        pending, incoming, rank = dict[MessageKey, P2PMessage](), list[P2PMessage](), 0
+        for span in by_end(spans, len(replicas)):
+            action, i, gradient = span.action, span.action.micro_batch, span.action.kind != "forward"
+            if i >= micro_batches:
+                continue
+            sends: list[P2PMessage] = []
+            for crossing, consumer in self._crossings(action, receives=False):
+                receiver = replicas.processing(self.stage_of(crossing.source if gradient else consumer), i)
+                name, source = crossing.name, crossing.source
+                sends.append(P2PMessage(rank, name, source, consumer, i, gradient, span.worker, receiver))
+                rank += 1
+            if span.worker == worker:
+                needed = self._crossings(action, receives=True)
+                receives = tuple(pending.pop((c.name, consumer, i, gradient)) for c, consumer in needed)
+                yield ScheduledAction(action, receives, tuple(sends), tuple(incoming))
+                incoming = []
+            own = [message for message in sends if message.receiver == worker]
+            pending.update(((m.name, m.consumer, i, gradient), m) for m in own)
+            incoming += [message for message in own if span.worker != worker]
 
-    def _sends(self, action: Action, rank: int) -> Iterator[P2PMessage]:
-        part, i = action.stage, action.micro_batch
-        sender = self.worker_of(part, i)
-        if action.kind == "forward":
-            crossings = [(c, consumer, consumer) for c in self.sent(part) for consumer in c.consumers]
-        elif action.kind in ("backward", "backward_input"):
+    def _crossings(self, action: Action, *, receives: bool) -> list[tuple[Crossing, int]]:
+        """Return (crossing, consumer) of the messages that an action receives, else of those that it sends."""
+        if action.kind not in ("forward", "backward", "backward_input"):
+            return []
+        part = action.stage
+        if receives == (action.kind == "forward"):
+            inputs = [(each, part) for each in self.crossings if part in each.consumers]
             # Backward reaches the values that were received last first.
-            crossings = [(c, part, c.source) for c in reversed(self.received(part))]
-        else:
-            crossings = []
-        back = action.kind != "forward"
-        for place, (crossing, consumer, destination) in enumerate(crossings, rank):
-            receiver = self.worker_of(destination, i)
-            yield P2PMessage(place, crossing.name, crossing.source, consumer, i, back, sender, receiver)
+            return inputs if receives else inputs[::-1]
+        return [(each, consumer) for each in self.crossings if each.source == part for consumer in each.consumers]
 
-    def _receives(self, action: Action) -> Iterator[MessageKey]:
-        part, i = action.stage, action.micro_batch
-        if action.kind == "forward":
-            yield from ((c.name, part, i, False) for c in self.received(part))
-        elif action.kind in ("backward", "backward_input"):
-            yield from ((c.name, consumer, i, True) for c in self.sent(part) for consumer in c.consumers)
+
+Recompute: TypeAlias = Literal["none", "boundaries", "all"]
+BatchNormMode: TypeAlias = Literal["micro-batch", "mini-batch"]
+
+
+@dataclass(frozen=True)
+class PipelineContext:
+    """Everything that one worker of a pipeline is made of.
+
+    Args:
+        program: gives seed, precision, loss and, where the weights move in the pipeline, the optimizer.
+        plan: the same on all workers of the replica.
+        captured: the model that the parts were cut from; only its output's form is used.
+        parts: those of this worker, ascending. Their modules are changed in place.
+        layout: of the tensors of this worker's parts.
+        worker: this worker's number in the replica.
+        replica: the replica of the model.
+        device: where the parts run, as torch writes it.
+        p2p: sends to and receives from the other workers of the replica; None: there are none.
+        recorder: of this worker's spans.
+        recompute: "none" keeps all that backward needs. "boundaries" keeps the inputs of a part, and runs its forward
+            again before its backward: least is kept between the two. "all" cuts a part into √n pieces, keeps the inputs
+            of each, and runs their forward passes again one by one during backward: more is kept between, but never all
+            of a part at once. The same random numbers are drawn again; running buffers move once. Where a backward
+            follows at once upon its forward, "boundaries" recomputes nothing.
+        batchnorm: whether running statistics move with each micro-batch, or once, by those of the whole mini-batch.
+        stage_replicas: the replicas of this worker's stage; None: it is the only one.
+    """
+
+    program: Program
+    plan: CommPlan
+    captured: Captured
+    parts: Sequence[Part]
+    layout: FlatLayout
+    worker: int
+    replica: ReplicaId = 0
+    device: str = "cpu"
+    p2p: P2P | None = None
+    recorder: AnyRecorder = NO_RECORDER
+    recompute: Recompute = "none"
+    batchnorm: BatchNormMode = "micro-batch"
+    stage_replicas: StageReplicaGroup | None = None

@@ -77,29 +77,25 @@ class SavedBytes:
     def __init__(self, own: Iterable[Tensor]) -> None:
         self._own = {address(tensor) for tensor in own}
         self._alive: dict[int, Tensor] = {}
-        self._users: dict[int, set[int]] = {}
-        self._sizes: dict[int, int] = {}
+        self._shared: dict[int, tuple[int, set[int]]] = {}
         self._unshared: list[SharedItem] = []
 
-    def keep_alive(self, tensors: Iterable[Tensor]) -> None:
-        """Keep tensors until the end, so that their addresses are not used again."""
-        for tensor in tensors:
+    def add(self, unit: int | None, saved: Mapping[int, int], results: Iterable[Tensor]) -> None:
+        """Add what :func:`saving` has recorded while a node of this unit ran, with these results."""
+        # Kept until the end, so that their addresses are not used again.
+        for tensor in results:
             self._alive.setdefault(address(tensor), tensor)
-
-    def add(self, unit: int, saved: Mapping[int, int]) -> None:
-        """Add what :func:`saving` has recorded while a node of this unit ran."""
         for storage, size in saved.items():
-            if storage in self._own:
+            if unit is None or storage in self._own:
                 continue
             if storage in self._alive:
-                self._sizes[storage] = size
-                self._users.setdefault(storage, set()).add(unit)
+                self._shared.setdefault(storage, (size, set()))[1].add(unit)
             else:
                 self._unshared.append(SharedItem(size, (unit,)))
 
     def items(self) -> list[SharedItem]:
         """Return all of it, without the model's own tensors."""
-        shared = [SharedItem(self._sizes[storage], tuple(sorted(users))) for storage, users in self._users.items()]
+        shared = [SharedItem(size, tuple(sorted(users))) for size, users in self._shared.values()]
         return [item for item in (*shared, *self._unshared) if item.nbytes]
 
 
@@ -132,17 +128,16 @@ class NodeInterpreter:
 
     def run_watched(self, node: Node, unit: int | None, ledger: SavedBytes) -> None:
         """Run a node, and add what it saves for backward to those of its unit."""
-        isolated = self._isolated(node)
+        isolated = _Isolated(node, self.values, self._graph)
         with saving() as saved:
             output = self._call(node, isolated.values) if node.op.startswith("call") else None
         self._commit(node, isolated, output)
-        ledger.keep_alive(leaves(self.values[node]))
-        if unit is not None:
-            ledger.add(unit, {isolated.originals.get(at, at): size for at, size in saved.items()})
+        sizes = {isolated.originals.get(at, at): size for at, size in saved.items()}
+        ledger.add(unit, sizes, leaves(self.values[node]))
 
     def run_timed(self, node: Node, timer: OperatorTimer) -> NodeTime:
         """Run a node; returns the seconds of its forward and backward."""
-        isolated, output, taken = self._isolated(node), None, NodeTime()
+        isolated, output, taken = _Isolated(node, self.values, self._graph), None, NodeTime()
         if node.op.startswith("call"):
             output, taken = timer.time(functools.partial(self._call, node, isolated.values), isolated.sources)
         self._commit(node, isolated, output)
@@ -163,13 +158,6 @@ class NodeInterpreter:
             self.values |= {each: _detached(self.values[each], like=v) for each, v in isolated.values.items()}
             self.values[node] = _detached(written_output, like=output)
 
-    def _isolated(self, node: Node) -> "_Isolated":
-        isolated = _Isolated({each: self.values[each] for each in node.all_input_nodes}, written(node, self._graph))
-        module = child(node, self._graph)
-        if module is not None:
-            isolated.sources.extend(p for p in module.parameters() if p.requires_grad)
-        return isolated
-
     def _call(self, node: Node, values: Values) -> Tree:
         args, kwargs = map_arg(node.args, values.__getitem__), map_arg(node.kwargs, values.__getitem__)
         module = child(node, self._graph)
@@ -181,15 +169,17 @@ class NodeInterpreter:
 class _Isolated:
     """Values that a node can be run on once: with gradients of their own, and copies of those that it writes."""
 
-    def __init__(self, values: Values, targets: Sequence[Node]) -> None:
-        self.values = {node: _detached(value) for node, value in values.items()}
+    def __init__(self, node: Node, values: Values, graph: GraphModule) -> None:
+        self.values = {each: _detached(values[each]) for each in node.all_input_nodes}
+        module, targets = child(node, graph), written(node, graph)
         self.sources = [t for value in self.values.values() for t in leaves(value) if t.requires_grad]
+        self.sources += [p for p in module.parameters() if p.requires_grad] if module is not None else []
         self.copied = bool(targets)
         self.originals: dict[int, int] = {}
         """Address of a copy -> that of its original."""
-        for node in dict.fromkeys(targets):
-            original, self.values[node] = self.values[node], map_tree(torch.clone, self.values[node])
-            for copy, tensor in zip(leaves(self.values[node]), leaves(original), strict=True):
+        for target in dict.fromkeys(targets):
+            original, self.values[target] = self.values[target], map_tree(torch.clone, self.values[target])
+            for copy, tensor in zip(leaves(self.values[target]), leaves(original), strict=True):
                 self.originals[address(copy)] = address(tensor)
 
 

@@ -1,17 +1,61 @@
-"""A captured model cut into parts: the graph of each, and the values that go from one to another."""
+"""A captured model cut into parts: the graph of each, and the values that go from one to another.
+
+::
+
+    input leaves --> part 0 --a--> part 1 --b--> part 2 --> output
+                        `------------c------------^          c: straight from its producer to its consumer
+
+Later parts need what earlier ones make, never the other way round.
+"""
 
 import bisect
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from paceline.replica.capture.capture import Captured
 from paceline.replica.module_utils import get_or_create_submodule
-from paceline.replica.pipeline.base import Crossing, Cut, Part
 from paceline.replica.pipeline.cut_groups import Units
 from paceline.replica.pipeline.graph_nodes import inputs, unmarked
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value that one part computes and later parts read."""
+
+    name: str
+    """Name of the node that computes it."""
+    source: int
+    consumers: tuple[int, ...]
+    """Parts, ascending."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A contiguous part of a model."""
+
+    number: int
+    module: GraphModule
+    """Holds the tensors that the part uses, under their full names. Its forward takes ``inputs``, then ``received``; it
+    returns a tuple of ``sent`` and, if it is the last part, of the leaves of the model's output."""
+    inputs: tuple[int, ...]
+    """Indices of the leaves of the model's input that it reads."""
+    received: tuple[Crossing, ...]
+    sent: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """All parts of a model."""
+
+    captured: Captured
+    parts: tuple[Part, ...]
+    tied: Mapping[str, tuple[int, ...]]
+    """Full names of the parameters that several parts hold -> those parts."""
 
 
 class Dataflow:
@@ -125,7 +169,16 @@ def _part(number: int, units: Units, flow: Dataflow, crossings: Mapping[Node, Cr
     sends = [node for node, crossing in crossings.items() if crossing.source == number]
     placeholders = whole.graph.find_nodes(op="placeholder")
     leaves = {node: index for index, node in enumerate(placeholders) if node in flow.runs[number]}
-    graph, copy_of = _graph(units, [*leaves, *receives], flow.runs[number])
+    graph, copy_of, runs = Graph(), dict[Node, Node](), flow.runs[number]
+    for node in (*leaves, *receives):
+        copy_of[node] = graph.create_node("placeholder", node.name, name=node.name)
+        copy_of[node].meta = dict(node.meta)
+    for node in receives:
+        if node in units.copied and node not in runs:
+            copy_of[node] = _clone(copy_of[node])
+    for node in whole.graph.nodes:
+        if node in runs and node not in copy_of:
+            copy_of[node] = graph.node_copy(node, lambda each: copy_of[unmarked(each)])
 
     outputs: list[Argument] = [_clone(copy_of[node]) if node in units.lent else copy_of[node] for node in sends]
     if number == len(flow.runs) - 1:
@@ -138,21 +191,6 @@ def _part(number: int, units: Units, flow: Dataflow, crossings: Mapping[Node, Cr
     _use_names_of(whole, module)
     received, sent = (tuple(crossings[node] for node in nodes) for nodes in (receives, sends))
     return Part(number, module, tuple(leaves.values()), received, sent)
-
-
-def _graph(units: Units, arguments: Sequence[Node], runs: Container[Node]) -> tuple[Graph, dict[Node, Node]]:
-    """Return a graph without its output, and the copy of each node in it."""
-    graph, copy_of = Graph(), dict[Node, Node]()
-    for node in arguments:
-        copy_of[node] = graph.create_node("placeholder", node.name, name=node.name)
-        copy_of[node].meta = dict(node.meta)
-    for node in arguments:
-        if node in units.copied and node not in runs:
-            copy_of[node] = _clone(copy_of[node])
-    for node in units.captured.module.graph.nodes:
-        if node in runs and node not in copy_of:
-            copy_of[node] = graph.node_copy(node, lambda each: copy_of[unmarked(each)])
-    return graph, copy_of
 
 
 def _clone(node: Node) -> Node:

@@ -23,19 +23,8 @@ from torch.fx import GraphModule, Node
 
 from paceline.core.errors import InputError
 from paceline.replica.capture.capture import Captured
-from paceline.replica.pipeline.graph_nodes import (
-    Storage,
-    attribute,
-    child,
-    inputs,
-    is_cheap,
-    is_item,
-    is_mark,
-    is_shape,
-    reads_layout,
-    storage,
-    unmarked,
-)
+from paceline.replica.pipeline import graph_nodes
+from paceline.replica.pipeline.graph_nodes import inputs, is_item, is_mark
 
 Span: TypeAlias = tuple[int, int]
 """First and last of a run of nodes."""
@@ -90,9 +79,9 @@ def group(captured: Captured) -> Units:
     """
     graph = captured.module
     nodes = [node for node in graph.graph.nodes if node.op.startswith("call") and not is_mark(node)]
-    memory = storage(graph)
+    memory = graph_nodes.storage(graph)
     free = _free(graph, memory)
-    sizes = frozenset(node for node in nodes if is_shape(node) and node not in free)
+    sizes = frozenset(node for node in nodes if graph_nodes.is_shape(node) and node not in free)
     # Only these are ordered; items, sizes and free nodes follow what they read.
     order = [n for n in nodes if n not in free and n not in sizes and not is_item(n)]
     runs = _merged(len(order), list(_bonds(order, memory, graph)))
@@ -102,37 +91,32 @@ def group(captured: Captured) -> Units:
     for node, unit in place.items():
         groups[unit].append(node)
     marks = _marks(captured, order, runs)
-    copied, lent = memory.written_by_modules, memory.lent()
-    return Units(captured, tuple(map(tuple, groups)), place, free, sizes, marks, copied, lent)
+    # In memory of parameters or buffers, which the next micro-batch or update may write.
+    lent = frozenset(n for n, roots in memory.roots.items() if any(root.op == "get_attr" for root in roots))
+    return Units(captured, tuple(map(tuple, groups)), place, free, sizes, marks, memory.written_by_modules, lent)
 
 
 def _producer(node: Node) -> Node:
     """Return the node of several results that an item is one of; any other node itself."""
     while is_item(node):
-        node = unmarked(node.all_input_nodes[0])
+        node = graph_nodes.unmarked(node.all_input_nodes[0])
     return node
 
 
-def _free(graph: GraphModule, memory: Storage) -> frozenset[Node]:
+def _free(graph: GraphModule, memory: graph_nodes.Storage) -> frozenset[Node]:
     """Return the cheap nodes that read nothing but input leaves and constants, none of it ever written."""
-    free: set[Node] = set()
-
-    def constant(node: Node) -> bool:
-        if node in free:
-            return True
-        given = node.op == "placeholder" or (
-            node.op == "get_attr" and not isinstance(attribute(node, graph), nn.Parameter)
+    constant: set[Node] = set()
+    for node in filter(memory.is_never_written, graph.graph.nodes):
+        leaf = node.op == "placeholder" or (
+            node.op == "get_attr" and not isinstance(graph_nodes.attribute(node, graph), nn.Parameter)
         )
-        return given and memory.is_never_written(node)
-
-    for node in graph.graph.nodes:
-        cheap = node.op.startswith("call") and is_cheap(node) and not is_mark(node) and memory.is_never_written(node)
-        if cheap and all(map(constant, inputs(node))):
-            free.add(node)
-    return frozenset(free)
+        cheap = node.op.startswith("call") and graph_nodes.is_cheap(node) and not is_mark(node)
+        if leaf or (cheap and constant.issuperset(inputs(node))):
+            constant.add(node)
+    return frozenset(node for node in constant if node.op.startswith("call"))
 
 
-def _bonds(order: Sequence[Node], memory: Storage, graph: GraphModule) -> Iterator[Span]:
+def _bonds(order: Sequence[Node], memory: graph_nodes.Storage, graph: GraphModule) -> Iterator[Span]:
     """Yield runs of nodes that can't be cut."""
     at = {node: index for index, node in enumerate(order)}
     for together in memory.together:
@@ -140,13 +124,13 @@ def _bonds(order: Sequence[Node], memory: Storage, graph: GraphModule) -> Iterat
         if indices:
             yield min(indices), max(indices)
     # Strides are lost when a tensor is sent.
-    for node in filter(reads_layout, order):
+    for node in (each for each in order if graph_nodes.schema_name(each) in graph_nodes.BY_LAYOUT):
         yield min(at.get(_producer(each), at[node]) for each in inputs(node)), at[node]
 
     # Modules that hold one buffer, which any of them may write.
     first: dict[int, int] = {}
     for index, node in enumerate(order):
-        module = child(node, graph)
+        module = graph_nodes.child(node, graph)
         for buffer in module.buffers() if module is not None else ():
             yield first.setdefault(id(buffer), index), index
 

@@ -11,8 +11,9 @@ from torch.fx import GraphModule, Node
 
 MARK = "paceline::cut"
 
-_BY_LAYOUT = ("aten::as_strided", "aten::sym_stride", "aten::sym_storage_offset")
-"""Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep."""
+BY_LAYOUT = ("aten::as_strided", "aten::sym_stride", "aten::sym_storage_offset")
+"""Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep: they run
+where the tensors that they read were computed."""
 
 _CHEAP = {
     *("aten::__and__", "aten::__or__", "aten::__xor__", "aten::all", "aten::any", "aten::arange", "aten::cat"),
@@ -73,11 +74,6 @@ def is_cheap(node: Node) -> bool:
     return is_view or torch.Tag.pointwise in node.target.tags or schema_name(node) in _CHEAP
 
 
-def reads_layout(node: Node) -> bool:
-    """Return True if a node has to run where the tensors that it reads were computed."""
-    return schema_name(node) in _BY_LAYOUT
-
-
 def child(node: Node, root: nn.Module) -> nn.Module | None:
     """Return the module that a ``call_module`` node calls."""
     return root.get_submodule(str(node.target)) if node.op == "call_module" else None
@@ -100,14 +96,14 @@ def roots(graph: GraphModule) -> dict[Node, frozenset[Node]]:
 
     Of several nodes that read one parameter or buffer, the first stands for all.
     """
-    found: dict[Node, frozenset[Node]] = {}
+    shared: dict[Node, frozenset[Node]] = {}
     holders: dict[int, Node] = {}
     for node in graph.graph.nodes:
         if node.op == "get_attr":
-            found[node] = frozenset({holders.setdefault(id(attribute(node, graph)), node)})
+            shared[node] = frozenset({holders.setdefault(id(attribute(node, graph)), node)})
         else:
-            found[node] = frozenset({node}).union(*(found[each] for each in aliased(node, graph)))
-    return found
+            shared[node] = frozenset({node}).union(*(shared[each] for each in aliased(node, graph)))
+    return shared
 
 
 def written(node: Node, root: nn.Module) -> list[Node]:
@@ -116,8 +112,8 @@ def written(node: Node, root: nn.Module) -> list[Node]:
         if schema_name(node) == "aten::detach_" and schema_name(node.all_input_nodes[0]) == "aten::lift_fresh_copy":
             return []  # how torch.export (2.13) writes torch.tensor(2.0): it writes only a history, and there is none
         return [
-            given
-            for argument, given in _arguments(node)
+            value
+            for argument, value in _arguments(node)
             if argument.name in _RUNNING or (argument.alias_info is not None and argument.alias_info.is_write)
         ]
     if isinstance(node.target, HigherOrderOperator):
@@ -134,7 +130,7 @@ def aliased(node: Node, root: nn.Module) -> list[Node]:
     if isinstance(node.target, OpOverload):
         maybe = torch.Tag.maybe_aliasing_or_mutating in node.target.tags
         maybe = maybe and not any(argument.name in _RUNNING for argument in node.target._schema.arguments)
-        return [given for argument, given in _arguments(node) if maybe or argument.alias_info is not None]
+        return [value for argument, value in _arguments(node) if maybe or argument.alias_info is not None]
     if isinstance(node.target, HigherOrderOperator):
         return _of_block(node, root, writes=False)
     module = child(node, root)
@@ -151,29 +147,29 @@ def _of_block(node: Node, root: nn.Module, *, writes: bool) -> list[Node]:
     """Return the arguments that a block under no_grad or autocast writes, or whose memory it returns."""
     read = {n: attribute(n, root) for n in node.args if isinstance(n, Node) and n.op == "get_attr"}
     blocks = [n for n in node.args if isinstance(n, Node) and isinstance(read.get(n), GraphModule)]
-    given = list(node.args[node.args.index(blocks[0]) + 1 :]) if blocks else []
+    values = list(node.args[node.args.index(blocks[0]) + 1 :]) if blocks else []
     block = read[blocks[0]] if blocks else None
     leaves = block.graph.find_nodes(op="placeholder") if isinstance(block, GraphModule) else []
-    if not isinstance(block, GraphModule) or len(blocks) > 1 or len(leaves) != len(given):
+    if not isinstance(block, GraphModule) or len(blocks) > 1 or len(leaves) != len(values):
         return list(node.all_input_nodes)  # another operator that calls graphs: it may do anything
     roots_of = roots(block)
     ends = next(iter(reversed(block.graph.nodes))).all_input_nodes
     touched = [w for n in block.graph.nodes for w in written(n, block)] if writes else ends
     inside = frozenset[Node]().union(*(roots_of[each] for each in touched))
-    return [each for each, leaf in zip(given, leaves, strict=True) if leaf in inside and isinstance(each, Node)]
+    return [each for each, leaf in zip(values, leaves, strict=True) if leaf in inside and isinstance(each, Node)]
 
 
 def _arguments(node: Node) -> Iterator[tuple[torch.Argument, Node]]:
-    """Yield each argument of an operator's schema with the nodes given for it."""
+    """Yield each argument of an operator's schema with the nodes that it is called with."""
     assert isinstance(node.target, OpOverload)
     for index, argument in enumerate(node.target._schema.arguments):
-        given = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
-        for each in given if isinstance(given, Iterable) and not isinstance(given, str) else (given,):
+        value = node.args[index] if index < len(node.args) else node.kwargs.get(argument.name)
+        for each in value if isinstance(value, Iterable) and not isinstance(value, str) else (value,):
             if isinstance(each, Node):
                 yield argument, each
 
 
-_GIVEN = ("placeholder", "get_attr")
+_LEAVES = ("placeholder", "get_attr")
 
 
 @dataclass(frozen=True)
@@ -188,10 +184,6 @@ class Storage:
     """Nodes that have to be in one part: a write, and the nodes that computed or read that memory before it."""
     written_by_modules: frozenset[Node]
     """Values that a module with parameters may write: it may be in another part than the node that computed them."""
-
-    def lent(self) -> frozenset[Node]:
-        """Return the values in memory of parameters or buffers, which the next micro-batch or update may write."""
-        return frozenset(n for n, roots in self.roots.items() if any(root.op == "get_attr" for root in roots))
 
     def is_never_written(self, node: Node) -> bool:
         """Return True if a node's result is never written in place."""
@@ -222,12 +214,12 @@ def storage(graph: GraphModule) -> Storage:
         if targets:
             together.append([node, *(n for r in targets for n in touching[r] if order[n] <= order[node])])
             # Each part has an input or a buffer of its own: all that read it, before or after the write, are in one.
-            given = [r for r in targets if r.op in _GIVEN]
+            leaves = [r for r in targets if r.op in _LEAVES]
             users = [
                 n
-                for r in given
+                for r in leaves
                 for n in touching[r]
-                if any(i.op in _GIVEN and r in roots_of[i] for i in n.all_input_nodes)
+                if any(i.op in _LEAVES and r in roots_of[i] for i in n.all_input_nodes)
             ]
             together.append(users)
     return Storage(roots_of, frozenset(all_written), together, frozenset(by_modules))

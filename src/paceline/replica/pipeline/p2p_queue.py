@@ -11,8 +11,9 @@ header of fixed size::
 
 import heapq
 import struct
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,9 +21,58 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.replica.pipeline.base import P2P, PendingRecv
 from paceline.replica.pipeline.micro_batches import Shapes
 from paceline.schedule.base import LETTERS
+
+
+class P2P(ABC):
+    """Non-blocking messages of one worker to and from the others of its replica.
+
+    Two workers post their sends and receives in one order, which both derive from the schedule; so messages carry no
+    tags.
+    """
+
+    @abstractmethod
+    def isend(self, tensor: Tensor, destination: int, description: str) -> None:
+        """Begin to send; the tensor must stay as it is until :meth:`wait_sends`.
+
+        Args:
+            tensor: contiguous.
+            destination: a worker of the same replica.
+            description: the message in words that follow "waited for".
+        """
+
+    @abstractmethod
+    def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
+        """Post a receive; returns a function that waits for the tensor."""
+
+    @abstractmethod
+    def wait_sends(self, newest: int = 0) -> None:
+        """Wait until all sends have completed, except for the ``newest`` ones."""
+
+
+class StageReplicaGroup(ABC):
+    """The replicas of one stage, as one of them sees them; each holds the same part of A.
+
+    They take turns: each runs its own micro-batches. So each has a term of every gradient, of the loss and of the
+    statistics of a mini-batch, and all of them are summed.
+
+    Args:
+        first: whether this is the one with the first micro-batch: it has some even if a batch is too small for all.
+    """
+
+    def __init__(self, *, first: bool) -> None:
+        self.first = first
+
+    @abstractmethod
+    def all_reduce(self, vector: Tensor, description: str) -> None:
+        """Replace a vector by its sum over all replicas, which call this together.
+
+        Args:
+            vector: of the same length on all of them.
+            description: the sum in words that follow "waited for".
+        """
+
 
 Scalar: TypeAlias = int | float | bool
 Value: TypeAlias = Tensor | Scalar
@@ -34,18 +84,8 @@ HEADER_LENGTH = 5 + MAX_DIMS
 _SCALARS: tuple[type, ...] = (bool, int, float)
 _TENSOR = len(_SCALARS)
 _DTYPES: tuple[torch.dtype, ...] = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
 )
 
 
@@ -69,14 +109,14 @@ class TensorHeader:
         if type(value) in _SCALARS:
             return cls(None, (), False, value)  # type: ignore[arg-type]
         if not isinstance(value, Tensor):
-            found, rule = f"is a {type(value).__name__}", "neither a tensor nor a number"
+            fault, rule = f"is a {type(value).__name__}", "neither a tensor nor a number"
         elif value.dtype not in _DTYPES or value.dim() > MAX_DIMS or value.layout != torch.strided:
-            found = f"has {value.dtype}, {value.layout}, {value.dim()} dims"
+            fault = f"has {value.dtype}, {value.layout}, {value.dim()} dims"
             rule = f"but only strided tensors of at most {MAX_DIMS} dims and plain dtypes"
         else:
             return cls(value.dtype, tuple(value.shape), differentiable)
         raise InputError(
-            f"{name} crosses from one stage to another and {found}: {rule} can be sent; write stages=1 or cuts= so "
+            f"{name} crosses from one stage to another and {fault}: {rule} can be sent; write stages=1 or cuts= so "
             "that it stays within a stage"
         )
 
@@ -103,10 +143,9 @@ class TensorHeader:
         kind, dtype, differentiable, dims, bits, *shape = packed.tolist()
         if kind == _TENSOR:
             return cls(_DTYPES[dtype], tuple(shape[:dims]), bool(differentiable))
-        scalar = _SCALARS[kind]
-        return cls(
-            None, (), False, scalar(bits) if scalar is not float else struct.unpack("<d", struct.pack("<q", bits))[0]
-        )
+        if _SCALARS[kind] is float:
+            (bits,) = struct.unpack("<d", struct.pack("<q", bits))
+        return cls(None, (), False, _SCALARS[kind](bits))
 
     def __str__(self) -> str:
         if self.dtype is None:
@@ -159,14 +198,14 @@ class P2PQueue:
     """Sends and receives one worker's messages: mini-batch after mini-batch, or of a stream of micro-batches.
 
     Args:
-        p2p: to and from the other workers.
+        p2p: to and from the other workers; None: there are none.
         stream_rounds: p, where nothing calls :meth:`wait_sends` between mini-batches. What was sent is then released p
             rounds later, a round being a forward and a backward pass: by then the other side has come to its receipt,
             be it the first worker and a gradient sent straight from the last. ``isend`` must not wait there: the other
             side may not have been given the micro-batch yet.
     """
 
-    def __init__(self, p2p: P2P, *, stream_rounds: int | None = None) -> None:
+    def __init__(self, p2p: P2P | None, *, stream_rounds: int | None = None) -> None:
         self._p2p, self._stream_rounds = p2p, stream_rounds
         self._headers: dict[HeaderKey, TensorHeader] = {}
         self.begin((), ())
@@ -181,7 +220,7 @@ class P2PQueue:
         self._incoming: list[tuple[int, P2PMessage]] = []  # a heap, by rank
         self._unknown: dict[int, list[P2PMessage]] = defaultdict(list)
         self._shapes = dict(enumerate(shapes))  # the headers that were received for these shapes stay valid
-        self._receives: dict[int, PendingRecv] = {}
+        self._receives: dict[int, Callable[[], Tensor]] = {}
         self._local: dict[int, Received] = {}
         self._sent: dict[tuple[int, bool], int] = {}
         self.announce(incoming)
@@ -212,20 +251,21 @@ class P2PQueue:
             wait: whether to wait for headers; else stop where one is missing.
         """
         while self._incoming and self._incoming[0][0] <= rank:
-            message = self._incoming[0][1]
+            message, p2p = self._incoming[0][1], self._p2p
+            assert p2p is not None, "other workers send nothing where there are none"
             key = self._key(message)
             if key not in self._headers:
                 if not wait:
                     return
                 assert not message.gradient, "the header of a value arrives before its gradient is due"
                 description = f"the shape of {message.description}"
-                packed = self._p2p.irecv([HEADER_LENGTH], torch.int64, message.sender, description).wait()
+                packed = p2p.irecv([HEADER_LENGTH], torch.int64, message.sender, description)()
                 self._headers[key] = TensorHeader.unpack(packed)
             heapq.heappop(self._incoming)  # only now: the message stays first if its header is missing
             # A scalar came with its header, and values without a gradient get none back: no message follows.
             header = self._headers[key]
             if header.dtype is not None and (header.differentiable or not message.gradient):
-                receive = self._p2p.irecv(header.shape, header.dtype, message.sender, message.description)
+                receive = p2p.irecv(header.shape, header.dtype, message.sender, message.description)
                 self._receives[message.rank] = receive
 
     def send(self, message: P2PMessage, value: Value, *, differentiable: bool) -> int:
@@ -271,15 +311,17 @@ class P2PQueue:
         self.post_receives(message.rank)
         header, pending = self._headers[self._key(message)], self._receives.pop(message.rank, None)
         if pending is not None:
-            return Received(pending.wait(), header.differentiable)
+            return Received(pending(), header.differentiable)
         assert header.scalar is not None, "a gradient that is not sent is not waited for"
         return Received(header.scalar, False)
 
     def wait_sends(self) -> None:
         """Wait until all sends have completed."""
-        self._p2p.wait_sends()
+        if self._p2p is not None:
+            self._p2p.wait_sends()
 
     def _isend(self, message: P2PMessage, tensor: Tensor, description: str) -> None:
+        assert self._p2p is not None, f"{description} is for worker {message.receiver}, and there is but one"
         if self._stream_rounds is not None:
             # Count the sends of each of the newest 2p passes, and release those of older ones.
             pass_of = message.micro_batch, message.gradient

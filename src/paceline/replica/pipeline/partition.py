@@ -3,14 +3,14 @@
 ::
 
     seconds      1    2    1 |  3    1 |  2    2        p = 3: parts of 4, 4 and 4 seconds
-    values            o------|---------|--->            made by unit 1, used by unit 5: sent once, to part 2
+    values            o------|---------|--->            computed by unit 1, used by unit 5: sent once, to part 2
     boundaries               3         5
 """
 
 import bisect
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
@@ -22,7 +22,7 @@ from paceline.core.partitioning import PartCosts, best_partition
 from paceline.core.types import Seconds
 
 BEFORE = -1
-"""Made before the first unit."""
+"""Computed before the first unit."""
 
 Vector: TypeAlias = NDArray[np.float64]
 """Bytes; float64 has them exactly up to 2^53."""
@@ -41,7 +41,7 @@ class SharedItem:
     nbytes: int
     uses: tuple[int, ...]
     """Units."""
-    made: int = BEFORE
+    producer: int = BEFORE
     """The unit that computes it: the part with this unit does not count."""
 
 
@@ -97,7 +97,7 @@ def partition(
 
     >>> partition(UnitCosts([1, 2, 1, 3, 1, 2, 2]), 3)
     (3, 5)
-    >>> partition(UnitCosts([1, 1, 1, 1], values=[SharedItem(8, uses=(2, 3), made=1)]), 2, candidates=[1, 2])
+    >>> partition(UnitCosts([1, 1, 1, 1], values=[SharedItem(8, uses=(2, 3), producer=1)]), 2, candidates=[1, 2])
     (2,)
     >>> partition(UnitCosts([1, 1, 1, 1]), 2, replicas=(3, 1))
     (3,)
@@ -174,24 +174,24 @@ def named_boundaries(
 def condense(items: Iterable[SharedItem], starts: Sequence[int]) -> list[SharedItem]:
     """Return the same items where the units are runs of units that begin at ``starts``.
 
-    >>> condense([SharedItem(8, (1, 4, 5), made=0)], [0, 2, 4])
-    [SharedItem(nbytes=8, uses=(0, 2), made=0)]
+    >>> condense([SharedItem(8, (1, 4, 5), producer=0)], [0, 2, 4])
+    [SharedItem(nbytes=8, uses=(0, 2), producer=0)]
     """
 
     def run(unit: int) -> int:
         return bisect.bisect(starts, unit) - 1
 
-    return [replace(item, uses=tuple(sorted({run(use) for use in item.uses})), made=run(item.made)) for item in items]
+    return [SharedItem(i.nbytes, tuple(sorted({run(use) for use in i.uses})), run(i.producer)) for i in items]
 
 
 def bytes_by_start(items: Sequence[SharedItem], count: int) -> Iterator[Vector]:
     """Yield, for b = 1 .. ``count``, the bytes of the parts (0, b), ..., (b - 1, b).
 
-    A part (a, b) is units a .. b - 1. An item counts for it if made < a and a <= its last use before b. So unit b - 1,
-    using it, adds its bytes to all a from the use before (or from where it is made) + 1 to b - 1. The vector is only
+    A part (a, b) is units a .. b - 1. An item counts for it if its producer < a <= its last use before b. So unit
+    b - 1, using it, adds its bytes to all a from the use before (or from its producer) + 1 to b - 1. The vector is only
     valid until the next one is yielded.
     """
-    last, row = [item.made for item in items], np.zeros(count)
+    last, row = [item.producer for item in items], np.zeros(count)
     users: list[list[int]] = [[] for _ in range(count)]
     for index, item in enumerate(items):
         for use in item.uses:

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 
 import torch
@@ -11,11 +11,20 @@ from torch import Tensor
 from paceline.core.types import Clock
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatState, finite
-from paceline.replica.pipeline.base import P2P, all_reduce, broadcast_first
-from paceline.replica.pipeline.comm_plan import CommPlan, WorkerProgram
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup
+from paceline.replica.pipeline.comm_plan import PipelineContext
+from paceline.replica.pipeline.p2p_queue import StageReplicaGroup
 from paceline.replica.pipeline.stage_runtime import StageRuntime
 from paceline.replica.tensor.tp_group import PartialGrads
+
+
+def all_reduce(tensors: Sequence[Tensor], replicas: StageReplicaGroup, description: str) -> None:
+    """Replace each tensor by its sum over the replicas, with one message for each dtype."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        own = [tensor for tensor in tensors if tensor.dtype == dtype]
+        total = torch.cat([tensor.reshape(-1) for tensor in own])
+        replicas.all_reduce(total, description)
+        for tensor, summed in zip(own, torch.split(total, [tensor.numel() for tensor in own]), strict=True):
+            tensor.copy_(summed.view_as(tensor))
 
 
 class TiedGradients:
@@ -27,22 +36,21 @@ class TiedGradients:
         worker 2    g2 ----> 0          g0 + g2
 
     Args:
-        plan: names those parameters and their parts.
-        worker: this one.
-        p2p: to the others.
+        context: of this worker.
     """
 
-    def __init__(self, plan: CommPlan, worker: int, p2p: P2P) -> None:
-        columns, own = plan.columns, plan.columns.at(worker)
+    def __init__(self, context: PipelineContext) -> None:
+        plan, replicas = context.plan, context.plan.stage_replicas
+        own = replicas.at(context.worker)
         holders = {name: sorted({plan.stage_of(part) for part in parts}) for name, parts in plan.tied.items()}
         self.holders = {n: stages for n, stages in sorted(holders.items()) if own.stage in stages and len(stages) > 1}
         """Parameter -> the stages that hold it, of those that this worker and another one hold."""
-        self._stage, self._p2p = own.stage, p2p
+        self._stage, self._p2p = own.stage, context.p2p
         others = {stage for stages in self.holders.values() for stage in stages if stage != own.stage}
         # Each replica of a stage receives from one replica of each other stage, and sends to those that receive of it.
-        self._source = {stage: columns.number(columns.partner(own, stage)) for stage in others}
+        self._source = {stage: replicas.number(replicas.partner(own, stage)) for stage in others}
         self._destinations = {
-            stage: [n for n in columns.of_stage(stage) if columns.partner(columns.at(n), own.stage) == own]
+            stage: [n for n in replicas.of_stage(stage) if replicas.partner(replicas.at(n), own.stage) == own]
             for stage in others
         }
 
@@ -52,10 +60,12 @@ class TiedGradients:
         Args:
             gradients: this worker's, by the parameter's full name.
         """
+        p2p = self._p2p
+        assert p2p is not None, "several stages are several workers"
         others = [(name, stage) for name, stages in self.holders.items() for stage in stages if stage != self._stage]
         descriptions = {name: f"the gradient of {name}, which several stages hold" for name in self.holders}
         receives = {
-            (name, stage): self._p2p.irecv(
+            (name, stage): p2p.irecv(
                 gradients[name].shape, gradients[name].dtype, self._source[stage], descriptions[name]
             )
             for name, stage in others
@@ -64,13 +74,13 @@ class TiedGradients:
         own = {name: gradients[name].clone() for name in self.holders}
         for name, stage in others:
             for destination in self._destinations[stage]:
-                self._p2p.isend(own[name], destination, descriptions[name])
+                p2p.isend(own[name], destination, descriptions[name])
         for name, stages in self.holders.items():  # by ascending stage: all of them get the same bits
-            first, *rest = (own[name] if each == self._stage else receives[name, each].wait() for each in stages)
+            first, *rest = (own[name] if each == self._stage else receives[name, each]() for each in stages)
             gradients[name].copy_(first)
             for each in rest:
                 gradients[name].add_(each)
-        self._p2p.wait_sends()
+        p2p.wait_sends()
 
 
 class Pipelined(Replica):
@@ -81,20 +91,17 @@ class Pipelined(Replica):
     the worker with the last part computes the loss.
 
     Args:
-        setup: of this worker.
+        context: of this worker.
         micro_steps: calls of :meth:`advance` for one Δ.
         partial_grads: where operators are sharded: sums the gradients of which each shard has a term.
     """
 
     def __init__(
-        self, setup: PipelineSetup, *, micro_steps: int = 1, partial_grads: PartialGrads | None = None
+        self, context: PipelineContext, *, micro_steps: int = 1, partial_grads: PartialGrads | None = None
     ) -> None:
-        self._plan, self._worker, self._replicas = setup.plan, setup.worker.worker, setup.replicas
-        self._micro_steps, self._partial_grads = micro_steps, partial_grads
-        self._runtime = StageRuntime(setup)
+        self._context, self._micro_steps, self._partial_grads = context, micro_steps, partial_grads
+        self._runtime, self._tied = StageRuntime(context), TiedGradients(context)
         self._tensors = self._runtime.tensors
-        self._tied = TiedGradients(setup.plan, self._worker, setup.p2p)
-        self._programs: dict[int, WorkerProgram] = {}
         self._losses, self._samples = 0.0, 0
 
     @property
@@ -114,11 +121,7 @@ class Pipelined(Replica):
         runtime = self._runtime
         total = float(batch.samples) if self._micro_steps == 1 else 1.0
         micro_batches = runtime.micro_batches(batch, total, clock)
-        count = len(micro_batches)
-        if count not in self._programs:
-            self._programs[count] = self._plan.worker_program(self._worker, count)
-        program = self._programs[count]
-
+        program = self._context.plan.worker_program(self._context.worker, len(micro_batches))
         runtime.queue.begin(program.incoming, [each.shapes for each in micro_batches])
         losses: list[tuple[int, Tensor]] = []
         for task, following in zip_longest(program.actions, program.actions[1:]):
@@ -133,9 +136,9 @@ class Pipelined(Replica):
         mean = math.nan
         if runtime.takes_target:
             total_loss = sum(samples * float(loss) for samples, loss in losses)
-            if self._replicas is not None:  # each has the losses of its own micro-batches
+            if (replicas := self._context.stage_replicas) is not None:  # each has the losses of its own micro-batches
                 term = torch.tensor([total_loss], dtype=torch.float64)
-                self._replicas.all_reduce(term, "the loss of other micro-batches")
+                replicas.all_reduce(term, "the loss of other micro-batches")
                 total_loss = float(term)
             mean = total_loss / batch.samples
         runtime.record("wait", clock + 1, began)
@@ -155,8 +158,11 @@ class Pipelined(Replica):
             if gradients:  # a stage may have nothing to train
                 torch._foreach_copy_(out.views.parameters, gradients)
             self._tensors.write_buffers(out)
-            if self._replicas is not None and self._samples and out.buffers:
-                broadcast_first(out.buffers, self._replicas, "running buffers")
+            replicas = self._context.stage_replicas
+            if replicas is not None and self._samples and out.buffers:
+                if not replicas.first:  # the sum is then what the first one has
+                    torch._foreach_zero_(out.buffers)
+                all_reduce(out.buffers, replicas, "running buffers")
         if not self._samples:
             return Measured(math.nan, 0, True)
         loss = self._losses / self._samples
@@ -164,9 +170,9 @@ class Pipelined(Replica):
 
     def _all_reduce(self, gradients: list[Tensor]) -> None:
         """Sum this worker's gradients over replicas of the stage, shards and tied stages, each of which has a term."""
-        if self._replicas is not None:
+        if (replicas := self._context.stage_replicas) is not None:
             began = time.monotonic_ns()
-            all_reduce(gradients, self._replicas, "gradients of other micro-batches")
+            all_reduce(gradients, replicas, "gradients of other micro-batches")
             self._runtime.record("all_reduce", 0, began)
         if self._partial_grads is not None:
             self._partial_grads.all_reduce_(gradients)

@@ -46,7 +46,7 @@ class OpReplacements:
 
 def replace_ops(modules: Iterable[nn.Module], replacements: OpReplacements) -> bool:
     """Replace functions that modules call, in place; returns whether there were any."""
-    found = False
+    replaced = False
     functional_with = SimpleNamespace(**{**vars(functional), **replacements.functions})
     for module in (each for root in modules for each in root.modules()):
         if isinstance(module, GraphModule):
@@ -55,13 +55,13 @@ def replace_ops(modules: Iterable[nn.Module], replacements: OpReplacements) -> b
                 node.target = replacements.operators[node.target]
             if nodes:
                 module.recompile()
-                found = True
+                replaced = True
         for kind, method in replacements.methods.items():
             if isinstance(module, kind):
                 other = rebound(getattr(type(module), method), F=functional_with)
                 setattr(module, method, MethodType(other, module))
-                found = True
-    return found
+                replaced = True
+    return replaced
 
 
 def rebound(function: Any, **names: Any) -> Any:

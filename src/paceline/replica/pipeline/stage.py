@@ -9,7 +9,11 @@
                    the part are kept
 
 Gradients of inputs are sent while the backward pass goes on: an input enters the part through an autograd node, its
-portal, whose backward is called as soon as the gradient is final.
+portal, whose backward is called as soon as the gradient is final::
+
+    source of the value                                            consumer, maybe several stages on
+    part ==> output   ----------- value ----------->   | portal ==> part ==> ...
+    part <== output   <--------- gradient ----------   | portal <== part <== ...
 """
 
 from collections import defaultdict, deque
@@ -25,17 +29,18 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from paceline.core.errors import InputError
 from paceline.program import leaves
-from paceline.replica.activation_memory import StorageCounter
-from paceline.replica.pipeline.base import Part
+from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.pipeline.batchnorm import DeferredBatchNorms
 from paceline.replica.pipeline.checkpointing import CheckpointedPart, preserve_buffers
+from paceline.replica.pipeline.comm_plan import PipelineContext
+from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch, Shapes
 from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 from paceline.replica.single import seed_generators, step_seed
 
-SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], None]
+SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], int]
+"""Begins to send a gradient; returns its bytes."""
 
 FIRST = 2**62
 """A sequence number that autograd prefers to all that it gives itself."""
@@ -67,6 +72,7 @@ class InputPortals:
         self._final: dict[str, Tensor] = {}
         self._queues: dict[int, deque[P2PMessage]] = defaultdict(deque)
         self._queue_of: dict[str, deque[P2PMessage]] = {}
+        self.sent_bytes = 0
 
     def enter(self, name: str, value: Tensor) -> Tensor:
         """Return the same memory as a tensor that needs a gradient and is no leaf."""
@@ -92,7 +98,7 @@ class InputPortals:
         queue = self._queue_of[name]
         while queue and queue[0].name in self._final:
             message = queue.popleft()
-            self._send(message, self._final.pop(message.name))
+            self.sent_bytes += self._send(message, self._final.pop(message.name))
 
     def close(self) -> None:
         """End the backward pass: send zeros where there is no gradient, since the value's source waits for one."""
@@ -128,39 +134,30 @@ class KeptInputs:
     nbytes: int
 
 
-class ActivationMemory:
-    """Counts the bytes that a worker keeps for backward passes, and the most that it has kept at one time."""
-
-    def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
-
-    def add(self, size: int) -> None:
-        """Count ``size`` bytes more (less where it is below 0)."""
-        self.live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
-
-
 class PipelineStage:
     """One part of a model, run on one worker.
 
     Args:
         part: its module is in training mode, and is changed in place.
-        setup: of the worker.
+        context: of the worker.
         memory: counts the bytes that are kept.
     """
 
-    def __init__(self, part: Part, setup: PipelineSetup, memory: ActivationMemory) -> None:
-        self.part, self._program, self._device, self._memory = part, setup.program, setup.worker.device, memory
-        self._autocasts = setup.program.precision != "fp32"
-        schedule, captured = setup.plan.schedule, setup.captured
-        self._rebuild = captured.rebuild if part.number == schedule.parts(setup.plan.stages) - 1 else None
+    def __init__(self, part: Part, context: PipelineContext, memory: ActivationMemory) -> None:
+        self.part, self._program, self._device, self._memory = part, context.program, context.device, memory
+        self._autocasts = context.program.precision != "fp32"
+        schedule, self._captured = context.plan.schedule, context.captured
+        self.is_last = part.number == schedule.parts(len(context.plan.stage_replicas.copies)) - 1
+        """True if this is the model's last part, which computes the loss."""
 
-        names = {entry.name for block in setup.layout.buffers for entry in block.entries}
+        names = {entry.name for block in context.layout.buffers for entry in block.entries}
         buffers = {name: buffer for name, buffer in part.module.named_buffers() if name in names}
         self._running = list(buffers.values())
-        self._recomputes = setup.recompute == "boundaries"
-        self._checkpointed = CheckpointedPart(part, captured, self._running) if setup.recompute == "all" else None
-        modules = self._checkpointed.modules if self._checkpointed is not None else [part.module]
+        self._recomputes = context.recompute == "boundaries"
+        self._checkpointed, modules = None, [part.module]
+        if context.recompute == "all":
+            self._checkpointed = CheckpointedPart(part, self._captured, self._running)
+            modules = self._checkpointed.modules
 
         self._splitter: Splitter | None = None
         self._batchnorms: DeferredBatchNorms | None = None
@@ -170,9 +167,9 @@ class PipelineStage:
                 self._splitter = splitter
                 if self._checkpointed is not None:
                     self._checkpointed.recompute_context = splitter.same_target
-        if setup.batchnorm == "mini-batch":
+        if context.batchnorm == "mini-batch":
             counters = [buffer for name, buffer in buffers.items() if name.endswith("num_batches_tracked")]
-            batchnorms = DeferredBatchNorms(counters, setup.replicas)
+            batchnorms = DeferredBatchNorms(counters, context.stage_replicas)
             if replace_ops(modules, batchnorms.replacements):
                 self._batchnorms = batchnorms
 
@@ -219,27 +216,28 @@ class PipelineStage:
         self._keep(micro_batch.index, KeptInputs(received, versions, counter.nbytes))
         return outputs, loss
 
-    def needs_recompute(self, micro_batch: MicroBatch) -> bool:
-        """Return True if the forward pass has to be run again before its backward."""
-        return isinstance(self._kept[micro_batch.index], KeptInputs)
+    def recompute(self, micro_batch: MicroBatch) -> bool:
+        """Run a forward pass again if only its inputs were kept; returns whether they were.
 
-    def recompute(self, micro_batch: MicroBatch) -> None:
-        """Run a forward pass again, with the same random numbers; running buffers stay as they are.
+        The same random numbers are drawn, and running buffers stay as they are.
 
         Raises:
             InputError: the part has written its inputs in place.
         """
-        kept = self._release(micro_batch.index)
-        assert isinstance(kept, KeptInputs)
+        kept = self._kept[micro_batch.index]
+        if isinstance(kept, ForwardPass):
+            return False
         if kept.versions != _versions(micro_batch, kept.received):
             raise InputError(
                 f"stage {self.part.number} writes its input in place, so its forward pass can't be made again; write "
                 "inplace=False there, or recompute='none'"
             )
+        self._release(micro_batch.index)
         with preserve_buffers(self._running):  # they have moved in the first pass
             run = self._run(micro_batch, kept.received, again=True)
         run.outputs.clear()
         self._keep(micro_batch.index, run)
+        return True
 
     def differentiable_outputs(self, micro_batch: MicroBatch) -> Mapping[str, object]:
         """Return the values, by name, that were sent and whose gradients will come back."""
@@ -253,11 +251,11 @@ class PipelineStage:
         send: SendGradient,
         *,
         split: bool,
-    ) -> None:
-        """Compute the gradients of inputs, which are sent, and of parameters.
+    ) -> int:
+        """Compute the gradients of inputs, which are sent, and of parameters; returns the bytes sent.
 
         Args:
-            micro_batch: one that has been run forward, and again if it :meth:`needs_recompute`.
+            micro_batch: one that has been run forward, and again if :meth:`recompute` has to.
             gradients: of the values that were sent, by name.
             messages: those by which gradients of inputs go back, by rank.
             send: sends one.
@@ -289,6 +287,7 @@ class PipelineStage:
         self._keep(micro_batch.index, run)
         if not split:
             self.backward_weight(micro_batch)
+        return run.portals.sent_bytes
 
     def backward_weight(self, micro_batch: MicroBatch) -> None:
         """Compute the gradients of weights that were deferred."""
@@ -353,11 +352,11 @@ class PipelineStage:
             outputs = list(self.part.module(*arguments))
         else:
             outputs = list(self._checkpointed.run(arguments, counter))
-        if self._rebuild is None:
+        if not self.is_last:
             return outputs, None
 
         sent = len(self.part.sent)
-        loss = self._program.loss(self._rebuild(outputs[sent:]), micro_batch.target)
+        loss = self._program.loss(self._captured.rebuild(outputs[sent:]), micro_batch.target)
         if loss.numel() != 1:
             raise InputError(
                 f"the loss has shape {list(loss.shape)}, but it must be one number, the mean over the samples; write "

@@ -2,7 +2,7 @@
 
 import time
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock
+from paceline.replica.activation_memory import ActivationMemory
 from paceline.replica.base import Batch
-from paceline.replica.module_utils import get_or_create_submodule
-from paceline.replica.pipeline.base import Part
-from paceline.replica.pipeline.comm_plan import ScheduledAction
+from paceline.replica.module_utils import get_or_create_submodule, tensors_of
+from paceline.replica.pipeline.comm_plan import PipelineContext, ScheduledAction
+from paceline.replica.pipeline.cut import Part
 from paceline.replica.pipeline.micro_batches import MicroBatch, micro_batches
-from paceline.replica.pipeline.p2p_queue import P2PMessage, P2PQueue, Received
-from paceline.replica.pipeline.pipeline_setup import PipelineSetup
-from paceline.replica.pipeline.stage import ActivationMemory, PipelineStage
+from paceline.replica.pipeline.p2p_queue import P2PQueue, Received
+from paceline.replica.pipeline.stage import PipelineStage
 from paceline.replica.single import Autograd, step_seed
 from paceline.trace import spans
 from paceline.trace.recorder import NullRecorder
@@ -27,25 +27,23 @@ class StageRuntime:
     """Runs the scheduled actions of one worker of a pipeline.
 
     Args:
-        setup: of the worker.
+        context: of the worker.
         stream: whether micro-batches go on from mini-batch to mini-batch.
     """
 
-    def __init__(self, setup: PipelineSetup, *, stream: bool = False) -> None:
-        worker, parts, plan = setup.worker, setup.parts, setup.plan
+    def __init__(self, context: PipelineContext, *, stream: bool = False) -> None:
+        self._context, parts, plan = context, context.parts, context.plan
         for part in parts:
-            part.module.to(worker.device).train()
-        self.tensors = Autograd(setup.program, merged_module(parts), setup.layout, worker.replica, worker.device)
+            part.module.to(context.device).train()
+        self.tensors = Autograd(context.program, merged_module(parts), context.layout, context.replica, context.device)
         self.memory = ActivationMemory()
-        self.stages = {part.number: PipelineStage(part, setup, self.memory) for part in parts}
-        self.queue = P2PQueue(setup.p2p, stream_rounds=plan.workers if stream else None)
-        self.takes_target = plan.schedule.parts(plan.stages) - 1 in self.stages
+        self.stages = {part.number: PipelineStage(part, context, self.memory) for part in parts}
+        self.queue = P2PQueue(context.p2p, stream_rounds=len(plan.stage_replicas) if stream else None)
+        self.takes_target = any(stage.is_last for stage in self.stages.values())
         """True if this worker computes the loss."""
-        self._worker, self._seed = worker, setup.program.seed
-        self._micro_batches, self._flatten = plan.micro_batches, setup.captured.input_spec.flatten
         self._leaves = {leaf for part in parts for leaf in part.inputs}
-        self._on_cpu = torch.device(worker.device).type == "cpu"
-        self._recorder = None if type(setup.recorder) is NullRecorder else setup.recorder
+        self._on_cpu = torch.device(context.device).type == "cpu"
+        self._recorder = None if type(context.recorder) is NullRecorder else context.recorder
 
     def micro_batches(self, batch: Batch, total: float, clock: Clock) -> list[MicroBatch]:
         """Cut a batch and move what this worker needs of it to its device.
@@ -55,12 +53,13 @@ class StageRuntime:
             total: samples that a micro-batch's weight is its share of.
             clock: of the micro-step, from which random numbers are seeded.
         """
-        seed = step_seed(self._seed, self._worker.replica, clock)
-        cut = micro_batches(batch, self._micro_batches, self._flatten)
+        context = self._context
+        seed = step_seed(context.program.seed, context.replica, clock)
+        cut = micro_batches(batch, context.plan.micro_batches, context.captured.flatten)
         cut = [replace(each, weight=each.samples / total, seed=seed) for each in cut]
         if self._on_cpu:
             return cut
-        return [each.to(self._worker.device, self._leaves, target=self.takes_target) for each in cut]
+        return [each.to(context.device, self._leaves, target=self.takes_target) for each in cut]
 
     def execute(
         self, task: ScheduledAction, following: ScheduledAction | None, micro_batch: MicroBatch, step: int
@@ -77,19 +76,18 @@ class StageRuntime:
             WorkerError: it failed; the message names stage, micro-batch and action.
         """
         action = task.action
-        stage = self.stages[action.stage]
         # Data for the next action then arrive while this one computes.
         if following is not None and following.receives:
             self.queue.post_receives(max(message.rank for message in following.receives), wait=False)
         try:
             if action.kind == "forward":
-                return self._forward(stage, task, following, micro_batch, step)
+                return self._forward(task, following, micro_batch, step)
             if action.kind == "backward_weight":
                 began = time.monotonic_ns()
-                stage.backward_weight(micro_batch)
+                self.stages[action.stage].backward_weight(micro_batch)
                 self.record("backward_weight", step, began, micro_batch.index)
             else:
-                self._backward(stage, task, micro_batch, step)
+                self._backward(task, micro_batch, step)
             return None
         except PacelineError:
             raise
@@ -106,14 +104,9 @@ class StageRuntime:
             self._recorder.record(action, step, began, time.monotonic_ns(), index, moved_bytes)
 
     def _forward(
-        self,
-        stage: PipelineStage,
-        task: ScheduledAction,
-        following: ScheduledAction | None,
-        micro_batch: MicroBatch,
-        step: int,
+        self, task: ScheduledAction, following: ScheduledAction | None, micro_batch: MicroBatch, step: int
     ) -> Tensor | None:
-        received: list[Received] = []
+        stage, received = self.stages[task.action.stage], list[Received]()
         if task.receives:
             began = time.monotonic_ns()
             by_name = {message.name: self.queue.receive(message) for message in task.receives}
@@ -121,11 +114,8 @@ class StageRuntime:
             # Messages come by rank, the part takes its values in the order of its crossings.
             received = [by_name[crossing.name] for crossing in stage.part.received]
 
-        began, action = time.monotonic_ns(), task.action
-        backward_follows = following is not None and (action.stage, action.micro_batch) == (
-            following.action.stage,
-            following.action.micro_batch,
-        )
+        began, key = time.monotonic_ns(), (task.action.stage, micro_batch.index)
+        backward_follows = following is not None and key == (following.action.stage, following.action.micro_batch)
         outputs, loss = stage.forward(micro_batch, received, backward_follows=backward_follows)
         self.record("forward", step, began, micro_batch.index)
 
@@ -138,10 +128,9 @@ class StageRuntime:
             self.record("send", step, began, micro_batch.index, moved)
         return loss
 
-    def _backward(self, stage: PipelineStage, task: ScheduledAction, micro_batch: MicroBatch, step: int) -> None:
-        if stage.needs_recompute(micro_batch):
-            began = time.monotonic_ns()
-            stage.recompute(micro_batch)
+    def _backward(self, task: ScheduledAction, micro_batch: MicroBatch, step: int) -> None:
+        stage, began = self.stages[task.action.stage], time.monotonic_ns()
+        if stage.recompute(micro_batch):
             self.record("recompute", step, began, micro_batch.index)
 
         sums: dict[str, Tensor] = {}
@@ -156,14 +145,8 @@ class StageRuntime:
                 sums[message.name] = sums[message.name] + gradient if message.name in sums else gradient
             self.record("wait", step, began, micro_batch.index)
 
-        moved, split = 0, task.action.kind == "backward_input"
-
-        def send(message: P2PMessage, gradient: Tensor) -> None:
-            nonlocal moved
-            moved += self.queue.send_gradient(message, gradient)
-
-        began = time.monotonic_ns()
-        stage.backward(micro_batch, sums, task.sends, send, split=split)
+        began, split = time.monotonic_ns(), task.action.kind == "backward_input"
+        moved = stage.backward(micro_batch, sums, task.sends, self.queue.send_gradient, split=split)
         self.record("backward_input" if split else "backward", step, began, micro_batch.index, moved)
 
 
@@ -171,8 +154,7 @@ def merged_module(parts: Iterable[Part]) -> nn.Module:
     """Return a module without a forward that holds the parts' tensors; one that several name becomes one tensor."""
     whole = nn.Module()
     for part in parts:
-        named: Sequence[tuple[str, Tensor]] = [*part.module.named_parameters(), *part.module.named_buffers()]
-        for name, tensor in named:
+        for name, tensor in tensors_of(part.module).items():
             path, _, leaf = name.rpartition(".")
             owner = get_or_create_submodule(whole, path)
             if leaf in owner._parameters or leaf in owner._buffers:

@@ -100,10 +100,10 @@ class _Trial:
             return optimizer
 
         try:
-            stepper = FlatOptimizer(optimizer_of_part(construct, self.whole, layout), None, state, out)
+            flat_optimizer = FlatOptimizer(optimizer_of_part(construct, self.whole, layout), None, state, out)
             for _ in range(STEPS):
                 out.copy_(gradients)  # an optimizer may write into a gradient
-                stepper.step(out.parameters)
+                flat_optimizer.step(out.parameters)
         except InputError:
             raise
         except Exception as error:

@@ -68,7 +68,7 @@ def check_shard(
     autocast = any(torch.is_autocast_enabled(kind) for kind in {t.device.type for t in tensors})
     ulps = HALF / max(units) if autocast else min(ULPS, HALF / max(units))
     check(
-        module, together.run, together.named, inputs, what=f"division into {shards.count} shards",
+        module, together.run, together.named, inputs, description=f"division into {shards.count} shards",
         samples=samples, ulps=ulps, of_inputs=of_inputs, training=training,
     )  # fmt: skip
 
