@@ -40,9 +40,7 @@ if TYPE_CHECKING:
     from paceline.core.registry import register
     from paceline.engine.distributed.sync_batchnorm import synchronised_batchnorm
     from paceline.engine.worker import Worker
-    from paceline.optim.lamb import Lamb
-    from paceline.optim.lars import Lars
-    from paceline.optim.rates import scaled_learning_rate, warmup
+    from paceline.optim import Lamb, Lars, scaled_learning_rate, warmup
     from paceline.program import Program
     from paceline.replica.capture.capture import cut
     from paceline.run import Run, load
@@ -99,15 +97,9 @@ __all__ = [
 ]
 
 _NAMES = {
-    "aggregation.asynchronous": "Asynchronous",
-    "aggregation.base": "Aggregation Apply Arrival Cancel Decision Discard Release",
-    "aggregation.buffered": "Buffered",
-    "aggregation.elastic_averaging": "ElasticAveraging",
-    "aggregation.hogwild": "Hogwild",
-    "aggregation.local_steps": "LocalSteps",
-    "aggregation.smooth_switch": "SmoothSwitch",
-    "aggregation.stale_synchronous": "StaleSynchronous",
-    "aggregation.synchronous": "Synchronous",
+    "aggregation": "Aggregation Asynchronous Buffered ElasticAveraging Hogwild LocalSteps SmoothSwitch "
+    "StaleSynchronous Synchronous",
+    "aggregation.base": "Apply Arrival Cancel Decision Discard Release",
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",
     "api.predict": "predict predictor",
@@ -117,9 +109,7 @@ _NAMES = {
     "core.registry": "register",
     "engine.distributed.sync_batchnorm": "synchronised_batchnorm",
     "engine.worker": "Worker",
-    "optim.lamb": "Lamb",
-    "optim.lars": "Lars",
-    "optim.rates": "scaled_learning_rate warmup",
+    "optim": "Lamb Lars scaled_learning_rate warmup",
     "program": "Program",
     "replica.capture.capture": "cut",
     "run": "Run load",

@@ -177,5 +177,6 @@ def run_folder(index: int, text: str, number: int) -> str:
     >>> run_folder(1, "replicas=8 aggregation=smooth-switch:every=500", 0)
     '1-replicas-8-aggregation-smooth-switch-every-500/round-0'
     """
+    # At most 80 characters: file systems bound a name at 255 bytes.
     name = re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-.")[:80] or "strategy"
     return f"{index}-{name}/round-{number}"

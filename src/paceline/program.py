@@ -113,6 +113,7 @@ class Program:
 
     def build(self) -> nn.Module:
         """Return the module with the parameters A_0: the same bits in every process; torch's own seed stays."""
+        # The generator's state is restored afterwards, and no other thread draws from it meanwhile.
         with _GENERATOR, torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.seed)
             module: Any = self.model()
@@ -177,6 +178,7 @@ def map_tree(function: Callable[[Tensor], Any], tree: Tree) -> Tree:
         return function(tree)
     if isinstance(tree, Mapping):
         return {k: map_tree(function, v) for k, v in tree.items()}
+    # A namedtuple takes its fields one by one, other sequences take an iterable.
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(map_tree(function, v) for v in tree))
     if isinstance(tree, (tuple, list)):

@@ -99,6 +99,7 @@ class LiveProgress:
 
     def update(self, progress: Progress) -> None:
         """Take the newest state; draw it unless the last drawing is younger than ``REDRAW_S``."""
+        # A new phase is always drawn: it may be long until the next update.
         entered = progress.phase != self._newest.phase
         self._newest = progress
         if self._training_since_s is None and progress.phase == "training":

@@ -153,7 +153,13 @@ def load(path: str | Path, program: Program | None = None) -> Run:
         raise InputError(f"{path} holds a comparison, not a run; write the path of one of its runs, {one}")
     with reading(folder / "strategy.toml"):
         head = tomllib.loads((folder / "strategy.toml").read_text(encoding="utf-8"))
-        name, engine, strategy = str(head["program"]), str(head["engine"]), _parse_strategy(str(head["strategy"]))
+        name, engine, text = str(head["program"]), str(head["engine"]), str(head["strategy"])
+        strategy: Strategy | str = text
+        try:
+            strategy = Strategy.parse(text)
+        except InputError:
+            # The figures must stay readable even if only the program's own code knows the policy or threshold.
+            Strategy.parse(" ".join(word for word in text.split() if not word.startswith("aggregation=")))
     summary = read_json(folder / "summary.json")
     with reading(folder / "summary.json"):
         left = [ReplicaExit(**row) for row in summary.pop("left")]
@@ -205,15 +211,6 @@ def require_package(package: str, feature: str) -> None:
     """Raise InputError, with the line to run, if a package that a feature needs is not installed."""
     if find_spec(package) is None:
         raise InputError(f"{feature} needs {package}, which is not installed; run: pip install 'paceline[{package}]'")
-
-
-def _parse_strategy(text: str) -> Strategy | str:
-    try:
-        return Strategy.parse(text)
-    except InputError:
-        # The figures must stay readable even if only the program's own code knows the policy or threshold.
-        Strategy.parse(" ".join(word for word in text.split() if not word.startswith("aggregation=")))
-        return text
 
 
 def _read_history(path: Path) -> list[Record]:

@@ -34,7 +34,14 @@ class ShardRules(Mapping[str, str]):
     def __init__(self, rules: Mapping[str, str] | str = "") -> None:
         if not isinstance(rules, str | Mapping):
             raise InputError(f"shard_rules={rules!r} is no mapping; write shard_rules={{'*.c_fc': 'column'}}.")
-        self._rules: dict[str, str] = _parsed(rules) if isinstance(rules, str) else dict(rules)
+        self._rules: dict[str, str] = {} if isinstance(rules, str) else dict(rules)
+        for word in filter(None, rules.split(",") if isinstance(rules, str) else ()):
+            pattern, colon, name = word.rpartition(":")
+            if not (colon and pattern and name):
+                raise InputError(f"{word!r} in shard_rules is no rule; write <pattern>:<way>, as in head:{WHOLE}.")
+            if pattern in self._rules:
+                raise InputError(f"shard_rules says {pattern} twice; write {word} once.")
+            self._rules[pattern] = name
         for pattern, name in self._rules.items():
             if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
                 raise InputError(
@@ -76,15 +83,3 @@ class ShardRules(Mapping[str, str]):
 
     def __repr__(self) -> str:
         return repr(self._rules)
-
-
-def _parsed(text: str) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for word in filter(None, text.split(",")):
-        pattern, colon, name = word.rpartition(":")
-        if not (colon and pattern and name):
-            raise InputError(f"{word!r} in shard_rules is no rule; write <pattern>:<way>, as in head:{WHOLE}.")
-        if pattern in found:
-            raise InputError(f"shard_rules says {pattern} twice; write {word} once.")
-        found[pattern] = name
-    return found

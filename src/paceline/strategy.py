@@ -123,6 +123,7 @@ class Strategy:
                 check_int(name, getattr(self, name), least=1)
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
+        # One text for each value, so that strategies that mean the same compare equal.
         for name, canonical in _CANONICAL.items():
             object.__setattr__(self, name, canonical(getattr(self, name)))
         check_bool("shard_parameters", self.shard_parameters)
@@ -135,6 +136,7 @@ class Strategy:
                 object.__setattr__(self, name, tuple(size))
             for part in size if isinstance(size, list | tuple) and size else (size,):
                 check_int(name, part, least=1)
+        # Checked last: the number of stages is known only after all sizes are whole numbers.
         if isinstance(self.shards, tuple) and len(self.shards) != self.stage_count:
             raise InputError(
                 f"shards={format_option(self.shards)} is for {len(self.shards)} stages, but "

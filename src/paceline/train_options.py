@@ -102,17 +102,10 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
     options.check()
-    support.refuse(
-        Case.of(
-            strategy,
-            engine.name,
-            engine.features,
-            clip_norm=program.clip_norm,
-            on_nonfinite=options.on_nonfinite,
-            noise_scale=options.noise_scale,
-            times=options.times is not None,
-        )
-    )
+    same: dict[str, Any] = {"on_nonfinite": options.on_nonfinite, "noise_scale": options.noise_scale}
+    with_times = options.times is not None
+    case = Case.of(strategy, engine.name, engine.features, clip_norm=program.clip_norm, times=with_times, **same)
+    support.refuse(case)
     if strategy.pipelined:
         strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)
     budget = options.budget()
@@ -127,6 +120,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
             f"a clamp_?), but under aggregation={text_of(strategy.aggregation)} replicas only read A; do it to a copy "
             "in forward, or write aggregation=local-steps:period=1, where each replica has parameters of its own"
         )
+    # What a policy leaves open (a learning rate, the number of replicas) is fixed here once, for every engine alike.
     aggregation = strategy.aggregation.resolved(learning_rate=seen.learning_rate, replicas=strategy.replicas)
     job = replace(
         draft,
@@ -136,10 +130,9 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         delay=_parsed(Delay, "delay", options.delay),
         times=_parsed(Times, "times", options.times),
         trace=options.trace,
-        on_nonfinite=options.on_nonfinite,
         timeout_s=options.timeout_s,
         loop=options.loop,
-        noise_scale=options.noise_scale,
+        **same,
     )
     engine.refuse(job)
     return job
@@ -155,14 +148,14 @@ def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:
 
 def _check_data(program: Program, strategy: Strategy, budget: Budget) -> None:
     """Raise InputError for options of the data loader, or of data that is a function, that can't have an effect."""
-    known = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_LOADER_RESERVED}
+    options = inspect.signature(DataLoader.__init__).parameters.keys() - {"self", "dataset", *_LOADER_RESERVED}
     for name in program.loader:
         if name in _LOADER_RESERVED:
             raise InputError(
                 f"loader={{{name!r}: …}}: which samples make a batch is said by batch_size= and seed=; leave {name} out"
             )
-        if name not in known:
-            raise unknown("option of loader=", name, known)
+        if name not in options:
+            raise unknown("option of loader=", name, options)
     if not is_source(program.train):
         return
     if budget.unit == "epochs" and budget.amount is not None:
@@ -195,13 +188,13 @@ def _condition(text: str) -> Condition:
 def _check_condition(budget: Budget, program: Program, seen: DryRun, options: TrainOptions) -> None:
     if budget.until is None:
         return
-    known = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
+    fields = ["train_loss", "updates", "gradients", "time_s", "threshold", "staleness_mean"]
     if program.test is not None:
-        known += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
+        fields += ["test_loss", *(f"test_{name}" for name in seen.metrics)]
     if options.noise_scale:
-        known += STATISTICS
-    if budget.until.field not in known:
-        raise unknown("history field in until=", budget.until.field, known)
+        fields += STATISTICS
+    if budget.until.field not in fields:
+        raise unknown("history field in until=", budget.until.field, fields)
 
 
 def _is_number(value: Any) -> bool:

@@ -1,7 +1,7 @@
 """compare: several strategies from the same start, with the same data, under the same budget."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class RunningComparison:
     baseline: str
     folder: Path | None
     tensorboard: bool
-    runs: dict[str, list[Run]] = field(default_factory=dict[str, list[Run]])
+    runs: dict[str, list[Run]]
 
     def run(
         self, program: Program, strategies: dict[str, Strategy], engine: Engine, rounds: int, options: dict[str, Any]

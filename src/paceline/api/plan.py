@@ -206,9 +206,9 @@ def _plan_program(
     with measuring(progress, f"{name}: planning") as report:
         profile = _profile(program, most or cores(), path, report)
         if cluster is None:
-            found = plans_here(program, objectives, profile, report)
-            here = found.workload, found.cluster, found.objectives
-            return Plans(name, tuple(found.plans), *here, profile=found.profile)
+            result = plans_here(program, objectives, profile, report)
+            request = result.workload, result.cluster, result.objectives
+            return Plans(name, tuple(result.plans), *request, profile=result.profile)
     objectives = replace(objectives, fixed="replica" if program.global_batch_size is None else "global")
     workload = elsewhere(profile, cluster, program.global_batch_size or profile.batch)
     cluster, overlap_model = assumed(cluster)
@@ -221,8 +221,8 @@ def _searched(plans: Plans, calibrate: Callable[[Plan], Plan] | None = None) -> 
 
     workload, cluster = plans.workload, plans.cluster
     cache = CostCache(workload, cluster, plans.overlap_model, calibrate)
-    found = search(workload, cluster, plans.objectives, cost_cache=cache, of_each_kind=OF_EACH_KIND).plans
-    return replace(plans, plans=found, cost_cache=cache)
+    best = search(workload, cluster, plans.objectives, cost_cache=cache, of_each_kind=OF_EACH_KIND).plans
+    return replace(plans, plans=best, cost_cache=cache)
 
 
 def _profile(program: "Program", workers: int, path: str | Path | None, report: Any) -> "Profile":

@@ -7,10 +7,10 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
-from paceline.api.train import open_engine, train
+from paceline.api.train import train
 from paceline.core.types import Seconds
 from paceline.planner.base import Plan
 from paceline.program import Program
@@ -32,7 +32,7 @@ class Verified:
     plan: Plan
     steps_s: tuple[Seconds, ...]
     """Median time of a step, of each run."""
-    held_bytes: tuple[int, ...] = field(default=())
+    held_bytes: tuple[int, ...] = ()
     """Largest memory of a worker, of each run."""
 
     @property
@@ -87,10 +87,7 @@ def run_in_turns(
                 assert plan.strategy is not None, "a plan that is not supported can't be run"
                 report(str(plan.strategy), done / (rounds * len(plans)))
                 steps = steps_of(plan)
-                with open_engine("local") as engine:
-                    run = train(
-                        unscored, plan.strategy, engine=engine, steps=steps, evaluate_every=steps, progress=False
-                    )
+                run = train(unscored, plan.strategy, steps=steps, evaluate_every=steps, progress=False)
                 # A single run returns after Ctrl-C; here Ctrl-C ends all runs.
                 if run.summary["interrupted"]:
                     raise KeyboardInterrupt

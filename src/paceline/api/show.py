@@ -52,10 +52,12 @@ def show_stages(program: Program, strategy: Strategy | str) -> str:
     # Costs are measured with the threads of one worker; own_settings() restores those of the caller.
     with own_settings():
         set_threads_and_seed(job, 0)
-        made = prepare_cut(program, strategy, program.build(), first_batch(job), lambda choose: choose())
-    assert made.costs is not None, "this process measured them"
-    copies = [strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in made.cut.parts]
-    return cut_table(made.cut, made.units, made.costs, copies)
+        prepared = prepare_cut(program, strategy, program.build(), first_batch(job), lambda choose: choose())
+    assert prepared.costs is not None, "this process measured them"
+    copies = [
+        strategy.copies[strategy.order.worker_of(part.number, strategy.stage_count)] for part in prepared.cut.parts
+    ]
+    return cut_table(prepared.cut, prepared.units, prepared.costs, copies)
 
 
 def show_shards(program: Program, strategy: Strategy | str) -> str:

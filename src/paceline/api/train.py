@@ -120,13 +120,9 @@ def train(
         job = replace(job_of(program, strategy, engine, options), out=folder)
         with watcher(progress if is_main(engine.name) else False, f"{program.name}: {job.strategy}") as watch:
             outcome = engine.run(job, watch)
-    summary = summarize(
-        outcome.account,
-        outcome.history,
-        host=engine.name != "virtual",  # times and memory of this process say nothing about simulated workers
-        spans=outcome.spans,
-        shards=job.strategy.tensor_parallel,
-    )
+    host = engine.name != "virtual"  # times and memory of this process say nothing about simulated workers
+    shards = job.strategy.tensor_parallel
+    summary = summarize(outcome.account, outcome.history, host=host, spans=outcome.spans, shards=shards)
     strategy, state, history = Strategy.coerce(strategy), dict(outcome.state), list(outcome.history)
     left, spans = list(outcome.account.left), list(outcome.spans)
     run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, outcome.model)

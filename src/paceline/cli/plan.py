@@ -107,12 +107,12 @@ def _one(plans: "Plans", program: str, *, json: bool) -> tuple[dict[str, Any], b
     from paceline.planner.answer import answer
     from paceline.planner.base import OverlapModel
 
-    here = plans.profile is not None and plans.objectives.engine == "local"
+    measured = plans.profile is not None and plans.objectives.engine == "local"
     overlap_model = plans.overlap_model
-    if overlap_model is None and here and plans.plans:
+    if overlap_model is None and measured and plans.plans:
         overlap_model = OverlapModel(context_bytes=plans.plans[0].cost.peak.context)
     search = plans.workload, plans.cluster, plans.objectives, overlap_model, plans.cost_cache
-    report = answer(plans.name, plans.plans, *search, measured=here)
+    report = answer(plans.name, plans.plans, *search, measured=measured)
     program = "PROGRAM" if program.endswith(".toml") else program  # a shape has no code to run
     if not json:
         print_answer(report, program, plans.verified)

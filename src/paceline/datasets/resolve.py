@@ -115,6 +115,7 @@ def _import_file(path: Path) -> ModuleType:
         raise InputError(
             f"there is no file {path}; write the path of the file that makes the Program, as in train.py:program"
         )
+    # The digest of the path keeps apart files of one name in different folders.
     digest = hashlib.sha256(str(path).encode()).hexdigest()[:8]
     spec = importlib.util.spec_from_file_location(f"paceline_program_{path.stem}_{digest}", path)
     assert spec is not None

@@ -242,24 +242,25 @@ def _pipeline_spans(spans: Iterable[Span], replica: int) -> list[Span]:
     """
     counted = (span for span in spans if span.replica == replica and span.action in PASSES | COMMUNICATION | UPDATE)
     current: dict[Place, int] = {}
-    found: list[Span] = []
+    result: list[Span] = []
     for span in sorted(counted, key=lambda span: span.start_ns):
         place = (span.stage, span.shard)
         if span.action in PASSES:
             current[place] = span.step
+        # An update before the first step belongs to none, and is left out.
         if span.action not in UPDATE:
-            found.append(span)
+            result.append(span)
         elif place in current:
-            found.append(replace(span, step=current[place]))
-    return found
+            result.append(replace(span, step=current[place]))
+    return result
 
 
 def _windows(spans: Iterable[Span]) -> dict[int, Interval]:
-    found: dict[int, Interval] = {}
+    result: dict[int, Interval] = {}
     for span in spans:
-        start, end = found.get(span.step, (span.start_ns, span.end_ns))
+        start, end = result.get(span.step, (span.start_ns, span.end_ns))
         if span.action in PASSES:
-            found[span.step] = min(start, span.start_ns), max(end, span.end_ns)
-        elif span.action != "wait" and span.step in found:  # a wait after the last transfer is no part of the step
-            found[span.step] = start, max(end, span.end_ns)
-    return found
+            result[span.step] = min(start, span.start_ns), max(end, span.end_ns)
+        elif span.action != "wait" and span.step in result:  # a wait after the last transfer is no part of the step
+            result[span.step] = start, max(end, span.end_ns)
+    return result

@@ -130,7 +130,7 @@ def pipeline_step(
     """
     if not (isinstance(strategy, Strategy) and strategy.pipelined):
         return None
-    found = windows(spans, replica)
+    steps = windows(spans, replica)
     order, workers, m = strategy.order, strategy.stage_count, strategy.micro_batch_count
     columns = strategy.mesh.stage_replicas if strategy.replicated else None
     needs = (summary.get("notes") or {}).get(NEEDS)
@@ -139,14 +139,14 @@ def pipeline_step(
         best = ideal(spans, order, workers, m, replica, columns, dependencies)
     except InputError:  # a run that was interrupted before its first step ended
         return None
-    middle = median_low(end - start for start, end in found.values())
-    typical = next(number for number, (start, end) in found.items() if end - start == middle)
+    middle = median_low(end - start for start, end in steps.values())
+    typical = next(number for number, (start, end) in steps.items() if end - start == middle)
     chosen = typical if step is None else step
-    if chosen not in found:
-        raise InputError(f"step={chosen}, but the run has steps {min(found)} to {max(found)}; write step={typical}")
+    if chosen not in steps:
+        raise InputError(f"step={chosen}, but the run has steps {min(steps)} to {max(steps)}; write step={typical}")
     # An ideal that never flushes is one stream of micro-batches: m of them are a step.
     ideal_steps = [replace(span, step=span.micro_batch // m) for span in best]
-    ideal_window = windows(ideal_steps)[0 if order.flushes else sorted(found).index(chosen)]
+    ideal_window = windows(ideal_steps)[0 if order.flushes else sorted(steps).index(chosen)]
     title = f"ideal, {strategy.schedule} with {m} micro-batch{'es' if m > 1 else ''}"
     saved, rows = summary.get(SAVED), list[StageRow]()
     for place, figures in worker_figures(spans, replica).items():
@@ -154,9 +154,9 @@ def pipeline_step(
         rows.append(StageRow(*place, figures, saved[rank] if saved else None))
     return PipelineStep(
         chosen,
-        len(found),
-        found[chosen][0],
-        _panel(f"measured, step {chosen}", [s for s in spans if s.replica == replica], found[chosen]),
+        len(steps),
+        steps[chosen][0],
+        _panel(f"measured, step {chosen}", [s for s in spans if s.replica == replica], steps[chosen]),
         _panel(title, ideal_steps, ideal_window),
         pace(spans, best, flushes=order.flushes, replica=replica),
         tuple(rows),

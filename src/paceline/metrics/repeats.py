@@ -94,13 +94,14 @@ def difference(
         theirs: the summaries of the baseline.
         measures: keys of a summary.
     """
+    # Paired by round: both sides had the same start, data and disturbances of the machine.
     pairs = list(zip(ours, theirs, strict=False))
-    found: dict[str, Estimate | None] = {}
+    result: dict[str, Estimate | None] = {}
     for measure in measures:
         values = [(a.get(measure), b.get(measure)) for a, b in pairs]
         differences = [a - b for a, b in values if a is not None and b is not None]
-        found[measure] = estimate(differences) if pairs and len(differences) == len(pairs) else None
-    return found
+        result[measure] = estimate(differences) if pairs and len(differences) == len(pairs) else None
+    return result
 
 
 def mean_summary(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -70,9 +70,9 @@ def summarize(
     if host:
         sent = [w.payload_bytes / w.steps for w in workers if w.payload_bytes is not None and w.steps]
         sizes = [w.parameter_bytes for w in workers]
-        known = [size for size in sizes if size is not None]
+        counted = [size for size in sizes if size is not None]
         figures["payload_bytes_per_step"] = sum(sent) if sent else None
-        figures["payload_formula_bytes_per_step"] = 2 * sum(known) if known else None
+        figures["payload_formula_bytes_per_step"] = 2 * sum(counted) if counted else None
         figures["peak_memory_bytes"] = [w.peak_memory_bytes for w in workers]
         figures["parameter_bytes"] = sizes
         figures["optimizer_bytes"] = [w.optimizer_bytes for w in workers]
@@ -105,14 +105,14 @@ def _areas(workers: Sequence[WorkerFigures], spans: Sequence[Span]) -> dict[str,
     """Return utilisation and bubble over all workers of the pipelines of which anything was recorded."""
     each: list[PipelineWorkerFigures] = []
     for replica, count in Counter(w.replica for w in workers).items():
-        found = worker_figures(spans, replica).values()
+        recorded = worker_figures(spans, replica).values()
         # Of a pipeline that was recorded, a worker without spans was idle.
-        each += [*found, *[IDLE] * (count - len(found) if found else 0)]
+        each += [*recorded, *[IDLE] * (count - len(recorded) if recorded else 0)]
     if not each:
         return {}
     return {
-        "pipeline_utilisation": fmean(found.utilisation for found in each),
-        "bubble": fmean(found.bubble for found in each),
+        "pipeline_utilisation": fmean(figures.utilisation for figures in each),
+        "bubble": fmean(figures.bubble for figures in each),
     }
 
 

@@ -47,11 +47,11 @@ def versus(measure: str, form: str, scale: float = 1.0) -> Callable[[Entry], str
     def cell(entry: Entry) -> str:
         if entry.difference is None:
             return "baseline" if entry.mean.get(measure) is not None else NONE
-        found = entry.difference.get(measure)
-        if found is None:
+        estimate = entry.difference.get(measure)
+        if estimate is None:
             return NONE
-        text = format(scale * found.mean, "+" + form)
-        return text if found.high is None else f"{text} ± {format(scale * (found.high - found.mean), form)}"
+        text = format(scale * estimate.mean, "+" + form)
+        return text if estimate.high is None else f"{text} ± {format(scale * (estimate.high - estimate.mean), form)}"
 
     return cell
 

@@ -54,7 +54,11 @@ class Lamb(LayerWise):
         super().__init__(params, defaults | {"exclude_vectors": exclude_vectors})
 
     def move(self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]) -> None:
-        states = [self._advanced(p) for p in parameters]
+        states: list[dict[str, Any]] = [self.state[p] for p in parameters]
+        for p, state in zip(parameters, states, strict=True):
+            if not state:
+                state.update(step=0, mean=torch.zeros_like(p), square=torch.zeros_like(p))
+            state["step"] += 1
         means, squares = [s["mean"] for s in states], [s["square"] for s in states]
         beta1, beta2 = group["betas"]
         torch._foreach_lerp_(means, gradients, 1 - beta1)
@@ -72,14 +76,6 @@ class Lamb(LayerWise):
         rates = ratios(lengths, sizes, own, lambda length, size: length / size, otherwise=1.0)
         torch._foreach_mul_(steps, rates)
         torch._foreach_add_(parameters, steps, alpha=-group["lr"])
-
-    def _advanced(self, parameter: Tensor) -> dict[str, Any]:
-        """Return m, v and t of a parameter; t counts the step that begins."""
-        state: dict[str, Any] = self.state[parameter]
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
-        state["step"] += 1
-        return state
 
     def check(self, group: dict[str, Any]) -> None:
         require("lr", group["lr"], "0 or above", holds=group["lr"] >= 0, instead="0.001")

@@ -71,19 +71,16 @@ class Lars(LayerWise):
         torch._foreach_mul_(pushes, rates)
         # The rate goes into the velocity, as in the paper: a new rate then acts on new gradients only.
         torch._foreach_mul_(pushes, group["lr"])
-        velocities = [self._velocity(p) for p in parameters]
+        for p in parameters:
+            if not self.state[p]:
+                self.state[p]["velocity"] = torch.zeros_like(p)
+        velocities = [self.state[p]["velocity"] for p in parameters]
         torch._foreach_mul_(velocities, group["momentum"])
         torch._foreach_add_(velocities, pushes)
+        # μ·v + γ·λ·(g + β·w), of which the second term is in `pushes` already.
         if group["nesterov"]:
             torch._foreach_add_(pushes, velocities, alpha=group["momentum"])
         torch._foreach_sub_(parameters, pushes if group["nesterov"] else velocities)
-
-    def _velocity(self, parameter: Tensor) -> Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["velocity"] = torch.zeros_like(parameter)
-        velocity: Tensor = state["velocity"]
-        return velocity
 
     def check(self, group: dict[str, Any]) -> None:
         lr, momentum, decay = group["lr"], group["momentum"], group["weight_decay"]

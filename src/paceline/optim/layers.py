@@ -33,9 +33,15 @@ class LayerWise(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if parameters:
-                self.move(group, parameters, [_dense(p) for p in parameters])
+            gradients = {p: p.grad for p in group["params"] if p.grad is not None}
+            for parameter, gradient in gradients.items():
+                if gradient.is_sparse:
+                    raise InputError(
+                        f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, but whole norms need "
+                        "dense ones; write nn.Embedding(…, sparse=False)"
+                    )
+            if gradients:
+                self.move(group, list(gradients), list(gradients.values()))
         return loss
 
     @abstractmethod
@@ -45,18 +51,6 @@ class LayerWise(Optimizer, ABC):
     @abstractmethod
     def check(self, group: dict[str, Any]) -> None:
         """Raise InputError if an option of a group is out of its range."""
-
-
-def _dense(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise InputError(
-            f"a parameter of shape {tuple(parameter.shape)} has a sparse gradient, but whole norms need dense ones; "
-            "write nn.Embedding(…, sparse=False)"
-        )
-    return gradient
 
 
 def decays(group: dict[str, Any], parameters: Sequence[Tensor]) -> list[bool]:
@@ -76,6 +70,7 @@ def ratios(
 
     1 if a parameter has no rate of its own.
     """
+    # On one tensor of all norms: a few calls, however many parameters there are.
     length, step = torch.stack(list(lengths)), torch.stack(list(steps))
     factors = torch.where((length > 0) & (step > 0), ratio(length, step), otherwise)
     return list(torch.where(torch.tensor(own, device=length.device), factors, 1.0).unbind())

@@ -121,16 +121,16 @@ def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, sc
         scale: factor of the figure.
     """
     steps = key == "threshold"
-    bands = [(group, band([run.history for run in group.runs], key, steps=steps)) for group in groups]
-    found = [(group, each) for group, each in bands if each is not None]
-    if not found:
+    every = [(group, band([run.history for run in group.runs], key, steps=steps)) for group in groups]
+    bands = [(group, each) for group, each in every if each is not None]
+    if not bands:
         return None
 
     def draw(rows: list[Axes]) -> None:
         axes = rows[0]
         line: dict[str, Any] = {"drawstyle": "steps-post"} if steps else {}
         fill: dict[str, Any] = {"step": "post"} if steps else {}
-        for group, each in found:
+        for group, each in bands:
             if len(group.runs) > 1:
                 low, high = scale * each.low, scale * each.high
                 axes.fill_between(each.times_s, low, high, color=group.colour, alpha=0.16, linewidth=0, **fill)
@@ -141,7 +141,7 @@ def curve(groups: Sequence[StrategyRuns], key: str, title: str, *, time: str, sc
             axes.set_ylim(bottom=0)
             axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         elif key.endswith("_loss"):
-            least, most = min(each.low.min() for _, each in found), max(each.mean.max() for _, each in found)
+            least, most = min(each.low.min() for _, each in bands), max(each.mean.max() for _, each in bands)
             if least > 0 and most / least > _LOG_FROM:
                 axes.set_yscale("log")
                 axes.yaxis.set_major_formatter("{x:g}")
@@ -199,12 +199,12 @@ def binned(histogram: Mapping[int, int], width: int, reach: int) -> tuple[Number
 
 def utilisation(groups: Sequence[StrategyRuns]) -> str | None:
     """Return busy / total time of each worker, mean over rounds, as SVG; None if it was not measured."""
-    found = {g.strategy: mean_summary([run.summary for run in g.runs]).get("utilisation") or [] for g in groups}
-    if not any(found.values()):
+    busy = {g.strategy: mean_summary([run.summary for run in g.runs]).get("utilisation") or [] for g in groups}
+    if not any(busy.values()):
         return None
 
     def row(axes: Axes, group: StrategyRuns) -> None:
-        shares = [0.0 if share is None else share for share in found[group.strategy]]
+        shares = [0.0 if share is None else share for share in busy[group.strategy]]
         axes.set(ylim=(0, 100), yticks=(0, 50, 100))
         if shares:
             axes.bar(range(len(shares)), [100 * share for share in shares], width=0.78, color=group.colour)

@@ -49,7 +49,7 @@ def sections(sources: Iterable[Source]) -> list[Section]:
     Raises:
         InputError: nothing is given, a comparison has no complete run, or a folder can't be read.
     """
-    found: list[tuple[str | None, Mapping[str, Sequence[Run]]]] = []
+    grouped: list[tuple[str | None, Mapping[str, Sequence[Run]]]] = []
     single: dict[tuple[str, str], dict[str, list[Run]]] = {}
     for source in sources:
         loaded = source
@@ -60,23 +60,24 @@ def sections(sources: Iterable[Source]) -> list[Section]:
             complete = {text: runs for text, runs in loaded.runs.items() if runs}
             if not complete:
                 raise InputError("the comparison was interrupted before its first run was complete; run it again")
-            found.append((loaded.baseline, complete))
+            grouped.append((loaded.baseline, complete))
             continue
         # Single runs can be compared if they trained one program on one engine.
         key = (loaded.program_name, loaded.engine)
         if key not in single:
-            found.append((None, single.setdefault(key, {})))
+            grouped.append((None, single.setdefault(key, {})))
         single[key].setdefault(str(loaded.strategy), []).append(loaded)
-    if not found:
+    if not grouped:
         raise InputError("a report needs at least one run; give the folder of a saved run or comparison")
     # Over all sections together, so that a strategy keeps its colour.
-    distinct = dict.fromkeys(text for _, runs in found for text in runs)
+    distinct = dict.fromkeys(text for _, runs in grouped for text in runs)
     colours = len(PALETTE)
+    # Colours first, then line styles: 21 strategies can be distinguished.
     looks = {t: (PALETTE[i % colours], DASHES[i // colours % len(DASHES)]) for i, t in enumerate(distinct)}
-    made: list[Section] = []
-    for baseline, runs in found:
+    result: list[Section] = []
+    for baseline, runs in grouped:
         names = labels(list(runs))
         groups = [StrategyRuns(text, names[text], *looks[text], own) for text, own in runs.items()]
         first = groups[0].runs[0]
-        made.append(Section(first.program_name, first.engine, groups, baseline if baseline in runs else None))
-    return made
+        result.append(Section(first.program_name, first.engine, groups, baseline if baseline in runs else None))
+    return result

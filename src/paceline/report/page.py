@@ -60,14 +60,14 @@ def write_report(sources: Iterable[Source], html_path: str | Path) -> None:
         raise InputError(f"{html_path} can't be written: {error}; write a file in a folder that exists") from error
 
 
-def page(found: Sequence[Section]) -> str:
+def page(all_sections: Sequence[Section]) -> str:
     """Return the whole document."""
-    title = escape(" · ".join(dict.fromkeys(section.program for section in found)))
-    runs = sum(len(group.runs) for section in found for group in section.groups)
-    ways = len({group.strategy for section in found for group in section.groups})
+    title = escape(" · ".join(dict.fromkeys(section.program for section in all_sections)))
+    runs = sum(len(group.runs) for section in all_sections for group in section.groups)
+    ways = len({group.strategy for section in all_sections for group in section.groups})
     count = f"{runs} run{'' if runs == 1 else 's'} under {ways} strateg{'y' if ways == 1 else 'ies'}."
     css = (Path(__file__).parent / "page.css").read_text(encoding="utf-8")
-    body = "\n".join("\n".join(["<section>", *_section(section), "</section>"]) for section in found)
+    body = "\n".join("\n".join(["<section>", *_section(section), "</section>"]) for section in all_sections)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{title} – Paceline</title>\n'
@@ -88,7 +88,8 @@ def _section(section: Section) -> Iterator[str]:
     time = "virtual time, s" if section.engine == "virtual" else "training time, s"
     spread = " Lines are means over the rounds, bands extend from the least to the largest of them."
     yield "<h3>Over time</h3>"
-    yield _legend(groups)
+    names = "".join(f"<span>{_name(group)}</span>" for group in groups)
+    yield f'<div class="legend">{names}</div>'
     yield _grid([figures.curve(groups, key, title, time=time, scale=scale) for key, title, scale in _CURVES])
     yield (
         '<p class="soft">Each point scores a snapshot of A taken at that time, off the training path; the train loss '
@@ -119,11 +120,6 @@ def _name(group: StrategyRuns) -> str:
     line = {"-": "solid", "--": "dashed", ":": "dotted"}[group.dash]
     swatch = f'<span class="swatch" style="border-top-color:{group.colour};border-top-style:{line}"></span>'
     return swatch + escape(group.label)
-
-
-def _legend(groups: Sequence[StrategyRuns]) -> str:
-    """Return all strategies next to their colours, in one line."""
-    return f'<div class="legend">{"".join(f"<span>{_name(group)}</span>" for group in groups)}</div>'
 
 
 def _strategies(section: Section) -> str:
@@ -166,8 +162,8 @@ def _notes(section: Section) -> str:
     for group in section.groups:
         for number, run in enumerate(group.runs):
             label = escape(group.label) + (f", round {number + 1}" if len(group.runs) > 1 else "")
-            for gone in run.left:
-                items.append(f"{label}: replica {gone.replica} left after {gone.time_s:.2f} s: {escape(gone.reason)}.")
+            for left in run.left:
+                items.append(f"{label}: replica {left.replica} left after {left.time_s:.2f} s: {escape(left.reason)}.")
             if run.summary.get("interrupted"):
                 items.append(f"{label}: interrupted after {run.summary.get('seconds') or 0:.2f} s.")
             if run.summary.get("nonfinite"):

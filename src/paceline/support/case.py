@@ -94,6 +94,7 @@ class Case:
         return cls(
             engine,
             ENGINES[engine] if features is None else features,
+            # Only a refusal needs the strategy itself, for its sentence.
             lambda: strategy,
             strategy.aggregation,
             stages=strategy.stage_count,

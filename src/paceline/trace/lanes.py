@@ -97,14 +97,14 @@ def lanes(spans: Iterable[Span]) -> list[Lane]:
         workers.setdefault((span.replica, span.stage, span.shard), []).append(span)
     # Stage and shard are part of a label if any worker of its kind, replicas or servers, has others than 0.
     split = {replica == SERVER for replica, *place in workers if place != [0, 0]}
-    found: list[Lane] = []
+    result: list[Lane] = []
     for replica, stage, shard in sorted(workers, key=lambda worker: (worker[0] == SERVER, worker)):
         server = replica == SERVER
         label = "server" if server else f"replica {replica}"
         if server in split:
             label += f"{' ' if server else '.'}{stage}.{shard}"
-        found.append(Lane(label, server, tuple(workers[replica, stage, shard])))
-    return found
+        result.append(Lane(label, server, tuple(workers[replica, stage, shard])))
+    return result
 
 
 def window_lanes(
@@ -143,8 +143,8 @@ def panel_lanes(panels: Iterable[Panel]) -> tuple[Stretch, list[list[Lane]], lis
 
 def present(all_lanes: Iterable[Lane], shown: Stretch) -> list[Action]:
     """Return the actions that a stretch shows, in the order of legends."""
-    found = {span.action for lane in all_lanes for span in lane.spans if shown.cut(span)}
-    return [action for action in ACTIONS if action in found]
+    actions = {span.action for lane in all_lanes for span in lane.spans if shown.cut(span)}
+    return [action for action in ACTIONS if action in actions]
 
 
 def dominant(totals: dict[Action, Nanoseconds]) -> Action:
@@ -173,6 +173,7 @@ def ticks(shown: Stretch, count: int) -> Iterator[tuple[Nanoseconds, str]]:
     rough = max(1.0, shown.length_ns / count)
     power = 10 ** math.floor(math.log10(rough))
     step = min((power * digit for digit in (1, 2, 5, 10)), key=lambda each: abs(math.log(each / rough)))
+    # The unit suits the last label; all labels of an axis share it, and as many decimals as the step needs.
     scale, unit = next((each for each in _UNITS if shown.end_ns >= each[0]), _UNITS[-1])
     decimals = max(0, math.ceil(math.log10(scale / step)))
     for at in range(-(-shown.start_ns // step) * step, shown.end_ns + 1, step):

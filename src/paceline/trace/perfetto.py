@@ -31,10 +31,10 @@ def write_perfetto(path: str | os.PathLike[str], spans: Iterable[Span], ideal: S
 def events(spans: Iterable[Span], ideal: Sequence[Span] = ()) -> Iterator[dict[str, Any]]:
     """Yield the trace events: names of processes and threads first, then one complete event ("X") per span."""
     spans = list(spans)
+    # Process ids must not be negative: the server comes after the last replica, an ideal after the server.
     server = max((span.replica for span in spans), default=SERVER) + 1
-    placed = [(server if span.replica == SERVER else span.replica, span) for span in spans] + [
-        (server + 1, span) for span in ideal
-    ]
+    placed = [(server if span.replica == SERVER else span.replica, span) for span in spans]
+    placed += [(server + 1, span) for span in ideal]
     workers = sorted({(pid, span.stage, span.shard) for pid, span in placed})
     tids = {worker: tid for tid, worker in enumerate(workers, start=1)}  # apart everywhere: Perfetto wants that
     for pid in sorted({pid for pid, _, _ in workers}):

@@ -25,30 +25,19 @@ from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
 from paceline.core.types import Nanoseconds
 
-Action: TypeAlias = Literal[
-    "compute",
-    "forward",
-    "backward",
-    "backward_input",
-    "backward_weight",
-    "recompute",
-    "send",
-    "receive",
-    "all_reduce",
-    "pull",
-    "push",
-    "apply",
-    "wait",
-    "delay",
-    "evaluate",
-]
+Pass: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "recompute"]
+"""Action that computes on one micro-batch."""
+
+Transfer: TypeAlias = Literal["send", "receive", "all_reduce", "pull", "push"]
+"""Action that moves bytes between workers."""
+
+Action: TypeAlias = Literal["compute", Pass, Transfer, "apply", "wait", "delay", "evaluate"]
 """Action of a worker during a span."""
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 """All actions, in the order in which legends show them."""
 
-PASSES: frozenset[Action] = frozenset({"forward", "backward", "backward_input", "backward_weight", "recompute"})
-"""Actions that compute on one micro-batch."""
+PASSES: frozenset[Action] = frozenset(get_args(Pass))
 
 SERVER = -1
 """The ``replica`` of spans of servers and of the coordinator."""
@@ -99,21 +88,21 @@ def read_spans(path: str | os.PathLike[str]) -> list[Span]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"spans {path} can't be read: {error}; write the path of a spans.jsonl file.") from error
-    return [_parse_span(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-
-
-def _parse_span(line: str, where: str) -> Span:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{where} is no JSON: {error}; write one JSON object a line.") from error
-    if not isinstance(record, dict) or record.keys() != set(_KEYS):
-        raise InputError(f"{where} is no span; write one JSON object a line, with the keys {', '.join(_KEYS)}.")
-    if record["action"] not in ACTIONS:
-        raise InputError(f"{where}: unknown action {record['action']!r}; write one of: {', '.join(ACTIONS)}.")
-    for key in _INTEGERS:
-        if type(record[key]) is not int:
-            raise InputError(f"{where}: {key}={record[key]!r} is no whole number; write {key}=0, say.")
-    if record["end_ns"] < record["start_ns"]:
-        raise InputError(f"{where}: end_ns={record['end_ns']} is before start_ns={record['start_ns']}; swap them.")
-    return Span(**record)
+    spans: list[Span] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{where} is no JSON: {error}; write one JSON object a line.") from error
+        if not isinstance(record, dict) or record.keys() != set(_KEYS):
+            raise InputError(f"{where} is no span; write one JSON object a line, with the keys {', '.join(_KEYS)}.")
+        if record["action"] not in ACTIONS:
+            raise InputError(f"{where}: unknown action {record['action']!r}; write one of: {', '.join(ACTIONS)}.")
+        for key in _INTEGERS:
+            if type(record[key]) is not int:
+                raise InputError(f"{where}: {key}={record[key]!r} is no whole number; write {key}=0, say.")
+        if record["end_ns"] < record["start_ns"]:
+            raise InputError(f"{where}: end_ns={record['end_ns']} is before start_ns={record['start_ns']}; swap them.")
+        spans.append(Span(**record))
+    return spans

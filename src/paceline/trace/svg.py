@@ -200,6 +200,7 @@ def panels_svg(panels: Sequence[Panel], sentence: str, table: Sequence[Sequence[
     shown, rows, actions = panel_lanes(panels)
     legend, below = _legend(actions)
     left = 2 * _MARGIN + _CHARACTER * max(len(lane.label) for row in rows for lane in row)
+    # All panels share left edge and scale, so that equal lengths are equal times.
     layout = SvgLayout(left, below + _TITLE, _PANEL_PITCH, shown, rows[0])
     top, drawn = layout.top, list[str]()
     for panel, row in zip(panels, rows, strict=True):

@@ -81,6 +81,7 @@ def panels_text(panels: Sequence[Panel], width: int) -> str:
     rows = []
     for panel, own in zip(panels, lanes, strict=True):
         rows.append(panel.title)
+        # Rounded up: the last span is seen however short it is.
         end = -(-panel.length_ns * width // shown.length_ns)
         for lane in own:
             boxes = groupby(cells(lane.spans, shown, width)[:end])
@@ -124,14 +125,14 @@ def cells(spans: Iterable[Span], shown: Stretch, width: int) -> list[Span | None
             for index in range(start // length, min(width, -(-end // length))):
                 time = min(end, (index + 1) * length) - max(start, index * length)
                 inside[index][span] = inside[index].get(span, 0) + time
-    found: list[Span | None] = []
+    result: list[Span | None] = []
     for cell in inside:
         totals: dict[Action, Nanoseconds] = {}
         for span, time in cell.items():
             totals[span.action] = totals.get(span.action, 0) + time
         action = dominant(totals) if cell else None
-        found.append(max((span for span in cell if span.action == action), key=cell.__getitem__, default=None))
-    return found
+        result.append(max((span for span in cell if span.action == action), key=cell.__getitem__, default=None))
+    return result
 
 
 def innermost(spans: Iterable[Span]) -> Iterator[tuple[Span, Span]]:
