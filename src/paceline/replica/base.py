@@ -13,12 +13,15 @@ from paceline.replica.flat_state import FlatState
 
 
 class Batch(NamedTuple):
-    """The data D of one micro-step."""
+    """The data D of one micro-step.
+
+    Args:
+        samples: 0: this replica got nothing in the data's last round; Δ is then zero.
+    """
 
     input: Tree
     target: Tree
     samples: int
-    """0: this replica got nothing in the data's last round; Δ is then zero."""
 
 
 EMPTY = Batch(None, None, 0)
@@ -50,23 +53,29 @@ def as_batch(item: Any) -> Batch:
 
 
 class Measured(NamedTuple):
-    """The measurements of a Δ."""
+    """The measurements of a Δ.
+
+    Args:
+        loss: mean over its samples; NaN where it has none.
+        micro: the norms of its micro-steps' gradients, if they were requested.
+    """
 
     loss: float
-    """Mean over its samples; NaN where it has none."""
     samples: int
     finite: bool
     micro: "MicroStepNorms | None" = None
-    """The norms of its micro-steps' gradients, if they were requested."""
 
 
 class MicroStepNorms(NamedTuple):
-    """The norms of the gradients of a Δ's micro-steps, of n_k samples each and n together."""
+    """The norms of the gradients of a Δ's micro-steps, of n_k samples each and n together.
+
+    Args:
+        square: Σ n_k/n · |g_k|².
+        pieces: micro-steps that had samples.
+    """
 
     square: float
-    """Σ n_k/n · |g_k|²."""
     pieces: int
-    """Micro-steps that had samples."""
 
 
 class Replica(ABC):

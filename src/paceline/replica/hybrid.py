@@ -62,13 +62,16 @@ class _TensorPart(nn.Module):
 
 @dataclass(frozen=True)
 class StageTable:
-    """A part of the model with the report of its sharding."""
+    """A part of the model with the report of its sharding.
+
+    Args:
+        sharding: None: it is not sharded.
+    """
 
     stage: int
     part: int
     parameters: int
     sharding: ShardingReport | None
-    """None: it is not sharded."""
 
     def __str__(self) -> str:
         if self.sharding is None:
@@ -121,12 +124,15 @@ class ShardingRequest:
 
 @dataclass(frozen=True)
 class ShardedParts:
-    """All parts of a model, sharded."""
+    """All parts of a model, sharded.
+
+    Args:
+        parts: this worker's are rewritten as its shards; the others are as they were cut.
+        placements: for each part, the placements of its tensors.
+    """
 
     parts: tuple[Part, ...]
-    """This worker's are rewritten as its shards; the others are as they were cut."""
     placements: tuple[Mapping[str, Placement], ...]
-    """For each part, the placements of its tensors."""
 
 
 def shard_parts(

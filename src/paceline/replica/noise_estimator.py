@@ -114,13 +114,16 @@ class MicroNorms:
 
 
 class ObservedDelta(NamedTuple):
-    """One Δ of an update, with what the estimate needs."""
+    """One Δ of an update, with what the estimate needs.
+
+    Args:
+        version: version of the A that it was computed at.
+    """
 
     delta: FlatState
     weight: float
     samples: int
     version: Version
-    """Version of the A that it was computed at."""
     micro: MicroStepNorms | None = None
 
 

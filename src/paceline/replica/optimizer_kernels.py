@@ -24,12 +24,15 @@ StateVectors: TypeAlias = Sequence[Tensor]
 
 @dataclass(slots=True)
 class StepKernel(ABC):
-    """One step of one optimizer."""
+    """One step of one optimizer.
+
+    Args:
+        number: the number of the step, 1 for the first.
+        lr: learning rate, the update's own rate included.
+    """
 
     number: int
-    """The number of the step, 1 for the first."""
     lr: float
-    """Learning rate, the update's own rate included."""
     weight_decay: float
 
     @classmethod

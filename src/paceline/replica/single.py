@@ -31,10 +31,13 @@ HANDOFF_ELEMENTS = 4096
 
 @dataclass
 class GradientHandoff:
-    """The gradients of a replica's newest Δ, which the optimizer reads where they are: no Δ is written."""
+    """The gradients of a replica's newest Δ, which the optimizer reads where they are: no Δ is written.
+
+    Args:
+        gradients: in the layout's order.
+    """
 
     gradients: list[Tensor] = field(default_factory=list)
-    """In the layout's order."""
 
 
 def handoff_pays(layout: FlatLayout) -> bool:

@@ -53,18 +53,22 @@ def cut(value: Tensor, /, *values: Tensor) -> Tensor | tuple[Tensor, ...]:
 
 @dataclass(frozen=True)
 class Captured:
-    """The graph of one model in one mode."""
+    """The graph of one model in one mode.
+
+    Args:
+        module: forward(*leaves of the input) -> tuple of the output's leaves; holds the model's own tensors, by full
+            name.
+        owners: node name -> full name of the module that it comes from; "" is the model itself.
+        input_spec: the inputs that it takes.
+        rebuild: the leaves that ``module`` returns -> the output that the model itself gives.
+        training: True if it does what the model does in training, else in evaluation.
+    """
 
     module: GraphModule
-    """forward(*leaves of the input) -> tuple of the output's leaves; holds the model's own tensors, by full name."""
     owners: Mapping[str, str]
-    """Node name -> full name of the module that it comes from; "" is the model itself."""
     input_spec: InputSpec = field(repr=False)
-    """The inputs that it takes."""
     rebuild: Rebuild = field(repr=False)
-    """The leaves that ``module`` returns -> the output that the model itself gives."""
     training: bool = True
-    """True if it does what the model does in training, else in evaluation."""
 
     def flatten(self, inputs: Tree) -> list[Tensor]:
         """Return the leaves of an input, in the order in which ``module`` takes them.

@@ -127,35 +127,44 @@ Dim = int | str
 
 @dataclass(frozen=True)
 class LeafSpec:
-    """One tensor of an input."""
+    """One tensor of an input.
+
+    Args:
+        name: its place, as it is written after ``input``: ``['mask']``, ``[0]``.
+        dims: None: any shape is right.
+    """
 
     name: str
-    """Its place, as it is written after ``input``: ``['mask']``, ``[0]``."""
     dtype: torch.dtype
     dims: tuple[Dim, ...] | None
-    """None: any shape is right."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A decision of the model that depends on sizes and was made when it was captured."""
+    """A decision of the model that depends on sizes and was made when it was captured.
+
+    Args:
+        rule: a sympy expression over the names of dims that must hold.
+    """
 
     rule: Any
-    """A sympy expression over the names of dims that must hold."""
     line: str
 
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The inputs that a captured model takes."""
+    """The inputs that a captured model takes.
+
+    Args:
+        fixed: size -> the line of the model that has fixed it, as far as that is known.
+        smallest: the least number of samples in a batch.
+    """
 
     outline: Tree
     leaves: tuple[LeafSpec, ...]
     branches: tuple[Branch, ...] = ()
     fixed: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Size -> the line of the model that has fixed it, as far as that is known."""
     smallest: int = 1
-    """The least number of samples in a batch."""
     _checked: set[tuple[Any, ...]] = field(default_factory=set, init=False, compare=False, repr=False)
 
     @classmethod

@@ -154,14 +154,17 @@ _SEED = 6174
 
 @dataclass(frozen=True)
 class _Results:
-    """The results of one run, under the names that a message has for them."""
+    """The results of one run, under the names that a message has for them.
+
+    Args:
+        gradients: what is kept of each: of all at once there may be more than there is memory for.
+        functions: the model's own autograd Functions that its backward goes through.
+    """
 
     outputs: Mapping[str, Tensor]
     gradients: Mapping[str, Any]
-    """What is kept of each: of all at once there may be more than there is memory for."""
     buffers: Mapping[str, Tensor]
     functions: tuple[str, ...]
-    """The model's own autograd Functions that its backward goes through."""
 
 
 def _results(

@@ -27,7 +27,11 @@ from paceline.replica.pipeline.split_backward import OpReplacements
 
 @dataclass
 class _Moments:
-    """The moments of one layer's inputs so far, for each channel."""
+    """The moments of one layer's inputs so far, for each channel.
+
+    Args:
+        squares: M: the sum of squared deviations from the mean.
+    """
 
     running_mean: Tensor
     running_var: Tensor
@@ -35,7 +39,6 @@ class _Moments:
     count: float
     mean: Tensor
     squares: Tensor
-    """M: the sum of squared deviations from the mean."""
 
     def add(self, count: float, mean: Tensor, squares: Tensor) -> None:
         total = self.count + count

@@ -42,38 +42,47 @@ ENDLESS = sys.maxsize
 
 
 class ScheduledAction(NamedTuple):
-    """An action of one worker with the messages that it needs and sends."""
+    """An action of one worker with the messages that it needs and sends.
+
+    Args:
+        receives: values for a forward pass, in the order of the crossings; gradients for a backward pass, and those of
+            one crossing by ascending consumer.
+        sends: messages, by rank.
+        incoming: messages that other workers send this one since its action before, by rank.
+    """
 
     action: Action
     receives: tuple[P2PMessage, ...]
-    """Values for a forward pass, in the order of the crossings; gradients for a backward pass, and those of one
-    crossing by ascending consumer."""
     sends: tuple[P2PMessage, ...]
-    """By rank."""
     incoming: tuple[P2PMessage, ...]
-    """Messages that other workers send this one since its action before, by rank."""
 
 
 @dataclass(frozen=True)
 class WorkerProgram:
-    """All actions of one worker for a mini-batch."""
+    """All actions of one worker for a mini-batch.
+
+    Args:
+        incoming: messages that other workers send it, by rank.
+    """
 
     actions: tuple[ScheduledAction, ...]
     incoming: tuple[P2PMessage, ...]
-    """Messages that other workers send it, by rank."""
 
 
 @dataclass(frozen=True)
 class CommPlan:
-    """The cut, the schedule and the workers of a pipeline: all that the order of messages depends on."""
+    """The cut, the schedule and the workers of a pipeline: all that the order of messages depends on.
+
+    Args:
+        stage_replicas: the workers: each replica of each of the p stages is one.
+        tied: parameter -> parts that hold it, where several do.
+    """
 
     schedule: Schedule
     stage_replicas: StageReplicas
-    """The workers: each replica of each of the p stages is one."""
     micro_batches: int
     crossings: tuple[Crossing, ...]
     tied: Mapping[str, tuple[int, ...]]
-    """Parameter -> parts that hold it, where several do."""
     _programs: dict[tuple[int, int], WorkerProgram] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod

@@ -191,13 +191,16 @@ def _detached(value: Any, like: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of one model for one micro-batch."""
+    """Costs of one model for one micro-batch.
+
+    Args:
+        sizes: name of a node -> bytes of the tensor that it computes.
+        nodes: name of a node that is in a unit -> its time by itself.
+    """
 
     units: UnitCosts
     sizes: Mapping[str, int]
-    """Name of a node -> bytes of the tensor that it computes."""
     nodes: Mapping[str, NodeTime] = field(default_factory=dict[str, NodeTime])
-    """Name of a node that is in a unit -> its time by itself."""
 
 
 def measure(units: Units, batch: Sequence[Tensor], repeats: int = 5) -> Costs:

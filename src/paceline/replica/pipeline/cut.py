@@ -25,37 +25,47 @@ from paceline.replica.pipeline.graph_nodes import inputs, unmarked
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that one part computes and later parts read."""
+    """A value that one part computes and later parts read.
+
+    Args:
+        name: name of the node that computes it.
+        consumers: parts, ascending.
+    """
 
     name: str
-    """Name of the node that computes it."""
     source: int
     consumers: tuple[int, ...]
-    """Parts, ascending."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A contiguous part of a model."""
+    """A contiguous part of a model.
+
+    Args:
+        module: holds the tensors that the part uses, under their full names. Its forward takes ``inputs``, then
+            ``received``; it returns a tuple of ``sent`` and, if it is the last part, of the leaves of the model's
+            output.
+        inputs: indices of the leaves of the model's input that it reads.
+    """
 
     number: int
     module: GraphModule
-    """Holds the tensors that the part uses, under their full names. Its forward takes ``inputs``, then ``received``; it
-    returns a tuple of ``sent`` and, if it is the last part, of the leaves of the model's output."""
     inputs: tuple[int, ...]
-    """Indices of the leaves of the model's input that it reads."""
     received: tuple[Crossing, ...]
     sent: tuple[Crossing, ...]
 
 
 @dataclass(frozen=True)
 class Cut:
-    """All parts of a model."""
+    """All parts of a model.
+
+    Args:
+        tied: full names of the parameters that several parts hold -> those parts.
+    """
 
     captured: Captured
     parts: tuple[Part, ...]
     tied: Mapping[str, tuple[int, ...]]
-    """Full names of the parameters that several parts hold -> those parts."""
 
 
 class Dataflow:

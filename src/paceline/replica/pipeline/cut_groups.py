@@ -32,23 +32,26 @@ Span: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Units:
-    """The nodes of a captured model, grouped."""
+    """The nodes of a captured model, grouped.
+
+    Args:
+        groups: for each unit its nodes, in the graph's order.
+        place: node -> its unit.
+        free: nodes that each part that reads them computes again.
+        sizes: numbers computed from the sizes of units' values.
+        marks: the units that marks precede.
+        copied: values that a later module may write in place: a part that receives one works on a copy.
+        lent: values in memory that may be written while they are being sent: a part that sends one sends a copy.
+    """
 
     captured: Captured
     groups: tuple[tuple[Node, ...], ...]
-    """For each unit its nodes, in the graph's order."""
     place: Mapping[Node, int]
-    """Node -> its unit."""
     free: frozenset[Node]
-    """Nodes that each part that reads them computes again."""
     sizes: frozenset[Node]
-    """Numbers computed from the sizes of units' values."""
     marks: tuple[int, ...]
-    """The units that marks precede."""
     copied: frozenset[Node]
-    """Values that a later module may write in place: a part that receives one works on a copy."""
     lent: frozenset[Node]
-    """Values in memory that may be written while they are being sent: a part that sends one sends a copy."""
 
     @property
     def candidates(self) -> tuple[int, ...]:

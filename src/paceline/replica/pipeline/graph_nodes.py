@@ -174,16 +174,20 @@ _LEAVES = ("placeholder", "get_attr")
 
 @dataclass(frozen=True)
 class Storage:
-    """The memory of a graph's values, and the effects of in-place operators on it."""
+    """The memory of a graph's values, and the effects of in-place operators on it.
+
+    Args:
+        roots: node -> the nodes whose memory its result may share, itself included.
+        written: nodes whose memory is written.
+        together: nodes that have to be in one part: a write, and the nodes that computed or read that memory before it.
+        written_by_modules: values that a module with parameters may write: it may be in another part than the node that
+            computed them.
+    """
 
     roots: Mapping[Node, frozenset[Node]]
-    """Node -> the nodes whose memory its result may share, itself included."""
     written: frozenset[Node]
-    """Nodes whose memory is written."""
     together: Sequence[Sequence[Node]]
-    """Nodes that have to be in one part: a write, and the nodes that computed or read that memory before it."""
     written_by_modules: frozenset[Node]
-    """Values that a module with parameters may write: it may be in another part than the node that computed them."""
 
     def is_never_written(self, node: Node) -> bool:
         """Return True if a node's result is never written in place."""

@@ -18,18 +18,21 @@ Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some samples of a mini-batch."""
+    """Some samples of a mini-batch.
+
+    Args:
+        inputs: the leaves of the input.
+        weight: factor of its mean loss in the loss that is minimised.
+        seed: seed of the mini-batch, from which those of all forward passes are derived.
+    """
 
     index: int
     samples: int
     inputs: list[Tensor]
-    """The leaves of the input."""
     target: Tree
     shapes: Shapes
     weight: float = 1.0
-    """Factor of its mean loss in the loss that is minimised."""
     seed: int = 0
-    """Seed of the mini-batch, from which those of all forward passes are derived."""
 
     def to(self, device: str, leaves: Collection[int], *, target: bool) -> "MicroBatch":
         """Return a copy on another device, of which only some leaves of the input, and maybe the target, are moved."""

@@ -91,10 +91,13 @@ _DTYPES: tuple[torch.dtype, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """Dtype and shape of a tensor, or a scalar itself."""
+    """Dtype and shape of a tensor, or a scalar itself.
+
+    Args:
+        dtype: None: it is a scalar.
+    """
 
     dtype: torch.dtype | None
-    """None: it is a scalar."""
     shape: tuple[int, ...]
     differentiable: bool
     scalar: Scalar | None = None
@@ -155,22 +158,25 @@ class TensorHeader:
 
 @dataclass(frozen=True, slots=True)
 class P2PMessage:
-    """A value on its way from the part that computes it to one that reads it, or its gradient on the way back."""
+    """A value on its way from the part that computes it to one that reads it, or its gradient on the way back.
+
+    Args:
+        rank: its place in the order of all messages.
+        name: name of the crossing.
+        source: the part that computes the value.
+        consumer: the part that reads it.
+        sender: a worker.
+        receiver: a worker, maybe the same one: then nothing is sent.
+    """
 
     rank: int
-    """Its place in the order of all messages."""
     name: str
-    """Name of the crossing."""
     source: int
-    """The part that computes the value."""
     consumer: int
-    """The part that reads it."""
     micro_batch: int
     gradient: bool
     sender: int
-    """A worker."""
     receiver: int
-    """A worker, maybe the same one: then nothing is sent."""
 
     @property
     def description(self) -> str:

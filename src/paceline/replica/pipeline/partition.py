@@ -36,38 +36,48 @@ NOISE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class SharedItem:
-    """Something that a part has once, however many of its units use it."""
+    """Something that a part has once, however many of its units use it.
+
+    Args:
+        uses: the units that use it.
+        producer: the unit that computes it: the part with this unit does not count.
+    """
 
     nbytes: int
     uses: tuple[int, ...]
-    """Units."""
     producer: int = BEFORE
-    """The unit that computes it: the part with this unit does not count."""
 
 
 @dataclass(frozen=True)
 class UnitCosts:
-    """The costs of each unit of a model, in order, and of the items that they share."""
+    """The costs of each unit of a model, in order, and of the items that they share.
+
+    Args:
+        seconds: of each unit, forward and backward.
+        values: values that units compute for later ones: each part that uses one and did not compute it receives it
+            once.
+        held: parameters: each part that uses one holds it.
+        saved: tensors saved for backward, once for each micro-batch in flight.
+    """
 
     seconds: Sequence[Seconds]
-    """Of each unit, forward and backward."""
     values: Sequence[SharedItem] = ()
-    """Values that units compute for later ones: each part that uses one and did not compute it receives it once."""
     held: Sequence[SharedItem] = ()
-    """Parameters: each part that uses one holds it."""
     saved: Sequence[SharedItem] = ()
-    """Tensors saved for backward, once for each micro-batch in flight."""
 
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """Memory that no part may exceed: ``copies`` · what it holds + ``in_flight`` · what it saves of one micro-batch."""
+    """Memory that no part may exceed: ``copies`` · what it holds + ``in_flight`` · what it saves of one micro-batch.
+
+    Args:
+        in_flight: for each part, how many micro-batches it keeps at most.
+        copies: how many times a parameter is held: with its gradient 2, with Adam's two moments 4.
+    """
 
     nbytes: int
     in_flight: Sequence[int]
-    """For each part, how many micro-batches it keeps at most."""
     copies: int = 1
-    """How many times a parameter is held: with its gradient 2, with Adam's two moments 4."""
 
 
 def partition(

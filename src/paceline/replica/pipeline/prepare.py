@@ -68,11 +68,14 @@ def select_rows(tree: Tree, samples: int, rows: slice) -> Tree:
 
 
 class PartRun(NamedTuple):
-    """A part that has been run."""
+    """A part that has been run.
+
+    Args:
+        arguments: leaves of the input, then received values.
+    """
 
     part: Part
     arguments: list[Any]
-    """Leaves of the input, then received values."""
     outputs: Sequence[Any]
 
 
@@ -130,13 +133,16 @@ def check_cut(cut: Cut, module: nn.Module, inputs: Tree, *, samples: Sequence[in
 
 @dataclass(frozen=True)
 class PreparedCut:
-    """A model that has been cut, with the reasons for its boundaries."""
+    """A model that has been cut, with the reasons for its boundaries.
+
+    Args:
+        costs: None where another worker has measured them.
+    """
 
     cut: Cut
     units: Units
     boundaries: Boundaries
     costs: Costs | None
-    """None where another worker has measured them."""
 
 
 Agree = Callable[[Callable[[], Boundaries]], Boundaries]

@@ -110,19 +110,22 @@ class InputPortals:
 
 @dataclass
 class ForwardPass:
-    """One forward pass with its graph."""
+    """One forward pass with its graph.
+
+    Args:
+        outputs: detached values for other parts; released by whoever has sent them.
+        edges: name of a sent value -> where its gradient enters the graph.
+        nbytes: kept for backward.
+        transient_bytes: there for a while during backward, on top.
+    """
 
     outputs: list[Received]
-    """Detached values for other parts; released by whoever has sent them."""
     edges: dict[str, GradientEdge]
-    """Name of a sent value -> where its gradient enters the graph."""
     loss: Tensor | None
     portals: InputPortals
     weight_grads: DeferredWeightGrads | None
     nbytes: int = 0
-    """Kept for backward."""
     transient_bytes: int = 0
-    """There for a while during backward, on top."""
 
 
 @dataclass(frozen=True)
