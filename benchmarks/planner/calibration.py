@@ -117,7 +117,7 @@ def line(row: PublishedRow, times: Calibration, memory: MemoryCalibration, way: 
         "held_gib": f"{room.bytes / GIB:.5g}",
         "low_gib": f"{room.low_bytes / GIB:.5g}",
         "high_gib": f"{room.high_bytes / GIB:.5g}",
-        "measured_gib": f"{row.held_bytes / GIB:.5g}" if row.held_bytes else "",
+        "measured_gib": f"{row.peak_bytes / GIB:.5g}" if row.peak_bytes else "",
         "fits": "yes" if fits(asked, room) else "no",
     }
 

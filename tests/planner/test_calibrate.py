@@ -197,7 +197,7 @@ def test_memory_of_rows_that_were_told_teaches_others() -> None:
     plain = calibrated_memory([])
     told = [PublishedRow({**each.cells, "mem_gib": repr(1.3 * plain.forecast(each).bytes / GIB)}) for each in rows]
     found = calibrated_memory(told[::2])
-    errors = [abs(found.forecast(blank(each)).bytes / (each.held_bytes or 0) - 1) for each in told[1::2]]
+    errors = [abs(found.forecast(blank(each)).bytes / (each.peak_bytes or 0) - 1) for each in told[1::2]]
     # They were made a third larger without noise; corrections and effects take nearly all of it.
     assert fmean(errors) < 0.03
 
@@ -236,10 +236,10 @@ def test_models_left_out_are_predicted_within_the_aim(published: list[PublishedR
 
 def test_memory_of_models_left_out_is_predicted_within_the_aim(published: list[PublishedRow]) -> None:
     errors = []
-    told = [each for each in published if each.held_bytes and each.source == "bigscience-a100"]
+    told = [each for each in published if each.peak_bytes and each.source == "bigscience-a100"]
     for group in {each.group for each in told}:
         found = calibrated_memory([each for each in published if each.group != group])
         own = [each for each in told if each.group == group]
-        errors += [found.forecast(blank(each)).bytes / (each.held_bytes or 0) - 1 for each in own]
+        errors += [found.forecast(blank(each)).bytes / (each.peak_bytes or 0) - 1 for each in own]
     assert len(errors) == 9
     assert fmean(map(abs, errors)) <= AIM_MEMORY

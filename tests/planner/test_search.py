@@ -74,7 +74,7 @@ def arrangements(workload: Plain, on: Cluster, asked: Objectives, batch: int) ->
     """Every one that is supported."""
     schedules = [(each, 1) for each in ("1f1b", "gpipe", "zero-bubble", "sequential")]
     schedules += [("interleaved", v) for v in range(2, 9)]
-    schedules += [("pipedream", 1), ("pipedream-2bw", 1)] if asked.counts else []
+    schedules += [("pipedream", 1), ("pipedream-2bw", 1)] if asked.statistical else []
     for size, (schedule, v) in product(sizes(workload, on, batch), schedules):
         if (size.stages == 1 and schedule != "1f1b") or size.stages * v > len(workload.milliseconds):
             continue

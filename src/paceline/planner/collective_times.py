@@ -74,9 +74,9 @@ class LatencyCurve:
     def __post_init__(self) -> None:
         if not self.knots:
             raise InputError("a curve without knots; write at least one (bytes, seconds).")
-        for size, took in self.knots:
-            if not (0 < size < inf and 0 < took < inf):
-                raise InputError(f"a knot of {size:g} bytes in {took:g} s; write both as finite numbers above 0.")
+        for size, seconds in self.knots:
+            if not (0 < size < inf and 0 < seconds < inf):
+                raise InputError(f"a knot of {size:g} bytes in {seconds:g} s; write both as finite numbers above 0.")
         sizes = [knot.size_bytes for knot in self.knots]
         if sizes != sorted(set(sizes)):
             raise InputError(f"knots at {sizes} bytes; write them by size, each size once.")
@@ -234,7 +234,18 @@ class Measured(Messages):
             self._nearest[requested] = min(similar, key=requested.distance, default=None)
         measured = self._nearest[requested]
         if measured is None:
-            return self._unmeasured_s(requested, size_bytes)
+            if self.otherwise is None:
+                place = "one host" if group.hosts == 1 else f"{group.hosts} hosts"
+                raise InputError(
+                    f"nothing was measured on {place}, for {collective} among {group.size}; write "
+                    "otherwise=Described(Links(…)) with what the links' data sheets say."
+                )
+            if group.hosts == 1 or group.on_host == 1 or collective in ("send", "broadcast"):
+                return self.otherwise.seconds(collective, size_bytes, group)
+            # On several hosts a collective runs on each, then between one worker of each with its part of the bytes.
+            inside_s = self.seconds(collective, size_bytes, DeviceGroup(group.on_host, group.on_host))
+            between = DeviceGroup(group.hosts, 1)
+            return inside_s + self.otherwise.seconds(collective, size_bytes / group.on_host, between)
         rounds, moved = requested.rounds / measured.rounds, requested.moved / measured.moved
         curve, total_s = self.curves[measured], self.curves[measured].seconds(size_bytes)
         if rounds == moved == 1.0:
@@ -242,20 +253,3 @@ class Measured(Messages):
         # Latency scales with rounds, the rest with the bytes that each worker moves.
         latency_s = min(curve.latency_s, total_s)
         return latency_s * rounds + (total_s - latency_s) * moved
-
-    def _unmeasured_s(self, requested: GroupCollective, size_bytes: float) -> Seconds:
-        """Return the time of a group on one host, or on several, where no such group was measured.
-
-        On several hosts a collective runs on each host, then between one worker of each with its part of the bytes.
-        """
-        collective, group = requested
-        if self.otherwise is None:
-            place = "one host" if group.hosts == 1 else f"{group.hosts} hosts"
-            raise InputError(
-                f"nothing was measured on {place}, for {collective} among {group.size}; write "
-                "otherwise=Described(Links(…)) with what the links' data sheets say."
-            )
-        if group.hosts == 1 or group.on_host == 1 or collective in ("send", "broadcast"):
-            return self.otherwise.seconds(collective, size_bytes, group)
-        inside_s = self.seconds(collective, size_bytes, DeviceGroup(group.on_host, group.on_host))
-        return inside_s + self.otherwise.seconds(collective, size_bytes / group.on_host, DeviceGroup(group.hosts, 1))

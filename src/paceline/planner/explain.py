@@ -129,27 +129,24 @@ def gains(
 
 def with_more(workload: Workload, cluster: Cluster, resource: Resource) -> tuple[Workload, Cluster]:
     """Return both with a tenth more of a resource."""
-    if resource not in ("compute", "memory"):
-        return workload, replace(cluster, messages=_faster_messages(cluster.messages, resource))
-    name = "flops_per_s" if resource == "compute" else "memory_bytes_per_s"
-    device = replace(cluster.device, **{name: getattr(cluster.device, name) * MORE})
-    described: Any = workload
-    if getattr(workload, "device", None) == cluster.device:
-        return replace(described, device=device), replace(cluster, device=device)
-    if resource == "memory":  # which part of measured layers waits for memory is not known
-        return workload, replace(cluster, device=device)
-    return FasterLayers(workload), cluster
-
-
-def _faster_messages(messages: Messages, resource: Resource) -> Messages:
+    name, messages = f"{resource}_bytes_per_s", cluster.messages
+    if resource in ("compute", "memory"):
+        name = "flops_per_s" if resource == "compute" else name
+        device = replace(cluster.device, **{name: getattr(cluster.device, name) * MORE})
+        described: Any = workload
+        if getattr(workload, "device", None) == cluster.device:
+            return replace(described, device=device), replace(cluster, device=device)
+        if resource == "memory":  # which part of measured layers waits for memory is not known
+            return workload, replace(cluster, device=device)
+        return FasterLayers(workload), cluster
     if not isinstance(messages, Described):
-        return FasterMessages(messages, resource)
-    links, name = messages.links, f"{resource}_bytes_per_s"
+        return workload, replace(cluster, messages=FasterMessages(messages, resource))
+    links = messages.links
     if resource == "latency":
         links = replace(links, latency_s=links.latency_s / MORE, between_latency_s=links.between_latency_s / MORE)
     else:
         links = replace(links, **{name: getattr(links, name) * MORE})
-    return replace(messages, links=links)
+    return workload, replace(cluster, messages=replace(messages, links=links))
 
 
 @final
@@ -235,7 +232,7 @@ def why_not(plan: Plan, best: Plan, objectives: Objectives) -> str:
         worst = max(names, key=lambda name: getattr(plan.cost.peak, name) - getattr(best.cost.peak, name))
         return f"holds {bytes_text(more_bytes)} more, most of it {worst}"
     own, reference = plan.arrangement.samples, best.arrangement.samples
-    if objectives.counts and (own, plan.cost.staleness) != (reference, best.cost.staleness):
+    if objectives.statistical and (own, plan.cost.staleness) != (reference, best.cost.staleness):
         old, best_worth = plan.cost.staleness, objectives.efficiency(reference, reference, best.cost.staleness)
         worth = objectives.efficiency(own, reference, old) / best_worth
         rate = plan.samples_per_s / best.samples_per_s

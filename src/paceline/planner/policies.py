@@ -120,7 +120,7 @@ def pace(
     begin = simulation.counts()
     run_until(whole)
     assert not isinstance(times.compute, str), "it was refused"
-    return begin.pace_until(simulation.counts(), simulation.micro_steps, times.compute.mean_s)
+    return simulation.pace_since(begin, times.compute.mean_s)
 
 
 def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) -> None:
@@ -194,7 +194,7 @@ def under(plan: Plan, policy: str, objectives: Objectives) -> tuple[Plan, Pace] 
     times = step_s / before
     counted = f"{pace.batches:.3g} Δs an update, {pace.staleness:.2f} updates old"
     source = f"with --delay {str(objectives.delay)!r}: {counted}"
-    if not objectives.counts and pace.staleness:
+    if not objectives.statistical and pace.staleness:
         source += "; what staleness costs is not counted in samples a second"
     cost, strategy = replace(plan.cost, terms=terms), replace(plan.strategy, aggregation=parse(policy))
     utilisation = None if plan.utilisation is None else plan.utilisation / times

@@ -225,28 +225,6 @@ class SimulatedAttempt:
     cancelled: bool = False
 
 
-class SimulationCounts(NamedTuple):
-    """Counters of a simulation at one time."""
-
-    now_s: Seconds
-    updates: int
-    applied: int
-    stale: int
-    """Updates between reading A and applying Δ, summed over all applied Δs."""
-    fresh: int
-    """Δs applied to the A that they were computed from."""
-    arrived: int
-    cancelled: int
-
-    def pace_until(self, later: "SimulationCounts", micro_steps: int, batch_s: Seconds) -> Pace:
-        """Return the means over the events from these counts to later ones."""
-        now_s, updates, applied, stale, fresh, arrived, cancelled = (b - a for a, b in zip(self, later, strict=True))
-        batches, discarded = micro_steps * applied / updates, 1 - applied / (arrived + cancelled)
-        means = now_s / updates, batches, stale / applied, fresh / applied
-        # Some that had arrived before these counts may be applied after them.
-        return Pace(*means, max(0.0, discarded), batch_s, int(updates))
-
-
 _NOTHING = Constant(0.0)
 
 
@@ -296,12 +274,21 @@ class Simulation:
         self._attempts[attempt.replica] = None
         self._coordinator.arrived(Arrival(attempt.replica, attempt.version, attempt.clock, self.micro_steps, start))
 
-    def counts(self) -> SimulationCounts:
-        """Return the current counters."""
+    def counts(self) -> tuple[float, ...]:
+        """Return the time so far, and the numbers of updates, of applied Δs, of updates that these were late in all, of
+        fresh ones among them, of arrivals, and of cancelled attempts."""
         tally = self._coordinator.tally
         stale = sum(staleness * count for staleness, count in tally.staleness.items())
-        applied, fresh = tally.applied, tally.staleness[0]
-        return SimulationCounts(self._now, self.updates, applied, stale, fresh, tally.gradients, tally.cancelled)
+        return self._now, self.updates, tally.applied, stale, tally.staleness[0], tally.gradients, tally.cancelled
+
+    def pace_since(self, begin: tuple[float, ...], batch_s: Seconds) -> Pace:
+        """Return the means over the events since earlier counts."""
+        pairs = zip(begin, self.counts(), strict=True)
+        now_s, updates, applied, stale, fresh, arrived, cancelled = (b - a for a, b in pairs)
+        batches, discarded = self.micro_steps * applied / updates, 1 - applied / (arrived + cancelled)
+        means = now_s / updates, batches, stale / applied, fresh / applied
+        # Some that had arrived before these counts may be applied after them.
+        return Pace(*means, max(0.0, discarded), batch_s, int(updates))
 
     # ------------------------------------------------------------------------------ executor of the policy's decisions
 

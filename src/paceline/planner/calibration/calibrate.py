@@ -142,8 +142,8 @@ class Calibration:
             lambda x: logarithms([row], [case], x, self.flops_of), np.array(self.deviations)
         )
         own = mixed_effects.sloped(own, slopes[0], SCALES)
-        off, deviation = self.effects.of(own)
-        middle = exp(logs[0] + off)
+        effect, deviation = self.effects.of(own)
+        middle = exp(logs[0] + effect)
         beyond = self.beyond(row)
         half = self.intervals.width(own) * deviation * beyond
         why = f"nine of ten of {len(self.effects.errors)} rows, each predicted from the others"
@@ -252,12 +252,12 @@ class MemoryCalibration:
         """Predict the memory of a row; its own outcome, if there is one, is ignored."""
         case = Case.of(row)
         logs, slopes = mixed_effects.linearised(lambda x: memory_logarithms([row], [case], x), self.deviations)
-        off, half = 0.0, _UNKNOWN
+        effect, half = 0.0, _UNKNOWN
         if self.effects and self.intervals:
             own = mixed_effects.sloped(traits(row, MEMORY_SCALES.noise), slopes[0], MEMORY_SCALES)
-            off, deviation = self.effects.of(own)
+            effect, deviation = self.effects.of(own)
             half = self.intervals.width(own) * deviation
-        middle = exp(logs[0] + off)
+        middle = exp(logs[0] + effect)
         return MemoryPrediction(middle, middle * exp(-half), middle * exp(half))
 
 
@@ -267,7 +267,7 @@ def memory_corrections(row: PublishedRow, deviations: Array) -> tuple[float, flo
     return context * (HOST_CONTEXT_BYTES if row.family in row_shapes.HOSTS else DEVICE_CONTEXT_BYTES), activations
 
 
-def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float:
+def computed_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float:
     """Return the bytes that a worker holds, before effects; of a model without a shape its states alone, divided as far
     as its row says."""
     context, activations = memory_corrections(row, deviations)
@@ -275,8 +275,8 @@ def held_bytes(row: PublishedRow, case: Case | None, deviations: Array) -> float
         at = row_shapes.arrangement(row)
         states = row_shapes.numerics(row, replace(at, divided=0))
         among = at.shards * at.stages * max(at.experts, at.replicas if at.divided == 3 else 1)
-        held = states.total if at.divided == 0 else states.parameter + states.gradient
-        return context + rows.whole(row) / among * held
+        each = states.total if at.divided == 0 else states.parameter + states.gradient
+        return context + rows.whole(row) / among * each
     peak = predicted(case, Corrections()).peak
     counted = peak.total - peak.activations - peak.buffers
     return counted + activations * (peak.activations + peak.buffers) + context
@@ -286,10 +286,10 @@ def measured_bytes(row: PublishedRow) -> float | None:
     """Return the memory of a row as measured; if it ran although more is computed than its device has, the part of the
     device that others fill."""
     room = row.number("gpu_mem_gb")
-    if row.held_bytes or not room or not row.step_s or row.doubtful:
-        return row.held_bytes
+    if row.peak_bytes or not room or not row.step_s or row.doubtful:
+        return row.peak_bytes
     bound = _FILLED * room * GIB  # the row ran, so it held no more than this
-    return bound if held_bytes(row, Case.of(row), np.zeros(len(MEMORY_SPREADS))) > bound else None
+    return bound if computed_bytes(row, Case.of(row), np.zeros(len(MEMORY_SPREADS))) > bound else None
 
 
 def calibrated_memory(published: Sequence[PublishedRow], *, steps: int = 5) -> MemoryCalibration:
@@ -300,7 +300,7 @@ def calibrated_memory(published: Sequence[PublishedRow], *, steps: int = 5) -> M
     if not used:
         return MemoryCalibration(start, None, None)
     cases, measured = [Case.of(row) for row in used], np.array([log(held[row.name] or 1.0) for row in used])
-    noises = [DOUBTFUL if row.doubtful else MEMORY_SCALES.noise if row.held_bytes else _INFERRED for row in used]
+    noises = [DOUBTFUL if row.doubtful else MEMORY_SCALES.noise if row.peak_bytes else _INFERRED for row in used]
     common = [traits(row, noise) for row, noise in zip(used, noises, strict=True)]
     deviations, effects = mixed_effects.fitted(
         lambda x: memory_logarithms(used, cases, x), measured, common, MEMORY_SCALES, start, steps
@@ -310,4 +310,4 @@ def calibrated_memory(published: Sequence[PublishedRow], *, steps: int = 5) -> M
 
 def memory_logarithms(published: Sequence[PublishedRow], cases: Sequence[Case | None], deviations: Array) -> Array:
     """Return the logarithm of each row's counted bytes with these deviations of the corrections."""
-    return np.log([held_bytes(row, case, deviations) for row, case in zip(published, cases, strict=True)])
+    return np.log([computed_bytes(row, case, deviations) for row, case in zip(published, cases, strict=True)])

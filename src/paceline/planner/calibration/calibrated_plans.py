@@ -100,7 +100,7 @@ class PlanCalibration:
         case, time, room = Case.of(row), self.times.forecast(row), self.memory.forecast(row)
         # The row's effects alone: the corrections are in the plan already.
         slower = time.step_s / calibrate.computed(row, case, self.times.corrections, self.times.flops_of)
-        larger = room.bytes / calibrate.held_bytes(row, case, self.memory.deviations)
+        larger = room.bytes / calibrate.computed_bytes(row, case, self.memory.deviations)
         memory = tuple(
             WorkerMemory(*(larger * getattr(each, part.name) for part in fields(WorkerMemory)))
             for each in plan.cost.memory

@@ -59,7 +59,7 @@ class Case:
     def workload(self) -> DescribedWorkload:
         """The workload, as expected of its device."""
         device, precision = self.cluster.device, row_shapes.precision(self.row)
-        return DescribedWorkload(self.shape, device, 1, precision, kernels=self.kernels, held_as=self.numerics)
+        return DescribedWorkload(self.shape, device, 1, precision, kernels=self.kernels, parameter_bytes=self.numerics)
 
     @property
     def cuts(self) -> tuple[int, ...]:

@@ -111,7 +111,7 @@ class PublishedRow:
         return step_s or (batch / rate if batch and rate else None)
 
     @property
-    def held_bytes(self) -> float | None:
+    def peak_bytes(self) -> float | None:
         """The memory of the worker that held the most; None: not known."""
         memory = self.number("mem_gib")
         return memory * GIB if memory else None

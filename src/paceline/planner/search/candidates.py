@@ -198,7 +198,7 @@ def _orders(frame: Frame, objectives: Objectives) -> Iterator[tuple[str, int, in
         yield "zero-bubble", 1, 1
         if m % p == 0:
             yield from (("interleaved", v, 1) for v in chunks)
-        if objectives.counts and frame.replicas == 1:
+        if objectives.statistical and frame.replicas == 1:
             yield ("pipedream" if m == 1 else "pipedream-2bw"), 1, 1
     for a in divisors(m)[1:]:
         if 1 < m // a < p:

@@ -57,7 +57,7 @@ class Objectives:
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
             raise unknown("objective", str(self.objective), get_args(Objective))
-        if self.counts and self.noise_scale is None:
+        if self.statistical and self.noise_scale is None:
             raise InputError(
                 f"objective={self.objective} counts how much a sample of a larger batch is worth, which a noise scale "
                 "says; write noise_scale=1000 (samples; a run's summary has it), or objective=throughput."
@@ -72,8 +72,8 @@ class Objectives:
             raise InputError(f"memory_bytes={self.memory_bytes} holds nothing; write memory_bytes=8e9, say.")
 
     @property
-    def counts(self) -> bool:
-        """True if samples of larger batches count less, so that the batch may vary."""
+    def statistical(self) -> bool:
+        """True if samples of larger batches count less, by their statistical efficiency, so that the batch may vary."""
         return self.objective in ("goodput", "time-to-loss")
 
     def batches(self, workload: Workload, max_workers: int = 1) -> list[int]:
@@ -83,7 +83,7 @@ class Objectives:
             return [own * replicas for replicas in range(1, max_workers + 1)]
         larger = (own * 2**k for k in range(1, MORE + 1))
         smaller = (own // 2**k for k in range(1, FEWER + 1) if own % 2**k == 0)
-        return list(dict.fromkeys([own, *larger, *smaller])) if self.counts else [own]
+        return list(dict.fromkeys([own, *larger, *smaller])) if self.statistical else [own]
 
     def efficiency(self, batch: float, reference: float, staleness: float = 0.0) -> float:
         """Return a sample's worth relative to one of the reference batch: (X + B0) / (X + (1 + τ) B); 1 without X.

@@ -68,7 +68,7 @@ class CostCache:
         """Return bounds of all frames of a batch for as many workers as there may be, or for more of them."""
         # Asynchronous pipelines are another algorithm, with stale weights: they compete where the objective counts it.
         o, pipedream = objectives, Arrangement(stages=2, schedule="pipedream")
-        async_pipelines = o.counts and candidates.is_supported(self.cluster, o, pipedream)
+        async_pipelines = o.statistical and candidates.is_supported(self.cluster, o, pipedream)
         key = batch, o.fixed, o.replicas, o.unbuilt, o.engine, o.most_chunks, async_pipelines
         # A curve goes from most workers to one: frames of fewer workers are among those of more.
         limit = objectives.max_workers(self.cluster)
@@ -233,11 +233,20 @@ class Ranking:
 
     def take(self, batches: Iterable[int]) -> None:
         """Rank all frames of all batches, in order of their bounds, until the rest can't be among the best."""
+        for_memory = self._objectives.objective == "memory"
         # Lazily merged: most frames are never even made into an object.
-        for least, batch, _, frame in merge(*(self._ordered(batch) for batch in batches)):
+        for least, batch, _, frame in merge(*map(self._ordered, batches)):
             if least > _worst(self._heap, self._objectives.simulated) * (1 + TIE):
                 return
-            self._take_options(frame, batch)
+            too_large = set[Option]()
+            for option in candidates.options(frame, self._cache.cluster, self._objectives):
+                # A step of several mini-batches takes longer than one of a single mini-batch, and is considered only
+                # where the latter does not fit.
+                if option.accumulated > 1 and not for_memory and option._replace(accumulated=1) not in too_large:
+                    continue
+                if not self._fits(frame, option, batch):
+                    self.left_out += 1
+                    too_large.add(option)
 
     def _ordered(self, batch: int) -> Iterator[tuple[float, int, int, Frame]]:
         """Yield the frames of one batch that may fit, each with its bound and its place."""
@@ -249,20 +258,6 @@ class Ranking:
         fitting = order[(possible & (bounds.memory_bytes <= self._max_bytes))[order]]
         for place, row in enumerate(fitting):
             yield float(least[row]), batch, place, bounds.frames.at(int(row))
-
-    def _take_options(self, frame: Frame, batch: int) -> None:
-        """Rank all options of a frame that may be among the best, and fit.
-
-        A step of several mini-batches takes longer than one of a single mini-batch, and is considered only where the
-        latter does not fit.
-        """
-        too_large, for_memory = set[Option](), self._objectives.objective == "memory"
-        for option in candidates.options(frame, self._cache.cluster, self._objectives):
-            if option.accumulated > 1 and not for_memory and option._replace(accumulated=1) not in too_large:
-                continue
-            if not self._fits(frame, option, batch):
-                self.left_out += 1
-                too_large.add(option)
 
     def _fits(self, frame: Frame, option: Option, batch: int) -> bool:
         """Return True if it fits; then it is ranked, if its bounds say that it may be among the best."""

@@ -74,7 +74,7 @@ class DescribedWorkload(Workload):
     precision: str = "bf16-mixed"
     optimizer: str = "adam"
     kernels: DeviceEfficiency = field(default_factory=DeviceEfficiency)
-    held_as: Numerics | None = None
+    parameter_bytes: Numerics | None = None
     """Bytes of a parameter; None: by precision and optimizer."""
     spread: float = DATA_SHEET_SPREAD
     """Relative spread of the predicted times, of which none is measured."""
@@ -92,7 +92,7 @@ class DescribedWorkload(Workload):
     @cached_property
     def numerics(self) -> Numerics:  # type: ignore[override]
         """Bytes of a parameter by precision and optimizer."""
-        return self.held_as or Numerics.of(self.precision, self.optimizer)
+        return self.parameter_bytes or Numerics.of(self.precision, self.optimizer)
 
     @property
     def provenance(self) -> Provenance:  # type: ignore[override]
@@ -222,12 +222,12 @@ def section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def checked(kind: type, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Check a section's lines as arguments of a dataclass: each known and of its type, none missing."""
-    known = {each.name: each for each in fields(kind)}
-    _refuse_unknown(f"key of {section_of(where)}", values, known)
-    for name, each in known.items():  # in the order of the fields, so that the first missing one is reported
+    keys = {each.name: each for each in fields(kind)}
+    _refuse_unknown(f"key of {section_of(where)}", values, keys)
+    for name, each in keys.items():  # in the order of the fields, so that the first missing one is reported
         if each.default is MISSING and each.default_factory is MISSING and name not in values:
             raise InputError(f"{section_of(where)} has no {name}; write {name} = … under it.")
-    return {name: _of_kind(value, known[name].type, f"{where} {name}".strip()) for name, value in values.items()}
+    return {name: _of_kind(value, keys[name].type, f"{where} {name}".strip()) for name, value in values.items()}
 
 
 def section_of(where: str) -> str:
