@@ -20,7 +20,7 @@ def pipelines(draw: st.DrawFn, most: int) -> tuple[Arrangement, list[PartTimes]]
     m = draw(st.integers(1, most // p)) * p if v > 1 else draw(st.integers(1, most))
     times = st.lists(SHORT, min_size=p * v, max_size=p * v).map(tuple)
     hops = st.sampled_from((0.0, 0.1, 2.5))
-    each = st.builds(PartTimes, forward=times, backward=times, transfer=hops, seen=hops)
+    each = st.builds(PartTimes, forward=times, backward=times, transfer=hops, blocking=hops)
     return Arrangement(stages=p, chunks=v, micro_batches=m, schedule=schedule), [draw(each), draw(each)]
 
 

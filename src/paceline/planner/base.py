@@ -60,11 +60,10 @@ def merged(*parts: Provenance) -> dict[str, str]:
     >>> merged({"spread": "assumed", "links": "data sheet"}, {"spread": "measured"}, {"links": "data sheet"})
     {'spread': 'assumed; measured', 'links': 'data sheet'}
     """
-    result: dict[str, list[str]] = {}
+    result: dict[str, dict[str, None]] = {}
     for part in parts:
         for name, source in part.items():
-            sources = result.setdefault(name, [])
-            sources.extend([source] if source not in sources else [])
+            result.setdefault(name, {})[source] = None
     return {name: "; ".join(sources) for name, sources in result.items()}
 
 

@@ -116,8 +116,7 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
     given = section(values, "links") if "links" in values else {}
     usual = {"inside_bytes_per_s": 1.0, "between_bytes_per_s": 1.0}  # of a device with a name those of its sheet
     links = {key: value for key, value in checked(Links, usual | given, "links").items() if key in given}
-    for key, value in links.items():
-        _refuse_not_positive("links", key, value)
+    _refuse_not_positive("links", links)
     if isinstance(keys.device, str):
         cluster = _named(keys.hosts, keys.devices_per_host, keys.device, precision, title)
     elif isinstance(keys.device, dict):
@@ -129,9 +128,7 @@ def from_toml(text: str, name: str = "", precision: str = "bf16-mixed") -> Clust
                     f"{key} = … under [links]."
                 )
         lines = checked(_DeviceKeys, section(values, "device"), "device")
-        for key, value in lines.items():
-            if isinstance(value, (int, float)):
-                _refuse_not_positive("device", key, value)
+        _refuse_not_positive("device", lines)
         if lines.get("kind", "cuda") not in ("cpu", "cuda"):
             raise unknown("kind of device", lines["kind"], ("cpu", "cuda"))
         provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), _FROM_FILE)
@@ -158,13 +155,14 @@ def _named(hosts: int, per_host: int, name: str, precision: str, title: str) -> 
 def _described(
     hosts: int, per_host: int, device: Device, links: Links, title: str, source: Mapping[str, str]
 ) -> Cluster:
-    for key, value in (("hosts", hosts), ("devices_per_host", per_host)):
-        _refuse_not_positive("", key, value)
+    _refuse_not_positive("", {"hosts": hosts, "devices_per_host": per_host})
     why = f"± {DATA_SHEET_SPREAD:.0%} is assumed, as nothing was measured there: data sheets say what is possible"
     provenance = {**device.provenance, **source, "spread": why}
     return Cluster(hosts, per_host, device, Described(links, EFFICIENCY), title, provenance, DATA_SHEET_SPREAD)
 
 
-def _refuse_not_positive(section: str, key: str, value: float) -> None:
-    if value <= 0:
-        raise InputError(f"{section_of(section)} says {key} = {value}, which is not above 0; write what it really is.")
+def _refuse_not_positive(section: str, values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, (int, float)) and value <= 0:
+            place = section_of(section)
+            raise InputError(f"{place} says {key} = {value}, which is not above 0; write what it really is.")

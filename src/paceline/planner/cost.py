@@ -25,7 +25,7 @@ from math import ceil
 
 from paceline import schedule as schedules
 from paceline.core.types import Seconds
-from paceline.planner.base import Arrangement, Cost, OverlapModel, WorkerMemory, Workload
+from paceline.planner.base import Arrangement, Cost, Numerics, OverlapModel, WorkerMemory, Workload
 from paceline.planner.cluster import Cluster, DeviceGroup
 from paceline.planner.stage_division import (
     ASYNC_SCHEDULES,
@@ -140,16 +140,12 @@ class Step:
         See :func:`zero_collectives` for ZeRO's; without it Δ is all-reduced. They overlap with a part of backward, of
         divided parameters with a part of both passes of each micro-batch.
         """
-        a, stage, numerics = self.arrangement, self.stages[j], self.workload.numerics
-        group, seconds = self.cluster.replicas(a, a.stage_replicas[j]), self.cluster.messages.seconds
+        a, stage = self.arrangement, self.stages[j]
+        group = self.cluster.replicas(a, a.stage_replicas[j])
         if group.size == 1:
             return 0.0
-        if not a.divided:
-            spent = seconds("all_reduce", stage.parameters * numerics.gradient, group)
-        else:
-            sums, gathers = zero_collectives(a)
-            spent = sums * seconds("reduce_scatter", stage.parameters * numerics.gradient, group)
-            spent += gathers * seconds("all_gather", stage.parameters * numerics.parameter, group)
+        collectives = zero_collectives(a) if a.divided else None
+        spent = replica_sum_s(stage.parameters, self.workload.numerics, self.cluster, group, collectives)
         # Divided parameters are gathered in each micro-batch, so each of its passes can overlap.
         passes = a.micro_batches if a.divided == 3 else 1
         hides = stage.backward_s + (stage.forward_s if a.divided == 3 else 0.0)
@@ -228,6 +224,20 @@ def sent_bytes(division: StageDivision, workload: Workload, arrangement: Arrange
         "stages": 2.0 * a.micro_batches * max((stage.sent_bytes for stage in stages[:-1]), default=0),
         "replicas": replicas,
     }
+
+
+def replica_sum_s(
+    parameters: float, numerics: Numerics, cluster: Cluster, group: DeviceGroup, collectives: tuple[int, int] | None
+) -> Seconds:
+    """Return the time to sum Δ of so many parameters in a group.
+
+    Under ZeRO it takes so many reduce_scatters, with so many all_gathers of A; None: it takes one all_reduce.
+    """
+    seconds, gradient_bytes = cluster.messages.seconds, parameters * numerics.gradient
+    if collectives is None:
+        return seconds("all_reduce", gradient_bytes, group)
+    spent = collectives[0] * seconds("reduce_scatter", gradient_bytes, group)
+    return spent + collectives[1] * seconds("all_gather", parameters * numerics.parameter, group)
 
 
 def zero_collectives(arrangement: Arrangement) -> tuple[int, int]:

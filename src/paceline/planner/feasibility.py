@@ -4,6 +4,7 @@ The plain way is changed, in which every worker is a replica that processes its 
 one of :data:`CHANGES`; one of them is smaller than two, and earlier ones are smaller than later ones.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
@@ -83,9 +84,8 @@ def _fastest(
         best_s = inf if best is None else best[1].step_s
         if bounds.memory_bytes(frame, option) > max_bytes or bounds.step_s(frame, option) > best_s:
             continue
-        if not supported.supports(a) or cost_cache.workload.refusal(a) is not None:
-            continue
-        if not is_supported(cluster, objectives, a) or not cost_cache.divisions.fits(a):
+        trains = supported.supports(a) and is_supported(cluster, objectives, a)
+        if not trains or cost_cache.workload.refusal(a) is not None or not cost_cache.divisions.fits(a):
             continue
         cost = cost_cache.cost(a)
         size = cost.peak.total
@@ -141,8 +141,6 @@ def _needed_cluster(cost_cache: CostCache, objectives: Objectives) -> str:
     if times is None:
         return f"nor with {MOST_TIMES} times as many; {least}"
     # Doubled until it fits, then halved: feasibility grows with the number of hosts.
-    low, high = times // 2, times
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return f"it takes {high} times as many of them, {workers * high}; or {least}"
+    between = range(times // 2 + 1, times)
+    times = times // 2 + 1 + bisect_left(between, True, key=fits)
+    return f"it takes {times} times as many of them, {workers * times}; or {least}"

@@ -71,8 +71,10 @@ class WorkerDivision:
         shares = []
         for share in self.shares:
             each = zip(share.jobs, share.plans, strict=True)
-            rows = [(jobs[job].name, str(plan.strategy), plan.cost.step_s) for job, plan in each]
-            programs = [dict(zip(("program", "strategy", "step_s"), row, strict=True)) for row in rows]
+            programs = [
+                {"program": jobs[job].name, "strategy": str(plan.strategy), "step_s": plan.cost.step_s}
+                for job, plan in each
+            ]
             shares.append({"workers": share.workers, "seconds": share.seconds, "programs": programs})
         return {"way": str(self), "seconds": self.seconds, "shares": shares}
 

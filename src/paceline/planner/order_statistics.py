@@ -231,7 +231,4 @@ def _survival(distribution: Distribution) -> tuple[Survival, tuple[Seconds, ...]
 
 def _normal_tail(z: Floats) -> NDArray[np.float64]:
     """Compute P(a standard normal > z)."""
-    return np.array([0.5 * erfc(each / _ROOT) for each in z.tolist()])
-
-
-_ROOT = sqrt(2.0)
+    return np.array([0.5 * erfc(each / sqrt(2.0)) for each in z.tolist()])

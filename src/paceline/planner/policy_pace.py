@@ -333,13 +333,9 @@ def attempts(
     times: Times, delay: Delay | None, replica: ReplicaId, replicas: int, seed: int, micro_steps: int
 ) -> Iterator[Seconds]:
     """Yield the time from sending A to a replica until its Δ arrives, one attempt after the other, without end."""
-    compute: Iterator[Seconds]
-    if isinstance(times.compute, Constant):
-        compute = repeat(times.compute.value)
-    else:
-        stream = times.compute_stream(replica, seed)
-        assert stream is not None, "nothing is measured here"
-        compute = stream
+    constant = repeat(times.compute.value) if isinstance(times.compute, Constant) else None
+    compute = constant or times.compute_stream(replica, seed)
+    assert compute is not None, "a simulation measures nothing"
     late = delay.stream(replica, replicas, seed) if delay else None
     if micro_steps == 1 and times.transfer == _NOTHING:  # the usual case, without a generator
         return compute if late is None else map(add, compute, late)

@@ -21,7 +21,7 @@ runtime holds in addition (libraries, a device's context, buffers of collectives
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import exp, inf, log, log2
 
 import numpy as np
@@ -38,7 +38,7 @@ KEYS = ("any", "family", "framework", "source", "framework, family and precision
 """What rows may have in common."""
 
 DEVICE_SLOPES = tuple(
-    -(name in ("products", "bytes")) / spread for name, spread in zip(Corrections.names(), SPREADS, strict=True)
+    -(each.name in ("products", "bytes")) / spread for each, spread in zip(fields(Corrections), SPREADS, strict=True)
 )
 """For each slope: its weight in the share of a step in which a device computes and does not wait."""
 

@@ -8,7 +8,7 @@ is taken for the least that fits its device, since it was trained so.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from math import exp
 from typing import Any
@@ -102,11 +102,6 @@ class Corrections:
     """Of what a step takes in addition."""
     scores: float = 1.0
     """Of what attention that is fused gets of the rate of products."""
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Return the name of each, in order."""
-        return [each.name for each in fields(cls)]
 
     @classmethod
     def of(cls, deviations: Sequence[float]) -> "Corrections":

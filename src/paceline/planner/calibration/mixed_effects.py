@@ -16,7 +16,8 @@ The corrections x are pulled towards what is expected of them::
 
     minimise  (y - f(x))ᵀ V⁻¹ (y - f(x)) + xᵀx        V = K + N
 
-by Gauss-Newton steps, in two rounds: first with each row's noise as expected, then with more for outliers.
+by Gauss-Newton steps, in two rounds: first with each row's noise as expected, then with more for outliers. Widths of
+intervals follow from how far rows are off where they, their model or their source are left out (conformal prediction).
 """
 
 from collections import Counter

@@ -158,15 +158,9 @@ def read(path: Path) -> list[PublishedRow]:
 
 
 ACTIVE: Mapping[str, float] = {
-    "deepseekv3": 37e9,
-    "kimi_k2": 32e9,
-    "gpt oss 120b": 5.1e9,
-    "gpt oss 20b": 3.6e9,
-    "nemotron_3_nano": 3.2e9,
-    "nemotron_3_super": 12e9,
-    "mixtral_8x7b": 12.9e9,
-    "mixtral_8x22b": 39e9,
-}
+    "deepseekv3": 37e9, "kimi_k2": 32e9, "gpt oss 120b": 5.1e9, "gpt oss 20b": 3.6e9, "nemotron_3_nano": 3.2e9,
+    "nemotron_3_super": 12e9, "mixtral_8x7b": 12.9e9, "mixtral_8x22b": 39e9,
+}  # fmt: skip
 """Active parameters, by the models' own reports: DeepSeek-V3 (2412.19437), Mixtral (2401.04088) and the cards of the
 others, rounded; used if no row says more."""
 

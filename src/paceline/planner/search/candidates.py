@@ -93,9 +93,8 @@ class Frames:
         if row < self.even_count:
             return frame
         copies, shards = self.uneven[self.uneven_index[row - self.even_count]]
-        return frame._replace(
-            copies=copies if max(copies) > 1 else (), stage_shards=shards if len(set(shards)) > 1 else ()
-        )
+        uneven_shards = shards if len(set(shards)) > 1 else ()
+        return frame._replace(copies=copies if max(copies) > 1 else (), stage_shards=uneven_shards)
 
 
 def frames(workload: Workload, cluster: Cluster, objectives: Objectives, batch: int) -> Frames:

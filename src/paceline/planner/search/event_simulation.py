@@ -59,14 +59,14 @@ class PartTimes:
     backward: tuple[Seconds, ...]
     transfer: Seconds = 0.0
     """Time of a message from part to part that overlaps with its sender's compute."""
-    seen: Seconds = 0.0
+    blocking: Seconds = 0.0
     """Time that a message blocks its sender, after either pass."""
 
     def with_blocking_sends(self) -> "PartTimes":
         """Add the blocking time to the passes; the first part sends nothing back, the last nothing on."""
         last = len(self.forward) - 1
-        forward = tuple(each + self.seen * (j < last) for j, each in enumerate(self.forward))
-        backward = tuple(each + self.seen * (j > 0) for j, each in enumerate(self.backward))
+        forward = tuple(each + self.blocking * (j < last) for j, each in enumerate(self.forward))
+        backward = tuple(each + self.blocking * (j > 0) for j, each in enumerate(self.backward))
         return PartTimes(forward, backward, self.transfer)
 
 
@@ -84,9 +84,9 @@ def part_times(
             group = cluster.shards(sizes[place % p])
             forward_s = sum(cluster.messages.of(call, group) for call in layer.forward_calls)
             both_s = forward_s + sum(cluster.messages.of(call, group) for call in layer.backward_calls)
-            seen = calls_s(layer, cluster, sizes[place % p]) / both_s if both_s else 0.0
-            backward_s = layer.backward_s + seen * (both_s - forward_s)
-            passes[id(layer)] = layer.forward_s + seen * forward_s, backward_s
+            exposed = calls_s(layer, cluster, sizes[place % p]) / both_s if both_s else 0.0
+            backward_s = layer.backward_s + exposed * (both_s - forward_s)
+            passes[id(layer)] = layer.forward_s + exposed * forward_s, backward_s
     message_s = 0.0
     if p > 1 and len(parts) > 1:
         group = cluster.neighbours(arrangement)

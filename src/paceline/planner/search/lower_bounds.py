@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from paceline.core.types import Seconds
 from paceline.planner.base import Arrangement, OverlapModel, Recomputed, Workload
 from paceline.planner.cluster import Cluster
-from paceline.planner.cost import in_flight
+from paceline.planner.cost import in_flight, replica_sum_s
 from paceline.planner.search.candidates import Frame, Frames, Option, UnevenStages, Whole
 from paceline.planner.stage_division import ASYNC_SCHEDULES, layer_seconds, layers_of, own_parameters
 
@@ -138,18 +138,14 @@ class OptionBounds:
 
         More replicas of a stage may have more links.
         """
-        sizes = Arrangement(replicas, stages, shards, copies=copies)
-        numerics, seconds = self.workload.numerics, self.cluster.messages.seconds
-        parameters, least = self.totals(1, shards, "none").parameters / stages, float("inf")
+        sizes, parameters = (
+            Arrangement(replicas, stages, shards, copies=copies),
+            self.totals(1, shards, "none").parameters,
+        )
         # Which stage has most parameters is not known yet, so the fastest group counts.
-        for group in {self.cluster.replicas(sizes, each) for each in sizes.stage_replicas}:
-            if divided:
-                spent = seconds("reduce_scatter", parameters * numerics.gradient, group)
-                spent += seconds("all_gather", parameters * numerics.parameter, group)
-            else:
-                spent = seconds("all_reduce", parameters * numerics.gradient, group)
-            least = min(least, spent)
-        return least
+        groups = {self.cluster.replicas(sizes, each) for each in sizes.stage_replicas}
+        collectives, numerics = (1, 1) if divided else None, self.workload.numerics
+        return min(replica_sum_s(parameters / stages, numerics, self.cluster, each, collectives) for each in groups)
 
     def memory_bytes(self, frame: Frame, option: Option) -> float:
         """Return a lower bound of the peak memory of the worker that needs most.
@@ -287,8 +283,8 @@ class FrameBounds:
         between = np.array([message_s(b, t, each // t + 1) for b, t in self._pairs])[self._pair]
         one = np.where(p * self.frames.shards <= each, np.minimum(inside, between), between)
         # The option with fewest exposed messages counts.
-        seen = 2 * m * (1 - self._bounds.overlap_model.send_overlap)
-        return np.where(p > 1, np.minimum(2 * (p - 1) + seen, 2 * (p - 1) * m) * one, 0.0)
+        exposed = 2 * m * (1 - self._bounds.overlap_model.send_overlap)
+        return np.where(p > 1, np.minimum(2 * (p - 1) + exposed, 2 * (p - 1) * m) * one, 0.0)
 
     def _update_s(self) -> Real:
         """Bound the update: divided among replicas as far as it may be, accumulated Δ only where it may be."""
