@@ -65,7 +65,7 @@ class AsyncStageShard(RankShard, Update):
         """L: the last stage makes a step p - 1 micro-batches after the first, and one step is for the exchange."""
         self.read_version = lambda update: pipeline.order.version(update * self._m, 0, workers)
         """The version that the first stage's gradient was computed on, the oldest."""
-        self.gather = self._gather
+        self.full_state = self._gather
 
     stage: AsyncStage
     """Computes and steps; built by :meth:`replica`."""

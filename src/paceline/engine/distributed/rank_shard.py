@@ -44,8 +44,8 @@ class RankShard(ABC):
     update: Update
     parameter_bytes: int
     """Bytes of parameters on this rank."""
-    gather: Callable[..., FlatState | None] | None = None
-    """Builds A where it is ``wanted``, of all ranks' parts; None: this rank has all of it."""
+    full_state: Callable[..., FlatState | None]
+    """Returns a copy of A where it is ``wanted``, None elsewhere; all ranks call it together."""
     read_version: Callable[[Version], Version] | None = None
     """Number of a Δ -> how many updates the A that it reads has had; None: as many as where the policy sends it."""
     worker: AsyncStage | Pipelined | TensorParallel | None = None
@@ -58,12 +58,6 @@ class RankShard(ABC):
     """Parameters that all ranks gather in each pass; None: this rank has those that it needs."""
     noise: NoiseObserver | None = None
     """None: the gradient noise scale is not measured."""
-
-    def full_state(self, *, wanted: bool) -> FlatState | None:
-        """Return a copy of A where it is wanted, None elsewhere; all ranks call it together."""
-        if self.gather is not None:
-            return self.gather(wanted=wanted)
-        return self.state.clone() if wanted else None
 
     @abstractmethod
     def replica(self, weight: Callable[[int], float], recorder: AnyRecorder) -> Replica:
@@ -88,11 +82,12 @@ class WholeModelShard(RankShard):
         communicator, strategy = setup.context.communicator, job.strategy
         self.coordinate = Coordinate(world.rank)
         self.state, self.parameter_bytes = read(setup.module, setup.layout.new()), setup.layout.parameter_bytes
+        self.full_state = lambda *, wanted: self.state.clone() if wanted else None
         if communicator is not None and strategy.shard_parameters:  # with a single rank they stay whole
             self.fsdp = FsdpModule(setup.module, setup.layout, world.size, communicator)
             self.parameter_bytes = self.fsdp.shard.layout.nbytes
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
-            self.gather = functools.partial(self.fsdp.full_state, self.state)
+            self.full_state = functools.partial(self.fsdp.full_state, self.state)
         self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, norms=job.noise_scale)
         self.update = update = self._build_update()
         if job.noise_scale:
@@ -164,7 +159,7 @@ class ModelParallelShard(RankShard):
         counted = ranks.counted(of_each_copy=zero)
         self.coordinate, self.state = ranks.place, ranks.state
         self.parameter_bytes = ranks.state.layout.parameter_bytes
-        self.gather = ranks.full_state
+        self.full_state = ranks.full_state
         shard = ShardState(ranks.state, ranks.whole, counted)
         self.reduce_buffer = buffer = ReduceBuffer(ranks.state.layout, ranks=ranks.mesh.replicas)
 
