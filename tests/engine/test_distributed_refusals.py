@@ -23,12 +23,12 @@ def refused(match: str, strategy: str, engine: str = "distributed", **settings: 
 
 
 def test_what_torchrun_says(four: None) -> None:
-    assert LaunchEnv.found() == LaunchEnv(rank=2, size=4, local_size=2, one_host=False)
+    assert LaunchEnv.current() == LaunchEnv(rank=2, size=4, local_size=2, one_host=False)
     check(programs.program(), "replicas=4", engine="distributed", steps=1)
 
 
 def test_who_was_started_alone() -> None:
-    assert LaunchEnv.found() == LaunchEnv(rank=0, size=1, local_size=1)
+    assert LaunchEnv.current() == LaunchEnv(rank=0, size=1, local_size=1)
     check(programs.program(), "replicas=1", engine="distributed", steps=1)
 
 
@@ -72,4 +72,4 @@ def test_only_who_knows_that_all_are_on_its_host_takes_to_shared_memory(
         monkeypatch.delenv("LOCAL_WORLD_SIZE")
     else:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-    assert backend_for("cpu", None, LaunchEnv.found()) == backend
+    assert backend_for("cpu", None, LaunchEnv.current()) == backend

@@ -121,7 +121,7 @@ def predictor(
         return predictors.InProcessPredictor(request) if alone else predictors.LocalPredictor(request)
     if kind == "distributed":
         # torchrun has started the processes already, so their number must be that of the workers.
-        world = LaunchEnv.found()
+        world = LaunchEnv.current()
         if world.size != strategy.workers:
             raise InputError(
                 f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun "

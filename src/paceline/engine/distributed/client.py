@@ -126,6 +126,7 @@ class ReplicatedCoordinator:
             loop.evaluate_if_due(self.now)
         # In an asynchronous pipeline weights have moved by the time a status is known, so a Δ counts also past the end.
         counts_late = self._shard.read_version is not None
+        # Ascending, so that every rank's policy decides on the same Δs in the same order.
         computing = sorted(decisions.computing)  # a replica that waits contributes a Δ that has arrived before
         for replica, status in enumerate(statuses):
             if status.kind is StatusKind.leaving:

@@ -58,14 +58,14 @@ class DistributedEngine(Engine):
         return cls(address)
 
     def refuse(self, job: Job) -> None:
-        world = LaunchEnv.found()
+        world = LaunchEnv.current()
         if job.strategy.shard_parameters:
             refuse_model(job.program)
         refuse_absent_gpu(job)
         refuse_launch(backend_for(job.strategy.device, self._backend, world), job, world)
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        world = LaunchEnv.found()
+        world = LaunchEnv.current()
         backend = backend_for(job.strategy.device, self._backend, world)
         device = RunContext.of(job).device(world.rank)
         if backend == "nccl":

@@ -101,10 +101,10 @@ def refuse_model(program: Program) -> None:
             )
     optimizer = program.optimizer([p for p in module.parameters() if p.requires_grad])
     if type(optimizer) not in _ELEMENTWISE:
-        known = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
+        accepted = ", ".join(sorted(kind.__name__ for kind in _ELEMENTWISE))
         raise InputError(
             f"shard_parameters=True gives each rank a part of each parameter, and {type(optimizer).__name__} may have "
-            f"to look at the whole; write shard_optimizer=true instead, or one of torch.optim's {known}"
+            f"to look at the whole; write shard_optimizer=true instead, or one of torch.optim's {accepted}"
         )
 
 

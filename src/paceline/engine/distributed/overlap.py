@@ -154,10 +154,10 @@ class Overlap:
         for bucket in self.buckets[len(self._works) :]:
             self._begin(bucket, 0.0)
 
-    def wait(self, what: str) -> None:
+    def wait(self, description: str) -> None:
         """Wait for all buckets; the buffer then holds their sums."""
         for work in self._works:
-            self._communicator.wait(work, what)
+            self._communicator.wait(work, description)
         for vector, sent in zip(self._vectors, self._sends, strict=True):
             if sent is not vector:
                 vector.copy_(sent)

@@ -120,7 +120,7 @@ class TorchrunPredictor(Predictor):
         self._backend = backend
 
     def _begin(self, closing: ExitStack) -> None:
-        world, request = LaunchEnv.found(), self._request
+        world, request = LaunchEnv.current(), self._request
         self._threads = threads(request.strategy, world.local_size)
         backend = backend_for("cpu", self._backend, world)
         context = closing.enter_context(open_rank_context(world, backend, "cpu", request.timeout_s, watched=True))

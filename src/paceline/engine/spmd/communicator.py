@@ -89,6 +89,7 @@ class Communicator:
         In a ring each rank sends P - 1 of P pieces to be summed, and as many sums (Patarasuk and Yuan 2009).
         """
         moved = [self.to_device(vector) for vector in vectors]
+        # All are under way before the first wait, so that their latencies overlap.
         works = [self.start_all_reduce(vector) for vector in moved]
         for work in works:
             self.wait(work, description)

@@ -242,7 +242,7 @@ def pool_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             torch.set_num_threads(args["threads"])
             file_rendezvous(args["rank"], args["size"], args["store"], work.timeout_s)
             try:
-                with open_rank_context(LaunchEnv.found(), BACKEND, "cpu", work.timeout_s, watched=True) as context:
+                with open_rank_context(LaunchEnv.current(), BACKEND, "cpu", work.timeout_s, watched=True) as context:
                     _serve(work.begin(context), link)
             finally:
                 gc.collect()  # a group that is freed in the middle of another backward pass hangs (torch 2.13, Gloo)

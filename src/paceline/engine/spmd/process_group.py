@@ -42,7 +42,7 @@ class LaunchEnv:
     one_host: bool = False
 
     @classmethod
-    def found(cls) -> "LaunchEnv":
+    def current(cls) -> "LaunchEnv":
         """Return that of the initialized process group, or of the environment; without either, the process is alone."""
         if dist.is_available() and dist.is_initialized():
             rank, size = dist.get_rank(), dist.get_world_size()

@@ -59,6 +59,7 @@ class RankRegistry:
         self.peers = [self.own] * world.size
         if group is not None:
             dist.all_gather_object(self.peers, self.own, group=group.handle)
+        # A pidfd stays that of one process, where a process id may be given to another.
         self._pidfds: dict[int, int] = {}
         for peer in self.peers:
             if peer.kernel == kernel and peer.rank != world.rank:

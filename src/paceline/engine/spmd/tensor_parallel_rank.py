@@ -83,6 +83,7 @@ class ProcessGroupTP(TPCollectives):
         return result
 
     def _run(self, start: Callable[[], Any], what: str, sent_bytes: int) -> None:
+        # The span begins before the start, and so has the wait for late shards in it.
         began = time.monotonic_ns()
         self._communicator.wait(start(), self._described(what))
         self._record(began, sent_bytes)
@@ -169,6 +170,7 @@ class ModelParallelRank(ABC):
         for stage in self.stages:
             # The first replica has the first ranks; of each of its stages, the first replica of the stage sends.
             for shard, layout in enumerate(stage.parts):
+                # One part after the other: no rank needs memory for more than A and one part.
                 part = self.state if source + shard == self.rank else layout.new()
                 if communicator is not None:
                     for vector in part.vectors:
