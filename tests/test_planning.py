@@ -55,7 +55,6 @@ def here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(plans, "profile", profile)
     monkeypatch.setattr(plans, "predict_from_components", predicted)
     monkeypatch.setattr("paceline.planner.program.closed_form.cores", lambda: 2)
-    monkeypatch.setattr(plans, "cores", lambda: 2)
     return measured
 
 

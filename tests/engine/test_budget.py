@@ -67,7 +67,7 @@ def test_points_do_not_drift(every: float) -> None:
 
 @pytest.mark.parametrize(("unit", "spent"), [("seconds", 2.5), ("steps", 3.0), ("epochs", 2.0)])
 def test_what_is_spent_is_in_the_budgets_unit(unit: Any, spent: float) -> None:
-    context = RunContext.of(Job(programs.program(), Strategy(replicas=2, accumulate=2), Budget(unit, 10, 1)))
+    context = RunContext(Job(programs.program(), Strategy(replicas=2, accumulate=2), Budget(unit, 10, 1)))
     assert context.order is not None
     tally = Tally(micro_steps=12, seen_samples=2 * context.order.samples)
     history = RunHistory(context, SimpleNamespace(tally=tally), "", None)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from paceline import Program, train
 from paceline.core.data_order import DataOrder
 from paceline.engine.run_context import first_state
 from paceline.engine.virtual.pending_delta import PendingDelta, ordered_batches
-from paceline.engine.virtual.vmap_gradients import MOST, StackedGradient, VmapComputer, stackable
+from paceline.engine.virtual.vmap_gradients import MOST, StackedGradient, VmapComputer, stacked_gradient
 from paceline.replica.flat_state import FlatState
 from paceline.replica.single import Autograd, Single
 from tests import oracle
@@ -27,7 +27,7 @@ def order(program: Program, replicas: int = 1) -> DataOrder:
 
 def usable(program: Program) -> bool:
     module, state = first_state(program, ())
-    return stackable(module, program, state.layout, order(program))
+    return stacked_gradient(module, program, state.layout, order(program)) is not None
 
 
 def deep() -> nn.Module:
@@ -147,7 +147,8 @@ def stacked() -> VmapComputer:
     def make(replica: int) -> Single:
         return Single(Autograd(program, module, state.layout, replica, "cpu"))
 
-    return VmapComputer(program, module, state.layout, data, make, ordered_batches(program, data), stop=True)
+    gradient = StackedGradient(program, module, state.layout)
+    return VmapComputer(gradient, data, make, ordered_batches(program, data), stop=True)
 
 
 def attempts(count: int) -> list[PendingDelta]:

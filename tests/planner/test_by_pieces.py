@@ -9,9 +9,10 @@ from paceline.core.errors import InputError, WorkerError
 from paceline.engine.base import Job
 from paceline.engine.step_profile.forecast import Forecast
 from paceline.planner.base import Plan
+from paceline.planner.program import closed_form
 from paceline.planner.program import plans as by_pieces
 from paceline.planner.program import plans as of_program
-from paceline.planner.program.closed_form import corrected, once, put_together, staged_s
+from paceline.planner.program.closed_form import corrected, job_for, once, pieces_of, staged_s
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.plans import (
     firsts,
@@ -23,7 +24,7 @@ from paceline.planner.program.plans import (
 )
 from paceline.planner.program.profile import Pieces, Profile, kind
 from paceline.planner.search.objective import Objectives
-from paceline.planner.search.search import search
+from paceline.planner.search.search import key, search
 from paceline.program import Program
 from tests.planner.profiles import PROFILE, busy
 from tests.planner.test_probe import program
@@ -38,6 +39,10 @@ def plans() -> tuple[Plan, ...]:
 
 def of_kind(wanted: str) -> Plan:
     return next(plan for plan in plans() if kind(plan.arrangement) == wanted)
+
+
+def by(plan: Plan) -> float:
+    return key(plan, WORKLOAD, Objectives())[0]
 
 
 SEEN = Pieces(0.010, 0.003, 0.004, 0.9, 1.2)
@@ -65,10 +70,15 @@ def test_where_a_run_took_less_than_its_pieces_a_step_takes_as_much_less() -> No
     assert sum(found.cost.terms.values()) == pytest.approx(found.cost.step_s)
 
 
-def test_its_interval_is_that_of_passes_where_there_are_enough() -> None:
-    few = put_together(Forecast([1.0], 0.0, 0.0), 0.0, busy(2))
+def test_its_interval_is_that_of_passes_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(measured: Forecast, updated_s: float) -> Pieces:
+        monkeypatch.setattr(closed_form, "forecast", lambda job, fork_server: measured)
+        monkeypatch.setattr(closed_form, "update_s", lambda job, gradients, steps_on: updated_s)
+        return pieces_of(job_for(program(), "replicas=2"), None, busy(2))  # type: ignore[arg-type]
+
+    few = of(Forecast([1.0], 0.0, 0.0), 0.0)
     assert (few.low, few.high) == (0.9, 1.2)  # the profile's own
-    many = put_together(Forecast([float(n) for n in range(1, 102)], 1.0, 2.0), 4.0, busy(2))
+    many = of(Forecast([float(n) for n in range(1, 102)], 1.0, 2.0), 4.0)
     assert many == Pieces(51.0, 3.0, 4.0, pytest.approx(6 / 51), pytest.approx(96 / 51))
     found = with_pieces(of_kind("replicas"), many, PROFILE.runs["replicas"])
     assert (found.low_s, found.high_s) == pytest.approx((13 + 2e-4, 103 + 2e-4))
@@ -89,7 +99,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(str(job.strategy))
         return SEEN
 
-    monkeypatch.setattr(by_pieces, "pieces_of", told)
+    monkeypatch.setattr(closed_form, "pieces_of", told)
     monkeypatch.setattr(by_pieces.ForkServer, "start", lambda needs: Nothing())
     return found
 
@@ -116,7 +126,7 @@ def test_one_of_each_kind_is_chosen_that_is_near() -> None:
     every = once([corrected(plan, PROFILE) for plan in plans()])
     assert {plan.arrangement.recompute for plan in every} == {"none"}
     ranked = sorted(every, key=lambda plan: -plan.samples_per_s)
-    chosen = select(ranked, 4, WORKLOAD, Objectives())
+    chosen = select(ranked, 4, by)
     near = {kind(p.arrangement) for p in ranked if p.samples_per_s >= 0.5 * ranked[0].samples_per_s}
     assert {kind(plan.arrangement) for plan in chosen} >= near
     assert len(chosen) == 4
@@ -135,11 +145,11 @@ def lasting(plan: Plan, seconds: float) -> Plan:
 def test_of_those_that_can_not_be_told_apart_the_plainest_comes_first() -> None:
     plain, other = of_kind("alone"), of_kind("stages")
     close = [lasting(other, 1.00), lasting(plain, 1.02)]
-    assert plainest_first(close, WORKLOAD, Objectives())[0].strategy == plain.strategy
+    assert plainest_first(close, by)[0].strategy == plain.strategy
     apart = [lasting(other, 1.0), lasting(plain, 1.2)]
-    assert plainest_first(apart, WORKLOAD, Objectives())[0].strategy == other.strategy
-    assert plainest_first([], WORKLOAD, Objectives()) == []
-    assert set(firsts(plans(), WORKLOAD, Objectives())) == {"alone", "replicas", "stages", "shards"}
+    assert plainest_first(apart, by)[0].strategy == other.strategy
+    assert plainest_first([], by) == []
+    assert set(firsts(plans(), by)) == {"alone", "replicas", "stages", "shards"}
 
 
 @pytest.mark.parametrize("error", [InputError("its loss is a sum"), WorkerError("its loss is a sum\n\nTraceback ...")])
@@ -147,7 +157,7 @@ def test_a_plan_that_can_not_be_had_says_why(error: Exception, monkeypatch: pyte
     def refused(job: object, fork_server: object, busy: object) -> Pieces:
         raise error
 
-    monkeypatch.setattr(by_pieces, "pieces_of", refused)
+    monkeypatch.setattr(closed_form, "pieces_of", refused)
     monkeypatch.setattr(by_pieces.ForkServer, "start", lambda needs: Nothing())
     (found,) = predict_from_components([of_kind("replicas")], program(), PROFILE)
     assert found.why_not == "it can't run: its loss is a sum"
@@ -160,7 +170,7 @@ def test_plans_of_a_program_are_those_of_its_profile_the_predicted_ones_first(mo
         ]
 
     monkeypatch.setattr(of_program, "predict_from_components", predicted)
-    monkeypatch.setattr(of_program, "cores", lambda: 2)
+    monkeypatch.setattr(closed_form, "cores", lambda: 2)
     found = plans_here(program(), Objectives(), PROFILE)
     assert found.objectives.fixed == "replica"
     assert kind(found.plans[0].arrangement) != "shards"

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from paceline import Program, show_shards
 from paceline.core.errors import InputError
-from paceline.engine.step_profile.compute import repeats_within
+from paceline.engine.step_profile.compute import first_samples, repeats_within
 from paceline.planner.program.closed_form import job_for
 from paceline.planner.program.graph_profile import division_of, outline, seconds_of, units_of
 from paceline.planner.program.profile import LineFit, Unit, UnitSharding
-from paceline.planner.program.profiler_worker import part
 from paceline.planner.program.profiling import flops_of, profile
 from paceline.replica.base import Batch
 from paceline.replica.pipeline.costs import Costs, measure
@@ -72,7 +71,7 @@ def first(of: Program, samples: int = 8) -> Batch:
 def costs_of(units: Units, batch: Batch, sizes: tuple[int, ...] = (8, 4)) -> dict[int, Costs]:
     found = {}
     for size in sizes:
-        given = part(batch, size)
+        given = first_samples(batch, size)
         found[size] = measure(units, units.captured.flatten((given.input, given.target)), repeats=1)
     return found
 
@@ -105,7 +104,7 @@ def test_units_that_share_a_weight_say_so() -> None:
 def test_seconds_of_units_are_shares_of_what_passes_take() -> None:
     made, costs = units(program())
     whole = {8: 3.0, 4: 2.0}
-    lines = [seconds_of(made, costs, whole, way) for way in (lambda t: t[0], lambda t: t[1])]
+    lines = [seconds_of(made, costs, whole, way) for way in (0, 1)]
     for size, seconds in whole.items():  # of two points a line goes through both, but where it would fall below 0
         total = sum(line.of(size) for each in lines for line in each)
         assert total == pytest.approx(seconds, rel=0.35)

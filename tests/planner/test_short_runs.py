@@ -92,7 +92,7 @@ def test_a_kind_that_fails_says_why_and_the_others_are_run(monkeypatch: pytest.M
         return Pieces(0.2 if disturbed else 0.1, 0.0, 0.0, 1.0, 1.0)
 
     monkeypatch.setattr(runs, "LocalEngine", Engine)
-    monkeypatch.setattr(runs, "pieces_of", pieces)
+    monkeypatch.setattr(runs.closed_form, "pieces_of", pieces)
     found, refused = short_runs(program(), 2, PROFILE)
     assert refused == {"stages": "the model is one layer", "shards": "replica 0 died"}
     assert {name: (run.step_s, run.pieces.compute_s) for name, run in found.items()} == {

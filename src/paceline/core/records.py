@@ -22,8 +22,8 @@ class Record:
     """Mean number of updates of A between reading it and applying the Δ, since the last record; None: no Δ."""
     train_loss: float | None
     """Mean loss on a fixed, seeded sample of the training set."""
-    test_loss: float | None
-    test_accuracy: float | None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
     """A fraction."""
     test_metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """The program's other metrics on the test set, by name."""

@@ -1,7 +1,7 @@
 """One training step on A_0 before anything starts: finds what has to be refused, and what the step writes."""
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from paceline.program import Program, Tree, accuracy, call, leaves
 from paceline.replica.base import Batch
 from paceline.replica.flat_state import digest
 from paceline.replica.module_utils import materialize
+
+NO_PARAMETER = "the loss does not depend on any parameter; is there a detach() or no_grad() on the way?"
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,8 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
             no parameter, or optimizer, scheduler or a metric can't be made.
     """
     with torch.random.fork_rng(devices=[]):
-        module: nn.Module = _attempt("model() failed", lambda: materialize(program, SpillAllocator())).train()
+        with _named("model() failed"):
+            module = materialize(program, SpillAllocator()).train()
         lazy = [n for n, t in (*module.named_parameters(), *module.named_buffers()) if is_lazy(t)]
         if lazy:
             raise InputError(
@@ -50,12 +53,31 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
         buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
         parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
         output, loss = _forward(program, module, batch)
-        _check_loss(loss)
         _backward(module, loss)
         metrics = _metrics(program, output, batch.target)
         written = _changed(module.named_parameters(), parameters)
-        learning_rate = _optimizer(program, module)
+        learning_rate = _learning_rate(program, [p for p in module.parameters() if p.requires_grad])
     return DryRun(metrics, _changed(module.named_buffers(), buffers), written, learning_rate)
+
+
+def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
+    """Return the output and the loss, which is a scalar that depends on a parameter."""
+    loss: Any
+    with program.autocast("cpu"):
+        with _named(f"the model can't take a batch of the training set (input {_shapes(batch.input)})"):
+            output = call(module, batch.input)
+        with _named(f"the model's output {_shapes(output)} does not fit the loss on target {_shapes(batch.target)}"):
+            loss = program.loss(output, batch.target)
+    if not isinstance(loss, Tensor):
+        raise InputError(f"loss returned {type(loss).__name__}, not a tensor; write a loss that returns a torch scalar")
+    if loss.numel() != 1 or loss.dim():
+        raise InputError(
+            f"loss returned a tensor of shape {tuple(loss.shape)}, not a scalar; take its mean over the batch "
+            "(reduction='mean')"
+        )
+    if not loss.requires_grad:
+        raise InputError(NO_PARAMETER)
+    return output, loss
 
 
 def _backward(module: nn.Module, loss: Tensor) -> None:
@@ -67,44 +89,17 @@ def _backward(module: nn.Module, loss: Tensor) -> None:
         reached |= parameter.grad is not None  # an autograd.Function may return none
         parameter.grad = None
 
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    hooks = [each.register_post_accumulate_grad_hook(drop) for each in trained]  # type: ignore[no-untyped-call]
-    try:
-        _attempt("loss.backward() failed", loss.backward)
-    finally:  # the module may be the user's own
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, _named("loss.backward() failed"):
+        for parameter in module.parameters():
+            if parameter.requires_grad:  # the module may be the user's own: the hooks are removed again
+                hooks.callback(parameter.register_post_accumulate_grad_hook(drop).remove)  # type: ignore[no-untyped-call]
+        loss.backward()  # type: ignore[no-untyped-call]
     if not reached:
-        raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
+        raise InputError(NO_PARAMETER)
 
 
 def _changed(tensors: Iterable[tuple[str, Tensor]], before: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name, tensor in tensors if name in before and digest([tensor]) != before[name])
-
-
-def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
-    with program.autocast("cpu"):
-        output = _attempt(
-            f"the model can't take a batch of the training set (input {_shapes(batch.input)})",
-            lambda: call(module, batch.input),
-        )
-        loss = _attempt(
-            f"the model's output {_shapes(output)} does not fit the loss on target {_shapes(batch.target)}",
-            lambda: program.loss(output, batch.target),
-        )
-    return output, loss
-
-
-def _check_loss(loss: Any) -> None:
-    if not isinstance(loss, Tensor):
-        raise InputError(f"loss returned {type(loss).__name__}, not a tensor; write a loss that returns a torch scalar")
-    if loss.numel() != 1 or loss.dim():
-        raise InputError(
-            f"loss returned a tensor of shape {tuple(loss.shape)}, not a scalar; take its mean over the batch "
-            "(reduction='mean')"
-        )
-    if not loss.requires_grad:
-        raise InputError("the loss does not depend on any parameter; is there a detach() or no_grad() on the way?")
 
 
 def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Callable[[Tree, Tree], Any]]:
@@ -118,16 +113,16 @@ def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Calla
     if "loss" in program.metrics:
         raise InputError("metrics={'loss': …}: test_loss is the program's loss in every record; write another name")
     for name, metric in program.metrics.items():
-        with torch.no_grad():
-            failure = f"metric {name!r} must give one number for output and target"
-            value = _attempt(failure, functools.partial(metric, output, target))
-            _attempt(failure, functools.partial(float, value))
+        with torch.no_grad(), _named(f"metric {name!r} must give one number for output and target"):
+            float(metric(output, target))
     return program.metrics
 
 
-def _optimizer(program: Program, module: nn.Module) -> float | None:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    optimizer: Any = _attempt("optimizer(parameters) failed", lambda: program.optimizer(parameters))
+def _learning_rate(program: Program, parameters: Sequence[Tensor]) -> float | None:
+    """Return the learning rate of the optimizer's first group; optimizer and scheduler can be made."""
+    optimizer: Any
+    with _named("optimizer(parameters) failed"):
+        optimizer = program.optimizer(parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InputError(
             f"optimizer(parameters) returned {type(optimizer).__name__}, not a torch optimizer; "
@@ -136,8 +131,9 @@ def _optimizer(program: Program, module: nn.Module) -> float | None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("LBFGS calls the loss several times a step, which no engine supports; write torch.optim.SGD")
     if program.scheduler is not None:
-        make = program.scheduler
-        scheduler: Any = _attempt("scheduler(optimizer) failed", lambda: make(optimizer))
+        scheduler: Any
+        with _named("scheduler(optimizer) failed"):
+            scheduler = program.scheduler(optimizer)
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
             raise InputError(
                 f"scheduler {type(scheduler).__name__} can't be stepped once per update; write one that counts steps, "
@@ -147,10 +143,11 @@ def _optimizer(program: Program, module: nn.Module) -> float | None:
     return None if rate is None else float(rate)
 
 
-def _attempt(failure: str, function: Callable[[], Any]) -> Any:
-    """Call the user's code; an error becomes an InputError that names the call."""
+@contextmanager
+def _named(failure: str) -> Iterator[None]:
+    """Context manager: turn an error of the user's code into an InputError that names the call."""
     try:
-        return function()
+        yield
     except PacelineError:
         raise
     except Exception as error:

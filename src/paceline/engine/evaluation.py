@@ -13,7 +13,7 @@ import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -25,7 +25,6 @@ from torch import nn
 from paceline.comm.linux import available_bytes
 from paceline.core.errors import WorkerError
 from paceline.core.records import Record
-from paceline.core.types import Seconds
 from paceline.program import Data, Program, Tree, call, is_source, length
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
@@ -48,19 +47,8 @@ Chunk: TypeAlias = tuple[Fetch, NDArray[np.int64]]
 """Samples of one forward pass: (fetch, their indices)."""
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotInfo:
-    """Counts of a run when a snapshot was taken; with losses and metrics it becomes a record."""
-
-    time_s: Seconds
-    updates: int
-    gradients: int
-    threshold: int
-    staleness_mean: float | None
-    recent_loss: float | None
-    """Mean loss of the newest Δs: the training loss where there is no training set to sample."""
-    statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
-    """Statistics of gradients, if requested."""
+SnapshotInfo: TypeAlias = Record
+"""Record of a snapshot that is still to be evaluated: its only loss, ``train_loss``, is the mean of the newest Δs'."""
 
 
 class Evaluator:
@@ -83,22 +71,12 @@ class Evaluator:
             self._train = _chunks(train, program.loader, np.sort(sample))
 
     def score(self, state: FlatState, info: SnapshotInfo) -> Record:
-        """Return the record of one snapshot."""
+        """Return the record of one snapshot; without a training set to sample it keeps its training loss."""
         write(self._module, state)
-        train = self._mean("training sample", self._train, {}).get("loss", info.recent_loss)
+        train_loss = self._mean("training sample", self._train, {}).get("loss", info.train_loss)
         test = self._mean("test set", self._test, self._metrics)
-        return Record(
-            time_s=info.time_s,
-            updates=info.updates,
-            gradients=info.gradients,
-            threshold=info.threshold,
-            staleness_mean=info.staleness_mean,
-            train_loss=train,
-            test_loss=test.pop("loss", None),
-            test_accuracy=test.pop("accuracy", None),
-            test_metrics=test,
-            statistics=info.statistics,
-        )
+        loss, accuracy = test.pop("loss", None), test.pop("accuracy", None)
+        return replace(info, train_loss=train_loss, test_loss=loss, test_accuracy=accuracy, test_metrics=test)
 
     @torch.no_grad()
     def _mean(self, data: str, chunks: list[Chunk], metrics: Metrics) -> dict[str, float]:

@@ -53,9 +53,13 @@ class RunHistory:
     def __init__(
         self, context: RunContext, coordinator: Coordinator, initial_digest: str, noise: NoiseAccumulator | None
     ) -> None:
-        self._budget, self._per_unit = context.job.budget, context.counts_per_unit
+        self._budget, self._per_step = context.job.budget, context.per_step
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
-        self._per_step = context.per_step
+        # one unit of the budget: micro-steps of all replicas in a step, samples in an epoch
+        self._per_unit = context.replicas * context.per_step
+        if self._budget.unit == "epochs":
+            assert context.order is not None, "epochs of a data source were not refused"
+            self._per_unit = context.order.samples
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
         self._last: tuple[int, int] | None = None
         self.records: list[Record] = []
@@ -89,7 +93,7 @@ class RunHistory:
             gradients=coordinator.tally.gradients,
             threshold=coordinator.threshold,
             staleness_mean=coordinator.recent_staleness(),
-            recent_loss=self._recent_loss(),
+            train_loss=self._recent_loss(),
             statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
         )
 

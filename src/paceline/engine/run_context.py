@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,37 +25,27 @@ from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
 from paceline.trace.recorder import AnyRecorder
 
 
-@dataclass(frozen=True)
 class RunContext:
-    """A job and what follows from it; every process of a run derives the same."""
+    """A job and what follows from it; every process of a run derives the same.
 
-    job: Job
-    order: DataOrder | None
-    """None where the data come from the user's function."""
-    delta: Delta
-    """Kind of Δ that one push hands over, accumulation included."""
+    Args:
+        job: of the run.
+    """
 
-    @classmethod
-    def of(cls, job: Job) -> "RunContext":
-        return cls(job, order_of(job), delta_of(job))
-
-    @property
-    def policy(self) -> Aggregation[Any]:
-        return self.job.strategy.aggregation
-
-    @property
-    def replicas(self) -> int:
-        return self.job.strategy.replicas
-
-    @property
-    def local_sgd(self) -> bool:
-        """Return whether replicas step on parameters and optimizers of their own."""
-        return isinstance(self.delta, (Change, Distance))
-
-    @property
-    def per_step(self) -> int:
-        """Return the micro-steps in one step: all of an accumulated gradient's, one of a replica's own optimizer's."""
-        return self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
+    def __init__(self, job: Job) -> None:
+        strategy = job.strategy
+        self.job, self.replicas = job, strategy.replicas
+        self.policy: Aggregation[Any] = strategy.aggregation
+        self.order = order_of(job)
+        """None where the data come from the user's function."""
+        self.delta: Delta = self.policy.delta
+        """Kind of Δ that one push hands over: the policy's, accumulated if the strategy says so."""
+        if isinstance(self.delta, Gradient) and strategy.accumulate > 1:
+            self.delta = Accumulated(strategy.accumulate)
+        self.local_sgd = isinstance(self.delta, (Change, Distance))
+        """True if replicas step on parameters and optimizers of their own."""
+        self.per_step = self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
+        """Micro-steps in one step: all of an accumulated gradient's, one of a replica's own optimizer's."""
 
     def step_quota(self) -> StepQuota:
         """Return what each replica may spend of the budget."""
@@ -66,14 +56,6 @@ class RunContext:
             return Steps(int(budget.amount), self.replicas, each, self.per_step)
         assert self.order is not None, "epochs of a data source were not refused"
         return Epochs(budget.amount, self.order, each, self.order.samples)
-
-    @property
-    def counts_per_unit(self) -> int:
-        """Return what makes up one unit of the budget: micro-steps of all replicas in a step, samples in an epoch."""
-        if self.job.budget.unit == "epochs":
-            assert self.order is not None, "epochs of a data source were not refused"
-            return self.order.samples
-        return self.replicas * self.per_step
 
     @property
     def reference_batch(self) -> int | None:
@@ -129,14 +111,6 @@ def first_batch(job: Job) -> Batch:
         raise
     except Exception as error:
         raise InputError(f"the first batch of train can't be had: {type(error).__name__}: {error}") from error
-
-
-def delta_of(job: Job) -> Delta:
-    """Return the kind of Δ that a push hands over: the policy's, accumulated if the strategy says so."""
-    delta = job.strategy.aggregation.delta
-    if isinstance(delta, Gradient) and job.strategy.accumulate > 1:
-        return Accumulated(job.strategy.accumulate)
-    return delta
 
 
 def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.Module, FlatState]:

@@ -42,14 +42,16 @@ class ServerOptimizer:
         self.state = state
         self._distance = isinstance(policy.delta, Distance)
         self._moves = isinstance(policy.delta, (Change, Distance))
-        self._combined = state.layout.new()
+        combined = state.layout.new()
+        self.combined = combined.parameters
+        """Σ weight·Δ of the last update, clipped, one vector for each dtype."""
         self.clip_norm = None if self._moves else program.clip_norm
         make, schedule = program.optimizer, program.scheduler
         if self._moves:
             outer = policy.outer if isinstance(policy, LocalSteps) else None
             rule = outer or Outer(lr=1.0, momentum=0.0, nesterov=False)
             make, schedule = partial(torch.optim.SGD, **asdict(rule)), None
-        self.flat_optimizer = FlatOptimizer(make, schedule, state, self._combined)
+        self.flat_optimizer = FlatOptimizer(make, schedule, state, combined)
         needs_sum = self._moves or self.clip_norm is not None or "agreement" in policy.needs
         self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise
@@ -58,11 +60,6 @@ class ServerOptimizer:
         needs_all = "agreement" in policy.needs or noise is not None
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""
-
-    @property
-    def combined(self) -> list[Tensor]:
-        """Return Σ weight·Δ of the last update, clipped, one vector for each dtype."""
-        return self._combined.parameters
 
     def move_to(self, destination: FlatState) -> None:
         """Move A to other vectors."""
@@ -161,14 +158,11 @@ class DeltaStatistics:
 
     def __init__(self, policy: Aggregation[Any], optimizer: ServerOptimizer | None) -> None:
         self._needs, self._optimizer = policy.needs - {"loss"}, optimizer
+        self.looks_inside = bool(self._needs - {"server"})
+        """True if Δ itself must be there to be examined."""
         self._last: list[Tensor] | None = None
         self._busy: Seconds = 0.0
         self._since_s: Seconds = 0.0
-
-    @property
-    def looks_inside(self) -> bool:
-        """Return whether Δ itself must be there to be examined."""
-        return bool(self._needs - {"server"})
 
     def observe(self, delta: FlatState | None, now_s: Seconds) -> Mapping[str, float]:
         """Return the statistics of a Δ that has just arrived."""

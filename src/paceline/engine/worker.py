@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -186,12 +187,10 @@ def proportional_bytes() -> int:
 
 
 def _kernel_bytes(path: str, name: str) -> int:
-    try:
+    with suppress(OSError):
         for line in Path(path).read_text(encoding="ascii", errors="replace").splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        return 0
     return 0
 
 
@@ -306,7 +305,11 @@ class ClientWorker(Worker):
     def run(self, loop: Callable[[Any], None] | None) -> None:
         """Run the user's loop, or one step a batch; then end the loader's own workers and store the measurements."""
         try:
-            (loop or plain_loop)(self)
+            if loop is not None:
+                loop(self)
+            else:
+                for batch in self.batches():
+                    self.step(batch)
         except TrainingEnded:
             pass
         finally:
@@ -318,9 +321,3 @@ class ClientWorker(Worker):
         self._skip += count
         if self._delays is not None:
             deque(islice(self._delays, count), maxlen=0)
-
-
-def plain_loop(worker: Worker) -> None:
-    """Make one step a batch: the loop that ``train`` runs on every replica."""
-    for batch in worker.batches():
-        worker.step(batch)

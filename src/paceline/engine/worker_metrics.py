@@ -44,9 +44,7 @@ def worker_figures(
 ) -> WorkerFigures:
     """Return one worker's figures as a run reports them; a step that outlasted training counts up to its end."""
     return WorkerFigures(
-        replica=place.replica,
-        stage=place.stage,
-        shard=place.shard,
+        *place,
         steps=figures.steps,
         busy_s=min(figures.busy_ns * 1e-9, seconds),
         step_time_s=median(step_times) if step_times else None,

@@ -67,7 +67,7 @@ class DistributedEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         world = LaunchEnv.current()
         backend = backend_for(job.strategy.device, self._backend, world)
-        device = RunContext.of(job).device(world.rank)
+        device = RunContext(job).device(world.rank)
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
@@ -94,7 +94,7 @@ class DistributedRun:
         self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
     ) -> None:
         self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
-        self._run_context = run_context = RunContext.of(job)
+        self._run_context = run_context = RunContext(job)
         program, world = job.program, context.world
         set_threads_and_seed(job, job.strategy.mesh.coordinate(world.rank).replica, world.local_size)
         # The values of A_0: a rank that trains a part of the model shares the whole one with the others on its host.

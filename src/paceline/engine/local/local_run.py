@@ -65,7 +65,7 @@ class LocalRun:
         entry: str = ENTRY,
     ) -> None:
         self._job, self._fork_server, self._watch, self._closing = job, fork_server, watch, closing
-        self._context = context = RunContext.of(job)
+        self._context = context = RunContext(job)
         self._module, state = first_state(job.program, job.running_buffers)
         self._shared_job = share(job)
         closing.callback(self._shared_job.close)

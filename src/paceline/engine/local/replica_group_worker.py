@@ -148,7 +148,7 @@ class _Member:
         arena_fd: int,
     ) -> None:
         self._job, self._place, self._context, self._recorder = job, place, context, recorder
-        self._run = run = RunContext.of(job)
+        self._run = run = RunContext(job)
         self._worker, self._staged = job.strategy.mesh.rank(place), len(job.strategy.mesh.stage_workers) > 1
         layout = FlatLayout.of(module, job.running_buffers)
         self._arena, self._control = open_arena(run, layout, optimizer_vectors, arena_fd)

@@ -37,7 +37,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     with connected(job_fd, link_fd, functools.partial(encode_failure, replica)) as (job, link):
         recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
         set_threads_and_seed(job, replica)
-        context, module = RunContext.of(job), job.program.build()
+        context, module = RunContext(job), job.program.build()
         layout = FlatLayout.of(module, job.running_buffers)
         arena, control = open_arena(context, layout, args["remembers"], arena_fd)
         client = connect(arena, control, replica, own_fd, main_fd)

@@ -208,7 +208,7 @@ class ReplicaActor:
 
 
 def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: CancelFlag) -> list[Span]:
-    context, replica = RunContext.of(job), assignment.replica
+    context, replica = RunContext(job), assignment.replica
     set_threads_and_seed(job, replica)
     module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
     try:

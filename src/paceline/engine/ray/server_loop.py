@@ -131,7 +131,7 @@ class ServerLoop:
 
     def __init__(self, job: Job, replicas: Sequence[ReplicaRecord], run: RunState, peers: PeerActors) -> None:
         self._job, self._replicas, self._run, self._peers = job, replicas, run, peers
-        context = RunContext.of(job)
+        context = RunContext(job)
         self._executor = RayExecutor(context, replicas, lambda: self._coordinator.version, peers.cancel)
         self._loop = RunLoop(context, self._executor, self._executor.state.digest(), self._evaluate)
         self._coordinator = self._loop.coordinator

@@ -2,10 +2,9 @@
 
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.spmd.tensor_parallel_rank import ProcessGroupTP
 from paceline.replica.tensor.tp_group import TPCollectives
+
+T = TypeVar("T")
 
 
 class CollectiveCall(NamedTuple):
@@ -28,18 +29,15 @@ class CollectiveCall(NamedTuple):
 
     def execute(self, shards: TPCollectives) -> None:
         """Execute a collective like it."""
-        local, ranks = torch.ones(self.elements, dtype=self.dtype), range(shards.count)
-        match self.kind:
-            case "all_reduce":
-                shards.all_reduce(local, self.kind)
-            case "all_gather":
-                shards.all_gather(local, [local.shape for _ in ranks], self.kind)
-            case "reduce_scatter":
-                shards.reduce_scatter([local for _ in ranks], self.kind)
-            case "broadcast":
-                shards.broadcast(local, 0, self.kind)
-            case "reduce":
-                shards.reduce(local, 0, self.kind)
+        local, k = torch.ones(self.elements, dtype=self.dtype), shards.count
+        arguments: dict[str, tuple[Any, ...]] = {
+            "all_reduce": (local,),
+            "all_gather": (local, [local.shape] * k),
+            "reduce_scatter": ([local] * k,),
+            "broadcast": (local, 0),
+            "reduce": (local, 0),
+        }
+        getattr(shards, self.kind)(*arguments[self.kind], self.kind)
 
 
 @final
@@ -56,52 +54,50 @@ class FakeShards(TPCollectives):
         super().__init__(rank, count)
         self.calls: list[CollectiveCall] = []
         """Collectives since :meth:`begin`, in order."""
-        self._pauses: list[tuple[Seconds, Seconds]] = []
-        self._began = 0.0
+        self._times: list[Seconds] = []
+        """Start and end of each segment in turn; that of the last one's end is still to come."""
 
     def begin(self) -> None:
         """Start a new measurement."""
-        self.calls, self._pauses, self._began = [], [], time.perf_counter()
+        self.calls, self._times = [], [time.perf_counter()]
 
     def segments(self) -> list[Seconds]:
         """Return the time computed before, between and after the collectives."""
-        starts = [start for start, _ in self._pauses]
-        ends = [end for _, end in self._pauses]
-        return [b - a for a, b in zip([self._began, *ends], [*starts, time.perf_counter()], strict=True)]
+        times = [*self._times, time.perf_counter()]
+        return [end - start for start, end in zip(times[::2], times[1::2], strict=True)]
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
         del what, largest
-        with self._paused("all_reduce", tensor):
-            return tensor.clone()
+        return self._stand_in("all_reduce", tensor, tensor.clone)
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         del what
-        with self._paused("all_gather", part, max(map(prod, shapes))):
-            gathered = [part.new_ones(tuple(shape)) for shape in shapes]
-            gathered[self.rank] = part.clone()
-            return gathered
+
+        def gathered() -> list[Tensor]:
+            return [part.clone() if n == self.rank else part.new_ones(tuple(s)) for n, s in enumerate(shapes)]
+
+        return self._stand_in("all_gather", part, gathered, max(map(prod, shapes)))
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         del what
-        with self._paused("reduce_scatter", parts[self.rank], max(part.numel() for part in parts)):
-            return parts[self.rank].clone()
+        part = parts[self.rank]
+        return self._stand_in("reduce_scatter", part, part.clone, max(part.numel() for part in parts))
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         del owner, what
-        with self._paused("broadcast", tensor):
-            return tensor.clone()
+        return self._stand_in("broadcast", tensor, tensor.clone)
 
     def reduce(self, tensor: Tensor, owner: int, what: str) -> Tensor:
         del owner, what
-        with self._paused("reduce", tensor):
-            return tensor.clone()
+        return self._stand_in("reduce", tensor, tensor.clone)
 
-    @contextmanager
-    def _paused(self, kind: str, tensor: Tensor, elements: int | None = None) -> Iterator[None]:
-        began = time.perf_counter()
+    def _stand_in(self, kind: str, tensor: Tensor, result: Callable[[], T], elements: int | None = None) -> T:
+        """Return a collective's result without counting the time to make it up."""
+        self._times.append(time.perf_counter())
         self.calls.append(CollectiveCall(kind, tensor.numel() if elements is None else elements, tensor.dtype))
-        yield
-        self._pauses.append((began, time.perf_counter()))
+        made = result()
+        self._times.append(time.perf_counter())
+        return made
 
 
 REPEATS = 9
@@ -145,27 +141,18 @@ def time_collectives(context: RankContext, calls: Iterable[CollectiveCall]) -> M
 def time_message(context: RankContext, nbytes: int) -> MessageTime:
     """Measure a message of so many bytes from the first rank to the second and back; the other ranks wait."""
     assert context.communicator is not None, "there are at least two ranks"
-    rank, samples = context.world.rank, list[MessageTime]()
-    p2p = None
+    rank, p2p = context.world.rank, None
     if rank <= 1:
         p2p = ProcessGroupP2P(context.communicator, Routes(Mesh(1, (1,) * context.world.size), Coordinate(0, rank)))
-    for _ in range(REPEATS):
-        if p2p is not None:
-            samples.append(_round_trip(context, p2p, nbytes))
-        else:
-            for _ in range(3):  # the barriers of a round trip
-                barrier(context)
-            samples.append(MessageTime())
+    samples = [_round_trip(context, p2p, rank, torch.ones(max(1, nbytes // 4))) for _ in range(REPEATS)]
     return MessageTime(*(statistics.median(each) for each in zip(*samples, strict=True)))
 
 
-def barrier(context: RankContext) -> None:
-    """Wait for all other ranks."""
-    context.gather(None, "the others, to begin together")
-
-
-def _round_trip(context: RankContext, p2p: ProcessGroupP2P, nbytes: int) -> MessageTime:
-    rank, value = context.world.rank, torch.ones(max(1, nbytes // 4))
+def _round_trip(context: RankContext, p2p: ProcessGroupP2P | None, rank: int, value: Tensor) -> MessageTime:
+    if p2p is None:
+        for _ in range(3):  # the barriers of the two others
+            barrier(context)
+        return MessageTime()
     barrier(context)
     began = time.perf_counter()
     if rank == 0:
@@ -188,3 +175,8 @@ def _round_trip(context: RankContext, p2p: ProcessGroupP2P, nbytes: int) -> Mess
     receive = time.perf_counter() - began
     p2p.wait_sends()
     return MessageTime(send, receive, max(0.0, both / 2 - send - receive))
+
+
+def barrier(context: RankContext) -> None:
+    """Wait for all other ranks."""
+    context.gather(None, "the others, to begin together")

@@ -1,15 +1,20 @@
 """Measure what one rank computes in a step, while all other ranks are equally busy."""
 
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from paceline.core.types import Seconds
+from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_batch, first_state
 from paceline.engine.spmd.rank_context import RankContext
-from paceline.engine.step_profile.comm import CollectiveCall, FakeShards, barrier
+from paceline.engine.step_profile.comm import REPEATS, CollectiveCall, FakeShards, barrier
 from paceline.replica.base import Batch, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.pipeline.prepare import select_rows
 from paceline.replica.tensor.placements import shard_layout
 from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
@@ -21,6 +26,9 @@ MOST, LEAST, WARM = 15, 3, 2
 SHARE_S: Seconds = 4.0
 """Time that a measurement may take, unless the fewest repeats take longer."""
 
+SIDE = 512
+"""Rows and columns of the matrices whose product measures floating-point operations per second."""
+
 
 def repeats_within(once_s: Seconds) -> int:
     """Return how often to repeat something that takes so long.
@@ -31,13 +39,20 @@ def repeats_within(once_s: Seconds) -> int:
     return max(LEAST, min(MOST, int(SHARE_S / max(once_s, 1e-9))))
 
 
-def synchronized_repeats(context: RankContext) -> Iterator[int]:
-    """Yield numbers of repeats, which all ranks begin together and agree on; those below 0 do not count."""
-    began = time.perf_counter()
-    for number in range(-WARM, 0):
-        barrier(context)
-        yield number
-    once_s = (time.perf_counter() - began) / WARM
+def synchronized_repeats(context: RankContext, once_s: Seconds | None = None) -> Iterator[int]:
+    """Yield numbers of repeats, which all ranks begin together and agree on; those below 0 do not count.
+
+    Args:
+        context: of the rank.
+        once_s: how long one takes; None: it is measured in some that do not count.
+    """
+    if once_s is None:
+        began = time.perf_counter()
+        for number in range(-WARM, 0):
+            barrier(context)
+            yield number
+        once_s = (time.perf_counter() - began) / WARM
+    # all ranks repeat as often as the one that repeats most, or their barriers would not match
     for number in range(max(context.gather(repeats_within(once_s), "how often"))):
         barrier(context)
         yield number
@@ -77,26 +92,67 @@ class RankProfile:
     """Share of A's elements that the rank updates."""
 
 
-def profile_single(setup: RunContext, context: RankContext) -> RankProfile:
-    """Measure a replica of one worker."""
-    module, state = first_state(setup.job.program, setup.job.running_buffers)
-    replica = setup.replica(context.world.rank % setup.replicas, module, state.layout)
-    return RankProfile(_passes(setup, context, replica, state))
+class PassTimer:
+    """Times the passes of one replica.
+
+    Args:
+        replica: of one worker, or one shard.
+        state: A, or the shard's part of it; stays as it is.
+        shard: the shard's collectives; it also copies its part of A and of Δ.
+    """
+
+    def __init__(self, replica: Replica, state: FlatState, shard: FakeShards | None = None) -> None:
+        self._replica, self._state, self._shard = replica, state, shard
+        self._local, self._out = state.clone(), state.layout.new()
+        self.calls: Sequence[CollectiveCall] = ()
+        """Collectives of the last pass, in order."""
+        self.last_calls: Sequence[CollectiveCall] = ()
+        """Collectives that followed when Δ was written."""
+
+    def time(self, batch: Batch, clock: int = 0) -> Pass:
+        """Time one pass over a batch."""
+        replica, shard, local = self._replica, self._shard, self._local
+        began = time.perf_counter()
+        if shard is not None:
+            local.copy_(self._state)
+        replica.adopt(local)
+        pull = time.perf_counter() - began
+        began = time.perf_counter()
+        if shard is not None:
+            shard.begin()
+        replica.advance(batch, clock)
+        finished = time.perf_counter()
+        pieces = [finished - began]
+        if shard is not None:
+            pieces, self.calls = shard.segments(), shard.calls
+            shard.begin()
+        began = time.perf_counter()
+        replica.finish(self._out)
+        if shard is not None:
+            local.copy_(self._out)
+            self.last_calls = shard.calls
+        return Pass(pull, pieces, time.perf_counter() - began)
 
 
-def profile_shard(setup: RunContext, context: RankContext) -> RankProfile:
-    """Measure one shard of a replica whose operators are divided."""
-    job, count = setup.job, max(setup.job.strategy.stage_workers)
-    shard = FakeShards(context.world.rank % count, count)
+def profile_worker(setup: RunContext, context: RankContext) -> Sequence[RankProfile]:
+    """Measure a replica of one worker, or one shard of a replica whose operators are divided."""
+    job, number = setup.job, context.world.rank % setup.replicas
     module, whole = first_state(job.program, job.running_buffers)
-    batch, rules = first_batch(job), job.strategy.shard_rules
-    prepared = prepare_shard(job.program, module, batch, shard, context.gather, rules, check=False)
-    layout = shard_layout(whole.layout, prepared.shard.parameters, shard.rank)
-    state = read(prepared.shard.module, layout.new())
-    replica = TensorParallel(prepared, layout, 0)
-    passes = _passes(setup, context, replica, state, shard)
-    calls, last = _collectives(replica, state, batch, shard)
-    return RankProfile(passes, calls, last, steps_on=parameter_share(layout, whole.layout))
+    first, layout = first_batch(job), whole.layout
+    if job.strategy.tensor_parallel:
+        count, rules = max(job.strategy.stage_workers), job.strategy.shard_rules
+        shard = FakeShards(context.world.rank % count, count)
+        prepared = prepare_shard(job.program, module, first, shard, context.gather, rules, check=False)
+        layout = shard_layout(whole.layout, prepared.shard.parameters, shard.rank)
+        timer = PassTimer(TensorParallel(prepared, layout, 0), read(prepared.shard.module, layout.new()), shard)
+    else:
+        timer = PassTimer(setup.replica(number, module, layout), whole)
+    batches, repeats = setup.batches(number), enumerate(synchronized_repeats(context))
+    passes = [(repeat, timer.time(next(batches), clock)) for clock, repeat in repeats]
+    timer.time(first)  # its collectives are those of a whole batch; the last one timed may be an epoch's short end
+    counted = [each for repeat, each in passes if repeat >= 0]
+    steps_on = parameter_share(layout, whole.layout)
+    return [RankProfile(counted, timer.calls, timer.last_calls, steps_on=steps_on)]
 
 
 def parameter_share(part: FlatLayout, whole: FlatLayout) -> float:
@@ -104,41 +160,60 @@ def parameter_share(part: FlatLayout, whole: FlatLayout) -> float:
     return part.parameter_bytes / max(1, whole.parameter_bytes)
 
 
-def _passes(
-    setup: RunContext, context: RankContext, replica: Replica, state: FlatState, shard: FakeShards | None = None
-) -> Sequence[Pass]:
-    batches, out, passes = setup.batches(context.world.rank % setup.replicas), state.layout.new(), list[Pass]()
-    local = state.clone()
-    for clock, number in enumerate(synchronized_repeats(context)):
-        began = time.perf_counter()
-        if shard is not None:  # a shard copies its part of A
-            local.copy_(state)
-        replica.adopt(local)
-        pull = time.perf_counter() - began
-        batch = next(batches)
-        began = time.perf_counter()
-        if shard is not None:
-            shard.begin()
-        replica.advance(batch, clock)
-        finished = time.perf_counter()
-        pieces = [finished - began] if shard is None else shard.segments()
-        began = time.perf_counter()
-        replica.finish(out)
-        if shard is not None:
-            local.copy_(out)
-        if number >= 0:
-            passes.append(Pass(pull, pieces, time.perf_counter() - began))
-    return passes
+def time_sizes(context: RankContext, job: Job, sizes: Sequence[int]) -> Mapping[int, Sequence[Seconds]]:
+    """Time passes over the first samples of a batch, forward and backward, on all ranks at the same time.
+
+    Every size is timed in turn, so that a temporary disturbance of the machine affects all alike.
+
+    Args:
+        context: of the rank.
+        job: whose replicas are single workers.
+        sizes: numbers of samples. The model may refuse one below a whole batch, as few as one sample: it is left out.
+
+    Returns:
+        Samples -> seconds, one for each repeat.
+    """
+    setup, whole = RunContext(job), first_batch(job)
+    module, state = first_state(job.program, job.running_buffers)
+    timer = PassTimer(setup.replica(0, module, state.layout), state)
+    batches, once_s = dict[int, Batch](), 0.0
+    for size in sizes:
+        batch = first_samples(whole, size)
+        try:
+            seconds = [timer.time(batch).pieces[0] for _ in range(WARM)]
+        except Exception:
+            if size == whole.samples:
+                raise
+        else:
+            batches[size], once_s = batch, once_s + seconds[-1]
+    times: dict[int, list[Seconds]] = {size: [] for size in batches}
+    for _ in synchronized_repeats(context, once_s):
+        for size, batch in batches.items():
+            barrier(context)
+            times[size].append(timer.time(batch).pieces[0])
+    return times
 
 
-def _collectives(
-    replica: Replica, state: FlatState, batch: Batch, shard: FakeShards
-) -> tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]]:
-    """Return the collectives of a pass, and those of writing Δ."""
-    replica.adopt(state)
-    shard.begin()
-    replica.advance(batch, 0)
-    calls = shard.calls
-    shard.begin()
-    replica.finish(state.layout.new())
-    return calls, shard.calls
+def first_samples(batch: Batch, samples: int) -> Batch:
+    """Return the first samples of a batch."""
+    if samples == batch.samples:
+        return batch
+    inputs, targets = (select_rows(tree, batch.samples, slice(samples)) for tree in (batch.input, batch.target))
+    return Batch(inputs, targets, samples)
+
+
+def micro_step_s(context: RunContext) -> Seconds:
+    """Return the real time of one micro-step of one replica: the median of 9 at A_0."""
+    module, state = first_state(context.job.program, context.job.running_buffers)
+    timer, batches = PassTimer(context.replica(0, module, state.layout), state), context.batches(0)
+    return statistics.median(timer.time(next(batches), clock).pieces[0] for clock in range(REPEATS))
+
+
+def products_per_s() -> float:
+    """Measure floating-point operations per second of a matrix product, the median of 9."""
+    a, times = torch.ones(SIDE, SIDE), list[Seconds]()
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - began)
+    return 2 * SIDE**3 / statistics.median(times)

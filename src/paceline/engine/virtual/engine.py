@@ -1,13 +1,42 @@
-"""The virtual engine: one process, real gradients, simulated time."""
+"""The virtual engine: one process, real gradients, simulated time.
+
+::
+
+    replica r   |- pull -|-- compute --|- delay -|- push -|                            |- pull -|-- compute --
+    server                                          queue |- apply + K · gradient -|
+
+An event is the arrival of a Δ. The server takes arrivals one at a time in the order in which they came; what the
+policy decides for one is executed before the next is taken.
+"""
+
+from contextlib import nullcontext
 
 import torch
 
-from paceline.clock.times import Times
+from paceline.aggregation.base import Apply, Arrival
+from paceline.clock.times import EventQueue, Times
+from paceline.core.delta import Gradient
 from paceline.core.errors import InputError
+from paceline.core.noise_scale import NoiseAccumulator
+from paceline.core.records import WorkerFigures
 from paceline.core.registry import register
+from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.virtual.virtual_run import VirtualRun
+from paceline.engine.evaluation import Evaluator
+from paceline.engine.loop import InterruptGuard, RunLoop
+from paceline.engine.run_context import RunContext, first_state
+from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
+from paceline.engine.step_profile.compute import micro_step_s
+from paceline.engine.step_profile.forecast import forecast, replica_timing, virtual_span
+from paceline.engine.virtual.durations import AttemptTimes, Durations, MeasuredDurations, SampledDurations
+from paceline.engine.virtual.pending_delta import DeltaComputer, PendingDelta, ReplicaTimeline, Streams, ordered_batches
+from paceline.engine.virtual.user_loops import UserLoops
+from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
+from paceline.replica.base import Replica
+from paceline.replica.flat_state import FlatState, write
+from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.support import ENGINES
+from paceline.trace.spans import SERVER, Span
 
 
 @register("virtual")
@@ -18,7 +47,10 @@ class VirtualEngine(Engine):
     features = ENGINES[name]
 
     def refuse(self, job: Job) -> None:
-        if job.budget.unit == "seconds" and _timeless(job.times or Times()):
+        times = job.times or Times()
+        parts = (times.compute, times.transfer, times.apply, times.gradient)
+        timeless = all(not isinstance(part, str) and part.mean_s == 0 for part in parts)
+        if job.budget.unit == "seconds" and timeless:
             raise InputError(
                 f"times={str(job.times)!r}: nothing takes time, so seconds never pass; write compute=0.01, or steps="
             )
@@ -34,6 +66,240 @@ class VirtualEngine(Engine):
             torch.set_num_threads(threads)
 
 
-def _timeless(times: Times) -> bool:
-    parts = (times.compute, times.transfer, times.apply, times.gradient)
-    return all(not isinstance(part, str) and part.mean_s == 0 for part in parts)
+class _TimeUp(Exception):  # noqa: N818 (an end, not an error)
+    """Raised at the end of the budget's last second, or when the condition is met."""
+
+
+class VirtualRun:
+    """One run; executes its coordinator's decisions."""
+
+    def __init__(self, job: Job, watch: Watcher) -> None:
+        self._job, self._watch = job, watch
+        self._context = context = RunContext(job)
+        self._module, state = first_state(job.program, job.running_buffers)
+        noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
+        self._estimator = NoiseEstimator(noise) if noise else None
+        self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
+        self._observer = DeltaStatistics(context.policy, self._optimizer)
+        self._streams = Streams(context.batches)
+        self._user_loops = UserLoops(job.loop, context.replicas, self._streams.of) if job.loop else None
+        self._computer = self._delta_computer()
+        times = job.times or Times()
+        self._durations: Durations
+        if times.all_measured:
+            measured = forecast(job)
+            self._timing, self._durations = measured.replica_timing, MeasuredDurations(context, measured)
+        else:
+            compute_measured = times.compute == "measured"
+            self._timing = replica_timing(job, measured=compute_measured)
+            measured_s = micro_step_s(context) if compute_measured else None
+            self._durations = SampledDurations(context, times, measured_s, self._timing.factor)
+        self._loop = RunLoop(context, self, state.digest(), self._evaluate, noise=noise)
+        self._coordinator = self._loop.coordinator
+        self._evaluator = Evaluator(job.program, job.program.build())
+        # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
+        # their data or state come in the order of arrivals.
+        depends = "loss" in context.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
+        ordered = context.local_sgd or context.order is None or self._user_loops is not None
+        self._eager = depends or ordered or bool(job.program.loader.get("num_workers"))
+        self._now: Seconds = 0.0
+        self._events: EventQueue[PendingDelta] = EventQueue()
+        self._timelines = [ReplicaTimeline() for _ in range(context.replicas)]
+        self._arrived: dict[tuple[ReplicaId, int], PendingDelta] = {}
+        self._snapshot: FlatState | None = None
+        """Copy of A as it is, shared by all attempts that read this version."""
+        self._spans: list[Span] = []
+
+    def outcome(self) -> Outcome:
+        """Run to the end."""
+        with self._streams, self._user_loops or nullcontext():
+            interrupted = self._train()
+        self._coordinator.finish()
+        if not self._loop.history.is_current(self._now):
+            self._record(self._now)
+        return self._result(interrupted)
+
+    def _train(self) -> bool:
+        """Handle all arrivals; return whether Ctrl-C ended the run."""
+        with InterruptGuard(lambda: None) as interrupts:
+            try:
+                if not self._loop.timed:
+                    self._loop.evaluate_if_due(0.0)
+                self._coordinator.begin()
+                while not self._coordinator.idle and not interrupts.count:
+                    self._next_arrival()
+            except _TimeUp:
+                self._now = self._loop.end_s
+            except KeyboardInterrupt:
+                return True
+            return interrupts.count > 0
+
+    def _next_arrival(self) -> None:
+        if not self._events:
+            raise self._coordinator.deadlock()
+        start = max(self._events.next_s, self._now)
+        self._loop.evaluate_before(start)
+        if start > self._loop.end_s:
+            raise _TimeUp
+        attempt = self._events.pop()
+        if attempt.void:
+            return
+        self._now = start
+        self._timelines[attempt.replica].arrive(attempt)
+        self._arrived[attempt.replica, attempt.clock] = attempt
+        if self._eager:
+            self._computer.compute(attempt)
+        measured = attempt.measured if self._eager else None
+        if measured is not None:
+            samples = measured.samples
+        else:
+            assert self._context.order is not None, "Δs of a data source are computed as they arrive"
+            size, first = self._context.order.size, attempt.first_micro_step
+            samples = sum(size(attempt.replica, first + i) for i in range(attempt.micro_steps))
+        arrival = Arrival(
+            replica=attempt.replica,
+            version=attempt.version,
+            clock=attempt.clock,
+            samples=samples,
+            time_s=start,
+            finite=measured.finite if measured else True,
+            loss=measured.loss if measured and samples else None,
+            observed=self._observer.observe(attempt.out, start),
+        )
+        self._loop.arrived(arrival)
+        self._loop.handled(self._now)
+
+    # --------------------------------------------------------------------------------- execution of decisions, in order
+
+    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+        timeline = self._timelines[replica]
+        if self._snapshot is None:
+            self._snapshot = self._optimizer.state.clone()
+        version, first = self._coordinator.version, timeline.micro_clock
+        attempt = PendingDelta(replica, timeline.clock + 1, version, self._snapshot, first, micro_steps)
+        if self._user_loops is not None:
+            # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
+            for _ in range(micro_steps):
+                batch = self._user_loops.next(replica)
+                if batch is None:
+                    self._coordinator.retire(replica)
+                    return
+                self._user_loops.losses[replica] = self._computer.step(attempt, batch)
+        times = self._durations.attempt(replica, micro_steps)
+        attempt.arrives_s = self._now + (times.pull + times.compute + times.delay + times.push)
+        if self._job.trace:
+            self._trace(attempt, timeline.arrived_s, times)
+        timeline.begin(attempt, times.compute + times.delay, self._now + times.pull, self._loop.end_s)
+        self._computer.begin(attempt)
+        self._events.push(attempt.arrives_s, attempt)
+
+    def _trace(self, attempt: PendingDelta, waited_from: Seconds | None, times: AttemptTimes) -> None:
+        """Record the spans of a replica, and of its workers where it is a pipeline."""
+        spans = times.spans(attempt.replica, attempt.clock, waited_from, self._now)
+        if not self._timing.actions:
+            self._spans += spans
+            return
+        self._spans += [span for span in spans if span.action != "compute"]
+        alone, began = times.compute / attempt.micro_steps, self._now + times.pull
+        for i in range(attempt.micro_steps):
+            at = began + i * alone
+            self._spans += self._timing.spans(attempt.replica, attempt.clock, at, alone / self._timing.factor)
+
+    def apply(self, action: Apply) -> None:
+        began = self._now
+        self._now += self._durations.update(len(action.deltas))
+        self._loop.evaluate_before(self._now)
+        if self._now > self._loop.end_s:
+            raise _TimeUp
+        # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
+        seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
+        if self._estimator is None:
+            self._optimizer.apply(((s.delta, s.weight) for s in seen), action.rate, alone=action.alone)
+        else:
+            observed = self._estimator.through(seen, len(action.deltas))
+            self._optimizer.apply(observed, action.rate, alone=action.alone)
+            self._estimator.updated()
+        self._snapshot = None
+        self._observer.applied(self._now - began)
+        if self._job.trace and self._now > began:
+            self._spans.append(virtual_span(SERVER, "apply", self._coordinator.version + 1, began, self._now))
+
+    def _take(self, arrival: Arrival, weight: float) -> ObservedDelta:
+        attempt = self._arrived.pop((arrival.replica, arrival.clock))
+        if not self._eager:
+            self._computer.compute(attempt)
+        assert attempt.out is not None
+        measured = attempt.measured
+        assert measured is not None
+        if not self._eager:
+            self._loop.history.add_loss(measured.loss, measured.samples)
+        return ObservedDelta(attempt.out, weight, measured.samples, attempt.version, measured.micro)
+
+    def discard(self, arrivals: tuple[Arrival, ...]) -> None:
+        for arrival in arrivals:
+            attempt = self._arrived.pop((arrival.replica, arrival.clock), None)
+            if attempt is not None:  # None: taken by an update that Ctrl-C broke off
+                self._computer.forget(attempt)
+
+    def cancel(self, replica: ReplicaId) -> None:
+        timeline = self._timelines[replica]
+        if timeline.attempt is not None:
+            timeline.attempt.void = True
+            self._computer.forget(timeline.attempt)
+            timeline.stop(timeline.attempt, self._now, self._loop.end_s)
+        self._coordinator.cancelled(replica)
+
+    def dismiss(self, replica: ReplicaId) -> None:
+        if self._user_loops is not None:
+            self._user_loops.dismiss(replica)
+
+    # ------------------------------------------------------------------------------------------------------- evaluation
+
+    def _evaluate(self, time_s: Seconds) -> None:
+        """Evaluate A; the run ends here if the condition is met."""
+        self._record(time_s)
+        if self._loop.condition_met and self._loop.end_s > time_s:
+            self._loop.end_s = time_s
+            raise _TimeUp
+
+    def _record(self, time_s: Seconds) -> None:
+        history = self._loop.history
+        self._loop.keep([self._evaluator.score(self._optimizer.state, history.snapshot(time_s))])
+        self._watch(history.progress("training", time_s))
+
+    # ----------------------------------------------------------------------------------------------- the end, the start
+
+    def _result(self, interrupted: bool) -> Outcome:
+        per_step, timing = self._context.per_step, self._timing
+        workers = [
+            WorkerFigures(r, 0, 0, timeline.micro_steps // per_step, timeline.busy_s, None, None, None, None)
+            for r, timeline in enumerate(self._timelines)
+        ]
+        notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
+        if self._job.strategy.spread and not (self._job.times or Times()).all_measured:
+            notes["time_of_one_process"] = timing.factor
+        if timing.needs is not None:
+            notes["parts_need"] = str(timing.needs)
+        if self._durations.measured_s is not None:
+            notes["compute_measured_s"] = self._durations.measured_s
+        history = self._loop.history
+        account = history.account(self._now, workers, (), notes, interrupted=interrupted)
+        model = write(self._job.program.build(), self._optimizer.state)
+        spans = [s for s in self._spans if s.start_ns < self._now * 1e9]
+        return Outcome(model.state_dict(), model, history.records, account, spans)
+
+    def _delta_computer(self) -> DeltaComputer:
+        job, context = self._job, self._context
+        layout, stop, order = self._optimizer.state.layout, job.on_nonfinite == "stop", context.order
+
+        def build(replica: ReplicaId) -> Replica:
+            return context.replica(replica, self._module, layout)
+
+        if order is None or job.program.loader.get("num_workers"):
+            return DeltaComputer(build, self._streams.at, stop=stop)
+        batch_at = ordered_batches(job.program, order)
+        if isinstance(context.delta, Gradient) and self._user_loops is None:
+            gradient = stacked_gradient(self._module, job.program, layout, order)
+            if gradient is not None:
+                return VmapComputer(gradient, order, build, batch_at, stop=stop)
+        return DeltaComputer(build, batch_at, stop=stop)

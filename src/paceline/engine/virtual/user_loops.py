@@ -6,9 +6,9 @@ The engine and the thread of one replica take turns::
     engine   <-------------- batch --------------   thread: waits inside worker.step
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -18,30 +18,22 @@ from paceline.engine.worker import TrainingEnded, Worker
 from paceline.replica.base import Batch, as_batch
 
 
-@dataclass(frozen=True, slots=True)
-class _Go:
-    loss: float
-    on: bool
-
-
-class _Finished:
-    """Message: the loop has returned."""
-
-
 class LoopWorker(Worker):
     """The worker of a user's loop, whose engine runs in another thread."""
 
     def __init__(self, replica: ReplicaId, replicas: int, source: Iterator[Batch]) -> None:
         super().__init__(replica, replicas)
         self._source = source
-        self.to_loop: SimpleQueue[_Go] = SimpleQueue()
-        self.to_engine: SimpleQueue[Batch | _Finished | BaseException] = SimpleQueue()
+        self.to_loop: SimpleQueue[tuple[float, bool]] = SimpleQueue()
+        """(loss of the step before, whether there is a further step)."""
+        self.to_engine: SimpleQueue[Batch | BaseException | None] = SimpleQueue()
+        """The next batch; or the loop's end: its error, or None where it has returned."""
         self._on: bool | None = None
 
     @property
     def going(self) -> bool:
         if self._on is None:
-            self._on = self.to_loop.get().on
+            _, self._on = self.to_loop.get()
         return self._on
 
     def batches(self) -> Iterator[Batch]:
@@ -52,9 +44,19 @@ class LoopWorker(Worker):
         if not self.going:
             raise TrainingEnded
         self.to_engine.put(as_batch(batch))
-        answer = self.to_loop.get()
-        self._on = answer.on
-        return answer.loss
+        loss, self._on = self.to_loop.get()
+        return loss
+
+    def run(self, loop: Callable[[Any], None]) -> None:
+        """Run the user's loop, in its own thread."""
+        ending: BaseException | None = None
+        try:
+            loop(self)
+        except TrainingEnded:
+            pass
+        except BaseException as error:
+            ending = error
+        self.to_engine.put(ending)
 
 
 class UserLoops:
@@ -70,21 +72,18 @@ class UserLoops:
         self, loop: Callable[[Any], None], replicas: int, source: Callable[[ReplicaId], Iterator[Batch]]
     ) -> None:
         self._workers = [LoopWorker(r, replicas, source(r)) for r in range(replicas)]
-        self._losses = [float("nan")] * replicas
-        self._threads = [threading.Thread(target=_run, args=(loop, w), daemon=True) for w in self._workers]
-        self._new, self._live = set(range(replicas)), set[ReplicaId]()
+        self._threads = [threading.Thread(target=w.run, args=(loop,), daemon=True) for w in self._workers]
+        self.losses = [math.nan] * replicas
+        """Loss of each loop's last step, which it receives at its next turn."""
 
     def next(self, replica: ReplicaId) -> Batch | None:
         """Let a loop run up to its next step and return its batch; None: the loop has returned."""
         return self._take_turn(replica, on=True)
 
-    def took(self, replica: ReplicaId, loss: float) -> None:
-        """Note that step's loss; the loop receives it at its next turn."""
-        self._losses[replica] = loss
-
     def dismiss(self, replica: ReplicaId) -> None:
         """Tell a loop that its training has ended, and let it run to its end."""
-        if replica in self._new or replica in self._live:
+        thread = self._threads[replica]
+        if thread.ident is None or thread.is_alive():
             self._take_turn(replica, on=False)
 
     def __enter__(self) -> "UserLoops":
@@ -93,7 +92,7 @@ class UserLoops:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Dismiss all that still run; raise the first failure, unless another error is under way."""
         failures: list[WorkerError] = []
-        for replica in sorted(self._live):
+        for replica in (r for r, thread in enumerate(self._threads) if thread.is_alive()):
             try:
                 self.dismiss(replica)
             except WorkerError as failure:
@@ -103,27 +102,13 @@ class UserLoops:
 
     def _take_turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
         worker, thread = self._workers[replica], self._threads[replica]
-        if replica in self._new:
-            self._new.remove(replica)
-            self._live.add(replica)
+        if thread.ident is None:
             thread.start()
-        worker.to_loop.put(_Go(self._losses[replica], on))
+        worker.to_loop.put((self.losses[replica], on))
         answer = worker.to_engine.get()
         if isinstance(answer, Batch):
             return answer
-        self._live.discard(replica)
-        thread.join()
-        if isinstance(answer, BaseException):
+        thread.join()  # from here on it is not alive, so it gets no further turn
+        if answer is not None:
             raise WorkerError(f"the loop of replica {replica} raised {type(answer).__name__}: {answer}") from answer
         return None
-
-
-def _run(loop: Callable[[Any], None], worker: LoopWorker) -> None:
-    ending: _Finished | BaseException = _Finished()
-    try:
-        loop(worker)
-    except TrainingEnded:
-        pass
-    except BaseException as error:
-        ending = error
-    worker.to_engine.put(ending)

@@ -36,15 +36,21 @@ ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.
 
 
 class VmapComputer(DeltaComputer):
-    """Computes Δs up to :data:`MOST` at a time."""
+    """Computes Δs up to :data:`MOST` at a time.
+
+    Args:
+        gradient: computes them.
+        order: of the data.
+        build: builds the replica of an id, for those that are computed one at a time.
+        batch_at: the data.
+        stop: True if a Δ that is not finite ends the run.
+    """
 
     rule = f"up to {MOST} attempts that wait in one call"
 
     def __init__(
         self,
-        program: Program,
-        module: nn.Sequential,
-        layout: FlatLayout,
+        gradient: "StackedGradient",
         order: DataOrder,
         build: Callable[[ReplicaId], Replica],
         batch_at: BatchAt,
@@ -52,10 +58,7 @@ class VmapComputer(DeltaComputer):
         stop: bool,
     ) -> None:
         super().__init__(build, batch_at, stop=stop)
-        pair = as_tensors(program.train)
-        assert pair is not None
-        self._inputs, self._targets = pair
-        self._order, self._stacked = order, StackedGradient(program, module, layout)
+        self._gradient, self._order = gradient, order
         self._waiting: dict[PendingDelta, int] = {}
         """Attempts that are not computed -> samples of their batch."""
 
@@ -87,11 +90,9 @@ class VmapComputer(DeltaComputer):
 
     def _compute_together(self, attempts: list[PendingDelta], samples: int) -> None:
         rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
-        index = torch.from_numpy(np.concatenate(rows))
-        shape = (len(attempts), samples)
-        inputs = self._inputs[index].view(*shape, *self._inputs.shape[1:])
-        targets = self._targets[index].view(*shape, *self._targets.shape[1:])
-        gradients, losses = self._stacked([a.pull() for a in attempts], inputs, targets)
+        index, shape = torch.from_numpy(np.concatenate(rows)), (len(attempts), samples)
+        inputs, targets = (part[index].view(*shape, *part.shape[1:]) for part in self._gradient.data)
+        gradients, losses = self._gradient([a.pull() for a in attempts], inputs, targets)
         sums = gradients.sum(1).tolist()
         for attempt, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
             # A copy: a view would keep the gradients of all companions in memory.
@@ -107,10 +108,11 @@ class StackedGradient:
     """
 
     def __init__(self, program: Program, module: nn.Sequential, layout: FlatLayout) -> None:
-        self._layers = list(module)
-        self._entries = layout.parameters[0].entries
+        self._layers, self._entries = list(module), layout.parameters[0].entries
         pair = as_tensors(program.train)
-        self._losses = _loss_of_each(program.loss, pair[1] if pair else None)
+        assert pair is not None, "the data are tensors"
+        self.data = pair
+        self._losses = _loss_of_each(program.loss, pair[1])
 
     def __call__(self, states: list[FlatState], inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         flat = torch.stack([s.parameters[0] for s in states])
@@ -150,16 +152,17 @@ def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor
     return means
 
 
-def stackable(
-    module: nn.Module, program: Program, layout: FlatLayout, order: DataOrder | None
-) -> TypeGuard[nn.Sequential]:
-    """Return whether the rule of this file applies to a program."""
+def stacked_gradient(
+    module: nn.Module, program: Program, layout: FlatLayout, order: DataOrder
+) -> StackedGradient | None:
+    """Return what computes a program's gradients in one call; None where the rule of this file does not apply."""
     pair = as_tensors(program.train) if not program.loader else None
-    if pair is None or order is None or program.precision != "fp32":
-        return False
-    if not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 2:
-        return False
-    return _is_plain(module, layout) and _agrees(program, module, layout, pair, order)
+    if pair is None or program.precision != "fp32":
+        return None
+    if not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 2 or not _is_plain(module, layout):
+        return None
+    gradient = StackedGradient(program, module, layout)
+    return gradient if _agrees(gradient, program, module, layout, order) else None
 
 
 def _is_plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
@@ -178,7 +181,7 @@ def _is_plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]
 
 
 def _agrees(
-    program: Program, module: nn.Sequential, layout: FlatLayout, pair: tuple[Tensor, Tensor], order: DataOrder
+    gradient: StackedGradient, program: Program, module: nn.Sequential, layout: FlatLayout, order: DataOrder
 ) -> bool:
     """Return whether one call for two batches has the losses and gradients that autograd has one at a time.
 
@@ -188,22 +191,17 @@ def _agrees(
     halves = [torch.from_numpy(order.batch(0, k)) for k in (0, 1)]
     if len({len(h) for h in halves}) != 1 or not len(halves[0]):
         halves = [halves[0], halves[0]]
-    inputs, targets = (torch.stack([part[h] for h in halves]) for part in pair)
+    inputs, targets = (torch.stack([part[h] for h in halves]) for part in gradient.data)
     try:
-        gradients, losses = StackedGradient(program, module, layout)([state, state], inputs, targets)
+        gradients, losses = gradient([state, state], inputs, targets)
     except Exception:  # the loss is random or does not take such a call; one at a time it may work
         return False
-
-    def close(result: Tensor, expected: Tensor) -> bool:
-        if result.shape != expected.shape:
-            return False
-        largest = max(1.0, float(expected.abs().max()))
-        return bool((result - expected).abs().max() <= 100 * torch.finfo(result.dtype).eps * largest)
-
     parameters = list(module.parameters())
-    for gradient, loss, x, y in zip(gradients, losses, inputs, targets, strict=True):
-        alone = program.loss(module(x), y)
-        expected = torch.cat([g.flatten() for g in torch.autograd.grad(alone, parameters)])
-        if not (close(gradient, expected) and close(loss, alone.detach())):
-            return False
+    for result, result_loss, x, y in zip(gradients, losses, inputs, targets, strict=True):
+        loss = program.loss(module(x), y)
+        alone = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        for one, expected in ((result, alone), (result_loss, loss.detach())):
+            bound = 100 * torch.finfo(one.dtype).eps * max(1.0, float(expected.abs().max()))
+            if one.shape != expected.shape or not (one - expected).abs().max() <= bound:  # NaN is no agreement
+                return False
     return True

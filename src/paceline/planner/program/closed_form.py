@@ -21,7 +21,7 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Budget, Job
 from paceline.engine.dry_run import dry_run
 from paceline.engine.run_context import first_batch
-from paceline.engine.step_profile.forecast import Forecast, forecast, update_s
+from paceline.engine.step_profile.forecast import forecast, update_s
 from paceline.planner.base import Arrangement, Cost, Plan
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.profile import Busy, Pieces, Profile, kind
@@ -36,14 +36,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def job_for(program: Program, strategy: Strategy | str, steps: int = 1) -> Job:
+def job_for(program: Program, strategy: Strategy | str) -> Job:
     """Return the job of a short run of the program.
 
     Raises:
         InputError: the program can't make a step.
     """
     strategy = Strategy.coerce(strategy)
-    draft = Job(program, strategy, Budget("steps", steps, steps))
+    draft = Job(program, strategy, Budget("steps", 1, 1))
     step = dry_run(program, first_batch(draft))
     policy = strategy.aggregation.resolved(learning_rate=step.learning_rate, replicas=strategy.replicas)
     return replace(
@@ -187,12 +187,9 @@ def pieces_of(job: Job, fork_server: ForkServer, busy: Busy) -> Pieces:
         WorkerError: a process failed.
     """
     components = forecast(job, fork_server)
-    return put_together(components, update_s(job, job.strategy.replicas, components.steps_on), busy)
-
-
-def put_together(components: Forecast, updated_s: Seconds, busy: Busy) -> Pieces:
-    """Return the measured components, and how far one pass differs from another."""
-    compute_s, low, high = median(components.compute_s), busy.low, busy.high
-    if len(components.compute_s) >= SPREADS_WITH:
-        low, high = (float(each) / compute_s for each in np.quantile(list(components.compute_s), (0.05, 0.95)))
+    passes, low, high = components.compute_s, busy.low, busy.high
+    compute_s = median(passes)
+    if len(passes) >= SPREADS_WITH:
+        low, high = (float(each) / compute_s for each in np.quantile(list(passes), (0.05, 0.95)))
+    updated_s = update_s(job, job.strategy.replicas, components.steps_on)
     return Pieces(compute_s, components.pull_s + components.push_s, updated_s, min(low, 1.0), max(high, 1.0))

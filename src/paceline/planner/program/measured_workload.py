@@ -7,14 +7,13 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import isqrt
 from typing import final
 
-from paceline.planner.base import Arrangement, Call, LayerCost, Numerics, Provenance, Recomputed, Workload
+from paceline.planner.base import Arrangement, Call, LayerCost, Workload
 from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Links, Messages
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
-from paceline.planner.program.profile import Busy, PipelinePart, Profile, Sent
+from paceline.planner.program.profile import PipelinePart, Profile
 
 ELSEWHERE = 1.0
 """Spread of times that were measured on other devices: half to twice as much, since operators differ in their
@@ -22,7 +21,6 @@ bottleneck."""
 
 
 @final
-@dataclass
 class MeasuredWorkload(Workload):
     """A profile as a workload of arrangements of so many workers.
 
@@ -33,35 +31,56 @@ class MeasuredWorkload(Workload):
         scale: of times, on other devices than the measured ones.
     """
 
-    profile: Profile
-    workers: int
-    global_batch: int
-    scale: float = 1.0
-    name: str = field(init=False)
-    numerics: Numerics = field(init=False)
-    sample_words: int = field(default=1, init=False)
-    provenance: Provenance = field(init=False)
-    spread: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        profile = self.profile
+    def __init__(self, profile: Profile, workers: int, global_batch: int, scale: float = 1.0) -> None:
+        self.profile, self.workers, self.global_batch, self.scale = profile, workers, global_batch, scale
         self.name, self.numerics, self.provenance = profile.program, profile.numerics, profile.provenance
-        self.spread = self._busy.spread if self.scale == 1.0 else ELSEWHERE
-
-    @property
-    def _busy(self) -> Busy:
-        return self.profile.at_work(self.workers)
+        self.sample_words = 1
+        self._busy = busy = profile.at_work(workers)
+        self.spread = max(1.0 - busy.low, busy.high - 1.0) if scale == 1.0 else ELSEWHERE
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
-        if arrangement.shards == 1:
-            parts: Sequence[PipelinePart] = [PipelinePart(parameters=unit.parameters) for unit in self.profile.units]
-        else:
-            parts = self.profile.division(arrangement.shards).parts
-        layers = [self._layer(place, part, arrangement) for place, part in enumerate(parts)]
-        # √n segments of the n layers of a stage balance kept inputs and recomputed activations
+        parts: Sequence[PipelinePart] = [PipelinePart(parameters=unit.parameters) for unit in self.profile.units]
+        once: tuple[Call, ...] = ()
+        if arrangement.shards > 1:
+            division, m = self.profile.division(arrangement.shards), arrangement.micro_batches
+            # collectives of a whole step, as a part of each micro-batch
+            parts, once = division.parts, tuple(Call(s.collective, round(s.size.fixed / m)) for s in division.once)
+        layers = [self._layer(n, part, arrangement.micro_batch, () if n else once) for n, part in enumerate(parts)]
+        if arrangement.recompute == "none":
+            return layers
+        # √n segments of the n layers of a stage balance kept inputs and recomputed activations (1604.06174)
         segments = arrangement.stages * max(1, isqrt(len(layers) // arrangement.stages))
         again = sum(layer.saved_bytes for layer in layers) // segments
-        return [recomputed(layer, arrangement.recompute, again) for layer in layers]
+        return [
+            LayerCost(
+                layer.name,
+                layer.forward_s,
+                layer.forward_s + layer.backward_s,
+                layer.parameters,
+                0,
+                layer.output_bytes,
+                again,
+                layer.forward_calls,
+                (*layer.forward_calls, *layer.backward_calls),
+                layer.tied,
+            )
+            for layer in layers
+        ]
+
+    def _layer(self, place: int, part: PipelinePart, b: float, at_end: tuple[Call, ...]) -> LayerCost:
+        unit, busy = self.profile.units[place], self._busy
+        return LayerCost(
+            unit.name,
+            busy.forward[place].of(b) * part.work * self.scale,
+            busy.backward[place].of(b) * part.work * self.scale,
+            part.parameters,
+            round(unit.saved.of(b) * part.kept),
+            round(unit.output.of(b)),
+            0,
+            tuple(Call(sent.collective, round(sent.size.of(b))) for sent in part.forward),
+            (*(Call(sent.collective, round(sent.size.of(b))) for sent in part.backward), *at_end),
+            unit.tied,
+        )
 
     def refusal(self, arrangement: Arrangement) -> str | None:
         profile, workers, parts = self.profile, arrangement.workers, arrangement.stages * arrangement.chunks
@@ -80,57 +99,13 @@ class MeasuredWorkload(Workload):
     def flops(self) -> float | None:
         return self.profile.flops
 
-    def _layer(self, place: int, part: PipelinePart, arrangement: Arrangement) -> LayerCost:
-        unit, busy, b = self.profile.units[place], self._busy, arrangement.micro_batch
-        return LayerCost(
-            unit.name,
-            busy.forward[place].of(b) * part.work * self.scale,
-            busy.backward[place].of(b) * part.work * self.scale,
-            part.parameters,
-            round(unit.saved.of(b) * part.kept),
-            round(unit.output.of(b)),
-            0,
-            calls(part.forward, b),
-            (*calls(part.backward, b), *self._at_the_end(place, arrangement)),
-            unit.tied,
-        )
-
-    def _at_the_end(self, place: int, arrangement: Arrangement) -> tuple[Call, ...]:
-        """Return the shards' collectives of a whole step, as a part of each micro-batch."""
-        if place or arrangement.shards == 1:
-            return ()
-        once = self.profile.division(arrangement.shards).once
-        return tuple(Call(each.collective, round(each.size.fixed / arrangement.micro_batches)) for each in once)
-
-
-def calls(sent: Sequence[Sent], samples: float) -> tuple[Call, ...]:
-    """Return the collectives of a micro-batch of so many samples."""
-    return tuple(Call(each.collective, round(each.size.of(samples))) for each in sent)
-
-
-def recomputed(layer: LayerCost, mode: Recomputed, again: int) -> LayerCost:
-    """Return the layer with recomputed activations, ``again`` bytes of them at one time: those of one of √n segments
-    (1604.06174)."""
-    if mode == "none":
-        return layer
-    return LayerCost(
-        layer.name,
-        layer.forward_s,
-        layer.forward_s + layer.backward_s,
-        layer.parameters,
-        0,
-        layer.output_bytes,
-        again,
-        layer.forward_calls,
-        (*layer.forward_calls, *layer.backward_calls),
-        layer.tied,
-    )
-
 
 def cluster_of(profile: Profile, workers: int) -> Cluster:
-    """Return this host as a cluster shared by so many workers."""
-    moved = 2 * profile.numerics.total * profile.parameters
-    threads = profile.at_work(workers).threads
+    """Return this host as a cluster shared by so many workers, with the message times measured among its processes.
+
+    There are no other hosts: where a search asks for their link as a bound, it gets the rate of memory.
+    """
+    moved, threads = 2 * profile.numerics.total * profile.parameters, profile.at_work(workers).threads
     device = Device(
         f"{threads} thread{'s' if threads > 1 else ''} of {profile.machine.processor}",
         profile.flops_per_s,
@@ -138,7 +113,16 @@ def cluster_of(profile: Profile, workers: int) -> Cluster:
         moved / max(profile.update_s, 1e-9),
         profile.provenance,
     )
-    return Cluster(1, workers, device, messages_of(profile), "this host", profile.provenance)
+    knots: dict[GroupCollective, list[Knot]] = {}
+    for point in profile.points:
+        group = DeviceGroup(point.workers, point.workers)
+        knots.setdefault(GroupCollective(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
+    messages: Messages = Described(Links(inside_bytes_per_s=1e9, between_bytes_per_s=1e9))  # a single process has none
+    if knots:
+        fastest = max(point.size_bytes / point.seconds for point in profile.points)
+        curves = {key: LatencyCurve(tuple(sorted(each))) for key, each in knots.items()}
+        messages = Measured(curves, Described(Links(fastest, fastest, 0.0, 0.0)))
+    return Cluster(1, workers, device, messages, "this host", profile.provenance)
 
 
 def elsewhere(profile: Profile, cluster: Cluster, global_batch: int) -> MeasuredWorkload:
@@ -148,19 +132,3 @@ def elsewhere(profile: Profile, cluster: Cluster, global_batch: int) -> Measured
     source = f"{profile.provenance.get('compute', '')}; scaled by {scale:.3g}, the ratio of operations per second"
     workload.provenance = {**profile.provenance, "compute": source}
     return workload
-
-
-def messages_of(profile: Profile) -> Messages:
-    """Return the message times measured among processes of this host; a single process has none.
-
-    There are no other hosts: where a search asks for their link as a bound, it gets the rate of memory.
-    """
-    knots: dict[GroupCollective, list[Knot]] = {}
-    for point in profile.points:
-        group = DeviceGroup(point.workers, point.workers)
-        knots.setdefault(GroupCollective(point.collective, group), []).append(Knot(point.size_bytes, point.seconds))
-    if not knots:
-        return Described(Links(inside_bytes_per_s=1e9, between_bytes_per_s=1e9))
-    fastest = max(point.size_bytes / point.seconds for point in profile.points)
-    otherwise = Described(Links(fastest, fastest, 0.0, 0.0))
-    return Measured({key: LatencyCurve(tuple(sorted(each))) for key, each in knots.items()}, otherwise)

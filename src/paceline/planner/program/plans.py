@@ -13,27 +13,18 @@ stage or shard of their own cut, collectives, messages, copies and updates, put 
 corrected by the difference between a short run of the same kind and that run's own components.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from math import inf
+from typing import NamedTuple, TypeAlias
 
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import InputError, WorkerError
-from paceline.core.types import Seconds
 from paceline.engine.step_profile.forecast import NEEDS
-from paceline.planner.base import TERMS, Cost, Plan, Workload
+from paceline.planner.base import TERMS, Plan
 from paceline.planner.cluster import Cluster
-from paceline.planner.program.closed_form import (
-    STAGED,
-    closed_plans,
-    cores,
-    host_objectives,
-    job_for,
-    once,
-    pieces_of,
-    staged_s,
-    workload_of,
-)
+from paceline.planner.program import closed_form
 from paceline.planner.program.measured_workload import MeasuredWorkload, cluster_of
 from paceline.planner.program.profile import Pieces, Profile, ShortRun, kind
 from paceline.planner.program.profiling import Notify, profile, silent
@@ -58,30 +49,28 @@ def predict_from_components(
         profile: of the program, measured on this host.
         notify: called with the progress.
     """
-    fork_server, predicted = ForkServer.start(NEEDS), list[Plan]()
-    try:
+    predicted = list[Plan]()
+    with closing(ForkServer.start(NEEDS)) as fork_server:
         for number, plan in enumerate(plans):
+            assert plan.strategy is not None, "a plan that is not supported can't be measured"
             notify(f"components of {plan.strategy}", number / len(plans))
-            predicted.append(_predict(plan, program, profile, fork_server))
-    finally:
-        fork_server.close()
+            run, busy = profile.runs.get(kind(plan.arrangement)), profile.at_work(plan.arrangement.workers)
+            if run is not None and run.arrangement == plan.arrangement:
+                predicted.append(with_pieces(plan, run.pieces, run))
+                continue
+            try:
+                pieces = closed_form.pieces_of(closed_form.job_for(program, plan.strategy), fork_server, busy)
+            except (InputError, WorkerError) as error:
+                predicted.append(replace(plan, why_not=f"it can't run: {in_a_line(error)}"))
+            else:
+                predicted.append(with_pieces(plan, pieces, run))
     return predicted
-
-
-def _predict(plan: Plan, program: Program, profile: Profile, fork_server: ForkServer) -> Plan:
-    assert plan.strategy is not None, "a plan that is not supported can't be measured"
-    run = profile.runs.get(kind(plan.arrangement))
-    if run is not None and run.arrangement == plan.arrangement:
-        return with_pieces(plan, run.pieces, run)
-    try:
-        pieces = pieces_of(job_for(program, plan.strategy), fork_server, profile.at_work(plan.arrangement.workers))
-    except (InputError, WorkerError) as error:
-        return replace(plan, why_not=f"it can't run: {in_a_line(error)}")
-    return with_pieces(plan, pieces, run)
 
 
 def with_pieces(plan: Plan, pieces: Pieces, run: ShortRun | None) -> Plan:
     """Return the plan with its components' times; compute is split into terms as the closed forms split it.
+
+    The terms sum to the time of the step.
 
     Args:
         plan: by closed forms.
@@ -89,28 +78,23 @@ def with_pieces(plan: Plan, pieces: Pieces, run: ShortRun | None) -> Plan:
         run: the short run of its kind, for the overhead of a step; None: there is none.
     """
     pieces, overhead_s = (pieces.times(run.share), run.beside_s) if run else (pieces, 0.0)
-    step_s = pieces.step_s + overhead_s
-    scale = step_s / plan.cost.step_s
+    step_s, closed, closed_s = pieces.step_s + overhead_s, plan.cost, closed_form.staged_s(plan.cost)
+    terms = dict.fromkeys(TERMS, 0.0)
+    for name in closed_form.STAGED:
+        share = closed.terms[name] / closed_s if closed_s else float(name == "compute")
+        terms[name] = pieces.compute_s * share
+    terms["optimizer"], terms["replicas"] = pieces.update_s, pieces.copies_s
+    terms["waiting"] = step_s - sum(terms.values())  # last: the remainder, "waiting" itself is still 0
     low_s, high_s = (step_s + (each - 1.0) * pieces.compute_s for each in (pieces.low, pieces.high))
     return replace(
         plan,
-        cost=replace(plan.cost, terms=terms(plan.cost, pieces, step_s)),
+        cost=replace(closed, terms=terms),
         low_s=low_s,
         high_s=high_s,
         samples_per_s=plan.arrangement.samples / step_s,
-        utilisation=None if plan.utilisation is None else plan.utilisation / scale,
+        utilisation=None if plan.utilisation is None else plan.utilisation / (step_s / closed.step_s),
         provenance={**plan.provenance, "compute": PREDICTED},
     )
-
-
-def terms(closed: Cost, pieces: Pieces, step_s: Seconds) -> dict[str, Seconds]:
-    """Return the terms of a plan's step, which sum to the measured time."""
-    closed_s = staged_s(closed)
-    share = {name: closed.terms[name] / closed_s if closed_s else float(name == "compute") for name in STAGED}
-    measured = dict.fromkeys(TERMS, 0.0) | {name: pieces.compute_s * share[name] for name in STAGED}
-    measured["optimizer"], measured["replicas"] = pieces.update_s, pieces.copies_s
-    measured["waiting"] = step_s - sum(measured.values())  # last: the remainder, "waiting" itself is still 0
-    return measured
 
 
 PREDICTED_PLANS = 4
@@ -125,6 +109,10 @@ EVEN = 0.05
 NEAR = 0.5
 """A kind of replica with less than this share of the best's samples per second by closed forms, whose error is smaller,
 is not predicted before others."""
+
+
+Rank: TypeAlias = Callable[[Plan], float]
+"""Returns a figure that is lower for the better plan."""
 
 
 @dataclass(frozen=True)
@@ -159,74 +147,63 @@ def plans_here(
     Raises:
         InputError: the program can't make a step, or ``objectives`` has more workers than there are cores.
     """
-    most = objectives.workers or cores()
-    if most > cores():
+    cores = closed_form.cores()
+    most = objectives.workers or cores
+    if most > cores:
         raise InputError(
-            f"workers={most}, but this process may use {cores()} cores, and workers that share one can't be measured; "
-            f"write workers={cores()}, or cluster= for another machine"
+            f"workers={most}, but this process may use {cores} cores, and workers that share one can't be measured; "
+            f"write workers={cores}, or cluster= for another machine"
         )
     measured = saved or profile(program, most, notify)
-    objectives = host_objectives(program, objectives, most)
-    workload = workload_of(program, measured, most)
+    objectives = closed_form.host_objectives(program, objectives, most)
+    workload = closed_form.workload_of(program, measured, most)
 
     def by(plan: Plan) -> float:
-        return rank(plan, workload, objectives)
+        return key(plan, workload, objectives)[0]  # lower for the better plan: the first criterion of a search
 
-    plans = [plan for count in range(1, most + 1) for plan in closed_plans(program, measured, objectives, count)]
-    ranked = sorted(plans if objectives.objective == "memory" else once(plans), key=by)
-    chosen = select(flushing(ranked), 0 if objectives.delay else predicted, workload, objectives)
+    counts = range(1, most + 1)
+    plans = [plan for n in counts for plan in closed_form.closed_plans(program, measured, objectives, n)]
+    ranked = sorted(plans if objectives.objective == "memory" else closed_form.once(plans), key=by)
+    # only pipelines that flush: without a flush a step is not the sum of one step's components
+    flushing = [plan for plan in ranked if not plan.cost.staleness]
+    chosen = select(flushing, 0 if objectives.delay else predicted, by)
     anew = list[Plan]()
     # until no plan by closed forms ranks before the best measured one
     while chosen and len(anew) < TIMES * predicted:
         anew += predict_from_components(chosen, program, measured, notify)
-        ranked = [plan for plan in ranked if plan not in chosen]
-        ranks = [by(plan) for plan in feasible(anew)]
-        chosen = [plan for plan in flushing(ranked) if not ranks or by(plan) < min(ranks)][:predicted]
-    best = plainest_first(sorted(feasible(anew), key=by), workload, objectives)
+        ranked, flushing = ([plan for plan in each if plan not in chosen] for each in (ranked, flushing))
+        best_rank = min((by(plan) for plan in anew if not plan.why_not), default=inf)
+        chosen = [plan for plan in flushing if by(plan) < best_rank][:predicted]
+    best = plainest_first(sorted((plan for plan in anew if not plan.why_not), key=by), by)
     others = sorted([*best[1:], *ranked], key=by)
     plans = [*best[:1], *others, *(plan for plan in anew if plan.why_not)]
     return ProgramPlans(plans, measured, workload, cluster_of(measured, most), objectives)
 
 
-def flushing(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans whose pipelines flush: without a flush a step is not the sum of one step's components."""
-    return [plan for plan in plans if not plan.cost.staleness]
-
-
-def feasible(plans: Sequence[Plan]) -> list[Plan]:
-    """Return the plans that can run."""
-    return [plan for plan in plans if not plan.why_not]
-
-
-def select(ranked: Sequence[Plan], count: int, workload: Workload, objectives: Objectives) -> list[Plan]:
+def select(ranked: Sequence[Plan], count: int, by: Rank) -> list[Plan]:
     """Select the best of each kind of replica near the best of all, then the best of all: so many, in their order."""
     near = [plan for plan in ranked if plan.samples_per_s >= NEAR * ranked[0].samples_per_s]
-    chosen = list(firsts(near, workload, objectives).values())
+    chosen = list(firsts(near, by).values())
     wanted = [*chosen, *(plan for plan in ranked if plan not in chosen)][:count]
     return [plan for plan in ranked if plan in wanted]
 
 
-def firsts(ranked: Sequence[Plan], workload: Workload, objectives: Objectives) -> dict[str, Plan]:
+def firsts(ranked: Sequence[Plan], by: Rank) -> dict[str, Plan]:
     """Return the best of each kind of replica; of those as good as it the plainest."""
     by_kind: dict[str, list[Plan]] = {}
     for plan in ranked:
         by_kind.setdefault(kind(plan.arrangement), []).append(plan)
-    return {name: plainest_first(plans, workload, objectives)[0] for name, plans in by_kind.items()}
+    return {name: plainest_first(plans, by)[0] for name, plans in by_kind.items()}
 
 
-def plainest_first(ranked: Sequence[Plan], workload: Workload, objectives: Objectives) -> list[Plan]:
+def plainest_first(ranked: Sequence[Plan], by: Rank) -> list[Plan]:
     """Move the plainest of those as good as the best to the front: measuring again may reverse their order."""
     if not ranked:
         return []
-    best = rank(ranked[0], workload, objectives)
-    even = [plan for plan in ranked if rank(plan, workload, objectives) - best <= EVEN * abs(best)]
+    best = by(ranked[0])
+    even = [plan for plan in ranked if by(plan) - best <= EVEN * abs(best)]
     first = min(even, key=lambda plan: plainness(plan.arrangement))
     return [first, *(plan for plan in ranked if plan is not first)]
-
-
-def rank(plan: Plan, workload: Workload, objectives: Objectives) -> float:
-    """Return the figure that is lower for the better plan: the first criterion of a search."""
-    return key(plan, workload, objectives)[0]
 
 
 TRIED = 3

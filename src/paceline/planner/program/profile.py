@@ -6,13 +6,14 @@
     bytes that it saves               fixed + each · b
 
 A unit is an operator of the captured model with its loss, or several that can't be cut apart. Nothing here imports
-torch: a saved profile is planned with as a shape is. A file of another machine is refused, or marked as such.
+torch: a saved profile is planned with as a shape is. A file of another machine is refused.
 """
 
 import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -99,11 +100,6 @@ class Busy:
     """The quantile of 5 % of passes of a whole batch, relative to their median."""
     high: float
     """The quantile of 95 %."""
-
-    @property
-    def spread(self) -> float:
-        """Largest relative deviation of a pass from the median."""
-        return max(1.0 - self.low, self.high - 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,11 +260,9 @@ def this_machine() -> Machine:
     """Describe the machine of this process."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     processor = platform.machine()
-    try:
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), processor)
-    except OSError:
-        pass
     return Machine(processor, len(os.sched_getaffinity(0)), memory, version("torch"))
 
 
@@ -286,12 +280,8 @@ def save(profile: Profile, path: str | Path) -> None:
         raise InputError(f"{path} can't be written: {error}; write a path below a folder of yours") from error
 
 
-def load(path: str | Path, *, elsewhere: bool = False) -> Profile:
+def load(path: str | Path) -> Profile:
     """Read a profile.
-
-    Args:
-        path: of the file.
-        elsewhere: accept a profile of another machine; its provenance then states that.
 
     Raises:
         InputError: there is none, it is damaged, or it is another machine's.
@@ -303,16 +293,13 @@ def load(path: str | Path, *, elsewhere: bool = False) -> Profile:
         profile: Profile = _from_json(Profile, value)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(f"{path} is no profile: {error}; write one with paceline.plan(..., profile=path)") from error
-    saved, local = asdict(profile.machine), asdict(this_machine())
-    if saved == local:
-        return profile
-    differs = ", ".join(
-        f"{name}={value!r} (here {local[name]!r})" for name, value in saved.items() if value != local[name]
-    )
-    if not elsewhere:
-        raise InputError(f"{path} was measured on another machine, {differs}; measure anew: write another file")
-    marked = {name: f"{text}; on another machine: {differs}" for name, text in profile.provenance.items()}
-    return _from_json(Profile, asdict(profile) | {"provenance": marked})  # type: ignore[no-any-return]
+    local, saved = asdict(this_machine()), asdict(profile.machine)
+    differs = [f"{name}={value!r} (here {local[name]!r})" for name, value in saved.items() if value != local[name]]
+    if differs:
+        raise InputError(
+            f"{path} was measured on another machine, {', '.join(differs)}; measure anew: write another file"
+        )
+    return profile
 
 
 def _from_json(kind: Any, value: Any) -> Any:

@@ -15,27 +15,19 @@ each kind is run, the likely best, and its overhead is taken for all of them.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import TypeAlias
 
 from paceline.comm.fork_server import ForkServer
-from paceline.core.errors import PacelineError
+from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Seconds
-from paceline.engine.base import Budget, Engine, Job, Progress
+from paceline.engine.base import Budget, Engine, Job
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.step_profile.forecast import NEEDS
 from paceline.planner.base import Arrangement, Plan
-from paceline.planner.program.closed_form import (
-    closed_plans,
-    corrected,
-    host_objectives,
-    job_for,
-    once,
-    pieces_of,
-    staged_s,
-    workload_of,
-)
+from paceline.planner.program import closed_form
 from paceline.planner.program.measured_workload import cluster_of
 from paceline.planner.program.profile import Profile, ShortRun, kind
 from paceline.planner.search.objective import Objectives
@@ -60,42 +52,79 @@ TOGETHER = (("alone", "replicas"), ("stages", "shards"))
 """Kinds whose fork server imports the same modules."""
 
 
-class RunResult(NamedTuple):
-    """Measurements of one run."""
-
-    step_s: Seconds
-    """The median of its steps."""
-    held_bytes: int
-    """Peak of the worker with the highest."""
+RunResult: TypeAlias = tuple[Seconds, int]
+"""Median of a run's steps, and the peak of the worker that used most bytes."""
 
 
-class Runs(NamedTuple):
-    """Short runs of all kinds."""
-
-    found: Mapping[str, ShortRun]
-    refused: Mapping[str, str]
-    """Why there is none of a kind, in one line."""
-
-
-def short_runs(program: Program, workers: int, measured: Profile) -> Runs:
+def short_runs(program: Program, workers: int, measured: Profile) -> tuple[Mapping[str, ShortRun], Mapping[str, str]]:
     """Run each kind of worker for a few steps.
 
     Args:
         program: to run.
         workers: of all replicas.
         measured: its profile, without short runs.
+
+    Returns:
+        The runs by kind, and why there is none of a kind, in one line.
     """
-    kinds = {name: _WorkerKind(program, plan) for name, plan in quickest(program, workers, measured).items()}
-    results: dict[str, list[RunResult]] = {name: [] for name in kinds}
-    refused: dict[str, str] = {}
+    plans = quickest(program, workers, measured)
+    jobs = {name: _job(program, plan) for name, plan in plans.items()}
+    results, refused = _run_all(jobs)
+    found = dict[str, ShortRun]()
+    with closing(ForkServer.start(NEEDS)) as fork_server:
+        # Twice, to take the shorter components: with disturbed ones, plans based on them would look too good.
+        for name in 2 * [name for name in jobs if results[name]]:
+            arrangement, cost, runs = plans[name].arrangement, plans[name].cost, results[name]
+            try:
+                pieces = closed_form.pieces_of(jobs[name], fork_server, measured.at_work(arrangement.workers))
+            except PacelineError as error:
+                refused[name] = in_a_line(error)
+                continue
+            if name not in found or pieces.step_s < found[name].pieces.step_s:
+                counted = cost.peak.total - cost.peak.context  # the context is what these runs measure
+                step_s, used = (median(each) for each in zip(*runs, strict=True))
+                closed = cost.step_s, closed_form.staged_s(cost)
+                found[name] = ShortRun(arrangement, step_s, pieces, *closed, used - counted)
+    return found, {name: reason for name, reason in refused.items() if name not in found}
+
+
+def _job(program: Program, plan: Plan) -> Job:
+    assert plan.strategy is not None, "a plan that is not supported can't be run"
+    seconds = max(RUN_S, STEPS * plan.cost.step_s)
+    return replace(closed_form.job_for(program, plan.strategy), budget=Budget("seconds", seconds, seconds))
+
+
+def _run_all(jobs: Mapping[str, Job]) -> tuple[Mapping[str, Sequence[RunResult]], dict[str, str]]:
+    """Run each kind in every round; return the results, and why a kind has none in some round."""
+    results, refused = {name: list[RunResult]() for name in jobs}, dict[str, str]()
     for backwards in _rounds():
         for together in TOGETHER[:: -1 if backwards else 1]:
-            for name, result in _round([(name, kinds[name]) for name in together if name in kinds]):
-                if isinstance(result, str):
-                    refused[name] = result
-                else:
-                    results[name].append(result)
-    return _with_pieces([(name, kinds[name], runs) for name, runs in results.items() if runs], refused, measured)
+            if jobs.keys().isdisjoint(together):
+                continue
+            with LocalEngine() as engine:
+                for name in (name for name in together if name in jobs):
+                    try:
+                        engine.refuse(jobs[name])
+                        results[name].append(_run(jobs[name], engine))
+                    except PacelineError as error:  # a worker may be the first to find out that it can't be divided so
+                        refused[name] = in_a_line(error)
+    return results, refused
+
+
+def _run(job: Job, engine: Engine) -> RunResult:
+    """Run once.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C, which the engine itself handles as the end of the run.
+        WorkerError: no step was done in time.
+    """
+    account = engine.run(job, lambda *_: None).account
+    if account.interrupted:
+        raise KeyboardInterrupt
+    times = [each.step_time_s for each in account.workers if each.step_time_s is not None]
+    if not times:
+        raise WorkerError("no step was done in time")
+    return median(times), max(each.peak_memory_bytes or 0 for each in account.workers)
 
 
 def _rounds() -> Iterator[bool]:
@@ -107,37 +136,17 @@ def _rounds() -> Iterator[bool]:
         yield number % 2 == 1
 
 
-def _with_pieces(
-    kinds: "Sequence[tuple[str, _WorkerKind, Sequence[RunResult]]]", refused: Mapping[str, str], measured: Profile
-) -> Runs:
-    """Measure the components twice and take the shorter: with disturbed ones, plans based on them would look too
-    good."""
-    found, fork_server = dict[str, ShortRun](), ForkServer.start(NEEDS)
-    refused = dict(refused)
-    try:
-        for name, each, runs in (*kinds, *kinds):
-            try:
-                run = each.short_run(runs, fork_server, measured)
-            except PacelineError as error:
-                refused[name] = in_a_line(error)
-                continue
-            if name not in found or run.pieces.step_s < found[name].pieces.step_s:
-                found[name] = run
-    finally:
-        fork_server.close()
-    return Runs(found, {name: reason for name, reason in refused.items() if name not in found})
-
-
 def quickest(program: Program, workers: int, measured: Profile) -> Mapping[str, Plan]:
     """Return the plan of each kind that is fastest by closed forms, with one or all workers and no staleness."""
-    objectives, found = host_objectives(program, Objectives(), workers), dict[str, Plan]()
+    objectives, found = closed_form.host_objectives(program, Objectives(), workers), dict[str, Plan]()
     for count in sorted({1, workers}):
-        costs = CostCache(workload_of(program, measured, count), cluster_of(measured, count))
-        plans = [plan for plan in closed_plans(program, measured, objectives, count) if not plan.cost.staleness]
-        for plan in sorted(once(plans), key=lambda plan: -plan.samples_per_s):
+        costs = CostCache(closed_form.workload_of(program, measured, count), cluster_of(measured, count))
+        plans = closed_form.closed_plans(program, measured, objectives, count)
+        fresh = closed_form.once([plan for plan in plans if not plan.cost.staleness])
+        for plan in sorted(fresh, key=lambda plan: -plan.samples_per_s):
             plain = alike(plan.arrangement)
             if kind(plain) not in found and plain.workers == count:  # it differs where stages had unlike workers
-                found[kind(plain)] = corrected(costs.plan(plain), measured)
+                found[kind(plain)] = closed_form.corrected(costs.plan(plain), measured)
     return found
 
 
@@ -149,63 +158,6 @@ def alike(arrangement: Arrangement) -> Arrangement:
     return replace(plain, micro_batch=plain.micro_batch * plain.micro_batches, micro_batches=1)
 
 
-@dataclass(frozen=True)
-class _WorkerKind:
-    """A kind of worker and the plan run for it."""
-
-    program: Program
-    plan: Plan
-
-    @property
-    def job(self) -> Job:
-        assert self.plan.strategy is not None, "a plan that is not supported can't be run"
-        seconds = max(RUN_S, STEPS * self.plan.cost.step_s)
-        return replace(job_for(self.program, self.plan.strategy), budget=Budget("seconds", seconds, seconds))
-
-    def run(self, engine: Engine) -> RunResult | None:
-        """Run once; None if no step was done in time.
-
-        Raises:
-            KeyboardInterrupt: on Ctrl-C, which the engine itself handles as the end of the run.
-        """
-        account = engine.run(self.job, unwatched).account
-        if account.interrupted:
-            raise KeyboardInterrupt
-        times = [each.step_time_s for each in account.workers if each.step_time_s is not None]
-        return RunResult(median(times), max(each.peak_memory_bytes or 0 for each in account.workers)) if times else None
-
-    def short_run(self, runs: Sequence[RunResult], fork_server: ForkServer, measured: Profile) -> ShortRun:
-        """Return the runs' medians with the measured components."""
-        cost = self.plan.cost
-        counted = cost.peak.total - cost.peak.context  # the context is what these runs measure
-        return ShortRun(
-            self.plan.arrangement,
-            median(each.step_s for each in runs),
-            pieces_of(self.job, fork_server, measured.at_work(self.plan.arrangement.workers)),
-            cost.step_s,
-            staged_s(cost),
-            median(each.held_bytes for each in runs) - counted,
-        )
-
-
-def _round(kinds: Sequence[tuple[str, _WorkerKind]]) -> Iterator[tuple[str, RunResult | str]]:
-    """Yield one run of each kind, or why there is none."""
-    if not kinds:
-        return
-    with LocalEngine() as engine:
-        for name, each in kinds:
-            try:
-                engine.refuse(each.job)
-                yield name, each.run(engine) or "no step was done in time"
-            except PacelineError as error:  # a worker may be the first to find out that it can't be divided so
-                yield name, in_a_line(error)
-
-
 def in_a_line(error: PacelineError) -> str:
     """Return the first line of an error: a failed worker's without its traceback."""
     return str(error).partition("\n")[0]
-
-
-def unwatched(progress: Progress) -> None:
-    """Ignore the progress of a run."""
-    del progress
