@@ -129,7 +129,7 @@ def time_collectives(context: RankContext, calls: Iterable[CollectiveCall]) -> M
     for call in dict.fromkeys(calls):
         samples: list[Seconds] = []
         for _ in range(REPEATS):
-            barrier(context)
+            barrier(context)  # or the fastest rank would count the time that it waits for the others
             began = time.perf_counter()
             for _ in range(IN_A_ROW):
                 call.execute(shards)
@@ -161,6 +161,7 @@ def _round_trip(context: RankContext, p2p: ProcessGroupP2P | None, rank: int, va
         p2p.irecv(value.shape, value.dtype, 1, "a value")()
         both = time.perf_counter() - began
     else:
+        # The same tensor goes back, so that there are two messages of one size one after the other.
         arrived = p2p.irecv(value.shape, value.dtype, 0, "a value")()
         p2p.isend(arrived, 0, "a value")
         send = both = 0.0

@@ -111,6 +111,7 @@ class PassTimer:
 
     def time(self, batch: Batch, clock: int = 0) -> Pass:
         """Time one pass over a batch."""
+        # A copy of A in any case: a replica may step on the parameters that it has adopted.
         replica, shard, local = self._replica, self._shard, self._local
         began = time.perf_counter()
         if shard is not None:
@@ -125,7 +126,7 @@ class PassTimer:
         pieces = [finished - began]
         if shard is not None:
             pieces, self.calls = shard.segments(), shard.calls
-            shard.begin()
+            shard.begin()  # writing Δ may take collectives, too: sums of partial gradients
         began = time.perf_counter()
         replica.finish(self._out)
         if shard is not None:

@@ -210,6 +210,7 @@ def forecast(job: Job, fork_server: ForkServer | None = None) -> Forecast:
     passes = [each for profile in profiles for each in profile.passes]
     pull, push = (statistics.median(each) for each in ([p.pull for p in passes], [p.push for p in passes]))
     push += sum(collectives[call] for call in profiles[0].last_calls)
+    # a request goes out with the grant, and its answer comes back with Δ: half of the time belongs to each
     ends = pull + request_s / 2, push + request_s / 2
     steps_on = max(each.steps_on for each in profiles)
     if strategy.pipelined:
@@ -280,6 +281,7 @@ def _stage_times(parts: range, measured: Measurements, needs: Dependencies) -> S
         action(part, "backward") + action(part, "backward_input") + messages(part, back=True) for part in parts
     )
     weight = tuple(action(part, "backward_weight") for part in parts)
+    # between stages nobody is busy: the simulator delays an arrival by the mean of all messages
     transits = [each.transit for of_ends in sent.values() for each in of_ends]
     return StageTimes(forward, backward, weight, statistics.fmean(transits) if transits else 0.0)
 

@@ -61,6 +61,7 @@ class _IsolatedWorker:
             for key, sent in self._values.items()
             if isinstance(sent.value, Tensor) and sent.differentiable
         }
+        # The values are computed first: from here on the parts' modules are changed in place.
         whole = FlatLayout.of(module, job.running_buffers)
         parts, placements = self._parts(job, cut, module, place.stage, of_batch[0].inputs)
         layout = shard_layout(whole.part(tensors_of(merged_module(parts)).keys()), placements, self._fake.rank)
@@ -99,13 +100,21 @@ class _IsolatedWorker:
             began = time.perf_counter()
             tensors.bind(local.copy_(self._state))
             pull = time.perf_counter() - began
-            taken = self._pass(calls)
+            taken = defaultdict[Key, list[Seconds]](list)
+            for task, following in zip_longest(self._tasks, self._tasks[1:]):
+                self._fake.begin()
+                self._execute(task, following)
+                key = task.action.stage, task.action.kind
+                taken[key].append(sum(self._fake.segments()))
+                calls[key] = self._fake.calls
+            for stage in self._runtime.stages.values():
+                stage.end_mini_batch()
             began = time.perf_counter()
             torch._foreach_copy_(out.views.parameters, tensors.take_gradients())
             local.copy_(out)  # to the memory where all parts of a Δ are
             if number >= 0:
                 passes.append(Pass(pull, (), time.perf_counter() - began))
-                for key, each in taken.items():
+                for key, each in taken.items():  # micro-batches differ by a sample at most: their mean is one's time
                     times[key].append(statistics.fmean(each))
         sent_bytes = defaultdict[tuple[int, int], list[int]](list)
         for crossing in (each for part in self._cut.parts for each in part.sent):
@@ -115,19 +124,6 @@ class _IsolatedWorker:
                     sent_bytes[crossing.source, consumer].append(value.nbytes)
         measured: dict[str, Any] = {"stages": times, "stage_calls": calls, "sent_bytes": sent_bytes}
         return RankProfile(passes, **measured, needs=self._needs, steps_on=self._share)
-
-    def _pass(self, calls: dict[Key, Sequence[CollectiveCall]]) -> Mapping[Key, list[Seconds]]:
-        """Time all actions once; their collectives go to ``calls``."""
-        taken = defaultdict[Key, list[Seconds]](list)
-        for task, following in zip_longest(self._tasks, self._tasks[1:]):
-            self._fake.begin()
-            self._execute(task, following)
-            key = task.action.stage, task.action.kind
-            taken[key].append(sum(self._fake.segments()))
-            calls[key] = self._fake.calls
-        for stage in self._runtime.stages.values():
-            stage.end_mini_batch()
-        return taken
 
     def _execute(self, task: ScheduledAction, following: ScheduledAction | None) -> None:
         part, index = task.action.stage, task.action.micro_batch

@@ -1,6 +1,5 @@
 """How long everything takes in virtual time: sampled from given distributions, or from measurements of a step."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import repeat
 from statistics import median
@@ -35,23 +34,8 @@ class AttemptTimes(NamedTuple):
         return [span for span in spans if span.end_ns > span.start_ns]
 
 
-class Durations(ABC):
-    """Durations of all attempts and updates of a run."""
-
-    measured_s: Seconds | None = None
-    """Measured time of one micro-step; None: nothing was measured."""
-
-    @abstractmethod
-    def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
-        """Return the durations of a replica's next attempt."""
-
-    @abstractmethod
-    def update(self, gradients: int) -> Seconds:
-        """Return how long the server takes for an update of so many gradients."""
-
-
 @final
-class SampledDurations(Durations):
+class SampledDurations:
     """Draws every duration of a run from seeded streams.
 
     Args:
@@ -70,6 +54,7 @@ class SampledDurations(Durations):
         self._delay = _delays(context)
 
     def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
+        """Return the durations of a replica's next attempt."""
         computing, delays, transfer = self._compute[replica], self._delay[replica], self._transfer[replica]
         compute = delay = 0.0
         for _ in range(micro_steps):
@@ -78,11 +63,12 @@ class SampledDurations(Durations):
         return AttemptTimes(next(transfer), compute, delay, next(transfer))
 
     def update(self, gradients: int) -> Seconds:
+        """Return how long the server takes for an update of so many gradients."""
         return next(self._apply) + sum(next(self._gradient) for _ in range(gradients))
 
 
 @final
-class MeasuredDurations(Durations):
+class MeasuredDurations:
     """Draws the time to compute from measured passes; all else takes its median.
 
     Args:
@@ -98,12 +84,14 @@ class MeasuredDurations(Durations):
         self._updates: dict[int, Seconds] = {}
 
     def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
+        """Return the durations of a replica's next attempt."""
         rng, delays, passes = self._rngs[replica], self._delay[replica], self._forecast.compute_s
         compute = sum(passes[int(rng.integers(len(passes)))] for _ in range(micro_steps))
         delay = sum(next(delays) for _ in range(micro_steps))
         return AttemptTimes(self._forecast.pull_s, compute, delay, self._forecast.push_s)
 
     def update(self, gradients: int) -> Seconds:
+        """Return how long the server takes for an update of so many gradients."""
         if gradients not in self._updates:
             self._updates[gradients] = update_s(self._job, gradients, self._forecast.steps_on)
         return self._updates[gradients]

@@ -24,11 +24,11 @@ from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
-from paceline.engine.run_context import RunContext, first_state
+from paceline.engine.run_context import RunContext, first_state, own_settings
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.step_profile.compute import micro_step_s
 from paceline.engine.step_profile.forecast import forecast, replica_timing, virtual_span
-from paceline.engine.virtual.durations import AttemptTimes, Durations, MeasuredDurations, SampledDurations
+from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
 from paceline.engine.virtual.pending_delta import DeltaComputer, PendingDelta, ReplicaTimeline, Streams, ordered_batches
 from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
@@ -56,14 +56,10 @@ class VirtualEngine(Engine):
             )
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(job.strategy.threads or 1)
-        try:
-            with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(job.program.seed)  # what samples draw as they are read
-                return VirtualRun(job, watch).outcome()
-        finally:
-            torch.set_num_threads(threads)
+        with own_settings():
+            torch.set_num_threads(job.strategy.threads or 1)
+            torch.default_generator.manual_seed(job.program.seed)  # what samples draw as they are read
+            return VirtualRun(job, watch).outcome()
 
 
 class _TimeUp(Exception):  # noqa: N818 (an end, not an error)
@@ -85,7 +81,7 @@ class VirtualRun:
         self._user_loops = UserLoops(job.loop, context.replicas, self._streams.of) if job.loop else None
         self._computer = self._delta_computer()
         times = job.times or Times()
-        self._durations: Durations
+        self._durations: SampledDurations | MeasuredDurations
         if times.all_measured:
             measured = forecast(job)
             self._timing, self._durations = measured.replica_timing, MeasuredDurations(context, measured)

@@ -76,15 +76,11 @@ class UserLoops:
         self.losses = [math.nan] * replicas
         """Loss of each loop's last step, which it receives at its next turn."""
 
-    def next(self, replica: ReplicaId) -> Batch | None:
-        """Let a loop run up to its next step and return its batch; None: the loop has returned."""
-        return self._take_turn(replica, on=True)
-
     def dismiss(self, replica: ReplicaId) -> None:
         """Tell a loop that its training has ended, and let it run to its end."""
         thread = self._threads[replica]
         if thread.ident is None or thread.is_alive():
-            self._take_turn(replica, on=False)
+            self.next(replica, on=False)
 
     def __enter__(self) -> "UserLoops":
         return self
@@ -100,7 +96,13 @@ class UserLoops:
         if kind is None and failures:
             raise failures[0]
 
-    def _take_turn(self, replica: ReplicaId, *, on: bool) -> Batch | None:
+    def next(self, replica: ReplicaId, *, on: bool = True) -> Batch | None:
+        """Let a loop run up to its next step and return its batch; None: the loop has returned.
+
+        Args:
+            replica: whose loop it is.
+            on: False to tell it that there is no further step.
+        """
         worker, thread = self._workers[replica], self._threads[replica]
         if thread.ident is None:
             thread.start()

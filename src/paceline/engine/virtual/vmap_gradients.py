@@ -9,7 +9,7 @@ on data held as tensors; and only after it has returned the gradients that autog
 import functools
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TypeGuard, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -77,28 +77,26 @@ class VmapComputer(DeltaComputer):
             companions = list(islice((other for other, n in self._waiting.items() if n == samples), MOST - 1))
             for other in companions:
                 del self._waiting[other]
+            attempts = [attempt, *companions]
             try:
-                self._compute_together([attempt, *companions], samples)
+                rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
+                index, shape = torch.from_numpy(np.concatenate(rows)), (len(attempts), samples)
+                inputs, targets = (part[index].view(*shape, *part.shape[1:]) for part in self._gradient.data)
+                gradients, losses = self._gradient([a.pull() for a in attempts], inputs, targets)
+                sums = gradients.sum(1).tolist()
             except Exception:  # a batch is bad; computed one at a time, its replica is named
                 self._waiting |= dict.fromkeys(companions, samples)
                 return super().compute(attempt)
+            for each, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
+                # A copy: a view would keep the gradients of all companions in memory.
+                each.out = FlatState(each.pull().layout, [gradient.clone()], [])
+                finite_sum = total - total == 0.0 and loss - loss == 0.0  # x - x is NaN where x is not finite
+                each.push(Measured(loss, samples, finite_sum or finite([gradient], loss)))
         assert attempt.out is not None
         assert attempt.measured is not None
         if self._stop and not attempt.measured.finite:
             raise nonfinite_error(attempt.measured.loss, attempt.replica, attempt.clock)
         return attempt.out
-
-    def _compute_together(self, attempts: list[PendingDelta], samples: int) -> None:
-        rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
-        index, shape = torch.from_numpy(np.concatenate(rows)), (len(attempts), samples)
-        inputs, targets = (part[index].view(*shape, *part.shape[1:]) for part in self._gradient.data)
-        gradients, losses = self._gradient([a.pull() for a in attempts], inputs, targets)
-        sums = gradients.sum(1).tolist()
-        for attempt, gradient, loss, total in zip(attempts, gradients.unbind(), losses.tolist(), sums, strict=True):
-            # A copy: a view would keep the gradients of all companions in memory.
-            attempt.out = FlatState(attempt.pull().layout, [gradient.clone()], [])
-            finite_sum = total - total == 0.0 and loss - loss == 0.0  # x - x is NaN where x is not finite
-            attempt.push(Measured(loss, samples, finite_sum or finite([gradient], loss)))
 
 
 class StackedGradient:
@@ -157,27 +155,21 @@ def stacked_gradient(
 ) -> StackedGradient | None:
     """Return what computes a program's gradients in one call; None where the rule of this file does not apply."""
     pair = as_tensors(program.train) if not program.loader else None
-    if pair is None or program.precision != "fp32":
+    if pair is None or program.precision != "fp32" or type(module) is not nn.Sequential:
         return None
-    if not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 2 or not _is_plain(module, layout):
+    if not all(isinstance(part, Tensor) for part in pair) or pair[0].dim() != 2:
+        return None
+    if len(layout.parameters) != 1 or layout.parameters[0].elements > LARGEST or layout.buffers:
+        return None
+    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
+    if hooked or any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module):
+        return None
+    # A must be the weights and biases of the Linear layers, in order, and all of them trained.
+    names = [f"{layer}.{name}" for layer, each in module.named_children() for name, _ in each.named_parameters()]
+    if names != [entry.name for entry in layout.parameters[0].entries]:
         return None
     gradient = StackedGradient(program, module, layout)
     return gradient if _agrees(gradient, program, module, layout, order) else None
-
-
-def _is_plain(module: nn.Module, layout: FlatLayout) -> TypeGuard[nn.Sequential]:
-    """Return whether A is the weights and biases of Linear layers, in order, with elementwise functions in between."""
-    if type(module) is not nn.Sequential or len(layout.parameters) != 1 or layout.buffers:
-        return False
-    hooked = any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in module.modules())
-    if hooked or any(type(layer) not in (nn.Linear, *ELEMENTWISE) for layer in module):
-        return False
-    linear = [(name, layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
-    names = [
-        f"{name}.{part}" for name, layer in linear for part in ("weight", "bias") if getattr(layer, part) is not None
-    ]
-    block = layout.parameters[0]
-    return block.elements <= LARGEST and names == [entry.name for entry in block.entries]
 
 
 def _agrees(

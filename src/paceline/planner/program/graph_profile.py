@@ -76,16 +76,27 @@ def measure_rank(job: Job, sizes: Sequence[int], shards: Sequence[int], context:
         shards: numbers of shards to plan for.
         context: of the rank.
     """
-    base = proportional_bytes()  # before the model exists
+    base, program, batch = proportional_bytes(), job.program, first_batch(job)  # before the model exists
     barrier(context)
     passes, flops = time_sizes(context, job, sizes), products_per_s()
     points = tuple(measured_points(context)) if context.communicator is not None else ()
-    rank = RankMeasurements(passes, flops, base, points)
+    rank, whole = RankMeasurements(passes, flops, base, points), {n: statistics.median(s) for n, s in passes.items()}
+    repeats, costs = min(5, repeats_within(2 * sum(whole.values()))), dict[int, Costs]()
     try:
-        return _with_operators(rank, job, shards if context.world.rank == 0 else ())
+        with program.autocast("cpu"):
+            model = outline(program, program.build(), batch, shards if context.world.rank == 0 else ())
+            units, graph = model.units, model.units.captured
+            for size in passes:  # descending: a whole batch is measured, whatever the graph accepts
+                if size >= graph.input_spec.smallest or not costs:
+                    rows = first_samples(batch, size)
+                    costs[size] = measure(units, graph.flatten((rows.input, rows.target)), repeats)
     except InputError as error:
-        whole = LineFit.through({size: statistics.median(times) for size, times in passes.items()})
-        return replace(rank, forward=(whole.times(1 / 3),), backward=(whole.times(2 / 3),), refused=str(error))
+        line = LineFit.through(whole)
+        return replace(rank, forward=(line.times(1 / 3),), backward=(line.times(2 / 3),), refused=str(error))
+    forward, backward = seconds_of(units, costs, whole, 0), seconds_of(units, costs, whole, 1)
+    largest = max(costs)
+    divisions = tuple(division_of(units, plan, count, costs[largest], largest) for count, plan in model.plans.items())
+    return replace(rank, units=units_of(units, costs), forward=forward, backward=backward, divisions=divisions)
 
 
 def measured_points(context: RankContext) -> Iterator[Point]:
@@ -99,24 +110,6 @@ def measured_points(context: RankContext) -> Iterator[Point]:
         yield from (Point(kind, ranks, size, seconds[call]) for size, call in calls.items())
     for size in SIZES:
         yield Point("send", 2, size, sum(time_message(context, size)))
-
-
-def _with_operators(rank: RankMeasurements, job: Job, shards: Sequence[int]) -> RankMeasurements:
-    """Capture the model, and measure the sizes that its graph accepts, operator by operator."""
-    program, batch, costs = job.program, first_batch(job), dict[int, Costs]()
-    whole = {size: statistics.median(times) for size, times in rank.passes.items()}
-    repeats = min(5, repeats_within(2 * sum(whole.values())))
-    with program.autocast("cpu"):
-        model = outline(program, program.build(), batch, shards)
-        units, graph = model.units, model.units.captured
-        for size in rank.passes:
-            if size >= graph.input_spec.smallest or not costs:
-                rows = first_samples(batch, size)
-                costs[size] = measure(units, graph.flatten((rows.input, rows.target)), repeats)
-    forward, backward = seconds_of(units, costs, whole, 0), seconds_of(units, costs, whole, 1)
-    largest = max(costs)
-    divisions = tuple(division_of(units, plan, count, costs[largest], largest) for count, plan in model.plans.items())
-    return replace(rank, units=units_of(units, costs), forward=forward, backward=backward, divisions=divisions)
 
 
 class Outline(NamedTuple):
@@ -230,7 +223,8 @@ def division_of(units: Units, plan: ShardingPlan | str, shards: int, costs: Cost
     for name, of_units in users(units).items():
         for unit in of_units:
             names[unit].append(name)
-    # gradients whose parameters are replicated but used for a part of the work on each shard
+    # Summed once a step, after the last micro-batch: gradients whose parameters are replicated but used for a part of
+    # the work on each shard.
     partial = {
         str(value.parameter): value.nbytes
         for call in plan.graph.calls.values()

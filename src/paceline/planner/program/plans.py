@@ -77,7 +77,11 @@ def with_pieces(plan: Plan, pieces: Pieces, run: ShortRun | None) -> Plan:
         pieces: its measured components.
         run: the short run of its kind, for the overhead of a step; None: there is none.
     """
-    pieces, overhead_s = (pieces.times(run.share), run.beside_s) if run else (pieces, 0.0)
+    overhead_s = 0.0
+    if run is not None:
+        overhead_s = max(0.0, run.step_s - run.pieces.step_s)
+        # the ratio is below 1 where the run's components count something twice or were slowed
+        pieces = pieces.times(min(1.0, run.step_s / run.pieces.step_s))
     step_s, closed, closed_s = pieces.step_s + overhead_s, plan.cost, closed_form.staged_s(plan.cost)
     terms = dict.fromkeys(TERMS, 0.0)
     for name in closed_form.STAGED:

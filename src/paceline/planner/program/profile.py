@@ -183,16 +183,6 @@ class ShortRun:
     beside_bytes: float
     """Bytes of the worker with the highest peak in addition to the counted ones."""
 
-    @property
-    def beside_s(self) -> Seconds:
-        """Seconds of a step in addition to its components."""
-        return max(0.0, self.step_s - self.pieces.step_s)
-
-    @property
-    def share(self) -> float:
-        """Ratio of a step to its components: below 1 where they count something twice or were slowed."""
-        return min(1.0, self.step_s / self.pieces.step_s)
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:

@@ -104,6 +104,7 @@ def profile(program: Program, workers: int, notify: Notify = silent, *, runs: bo
 
 def _measure(job: Job, workers: int, batch: int, notify: Notify) -> Mapping[int, Sequence[RankMeasurements]]:
     """Return each rank's measurements, of one rank alone and of as many as workers, by the number of ranks."""
+    # A line through three sizes tells what grows with the batch from the cost to launch an operator.
     sizes = sorted({batch, max(1, batch // 4), max(1, batch // 16)}, reverse=True)
     # sharding is planned for divisors of the workers, and powers of two below
     shards = [n for n in range(2, workers + 1) if workers % n == 0 or n & (n - 1) == 0]

@@ -68,7 +68,11 @@ def short_runs(program: Program, workers: int, measured: Profile) -> tuple[Mappi
         The runs by kind, and why there is none of a kind, in one line.
     """
     plans = quickest(program, workers, measured)
-    jobs = {name: _job(program, plan) for name, plan in plans.items()}
+    jobs = dict[str, Job]()
+    for name, plan in plans.items():
+        assert plan.strategy is not None, "a plan that is not supported can't be run"
+        seconds = max(RUN_S, STEPS * plan.cost.step_s)
+        jobs[name] = replace(closed_form.job_for(program, plan.strategy), budget=Budget("seconds", seconds, seconds))
     results, refused = _run_all(jobs)
     found = dict[str, ShortRun]()
     with closing(ForkServer.start(NEEDS)) as fork_server:
@@ -86,12 +90,6 @@ def short_runs(program: Program, workers: int, measured: Profile) -> tuple[Mappi
                 closed = cost.step_s, closed_form.staged_s(cost)
                 found[name] = ShortRun(arrangement, step_s, pieces, *closed, used - counted)
     return found, {name: reason for name, reason in refused.items() if name not in found}
-
-
-def _job(program: Program, plan: Plan) -> Job:
-    assert plan.strategy is not None, "a plan that is not supported can't be run"
-    seconds = max(RUN_S, STEPS * plan.cost.step_s)
-    return replace(closed_form.job_for(program, plan.strategy), budget=Budget("seconds", seconds, seconds))
 
 
 def _run_all(jobs: Mapping[str, Job]) -> tuple[Mapping[str, Sequence[RunResult]], dict[str, str]]:
