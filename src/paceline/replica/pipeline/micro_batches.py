@@ -70,8 +70,9 @@ def micro_batches(batch: Batch, count: int, flatten: Callable[[Tree], list[Tenso
     def has_rows(leaf: Tensor) -> bool:
         return leaf.dim() > 0 and leaf.shape[0] == batch.samples
 
-    if len(bounds) > 1 and not any(map(has_rows, leaves(batch.input))):
-        shapes = [list(leaf.shape) for leaf in leaves(batch.input)]
+    tensors = [batch.input] if isinstance(batch.input, Tensor) else leaves(batch.input)
+    if len(bounds) > 1 and not any(map(has_rows, tensors)):
+        shapes = [list(leaf.shape) for leaf in tensors]
         raise InputError(
             f"the input has tensors of shapes {shapes}, none with {batch.samples} rows, as many as samples; a batch is "
             "cut along dim 0: write micro_batches=1, or put the samples there"

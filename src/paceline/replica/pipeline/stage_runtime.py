@@ -55,7 +55,7 @@ class StageRuntime:
         """
         context = self._context
         seed = step_seed(context.program.seed, context.replica, clock)
-        cut = micro_batches(batch, context.plan.micro_batches, context.captured.flatten)
+        cut = micro_batches(batch, context.plan.micro_batches, context.captured.input_spec.flatten)
         cut = [replace(each, weight=each.samples / total, seed=seed) for each in cut]
         if self._on_cpu:
             return cut
