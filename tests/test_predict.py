@@ -20,8 +20,7 @@ from paceline import InputError, Program, predict, predictor
 from paceline.comm.fork_server import ForkServer
 from paceline.core.errors import WorkerError
 from paceline.datasets import load_program
-from paceline.engine.inference.predictors import InferenceTask
-from paceline.engine.inference.worker import InferenceRequest, join_answers
+from paceline.engine.inference import InferenceRequest, join_answers
 from paceline.engine.spmd.launcher import WorkerPool
 from paceline.program import call, leaves
 from paceline.strategy import Strategy
@@ -92,11 +91,10 @@ def test_the_output_is_that_of_one_process(
     fork_server: ForkServer, job: Callable[[], zoo.Job], strategy: str, samples: int
 ) -> None:
     given, state, inputs, split = program(job), moved(job), rows(job().inputs, samples), Strategy.parse(strategy)
-    count = split.micro_batch_count if split.pipelined else 1
-    with WorkerPool(InferenceTask(InferenceRequest(given, split, state, 60.0)), split.workers, 1, fork_server) as crew:
+    with WorkerPool(InferenceRequest(given, split, state, 60.0), split.workers, 1, fork_server) as crew:
         for few in (samples, max(1, samples - 1)):  # the second time by what was made for the first
             some = rows(inputs, few)
-            compare(join_answers(crew.ask(some), few, count), itself(given, state, some))
+            compare(join_answers(crew.ask(some), split, some), itself(given, state, some))
 
 
 def batchnorm() -> nn.Module:
@@ -127,10 +125,10 @@ def test_a_run_a_folder_and_a_state_say_what_is_asked(tmp_path: Path) -> None:
 def test_another_form_of_input_is_captured_anew(fork_server: ForkServer) -> None:
     """And the first form is answered by what was made for it."""
     given, inputs = small(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4)).double()), small().train[0]  # type: ignore[index]
-    with WorkerPool(InferenceTask(InferenceRequest(given, Strategy(shards=2), None, 60.0)), 2, 1, fork_server) as crew:
+    with WorkerPool(InferenceRequest(given, Strategy(shards=2), None, 60.0), 2, 1, fork_server) as crew:
         for some in (inputs[:4], inputs.view(2, 6, 6), inputs[:3]):
             expected = itself(given, given.build().state_dict(), some)
-            compare(join_answers(crew.ask(some), len(some), 1), expected)
+            compare(join_answers(crew.ask(some), Strategy(shards=2), some), expected)
 
 
 def test_a_predictor_answers_again_and_again_inside_its_block() -> None:
@@ -202,7 +200,7 @@ def test_what_fails_in_a_worker_reaches_the_caller_and_leaves_nobody(
 ) -> None:
     before = leaks.files()
     question = InferenceRequest(small(functools.partial(Dies, how)), Strategy(shards=2), None, 20.0)
-    with pytest.raises(kind, match=said), WorkerPool(InferenceTask(question), 2, 1, fork_server) as crew:
+    with pytest.raises(kind, match=said), WorkerPool(question, 2, 1, fork_server) as crew:
         crew.ask(torch.ones(3, 6))
     assert not fork_server._children
     assert leaks.files() == before

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,8 +10,7 @@ import torch
 from paceline.core.errors import InputError, unknown
 from paceline.core.safe_files import reading
 from paceline.core.types import Seconds
-from paceline.engine.inference import predictors
-from paceline.engine.inference.worker import InferenceRequest
+from paceline.engine import inference
 from paceline.engine.run_context import refuse_torchrun
 from paceline.engine.spmd.process_group import LaunchEnv
 from paceline.program import Program, Tree
@@ -63,7 +63,7 @@ def predict(
     torch.Size([3, 4])
     """
     opened = predictor(program, strategy, engine=engine, state=state, timeout_s=timeout_s)
-    predictors.refuse_inputs(inputs)  # before any process is started
+    inference.refuse_inputs(inputs)  # before any process is started
     with opened as call:
         return call(inputs)
 
@@ -75,7 +75,7 @@ def predictor(
     engine: str = "local",
     state: Run | State | str | Path | None = None,
     timeout_s: Seconds = 60.0,
-) -> predictors.Predictor:
+) -> inference.Predictor:
     """Return a callable that works as :func:`predict` does, any number of times inside one ``with`` block.
 
     Its workers stay until the end of the block. The model is captured, cut and divided for the first inputs, and again
@@ -113,12 +113,14 @@ def predictor(
         state = state.state
     elif state is not None and not isinstance(state, Mapping):
         state = load(state).state
-    request = InferenceRequest(program, strategy, state, timeout_s)
+    request = inference.InferenceRequest(program, strategy, state, timeout_s)
     kind, _, backend = engine.partition(":")
-    alone = strategy.workers == 1
+    prepare = partial(inference.in_process, request)
     if kind == "local":
         refuse_torchrun("local")
-        return predictors.InProcessPredictor(request) if alone else predictors.LocalPredictor(request)
+        if strategy.workers > 1:
+            prepare = partial(inference.on_this_host, request)
+        return inference.Predictor(prepare)
     if kind == "distributed":
         # torchrun has started the processes already, so their number must be that of the workers.
         world = LaunchEnv.current()
@@ -127,9 +129,9 @@ def predictor(
                 f"stages={strategy.stages} × shards={strategy.shards} = {strategy.workers} workers, but torchrun "
                 f"started {world.size}; start {strategy.workers}"
             )
-        if alone:
-            return predictors.InProcessPredictor(request)
-        return predictors.TorchrunPredictor(request, backend or None)
+        if strategy.workers > 1:
+            prepare = partial(inference.under_torchrun, request, backend or None)
+        return inference.Predictor(prepare)
     raise unknown("engine for predict", engine, ENGINES)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 from torch import nn
 from torch.jit import ScriptModule
@@ -55,6 +55,49 @@ class ParameterClient(Server[FlatState, Measured], Protocol):
 
     def pause(self, seconds: Seconds) -> None:
         """Wait for an injected delay, or until cancelled."""
+
+
+class GrantedClient(ABC):
+    """The half of a client whose Δs are granted one by one: it counts the micro-steps of the Δ under way.
+
+    Args:
+        attempt: number of the last Δ that another worker has computed in this replica's place; 0: none.
+    """
+
+    def __init__(self, attempt: Clock = 0) -> None:
+        self.attempt = attempt
+        """The Δ that this replica computes, counted from 1."""
+        self._granted = self._done = 0
+        """Micro-steps of the Δ under way, and how many of them are done."""
+        self._under_way = False
+
+    @final
+    def begins_delta(self) -> bool:
+        return self._done == 0
+
+    @final
+    def ends_delta(self) -> bool:
+        self._done += 1
+        if self._done < self._granted:
+            return False
+        self._done = 0
+        return True
+
+    @final
+    def push(self, measured: Measured) -> None:
+        self._complete(measured, False)
+
+    @final
+    def ack_cancel(self) -> int:
+        """Report that the cancelled attempt has stopped; returns how many micro-steps after this one it skips."""
+        skipped = max(0, self._granted - self._done - 1)
+        self._done = 0
+        self._complete(Measured(math.nan, 0, True), True)
+        return skipped
+
+    @abstractmethod
+    def _complete(self, measured: Measured, cancelled: bool) -> None:
+        """Report the end of the attempt."""
 
 
 def check_in_forward(module: nn.Module, client: ParameterClient) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import SGD, Adam
@@ -215,4 +214,4 @@ def test_a_task_is_read_as_it_was_written() -> None:
     assert board.finished_slices[1] != 5
     board.finish_slice(1, part, 2.5)
     assert (board.pending_slice(1), board.finished_slices[1], board.slice_squares[1]) == (None, 5, 2.5)
-    assert torch.tensor(board.completed()).tolist() == [0, 0, 0]
+    assert board.completed.tolist() == [0, 0, 0]

@@ -126,7 +126,7 @@ def collected(desk: EvaluationProcess, count: int) -> list[Record]:
     """As many records as there are to come."""
     records: list[Record] = []
     while len(records) < count:
-        desk._socket.settimeout(60)
+        desk.link.settimeout(60)
         records += desk._receive(60)
     return records
 
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_had_is_let_go_of() -> None:
     before = files()
     layout = FlatLayout.of(torch.nn.Linear(500_000, 500_000, device="meta"))
     with pytest.raises(PacelineError, match="bytes of shared memory can't be had"):
-        ParameterArena(ArenaLayout(layout, 2, 1, optimizer_vectors=2, words=8))
+        ParameterArena(ArenaLayout(layout, 2, 1, optimizer_vectors=2, workers=2))
     assert files() == before
 
 

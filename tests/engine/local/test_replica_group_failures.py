@@ -14,7 +14,7 @@ import torch
 from paceline import InputError, PacelineError, Run, Strategy, WaitTimeoutError, WorkerError, train
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
-from paceline.engine.local.control_block import BEING_WRITTEN, ControlBlock
+from paceline.engine.local.control_block import BEING_WRITTEN
 from paceline.engine.local.engine import LocalEngine
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.replica_group import PartDone, ShardIO
@@ -195,16 +195,14 @@ class Half:
         self.state = parts[0].new()
 
 
-def half() -> tuple[ParameterArena, ControlBlock, ShardIO, Nothing]:
+def half() -> tuple[ParameterArena, ShardIO, Nothing]:
     layout = FlatLayout.of(programs.mlp())
-    store = ParameterArena(ArenaLayout(layout, 1, 1, 0, ControlBlock.size(1, 1, 1)))
-    board, inner = ControlBlock(store.words, 1, 1), Nothing()
-    part = ShardIO(store, board, Coordinate(0, 0, 0), Half(layout), inner, lambda: None)
-    return store, board, part, inner
+    store, inner = ParameterArena(ArenaLayout(layout, 1, 1, 0, workers=1)), Nothing()
+    return store, ShardIO(store, Coordinate(0, 0, 0), Half(layout), inner, lambda: None), inner
 
 
 def test_a_part_is_read_and_written_by_name() -> None:
-    store, _, part, inner = half()
+    store, part, inner = half()
     store.version(0).parameters[0].copy_(torch.arange(store.layout.state.parameters[0].elements))
     part.adopt(0, 0, reset=False)
     whole = dict(store.version(0).named())
@@ -217,8 +215,8 @@ def test_a_part_is_read_and_written_by_name() -> None:
 
 @pytest.mark.parametrize("stamp", [1, BEING_WRITTEN])
 def test_a_part_that_would_read_another_version_says_so(stamp: int) -> None:
-    store, board, part, _ = half()
-    board.versions[0] = stamp
+    store, part, _ = half()
+    store.control.versions[0] = stamp
     with pytest.raises(
         PacelineError, match=rf"replica 0 \(stage 0, shard 0\) was sent version 0 of A, but read {stamp}"
     ):

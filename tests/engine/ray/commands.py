@@ -35,8 +35,8 @@ while True:  # the first node hears of the second a little later than others do
 said = {}
 with open_engine("ray:auto") as engine:
     run = train(program, "replicas=2", engine=engine, steps=5, trace=True, progress=False)
-    places = [engine._pool.place(actor) for actor in engine._pool.replicas]
-    here = engine._pool.place(engine._pool.server).node
+    places = [engine._pool.locations[actor] for actor in engine._pool.replicas]
+    here = engine._pool.locations[engine._pool.server].node
     said["nodes"] = len({place.node for place in places})
     said["updates"] = run.summary["updates"]
     said["lanes"] = sorted({span.replica for span in run.spans})

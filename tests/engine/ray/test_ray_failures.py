@@ -147,7 +147,7 @@ def test_all_of_them(on_ray: OnRay) -> None:
 def test_with_the_server_a_is_lost(on_ray: OnRay, engine: RayEngine, watched: list[Watcher]) -> None:
     def kill() -> None:
         assert engine._pool is not None
-        os.kill(engine._pool.place(engine._pool.server).pid, signal.SIGKILL)
+        os.kill(engine._pool.locations[engine._pool.server].pid, signal.SIGKILL)
 
     watched.append(once(training, kill))
     with pytest.raises(WorkerError, match="the server died, and A with it: its process ended"):

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from paceline.comm.shared_memory import Arena, SharedMemory
 from paceline.core.types import ReplicaId
+from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.run_context import RunContext
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
@@ -36,8 +38,13 @@ class ArenaLayout:
     """Δ buffers of each replica; 0: replicas write A in place."""
     optimizer_vectors: int
     """Vectors of optimizer state for each vector of A."""
-    words: int
-    """8-byte words of the control block."""
+    workers: int
+    """Of all replicas."""
+
+    @classmethod
+    def of(cls, context: RunContext, state: FlatLayout, optimizer_vectors: int) -> "ArenaLayout":
+        """Return the layout of a run's arena."""
+        return cls(state, context.replicas, context.delta_slots, optimizer_vectors, context.job.strategy.workers)
 
     @property
     def versions(self) -> int:
@@ -58,7 +65,8 @@ class ParameterArena:
     def __init__(self, layout: ArenaLayout, fd: int | None = None) -> None:
         self.layout, self._arena = layout, Arena()
         self._uncommitted: dict[str, tuple[int, int]] = {}
-        self._words = self._arena.add("words", (layout.words,), torch.int64)
+        words = ControlBlock.size(layout.replicas, layout.slots, layout.workers)
+        at = self._arena.add("words", (words,), torch.int64)
         # First what every run touches, in one piece to be reserved at once: two versions, and a Δ of each replica.
         for v in range(min(2, layout.versions)):
             self._add(f"version {v}")
@@ -79,6 +87,7 @@ class ParameterArena:
             self.segment = SharedMemory.create("run", size, reserved_bytes=touched if layout.slots else size)
         else:
             self.segment = SharedMemory(fd, size)
+        self.control = ControlBlock(self.segment.buffer[at : at + 8 * words], layout.replicas, layout.workers)
         self._readable: SharedMemory | None = None
         self.mapped: dict[str, FlatState] = {}
         """The states that have been mapped, by name; "readonly v" where they can't be written."""
@@ -89,11 +98,6 @@ class ParameterArena:
             self._arena.add(f"{name}: {i}", (block.elements,), block.dtype)
         if not committed and self._arena.size_bytes > start:
             self._uncommitted[name] = start, self._arena.size_bytes - start
-
-    @property
-    def words(self) -> memoryview:
-        """The control words, as bytes."""
-        return self.segment.buffer[self._words : self._words + 8 * self.layout.words]
 
     def version(self, v: int) -> FlatState:
         """Return version buffer ``v``; call :meth:`commit` before the first write."""
@@ -116,12 +120,13 @@ class ParameterArena:
     @cached_property
     def memory(self) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
         """Two copies of the optimizer's state for each vector of A; call :meth:`commit` before the first write."""
-        first, second = (
-            [self._parameters(f"memory {copy} {m}", self.segment) for m in range(self.layout.optimizer_vectors)]
-            for copy in (0, 1)
-        )
-        vectors = range(len(self.layout.state.parameters))
-        return [[kind[i] for kind in first] for i in vectors], [[kind[i] for kind in second] for i in vectors]
+        kinds, vectors = range(self.layout.optimizer_vectors), range(len(self.layout.state.parameters))
+
+        def copy(number: int) -> list[list[Tensor]]:
+            by_kind = [self._parameters(f"memory {number} {m}", self.segment) for m in kinds]
+            return [[kind[i] for kind in by_kind] for i in vectors]
+
+        return copy(0), copy(1)
 
     def commit(self, *names: str) -> None:
         """Reserve the memory of these buffers, so that a later write can't fail for lack of it; once is enough.
@@ -168,7 +173,6 @@ class VersionPool:
         self._free = list(reversed(range(1, arena.layout.versions)))
         self._reads: dict[ReplicaId, int] = {}
         self._readers = [0] * arena.layout.versions
-        self._untouched = set(self._free)
         self.current = 0
         """Index of the buffer of the present A."""
 
@@ -192,11 +196,8 @@ class VersionPool:
         Raises:
             PacelineError: there is not that much memory.
         """
-        buffer = self._free[-1]
-        if buffer in self._untouched:
-            self._arena.commit(f"version {buffer}")
-            self._untouched.remove(buffer)
-        return buffer
+        self._arena.commit(f"version {self._free[-1]}")
+        return self._free[-1]
 
     def commit_write(self, buffer: int) -> None:
         """Make the buffer that :meth:`free` returned the present A."""

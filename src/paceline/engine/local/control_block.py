@@ -172,7 +172,8 @@ class ControlBlock:
         """The end of each replica's last delay that the job asked for: it reports nothing until then; 0: none."""
         self.versions = words_for(replicas + 2)
         """The version in each buffer; :data:`BEING_WRITTEN`: none."""
-        self._completed, self._steps = words_for(replicas), words_for(replicas)
+        self.completed, self.steps = words_for(replicas), words_for(replicas)
+        """The newest completed attempt of each replica, and its number of completed steps with samples."""
         self.finished_slices = words_for(replicas)
         """The newest task of each replica whose slice it has finished."""
         self.slice_squares = self._reals[at : at + replicas]
@@ -222,16 +223,8 @@ class ControlBlock:
     def write_completion(self, replica: ReplicaId, completion: Completion) -> None:
         """Publish the end of an attempt."""
         _COMPLETION.pack_into(self._bytes, self._completion_at(replica, completion.attempt), *completion)
-        self._steps[replica] += completion.ending == ARRIVED and completion.samples > 0
-        self._completed[replica] = completion.attempt  # last: a reader that sees it sees the rest
-
-    def completed(self) -> list[int]:
-        """Return the newest completed attempt of each replica."""
-        return self._completed.tolist()
-
-    def step_count(self) -> int:
-        """Return the number of completed steps with samples, of all replicas."""
-        return sum(self._steps.tolist())
+        self.steps[replica] += completion.ending == ARRIVED and completion.samples > 0
+        self.completed[replica] = completion.attempt  # last: a reader that sees it sees the rest
 
     def completion(self, replica: ReplicaId, attempt: int) -> Completion:
         """Return the end of one of the last attempts."""

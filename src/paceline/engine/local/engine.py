@@ -2,14 +2,13 @@
 
 ::
 
-    replicas of one worker            LocalRun: server in main, a worker process each (worker.py)
+    replicas of one worker            LocalRun: server in main, a worker process each (worker_main.py)
     replicas of several, own pace     LocalRun: the same, with a leader and followers each (replica_group_worker.py)
     replicas of several, synchronous  run_ranks: ranks of the distributed engine, main only waits
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import torch
 
@@ -71,7 +70,9 @@ class LocalEngine(Engine):
         fork_server = self._fork_server_with(preloaded)
         # Where each worker has a core, main runs as soon as it is woken; else when one of them stops.
         scheduling = considerate() if strategy.workers > len(os.sched_getaffinity(0)) else prompt()
-        with _one_thread(), scheduling, ExitStack() as closing:
+        with scheduling, ExitStack() as closing:
+            closing.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)  # main's updates are of small vectors
             return LocalRun(job, fork_server, watch, self.script, closing, self._entry).outcome()
 
     def _fork_server_with(self, modules: tuple[str, ...]) -> ForkServer:
@@ -89,14 +90,3 @@ class LocalEngine(Engine):
         if self._fork_server is not None:
             self._fork_server.close()
             self._fork_server = None
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Context manager: torch computes in one thread, as main's updates are of small vectors."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -15,13 +15,13 @@ from typing import Any
 
 from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
-from paceline.comm.shared_memory import Arena, SharedMemory
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_text
 from paceline.core.records import Record
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
+from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 ENTRY = "paceline.engine.local.evaluation_process:main"
@@ -44,21 +44,16 @@ class EvaluationProcess:
         self, job: Job, fork_server: ForkServer, shared_job: SharedObject, layout: FlatLayout, *, idle_only: bool
     ) -> None:
         self._timeout_s, self._fork_server = job.timeout_s, fork_server
-        self._socket, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arena = _arena(layout)
-        self._memory = SharedMemory.create("snapshot", arena.size_bytes, reserved_bytes=arena.size_bytes)
-        self._shared = _state_in(self._memory, arena, layout)
+        self.link, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Readable when a record is there, or the process has ended; with the process at the other end."""
+        self._arena = _snapshot_arena(layout)
         with remote:
-            fds = [shared_job.fd, remote.fileno(), self._memory.fd]
+            fds = [shared_job.fd, remote.fileno(), self._arena.segment.fd]
             self.child = fork_server.spawn(ENTRY, {"idle_only": idle_only}, fds)
         self.queue = EvaluationQueue(job.program, layout.nbytes)
         self._early: list[Record] = []
         self._sent = False
         self.alive = True
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when a record is there, or the process has ended."""
-        return self._socket.fileno()
 
     def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
         """Queue a copy of ``state``; wait for room where memory is short."""
@@ -86,8 +81,8 @@ class EvaluationProcess:
     def close(self) -> None:
         """End the process and drop what was not evaluated."""
         self.kill()
-        self._socket.close()
-        self._memory.close()
+        self.link.close()
+        self._arena.close()
         self.queue.snapshots.clear()
         self._fork_server.forget(self.child)
 
@@ -96,9 +91,9 @@ class EvaluationProcess:
         if not self.queue.snapshots or self._sent or not self.alive:
             return
         state, info = self.queue.snapshots[0]
-        self._shared.copy_(state)
+        self._arena.version(0).copy_(state)
         try:
-            self._socket.send(json.dumps(asdict(info)).encode())
+            self.link.send(json.dumps(asdict(info)).encode())
             self._sent = True
         except OSError:
             self.alive = False
@@ -107,9 +102,9 @@ class EvaluationProcess:
         """Return the record that has come back, if there is one; a process that times out here is ended."""
         if not self.alive:
             return []
-        self._socket.settimeout(timeout_s)
+        self.link.settimeout(timeout_s)
         try:
-            message = self._socket.recv(1 << 18)
+            message = self.link.recv(1 << 18)
         except BlockingIOError:
             return []
         except (ConnectionError, TimeoutError):
@@ -126,34 +121,20 @@ class EvaluationProcess:
         return [Record.of(answer)]
 
 
-def _arena(layout: FlatLayout) -> Arena:
-    arena = Arena()
-    for i, block in enumerate((*layout.parameters, *layout.buffers)):
-        arena.add(str(i), (block.elements,), block.dtype)
-    return arena
-
-
-def _state_in(memory: SharedMemory, arena: Arena, layout: FlatLayout) -> FlatState:
-    vectors = list(arena.tensors(memory).values())
-    count = len(layout.parameters)
-    return FlatState(layout, vectors[:count], vectors[count:])
+def _snapshot_arena(layout: FlatLayout, fd: int | None = None) -> ParameterArena:
+    """Map the arena of a run without replicas, which holds one state."""
+    return ParameterArena(ArenaLayout(layout, replicas=0, slots=0, optimizer_vectors=0, workers=0), fd)
 
 
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """Entry of the process: evaluate what is sent until the other end hangs up."""
-    job_fd, socket_fd, memory_fd = fds
+    job_fd, socket_fd, arena_fd = fds
     with socket.socket(fileno=socket_fd) as link:
         try:
             job: Job = unpack(SharedObject(job_fd))
             become_evaluator(idle_only=args["idle_only"])
             module = job.program.build()
-            layout = FlatLayout.of(module, job.running_buffers)
-            arena = _arena(layout)
-            memory = SharedMemory(memory_fd, arena.size_bytes)
-            try:
-                snapshot = _state_in(memory, arena, layout)
-            finally:
-                memory.close()  # the mapping lives as long as its tensors
+            snapshot = _snapshot_arena(FlatLayout.of(module, job.running_buffers), arena_fd).version(0)
             evaluator = Evaluator(job.program, module)
             while message := link.recv(1 << 16):
                 record = evaluator.score(snapshot, SnapshotInfo(**json.loads(message)))

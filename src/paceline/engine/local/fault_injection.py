@@ -17,8 +17,8 @@ from paceline.engine.local.control_block import CANCELLED, Completion
 When: TypeAlias = Literal["sent", "taken"]
 """``sent``: instead of beginning the step, whose Δ will never be; ``taken``: once its Δ has been decided on."""
 
-Pending: TypeAlias = Callable[[], list[tuple[ReplicaId, Completion]]]
-"""Returns the completions that were not read."""
+Pending: TypeAlias = list[tuple[ReplicaId, Completion]]
+"""Completions that were not read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class FaultInjector:
         if self._faults and (number := self._faults.get((replica, step, when))) is not None:
             self._send_signal(replica, number)
 
-    def due(self, pending: Pending, coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
+    def due(self, pending: Callable[[], Pending], coordinator: Coordinator) -> Iterator[tuple[ReplicaId, Completion]]:
         """Yield the completions to read now; the next one is chosen when the one before has been decided on."""
         while self._order:
             chosen = self._next(pending(), coordinator)
@@ -85,9 +85,7 @@ class FaultInjector:
             yield chosen
         yield from sorted(pending(), key=lambda each: each[1].at_ns)
 
-    def _next(
-        self, pending: list[tuple[ReplicaId, Completion]], coordinator: Coordinator
-    ) -> tuple[ReplicaId, Completion] | None:
+    def _next(self, pending: Pending, coordinator: Coordinator) -> tuple[ReplicaId, Completion] | None:
         # First what is no arrival: completions of replicas that stop, were cancelled or have left.
         stopping = {replica for replica in coordinator.present if coordinator.voids(replica)}
         for replica, completion in pending:

@@ -11,7 +11,6 @@ last where it comes then; a second one ends all waiting.
 
 import math
 import os
-import tempfile
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,17 +22,16 @@ from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import ReplicaExit, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
 from paceline.engine.local.server import ServerContext, SharedMemoryServer
-from paceline.engine.local.worker_main import open_arena
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
-from paceline.engine.loop import TICK_S, InterruptGuard, RunLoop
+from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.spmd.rank_context import PREPARATION_S
 from paceline.engine.worker_metrics import SpanLog, WorkersFile, training_spans, worker_figures
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
@@ -71,9 +69,11 @@ class LocalRun:
         closing.callback(self._shared_job.close)
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         estimator = NoiseEstimator(noise) if noise else None
-        optimizer = ServerOptimizer(job.program, context.policy, state, estimator) if context.delta_slots else None
-        remembers = optimizer.flat_optimizer.state_count if optimizer else 0
-        self._arena, self._control_block = open_arena(context, state.layout, remembers)
+        self._optimizer = optimizer = (
+            ServerOptimizer(job.program, context.policy, state, estimator) if context.delta_slots else None
+        )
+        vectors = optimizer.flat_optimizer.state_count if optimizer else 0
+        self._arena = ParameterArena(ArenaLayout.of(context, state.layout, vectors))
         closing.callback(self._arena.close)
         digest = state.digest()
         if optimizer is not None:
@@ -82,21 +82,9 @@ class LocalRun:
             self._arena.version(0).copy_(state)
         self._spans = SpanLog(job.trace, SERVER)
         closing.callback(self._spans.close)
-        rendezvous = None
-        if job.strategy.spread:  # a folder in which the workers of a replica meet
-            rendezvous = closing.enter_context(tempfile.TemporaryDirectory(prefix="paceline-"))
-        self._workers = workers = WorkerProcesses(
-            fork_server,
-            self._arena,
-            self._control_block,
-            self._shared_job,
-            job.strategy.mesh,
-            rendezvous,
-            trace=job.trace,
-            timeout_s=job.timeout_s,
-            entry=entry,
-        )
+        self._workers = workers = WorkerProcesses(fork_server, self._arena, self._shared_job, job, entry)
         closing.callback(workers.close)
+        self._interrupts = workers.interrupts
         self._faults = FaultInjector(script, workers.signal)
         # Attempts that a replica may be ahead: where it waits for no decision, and passes no evaluation point by.
         between = math.inf if job.budget.unit == "seconds" else job.budget.evaluate_every / 2
@@ -104,7 +92,6 @@ class LocalRun:
         server_context = ServerContext(
             run=context,
             arena=self._arena,
-            control=self._control_block,
             owner=optimizer,
             workers=workers,
             recorder=self._spans.recorder,
@@ -121,20 +108,19 @@ class LocalRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with InterruptGuard(self._workers.eventfd.set) as interrupts:
-            self._workers.insisted = lambda: interrupts.insisted
-            self._start(interrupts)
-            seconds = self._train(interrupts)
-            self._stop_workers(interrupts)
-            self._finish_evaluation(seconds, interrupts)
-        return self._result(seconds, interrupted=interrupts.count > 0)
+        with self._interrupts:
+            self._start()
+            seconds = self._train()
+            self._stop_workers()
+            self._finish_evaluation(seconds)
+        return self._result(seconds)
 
     # ------------------------------------------------------------------------------------------------------- the phases
 
-    def _start(self, interrupts: InterruptGuard) -> None:
+    def _start(self) -> None:
         job, workers = self._job, self._workers
         self._watch(Progress("starting", 0.0))
-        workers.start(lambda: interrupts.count > 0)
+        workers.start()
         self._evaluation = EvaluationProcess(
             job,
             self._fork_server,
@@ -143,19 +129,16 @@ class LocalRun:
             idle_only=job.budget.until is None,  # else the end of the run waits for records
         )
         self._closing.callback(self._evaluation.close)
-        workers.wait_ready(
-            job.timeout_s + (PREPARATION_S if job.strategy.spread else 0.0),
-            lambda ready: self._watch(Progress("starting", ready / job.strategy.workers)),
-            lambda: interrupts.count > 0,
-        )
-        workers.poller.add(self._evaluation.fileno(), ("scored", 0))
+        workers.wait_ready(lambda ready: self._watch(Progress("starting", ready / job.strategy.workers)))
+        workers.poller.add(self._evaluation.link.fileno(), ("scored", 0))
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._evaluation.child.pid}}
-        pids = {place: {"pid": pid} for place, pid in workers.pids().items()}
+        mesh, processes = job.strategy.mesh, workers.supervisor.processes
+        pids = {mesh.coordinate(worker): {"pid": process.pid} for worker, process in processes.items()}
         self._closing.callback(WorkersFile(job.out, others, pids).close)
 
-    def _train(self, interrupts: InterruptGuard) -> Seconds:
+    def _train(self) -> Seconds:
         """Train until the budget is spent, the condition met, or Ctrl-C pressed; return the training time."""
-        loop, coordinator = self._loop, self._coordinator
+        loop, coordinator, interrupts = self._loop, self._coordinator, self._interrupts
         loop.evaluate_if_due(0.0)
         self._began = time.monotonic_ns()
         if not interrupts.count:
@@ -169,7 +152,7 @@ class LocalRun:
                 loop.check_hang(
                     self._now(),
                     "main",
-                    excused_until=lambda r: (self._control_block.paused_until_ns[r] - self._began) * 1e-9,
+                    excused_until=lambda r: (self._arena.control.paused_until_ns[r] - self._began) * 1e-9,
                     attempt=lambda r: self._server.attempts[r],
                     busy=lambda: bool(self._server.pending()),  # main itself may have been suspended
                 )
@@ -177,21 +160,21 @@ class LocalRun:
             raise loop.all_died()
         return min(self._now(), loop.end_s)
 
-    def _stop_workers(self, interrupts: InterruptGuard) -> None:
+    def _stop_workers(self) -> None:
         """Let the workers end by themselves; kill those that do not in time, and record which."""
         self._coordinator.finish()
         for replica in range(self._context.replicas):
             self._server.dismiss(replica)
         deadline = self._now() + self._job.timeout_s
-        while self._workers.living and not interrupts.insisted and (left := deadline - self._now()) > 0:
+        while self._workers.living and not self._interrupts.insisted and (left := deadline - self._now()) > 0:
             self._handle(self._workers.poller.wait(left))
-        if not interrupts.insisted:
+        if not self._interrupts.insisted:
             self._loop.ended_late(sorted(self._workers.living), self._now())
-        self._workers.kill_all()
+        self._workers.supervisor.kill(self._workers.supervisor.processes)
 
-    def _finish_evaluation(self, seconds: Seconds, interrupts: InterruptGuard) -> None:
+    def _finish_evaluation(self, seconds: Seconds) -> None:
         """Wait for the records that are still to come; if the evaluator died or hangs, main evaluates the rest."""
-        evaluation = self._evaluation
+        evaluation, interrupts = self._evaluation, self._interrupts
         self._loop.evaluate_final(seconds)
         enough = min(interrupts.count, 1) + 1
         silent_since = time.monotonic()
@@ -215,13 +198,10 @@ class LocalRun:
             return events
         self._polled_s = self._now()
 
-        def block(seconds: Seconds) -> None:
-            events.extend(self._workers.poller.wait(seconds))
-
+        poller = self._workers.poller
         if server.has_news():
-            block(0.0)
-        else:
-            wakeup.sleep(server.has_news, block, timeout_s)
+            return poller.wait(0.0)
+        wakeup.sleep(server.has_news, lambda seconds: events.extend(poller.wait(seconds)), timeout_s)
         return events
 
     def _handle(self, events: list[Event]) -> None:
@@ -233,47 +213,39 @@ class LocalRun:
             self._workers.eventfd.clear()
         for replica, completion in self._faults.due(self._server.pending, self._coordinator):
             self._take(replica, completion)
-        for kind, worker in events:
-            if kind == "ended":
-                self._worker_ended(worker)
+        for worker in [worker for kind, worker in events if kind == "ended"]:
+            ended = self._workers.handle_exit(worker)
+            if ended is None:  # main has ended it, or others of its replica still run
+                continue
+            replica, status = ended
+            self._server.versions.release(replica)
+            if replica in self._coordinator.present:
+                if status != EXIT_OK:
+                    self._loop.exits.append(ReplicaExit(replica, status, self._now()))
+                self._coordinator.left(replica, "done" if status == EXIT_OK else "died")
         if "scored" in kinds:
             self._loop.keep(self._evaluation.collect())
             if not self._evaluation.alive:
-                self._workers.poller.remove(self._evaluation.fileno())
+                self._workers.poller.remove(self._evaluation.link.fileno())
 
     def _take(self, replica: ReplicaId, done: Completion) -> None:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
-        server, coordinator = self._server, self._coordinator
-        if replica not in coordinator.present:
-            server.release(replica, done)
+        coordinator, now = self._coordinator, self._now()
+        present = replica in coordinator.present
+        arrives = present and done.ending == ARRIVED and not coordinator.voids(replica)
+        delta = self._server.read(replica, done, keep=arrives)
+        if not present:
             return
-        now = self._now()
-        if done.ending == ARRIVED and not coordinator.voids(replica):
-            observed = server.statistics.observe(server.hold_delta(replica, done), now)
+        if arrives:
+            observed = self._server.statistics.observe(delta, now)
             loss = done.loss if done.samples else None
             # Where A is written in place, a step may be taken before another whose result it has read.
             version = min(done.version, coordinator.version)
             self._loop.arrived(Arrival(replica, version, done.attempt, done.samples, now, done.finite, loss, observed))
         else:
-            server.release(replica, done)
             coordinator.cancelled(replica)
         self._loop.handled(self._now())  # an update may have taken time
         self._faults.inject(replica, done.attempt, "taken")
-
-    def _worker_ended(self, worker: int) -> None:
-        """Handle the end of a process: unless main has ended it, its replica leaves."""
-        gone = self._workers.handle_exit(worker)
-        if gone is None:
-            return
-        replica, status = gone
-        self._server.lost(replica)
-        if replica not in self._coordinator.present:
-            return
-        if status == EXIT_OK:
-            self._coordinator.left(replica, "done")
-        else:
-            self._loop.exits.append(ReplicaExit(replica, status, self._now()))
-            self._coordinator.left(replica, "died")
 
     def _evaluate(self, now: Seconds) -> None:
         self._evaluation.hand_in(self._server.state, self._loop.history.snapshot(now))
@@ -282,29 +254,24 @@ class LocalRun:
 
     # ---------------------------------------------------------------------------------------------------------- results
 
-    def _result(self, seconds: Seconds, *, interrupted: bool) -> Outcome:
-        loop, server = self._loop, self._server
-        notes: dict[str, str | int | float] = {
-            "threads": threads(self._job),
-            "server_optimizer_bytes": server.optimizer_bytes,
-        }
-        account = loop.history.account(seconds, self._figures(seconds), loop.exits, notes, interrupted=interrupted)
-        model = write(self._module, server.state)
-        records = sorted(loop.history.records, key=lambda record: record.time_s)
-        spans = training_spans([*self._workers.spans(), *self._spans.read()], self._began)
-        return Outcome(model.state_dict(), model, records, account, spans)
-
-    def _figures(self, seconds: Seconds) -> list[WorkerFigures]:
-        mesh, metrics = self._job.strategy.mesh, self._control_block.metrics
-        size, figures = self._server.state.layout.parameter_bytes, list[WorkerFigures]()
+    def _result(self, seconds: Seconds) -> Outcome:
+        job, metrics, state, history = self._job, self._arena.control.metrics, self._server.state, self._loop.history
         # A worker with an optimizer of its own does not report its size.
         own_bytes = 0 if self._context.delta_slots and not self._context.local_sgd else None
-        for worker in range(mesh.workers):
+        workers: list[WorkerFigures] = []
+        for worker in range(job.strategy.workers):
             measured, times = metrics.figures(worker), metrics.step_times(worker)
-            parameter_bytes = metrics.parameter_bytes[worker] if self._job.strategy.spread else size
-            row = worker_figures(mesh.coordinate(worker), measured, times, parameter_bytes, seconds)
-            figures.append(replace(row, optimizer_bytes=own_bytes))
-        return figures
+            nbytes = metrics.parameter_bytes[worker] if job.strategy.spread else state.layout.parameter_bytes
+            row = worker_figures(job.strategy.mesh.coordinate(worker), measured, times, nbytes, seconds)
+            workers.append(replace(row, optimizer_bytes=own_bytes))
+        server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
+        notes: dict[str, str | int | float] = {"threads": threads(job), "server_optimizer_bytes": server_bytes}
+        interrupted = self._interrupts.count > 0
+        account = history.account(seconds, workers, self._loop.exits, notes, interrupted=interrupted)
+        model = write(self._module, state)
+        records = sorted(history.records, key=lambda record: record.time_s)
+        spans = training_spans([*self._workers.spans(), *self._spans.read()], self._began)
+        return Outcome(model.state_dict(), model, records, account, spans)
 
     def _now(self) -> Seconds:
         return (time.monotonic_ns() - self._began) * 1e-9

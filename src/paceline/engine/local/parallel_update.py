@@ -12,6 +12,7 @@ twice. With clipping there are two tasks: Σ weight·Δ with its norm, then the 
 """
 
 import math
+import os
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 from paceline.core.errors import PacelineError
 from paceline.core.types import ReplicaId
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.local.control_block import ControlBlock, UpdateSlice, UpdateTask
+from paceline.engine.local.control_block import UpdateSlice, UpdateTask
 from paceline.engine.local.worker_processes import WorkerProcesses
-from paceline.engine.server_optimizer import ServerOptimizer, Weighted
+from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.replica.flat_optimizer import clip_scale
 from paceline.replica.optimizer_kernels import StepKernel, decode, encode
 
@@ -34,9 +35,6 @@ LINE = 64
 
 WORTH_BYTES = 2**26
 """Bytes that an update has to move for a split to pay: at 30 MiB and below main was faster, at 88 two workers."""
-
-Named = Sequence[tuple[ReplicaId, int, float]]
-"""(replica, slot, weight) of each Δ."""
 
 
 class SliceOptimizer:
@@ -104,23 +102,14 @@ class ParallelUpdate:
 
     Args:
         arena: of the run.
-        control: its control block.
         workers: its worker processes.
         owner: of A.
-        cores: most slices of an update.
     """
 
-    def __init__(
-        self,
-        arena: ParameterArena,
-        control: ControlBlock,
-        workers: WorkerProcesses,
-        owner: ServerOptimizer,
-        cores: int,
-    ) -> None:
-        self._arena, self._control, self._workers, self._owner = arena, control, workers, owner
-        self._cores, self._slices = cores, SliceOptimizer(arena)
-        alone = not owner.divisible or cores < 2
+    def __init__(self, arena: ParameterArena, workers: WorkerProcesses, owner: ServerOptimizer) -> None:
+        self._arena, self._control, self._workers, self._owner = arena, arena.control, workers, owner
+        self._cores, self._slices = len(os.sched_getaffinity(0)), SliceOptimizer(arena)
+        alone = not owner.divisible or self._cores < 2
         # An update reads each Δ and A, and writes A.
         self._least_deltas = math.inf if alone else WORTH_BYTES / arena.layout.state.parameter_bytes - 2
         self._number = 0
@@ -145,12 +134,13 @@ class ParallelUpdate:
         self._memory, self._owner.flat_optimizer.state_vectors = 0, self._arena.memory[0]
         return True
 
-    def apply(self, deltas: Weighted, names: Named, rate: float, buffers: tuple[int, int], by: list[ReplicaId]) -> None:
+    def apply(
+        self, deltas: Sequence[tuple[ReplicaId, int, float]], rate: float, buffers: tuple[int, int], by: list[ReplicaId]
+    ) -> None:
         """Update A as ``ServerOptimizer.apply`` does.
 
         Args:
-            deltas: and their weights.
-            names: of the same.
+            deltas: (replica, slot, weight) of each Δ.
             rate: multiplies the learning rate.
             buffers: indices of the present A and of the next one.
             by: idle replicas.
@@ -160,7 +150,7 @@ class ParallelUpdate:
 
         def step(kernel: StepKernel, weights: Sequence[float]) -> None:
             assert self._memory is not None, "the optimizer's state is not in the arena"
-            named = tuple((r, slot, weight) for (r, slot, _), weight in zip(names, weights, strict=True))
+            named = tuple((r, slot, weight) for (r, slot, _), weight in zip(deltas, weights, strict=True))
             task = UpdateTask(0, False, False, source, destination, self._memory, tuple(encode(kernel)), named)
             if self._owner.clip_norm is not None:
                 square = self._run(task._replace(only_sum=True), replicas)
@@ -169,7 +159,8 @@ class ParallelUpdate:
             self._memory = 1 - self._memory
             self._owner.flat_optimizer.state_vectors = self._arena.memory[self._memory]
 
-        self._owner.divide(deltas, rate, self._arena.version(destination), step)
+        states = [(self._arena.delta(replica, slot), weight) for replica, slot, weight in deltas]
+        self._owner.divide(states, rate, self._arena.version(destination), step)
 
     def _run(self, task: UpdateTask, by: list[ReplicaId]) -> float:
         """Compute all slices of a task; returns the squared norm of Σ weight·Δ where only that is computed."""
@@ -179,7 +170,7 @@ class ParallelUpdate:
         parts = {replica: UpdateSlice(self._number, number, len(by)) for number, replica in enumerate(by)}
         for replica, part in parts.items():
             self._control.assign_slice(replica, part)
-            self._workers.notify(replica)
+            self._workers.wakeups[replica].notify()
 
         def finished(replica: ReplicaId) -> bool:
             return self._control.finished_slices[replica] == task.number

@@ -11,6 +11,8 @@ import math
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
@@ -21,8 +23,7 @@ from paceline.core.errors import PacelineError, WaitTimeoutError
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import Clock, Seconds, Version
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.local.client import SharedMemoryClient
-from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.local.worker_main import SharedMemoryClient
 from paceline.engine.local.worker_processes import label
 from paceline.engine.spmd.communicator import Communicator
 from paceline.engine.spmd.shard_views import ShardViews, StageSharding, owned_names
@@ -125,11 +126,11 @@ class CommandPipe:
         except (EOFError, OSError) as error:
             raise PeerExited(self._peer) from error
 
-    def answer(self, what: str) -> Any:
+    def answer(self, description: str) -> Any:
         """Wait for an answer.
 
         Args:
-            what: names it, for errors.
+            description: of it, for errors.
 
         Raises:
             PeerExited: the other end is closed.
@@ -137,8 +138,8 @@ class CommandPipe:
         """
         if not self._connection.poll(self._timeout_s):
             raise WaitTimeoutError(
-                f"waited {self._timeout_s:g} s for {what} of {self._peer}; write a larger timeout_s= if a step takes "
-                "so long"
+                f"waited {self._timeout_s:g} s for {description} of {self._peer}; write a larger timeout_s= if a step "
+                "takes so long"
             )
         return self.receive()
 
@@ -164,8 +165,7 @@ class ShardIO:
     """Reads a worker's part of A from the arena, and writes its part of Δ there.
 
     Args:
-        arena: of the run.
-        control: its control block, which says which version is in which buffer.
+        arena: of the run; its control block says which version is in which buffer.
         place: of this worker among all workers of the run.
         memory: this worker's part.
         inner: computes its part of Δ.
@@ -173,15 +173,9 @@ class ShardIO:
     """
 
     def __init__(
-        self,
-        arena: ParameterArena,
-        control: ControlBlock,
-        place: Coordinate,
-        memory: ShardMemory,
-        inner: Replica,
-        reset: Callable[[], None],
+        self, arena: ParameterArena, place: Coordinate, memory: ShardMemory, inner: Replica, reset: Callable[[], None]
     ) -> None:
-        self._arena, self._control, self._place, self._inner, self._reset = arena, control, place, inner, reset
+        self._arena, self._place, self.inner, self._reset = arena, place, inner, reset
         self._shard, self._stage = memory.mesh.shard(memory.place), memory.stages[memory.place.stage]
         self._names = owned_names(memory.stages, memory.mesh, memory.place)
         self._state, self._delta = memory.state, memory.state.layout.new()
@@ -198,9 +192,10 @@ class ShardIO:
         if buffer not in self._reads:
             full = self._arena.readonly_version(buffer)
             self._reads[buffer] = ShardViews(self._state, full, self._stage.placements, self._shard)
-        before = self._control.versions[buffer]
+        versions = self._arena.control.versions
+        before = versions[buffer]
         self._reads[buffer].take()
-        after = self._control.versions[buffer]  # as a seqlock: the same version on both sides of the copy
+        after = versions[buffer]  # as a seqlock: the same version on both sides of the copy
         if not before == after == version:
             raise PacelineError(
                 f"replica {label(self._place)} was sent version {version} of A, but read {before} and then {after} in "
@@ -209,15 +204,11 @@ class ShardIO:
         self._version = after
         if reset:
             self._reset()
-        self._inner.adopt(self._state)
-
-    def advance(self, batch: Batch, clock: Clock) -> float:
-        """Make one micro-step; returns its mean loss, NaN where this worker does not know it."""
-        return self._inner.advance(batch, clock)
+        self.inner.adopt(self._state)
 
     def finish(self, slot: int) -> PartDone:
         """Write this part of Δ into the replica's slot."""
-        measured = self._inner.finish(self._delta)
+        measured = self.inner.finish(self._delta)
         if slot not in self._writes:
             full = self._arena.delta(self._place.replica, slot)
             self._writes[slot] = ShardViews(self._delta, full, self._stage.placements, self._shard, self._names)
@@ -226,122 +217,100 @@ class ShardIO:
 
 
 @final
+@dataclass
 class ReplicaLeader(Replica):
-    """All workers of a replica, as the worker with the client sees them.
+    """All workers of a replica, as the worker with the client sees them."""
 
-    Args:
-        part: the leader's own.
-        pipes: to the followers.
-        communicator: broadcasts batches; None: there are no followers.
-        client: knows the granted version and the slot of Δ.
-        receives_loss: whether the last follower sends the loss of each micro-step, which the leader does not know.
-    """
-
-    def __init__(
-        self,
-        part: ShardIO,
-        pipes: Sequence[CommandPipe],
-        communicator: Communicator | None,
-        client: SharedMemoryClient,
-        *,
-        receives_loss: bool,
-    ) -> None:
-        self._part, self._pipes, self._communicator, self._client = part, pipes, communicator, client
-        self._receives_loss, self._reset = receives_loss, False
+    part: ShardIO
+    """The leader's own."""
+    pipes: Sequence[CommandPipe]
+    """To the followers."""
+    communicator: Communicator | None
+    """Broadcasts batches; None: there are no followers."""
+    client: SharedMemoryClient
+    """Knows the granted version and the slot of Δ."""
+    receives_loss: bool
+    """Whether the last follower sends the loss of each micro-step, which the leader does not know."""
+    reset: bool = False
+    """Whether state that is kept from Δ to Δ is invalid: the last Δ was not finite."""
 
     def adopt(self, state: FlatState) -> None:
         del state  # each worker maps it by the index of its buffer
-        grant = self._client.grant
-        send_all(self._pipes, AdoptCommand(grant.buffer, grant.version, self._client.attempt, self._reset))
-        self._part.adopt(grant.buffer, grant.version, reset=self._reset)
-        self._reset = False
+        grant = self.client.grant
+        send_all(self.pipes, AdoptCommand(grant.buffer, grant.version, self.client.attempt, self.reset))
+        self.part.adopt(grant.buffer, grant.version, reset=self.reset)
+        self.reset = False
 
     def advance(self, batch: Batch, clock: Clock) -> float:
         tensors = (batch.input, batch.target) if batch.samples else None
-        if self._pipes:
+        if self.communicator is not None:
             # The forms first, so that each follower has buffers for the broadcasts.
-            send_all(self._pipes, AdvanceCommand(clock, batch.samples, map_tree(_form, tensors)))
-            map_tree(self._broadcast, tensors)
-        loss = self._part.advance(batch, clock)
-        if self._receives_loss and batch.samples:
-            loss = float(self._pipes[-1].answer("the loss of a micro-step"))
+            forms = map_tree(lambda tensor: torch.empty_like(tensor, device="meta"), tensors)
+            send_all(self.pipes, AdvanceCommand(clock, batch.samples, forms))
+            map_tree(partial(broadcast, self.communicator), tensors)
+        loss = self.part.inner.advance(batch, clock)
+        if self.receives_loss and batch.samples:
+            loss = float(self.pipes[-1].answer("the loss of a micro-step"))
         return loss
 
     def finish(self, out: FlatState) -> Measured:
         del out  # each worker writes its part of Δ into it
-        slot = self._client.grant.slot
-        send_all(self._pipes, FinishCommand(slot))
-        measured = PartDone.merge([self._part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self._pipes)])
-        self._reset = not measured.finite
+        slot = self.client.grant.slot
+        send_all(self.pipes, FinishCommand(slot))
+        measured = PartDone.merge([self.part.finish(slot), *(pipe.answer("its part of Δ") for pipe in self.pipes)])
+        self.reset = not measured.finite
         return measured
 
-    def _broadcast(self, tensor: Tensor) -> Tensor:
-        assert self._communicator is not None, "there are no followers"
-        if tensor.numel():
-            self._communicator.broadcast(_bytes(tensor.contiguous()), 0, "a batch")
-        return tensor
 
-
+@dataclass
 class Follower:
-    """Executes the commands of the leader.
+    """Executes the commands of the leader."""
 
-    Args:
-        part: its own.
-        pipe: to the leader.
-        communicator: broadcasts batches.
-        metrics: of this worker.
-        sends_loss: whether it sends the loss of each micro-step.
-    """
-
-    def __init__(
-        self, part: ShardIO, pipe: CommandPipe, communicator: Communicator, metrics: WorkerMetrics, *, sends_loss: bool
-    ) -> None:
-        self._part, self._pipe, self._communicator, self._metrics = part, pipe, communicator, metrics
-        self._sends_loss = sends_loss
-        self.step: Clock = 0
-        """The Δ that the replica computes, counted from 1."""
+    part: ShardIO
+    pipe: CommandPipe
+    """To the leader."""
+    communicator: Communicator
+    """Broadcasts batches."""
+    metrics: WorkerMetrics
+    sends_loss: bool
+    """Whether it sends the loss of each micro-step."""
+    step: Clock = 0
+    """The Δ that the replica computes, counted from 1."""
 
     def run(self) -> None:
         """Execute commands until the leader ends this follower."""
         while True:
             waiting = time.monotonic_ns()
-            command = self._pipe.receive()
+            command = self.pipe.receive()
             if isinstance(command, EndCommand):
                 return
             if isinstance(command, AdoptCommand) and not self.step:
-                self._metrics.start()
+                self.metrics.start()
             else:
-                self._metrics.waited(waiting, self.step)
+                self.metrics.waited(waiting, self.step)
             began = time.monotonic_ns()
             if isinstance(command, AdoptCommand):
                 self.step = command.step
-                self._part.adopt(command.buffer, command.version, reset=command.reset)
-                self._metrics.spent("pull", began, self.step)
+                self.part.adopt(command.buffer, command.version, reset=command.reset)
+                self.metrics.spent("pull", began, self.step)
             elif isinstance(command, AdvanceCommand):
                 batch = Batch(None, None, 0)
                 if command.samples:
-                    inputs, targets = map_tree(self._receive, command.forms)
+                    empty = map_tree(lambda form: torch.empty(form.shape, dtype=form.dtype), command.forms)
+                    inputs, targets = map_tree(partial(broadcast, self.communicator), empty)
                     batch = Batch(inputs, targets, command.samples)
-                loss = self._part.advance(batch, command.clock)
-                if self._sends_loss and command.samples:
-                    self._pipe.send(loss)
-                self._metrics.stepped(pushed=False)
+                loss = self.part.inner.advance(batch, command.clock)
+                if self.sends_loss and command.samples:
+                    self.pipe.send(loss)
+                self.metrics.stepped(pushed=False)
             else:
-                self._pipe.send(self._part.finish(command.slot))
-                self._metrics.spent("push", began, self.step)
-
-    def _receive(self, form: Tensor) -> Tensor:
-        tensor = torch.empty(form.shape, dtype=form.dtype)
-        if tensor.numel():
-            self._communicator.broadcast(_bytes(tensor), 0, "a batch")
-        return tensor
+                self.pipe.send(self.part.finish(command.slot))
+                self.metrics.spent("push", began, self.step)
 
 
-def _form(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape and dtype without values."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """View a contiguous tensor as one vector of bytes, which every backend broadcasts."""
-    return tensor.detach().view(-1).view(torch.uint8)
+def broadcast(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Broadcast one tensor of a batch from the leader, and return it; a follower gives one that is contiguous."""
+    contiguous = tensor.detach().contiguous()
+    if contiguous.numel():  # as one vector of bytes, which every backend broadcasts
+        communicator.broadcast(contiguous.view(-1).view(torch.uint8), 0, "a batch")
+    return tensor

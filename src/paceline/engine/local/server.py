@@ -1,6 +1,5 @@
 """Holds A, and executes the log of decisions in the run's shared memory."""
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.local.arena import ParameterArena, VersionPool
-from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completion, ControlBlock, Grant
+from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completion, Grant
 from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.run_context import RunContext
@@ -27,7 +26,6 @@ class ServerContext:
 
     run: RunContext
     arena: ParameterArena
-    control: ControlBlock
     owner: ServerOptimizer | None
     """A and its optimizer; None: replicas write A in place."""
     workers: WorkerProcesses
@@ -51,17 +49,16 @@ class SharedMemoryServer:
     """
 
     def __init__(self, context: ServerContext) -> None:
-        self._context, self._arena, self._control = context, context.arena, context.control
+        self._context, self._arena, self._control = context, context.arena, context.arena.control
         self._workers, policy, replicas = context.workers, context.run.policy, context.run.replicas
         self._slots = context.arena.layout.slots
-        self._parallel = None
-        if context.owner is not None:
-            cores = len(os.sched_getaffinity(0))
-            self._parallel = ParallelUpdate(context.arena, context.control, context.workers, context.owner, cores)
-        self.statistics = DeltaStatistics(policy, context.owner)
+        owner = context.owner
+        self._parallel = None if owner is None else ParallelUpdate(context.arena, context.workers, owner)
+        self.statistics = DeltaStatistics(policy, owner)
         self._timed = context.run.job.trace or bool(policy.needs)
         self.version: Version = 0
-        self._versions = VersionPool(context.arena)
+        self.versions = VersionPool(context.arena)
+        """A replica whose worker has exited reads no version any more: release it here."""
         self.attempts = [0] * replicas
         """The newest attempt that each replica was granted."""
         self._read = [0] * replicas
@@ -75,50 +72,39 @@ class SharedMemoryServer:
     @property
     def state(self) -> FlatState:
         """A."""
-        return self._arena.version(self._versions.current)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of optimizer state, once for all replicas."""
-        return 0 if self._context.owner is None else self._context.owner.flat_optimizer.nbytes
+        return self._arena.version(self.versions.current)
 
     # ----------------------------------------------------------------------------------------------------- completions
 
     def has_news(self) -> bool:
         """Return whether there are completions that were not there when main last looked."""
-        return self._control.completed() != self._seen
+        return self._control.completed.tolist() != self._seen
 
     def pending(self) -> list[tuple[ReplicaId, Completion]]:
         """Return the completions that were not read."""
-        self._seen = completed = self._control.completed()
+        self._seen = completed = self._control.completed.tolist()
         if completed == self._read:
             return []
         ranges = enumerate(zip(self._read, completed, strict=True))
         return [(r, self._control.completion(r, a)) for r, (old, new) in ranges for a in range(old + 1, new + 1)]
 
-    def release(self, replica: ReplicaId, completion: Completion) -> None:
-        """Count a completion as read, and free its slot."""
-        self._count_read(replica, completion)
-        if self._slots:
-            self._free_slots[replica].append(completion.slot)
+    def read(self, replica: ReplicaId, completion: Completion, *, keep: bool) -> FlatState | None:
+        """Count a completion as read; keep its Δ until it is applied or discarded, or free its slot at once.
 
-    def hold_delta(self, replica: ReplicaId, completion: Completion) -> FlatState | None:
-        """Count a completion as read, and keep its Δ until it is applied or discarded; None where Δs have no slots."""
-        self._count_read(replica, completion)
+        Returns:
+            The Δ that is kept; None where Δs have no slots.
+        """
+        self._read[replica] = completion.attempt
+        self.versions.release(replica)  # it reads no A until its next grant
         if not self._slots:
+            return None
+        if not keep:
+            self._free_slots[replica].append(completion.slot)
             return None
         measured = self._context.estimator is not None and completion.pieces
         micro = MicroStepNorms(completion.square, completion.pieces) if measured else None
         self._undecided[replica, completion.attempt] = completion.slot, micro
         return self._arena.delta(replica, completion.slot)
-
-    def lost(self, replica: ReplicaId) -> None:
-        """End the read of a replica whose worker has exited."""
-        self._versions.release(replica)
-
-    def _count_read(self, replica: ReplicaId, completion: Completion) -> None:
-        self._read[replica] = completion.attempt
-        self._versions.release(replica)  # it reads no A until its next grant
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
@@ -135,11 +121,11 @@ class SharedMemoryServer:
             slot = self._free_slots[replica].pop()
             if slot:
                 self._arena.commit(f"delta {replica} {slot}")
-        buffer, lead = self._versions.acquire(replica), self._context.lead(replica)
+        buffer, lead = self.versions.acquire(replica), self._context.lead(replica)
         self._context.before_grant(replica, attempt)
         grant = Grant(attempt, GO, micro_steps, self.version, buffer, slot, lead, time.monotonic_ns())
         self._control.write_grant(replica, grant)
-        self._workers.notify(replica)
+        self._workers.wakeups[replica].notify()
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns() if self._timed else 0
@@ -158,24 +144,24 @@ class SharedMemoryServer:
 
     def cancel(self, replica: ReplicaId) -> None:
         self._control.cancelled[replica] = self.attempts[replica]
-        self._workers.notify(replica)
+        self._workers.wakeups[replica].notify()
 
     def dismiss(self, replica: ReplicaId) -> None:
         end = Grant(self.attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns())
         self._control.write_grant(replica, end)
-        self._workers.notify(replica)
+        self._workers.wakeups[replica].notify()
 
     def _update(self, owner: ServerOptimizer, action: Apply) -> None:
         """Write the next A into a buffer without readers."""
         held = [(a, *self._undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
         deltas = [(self._arena.delta(a.replica, slot), weight) for a, slot, _, weight in held]
-        destination, estimator = self._versions.free(), self._context.estimator
+        destination, estimator = self.versions.free(), self._context.estimator
         # A worker that reads the buffer meanwhile, by a defect, finds another version than it was granted.
         self._control.versions[destination] = BEING_WRITTEN
         idle = self._context.idle() if self._parallel is not None and self._parallel.worth(len(deltas)) else []
         if self._parallel is not None and len(idle) > 1:
-            names = [(a.replica, slot, weight) for a, slot, _, weight in held]
-            self._parallel.apply(deltas, names, action.rate, (self._versions.current, destination), idle)
+            slots = [(a.replica, slot, weight) for a, slot, _, weight in held]
+            self._parallel.apply(slots, action.rate, (self.versions.current, destination), idle)
         elif estimator is None:
             owner.apply(deltas, action.rate, alone=action.alone, out=self._arena.version(destination))
         else:
@@ -187,6 +173,6 @@ class SharedMemoryServer:
             owner.apply(observed, action.rate, alone=action.alone, out=self._arena.version(destination))
             estimator.updated()
         self._control.versions[destination] = self.version + 1
-        self._versions.commit_write(destination)
+        self.versions.commit_write(destination)
         for a, slot, _, _ in held:
             self._free_slots[a.replica].append(slot)

@@ -1,27 +1,38 @@
-"""A worker process: one replica and its loop."""
+"""A worker process: one replica, its loop, and its client of the server over the control block.
+
+::
+
+    worker   wait for a grant ... map A read-only, compute, write the Δ buffer, publish a completion ... wait
+
+While a worker waits it computes slices of updates.
+"""
 
 import contextlib
 import functools
 import json
+import math
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 from paceline.comm import liveness
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core.errors import encode_failure
-from paceline.core.types import ReplicaId
+from paceline.core.mesh import Coordinate
+from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
-from paceline.engine.local.client import SharedMemoryClient
-from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.local.control_block import ARRIVED, CANCELLED, Completion, Grant
+from paceline.engine.local.parallel_update import SliceOptimizer
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, InstrumentedReplica, WorkerMetrics, check_in_forward
+from paceline.engine.worker import ClientWorker, GrantedClient, InstrumentedReplica, WorkerMetrics, check_in_forward
 from paceline.engine.worker_metrics import remove_workers_file
-from paceline.replica.flat_state import FlatLayout
+from paceline.replica.base import Measured
+from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.recorder import NullRecorder, Recorder
 
 
@@ -29,20 +40,20 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """Run a worker process that is a replica of its own.
 
     Args:
-        args: ``replica``, and ``remembers``, vectors of optimizer state in the arena.
+        args: ``place``, coordinates of this worker, and ``remembers``, vectors of optimizer state in the arena.
         fds: arena, job, eventfds of this worker and of main, link to main, and a file for spans if there is one.
     """
     arena_fd, job_fd, own_fd, main_fd, link_fd, *trace = fds
-    replica: ReplicaId = args["replica"]
+    replica = Coordinate(*args["place"]).replica
     with connected(job_fd, link_fd, functools.partial(encode_failure, replica)) as (job, link):
         recorder = Recorder(replica, 0, 0, trace[0]) if trace else NullRecorder()
         set_threads_and_seed(job, replica)
         context, module = RunContext(job), job.program.build()
         layout = FlatLayout.of(module, job.running_buffers)
-        arena, control = open_arena(context, layout, args["remembers"], arena_fd)
-        client = connect(arena, control, replica, own_fd, main_fd)
+        arena = ParameterArena(ArenaLayout.of(context, layout, args["remembers"]), arena_fd)
+        client = SharedMemoryClient(arena, replica, own_fd, main_fd)
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
-        metrics = WorkerMetrics(control.metrics, replica, recorder, step_bytes, context.per_step)
+        metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
@@ -80,19 +91,93 @@ def connected(
             raise SystemExit(1) from error
 
 
-def open_arena(
-    context: RunContext, layout: FlatLayout, optimizer_vectors: int, fd: int | None = None
-) -> tuple[ParameterArena, ControlBlock]:
-    """Map the shared memory of a run in any of its processes: new, or that of ``fd``."""
-    replicas, slots, workers = context.replicas, context.delta_slots, context.job.strategy.workers
-    words = ControlBlock.size(replicas, slots, workers)
-    arena = ParameterArena(ArenaLayout(layout, replicas, slots, optimizer_vectors, words), fd)
-    return arena, ControlBlock(arena.words, replicas, workers)
+@final
+class SharedMemoryClient(GrantedClient):
+    """The client of one replica.
 
+    Args:
+        arena: of the run.
+        replica: of this worker.
+        own_fd: eventfd that is notified when there is a grant or a slice for this replica.
+        main_fd: eventfd to notify when there is a completion or a finished slice for main.
+    """
 
-def connect(
-    arena: ParameterArena, control: ControlBlock, replica: ReplicaId, own_fd: int, main_fd: int
-) -> SharedMemoryClient:
-    """Build the client of a replica, with the eventfds that it and main are woken by."""
-    wakeup = Wakeup(EventFd(own_fd), control.sleep_flag(replica))
-    return SharedMemoryClient(arena, control, replica, wakeup, Wakeup(EventFd(main_fd), control.sleep_flag(None)))
+    def __init__(self, arena: ParameterArena, replica: ReplicaId, own_fd: int, main_fd: int) -> None:
+        super().__init__()
+        self._arena, self._control, self._replica = arena, arena.control, replica
+        self._wakeup = Wakeup(EventFd(own_fd), arena.control.sleep_flag(replica))
+        self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
+        self._in_place = arena.layout.slots == 0
+        self._slices = SliceOptimizer(arena)
+        self.grant = Grant(0, 0, 0, 0, 0, 0, 0, 0)
+        """The newest grant."""
+        self._version = 0
+        self._began_ns: Nanoseconds = 0
+        self._completed_ns: Nanoseconds = 0
+
+    def wait_for_grant(self) -> bool:
+        """Wait for a grant after the last completion and return whether to go on; computes slices meanwhile."""
+        control, replica = self._control, self._replica
+        while not control.ended(replica):
+            if self._under_way:
+                return True
+            if self.attempt < control.last_allowed(replica):
+                self.grant = grant = control.read_grant(replica)
+                self._granted, self._done, self._under_way = grant.micro_steps, 0, True
+                # How long main took to answer, and a step: the wakeup spins before it sleeps if that pays.
+                self._wakeup.expect(grant.at_ns - self._completed_ns, self._completed_ns - self._began_ns)
+                self._began_ns = time.monotonic_ns()
+                self.attempt += 1
+                # A replica that writes A in place reads it with all completed steps of other replicas in it.
+                self._version = sum(control.steps.tolist()) if self._in_place else grant.version
+                return True
+            part = control.pending_slice(replica)
+            if part is not None:
+                control.finish_slice(replica, part, self._slices.step(control.read_task(), part))
+                self._main.notify()
+            elif not self._wakeup.spin(self._has_news):
+                self._wakeup.sleep(self._has_news, self._wakeup.event.wait, math.inf)
+        return False
+
+    def pull(self) -> FlatState:
+        if self._in_place:
+            return self._arena.version(0)
+        state = self._arena.mapped.get(f"readonly {self.grant.buffer}")
+        return state if state is not None else self._arena.readonly_version(self.grant.buffer)
+
+    def delta_buffer(self) -> FlatState:
+        if self._in_place:
+            return self._arena.version(0)
+        state = self._arena.mapped.get(f"delta {self._replica} {self.grant.slot}")
+        return state if state is not None else self._arena.delta(self._replica, self.grant.slot)
+
+    def cancelled(self) -> bool:
+        """Return whether the attempt under way was cancelled, or the run has ended."""
+        return self._control.cancelled[self._replica] >= self.attempt or self._control.ended(self._replica)
+
+    def pause(self, seconds: Seconds) -> None:
+        """Sleep for a delay of the job, or until cancelled."""
+        until = time.monotonic() + seconds
+        self._control.paused_until_ns[self._replica] = int(until * 1e9)
+        while not self.cancelled() and (left := until - time.monotonic()) > 0:
+            self._wakeup.sleep(self.cancelled, self._wakeup.event.wait, left)
+
+    def _has_news(self) -> bool:
+        control, replica = self._control, self._replica
+        return (
+            control.last_allowed(replica) > self.attempt
+            or control.ended(replica)
+            or control.pending_slice(replica) is not None
+        )
+
+    def _complete(self, measured: Measured, cancelled: bool) -> None:
+        """Publish the end of the attempt, after Δ was written: main reads the buffer once it sees the completion."""
+        attempt, slot, control = self.attempt, self.grant.slot, self._control
+        self._under_way, self._completed_ns = False, time.monotonic_ns()
+        facts = measured.samples, measured.finite, measured.loss, self._completed_ns
+        ending = CANCELLED if cancelled else ARRIVED
+        completion = Completion(ending, attempt, self._version, slot, *facts, *(measured.micro or ()))
+        control.write_completion(self._replica, completion)
+        # With a lead, main is woken when half of it is used up, and grants more before this replica has to wait.
+        if 2 * attempt >= control.granted(self._replica) + control.last_allowed(self._replica):
+            self._main.notify()

@@ -4,8 +4,9 @@ import json
 import os
 import select
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from paceline.comm.shared_pickle import SharedObject
 from paceline.comm.wakeup import EventFd, Wakeup
 from paceline.core import errors
 from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
-from paceline.core.mesh import Coordinate, Mesh
+from paceline.core.mesh import Coordinate
 from paceline.core.types import ReplicaId, Seconds
+from paceline.engine.base import Job
 from paceline.engine.local.arena import ParameterArena
-from paceline.engine.local.control_block import ControlBlock
+from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
+from paceline.engine.spmd.rank_context import PREPARATION_S
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import Span
 
@@ -50,100 +53,82 @@ class WorkerProcesses:
     Args:
         fork_server: spawns them.
         arena: of the run.
-        control: its control block.
         shared_job: the job, in shared memory.
-        mesh: coordinates of the workers.
-        rendezvous: folder of the rendezvous files of replicas of several workers; None: each replica is one worker.
-        trace: whether workers record spans.
-        timeout_s: longest wait for an answer of a worker.
-        entry: of a worker's process, "package.module:function".
+        job: the same.
+        entry: of the process of a replica's only worker, "package.module:function".
     """
 
     def __init__(
-        self,
-        fork_server: ForkServer,
-        arena: ParameterArena,
-        control: ControlBlock,
-        shared_job: SharedObject,
-        mesh: Mesh,
-        rendezvous: str | None,
-        *,
-        trace: bool,
-        timeout_s: Seconds,
-        entry: str = ENTRY,
+        self, fork_server: ForkServer, arena: ParameterArena, shared_job: SharedObject, job: Job, entry: str = ENTRY
     ) -> None:
-        self._processes = ProcessSupervisor(fork_server)
-        self._mesh, self._rendezvous, self._entry, self._timeout_s = mesh, rendezvous, entry, timeout_s
-        self._args = {"remembers": arena.layout.optimizer_vectors}
+        self.supervisor = ProcessSupervisor(fork_server)
+        self._mesh, self._spread, self._timeout_s = job.strategy.mesh, job.strategy.spread, job.timeout_s
+        self._entry = GROUP_ENTRY if self._spread else entry
+        self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]
+        self._optimizer_vectors = arena.layout.optimizer_vectors
         self._ready: set[int] = set()
-        self._eventfds = [EventFd() for _ in range(arena.layout.replicas)]
-        self._wakeups = [Wakeup(eventfd, control.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
+        self._eventfds = [EventFd() for _ in self._leaders]
+        self.wakeups = [Wakeup(eventfd, arena.control.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
+        """For each replica, to notify where there is something for it in the control block."""
         # Datagrams: one socket for all workers, and a message is never cut or mixed with another one.
         self._link, self._remote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
-        self._traces = [memfd_create(f"paceline:spans {r}") for r in range(mesh.workers)] if trace else []
+        self._traces = [memfd_create(f"paceline:spans {r}") for r in range(self._mesh.workers)] if job.trace else []
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="paceline-") if self._spread else None
+        """Folder of the rendezvous files of replicas of several workers."""
         self.eventfd = EventFd()
-        self.wakeup = Wakeup(self.eventfd, control.sleep_flag(None))
+        self.wakeup = Wakeup(self.eventfd, arena.control.sleep_flag(None))
         """Main's own, for workers to notify."""
-        self._fds = (arena.segment.fd, shared_job.fd, self.eventfd.fileno(), self._remote_link.fileno())
-        self.insisted: Callable[[], bool] = lambda: False
-        """Returns True if main is to wait for nothing, as after a second Ctrl-C."""
+        self._fds = (arena.segment.fd, shared_job.fd), (self.eventfd.fileno(), self._remote_link.fileno())
+        self.interrupts = InterruptGuard(self.eventfd.set)
+        """Counts Ctrl-C while the run has entered it."""
         self.living: set[ReplicaId] = set()
         """The replicas that have a worker whose exit has not been handled."""
-        self.poller = self._processes.poller
+        self.poller = self.supervisor.poller
         """Returns ("ended", worker), ("report", 0) if main was notified, ("message", 0), and what the run adds."""
         self.poller.add(self.eventfd.fileno(), ("report", 0))
         self.poller.add(self._link.fileno(), ("message", 0))
 
-    def start(self, stop: Callable[[], bool]) -> None:
-        """Spawn all workers, or as many as there are when ``stop`` returns True."""
-        for replica in range(self._mesh.replicas):
-            if stop():
+    def start(self) -> None:
+        """Spawn all workers, or those of as many replicas as there are at the first Ctrl-C.
+
+        In a replica of several there is a socket between the leader and each follower.
+        """
+        (arena_fd, job_fd), main_fds = self._fds
+        args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self._traces)}
+        for replica, eventfd in enumerate(self._eventfds):
+            if self.interrupts.count:
                 return
-            if self._rendezvous is None:
-                self._spawn(replica, self._entry, {"replica": replica}, self._traces[replica : replica + 1])
-            else:
-                self._start_group(replica, self._rendezvous)
+            if self._rendezvous is not None:
+                args["store"] = str(Path(self._rendezvous.name) / f"replica {replica}")
+            ranks = self._mesh.replica_ranks(replica)
+            with ExitStack() as sockets:
+                pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in ranks[1:]]
+                ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
+                for worker, own in zip(ranks, ends, strict=True):
+                    fds = [arena_fd, job_fd, eventfd.fileno(), *main_fds, *self._traces[worker : worker + 1], *own]
+                    self.supervisor.spawn(worker, self._entry, args | {"place": self._mesh.coordinate(worker)}, fds)
             self.living.add(replica)
 
-    def _start_group(self, replica: ReplicaId, rendezvous: str) -> None:
-        """Spawn all workers of a replica, with a socket between the leader and each follower."""
-        leader, *followers = self._mesh.replica_ranks(replica)
-        args = {"store": str(Path(rendezvous) / f"replica {replica}"), "traced": bool(self._traces)}
-        with ExitStack() as sockets:
-            pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in followers]
-            ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
-            for worker, own in zip((leader, *followers), ends, strict=True):
-                fds = [*self._traces[worker : worker + 1], *own]
-                self._spawn(worker, GROUP_ENTRY, {"place": self._mesh.coordinate(worker)} | args, fds)
-
-    def _spawn(self, worker: int, entry: str, args: Mapping[str, Any], more_fds: Sequence[int]) -> None:
-        store_fd, job_fd, main_fd, link_fd = self._fds
-        own_fd = self._eventfds[self._mesh.coordinate(worker).replica].fileno()
-        self._processes.spawn(
-            worker, entry, dict(args) | self._args, [store_fd, job_fd, own_fd, main_fd, link_fd, *more_fds]
-        )
-
-    def wait_ready(self, timeout_s: Seconds, each: Callable[[int], None], stop: Callable[[], bool]) -> None:
-        """Wait until all workers have built their model, or ``stop`` returns True; kill those that have not by then.
+    def wait_ready(self, each: Callable[[int], None]) -> None:
+        """Wait until all workers have built their model, or for Ctrl-C; kill those that have not by then.
 
         Args:
-            timeout_s: for all of them.
             each: called with the number of ready workers.
-            stop: called after each event.
 
         Raises:
             WorkerError: a worker failed, or ended before it was ready.
             WaitTimeoutError: some were not ready in time; names them.
         """
+        timeout_s = self._timeout_s + (PREPARATION_S if self._spread else 0.0)
         deadline = time.monotonic() + timeout_s
         early: list[int] = []
-        while len(self._ready) < self._mesh.workers and not stop():
+        while len(self._ready) < self._mesh.workers and not self.interrupts.count:
             left_s = deadline - time.monotonic()
-            events = self._processes.poll(left_s)
+            events = self.supervisor.poll(left_s)
             if not events and left_s <= 0:
                 absent = sorted(set(range(self._mesh.workers)) - self._ready)
-                late = absent if self._rendezvous is None else ", ".join(map(self._name, absent))
+                late = ", ".join(map(self._name, absent)) if self._spread else absent
                 raise WaitTimeoutError(
                     f"main waited {timeout_s:g} s for replicas {late} to build their model; write a larger timeout_s="
                 )
@@ -155,24 +140,16 @@ class WorkerProcesses:
                     self.read_messages()
                     first = self._first_to_fail(self._mesh.coordinate(worker).replica)
                     raise WorkerError(f"replica {self._name(first)} ended while it started: {self._status(first)}")
-                self.poller.remove(self._processes.processes[worker].pidfd)
+                self.poller.remove(self.supervisor.processes[worker].pidfd)
                 early.append(worker)
             each(len(self._ready))
         for worker in early:  # it was ready before it ended: its exit is an event of the training that follows
-            self.poller.add(self._processes.processes[worker].pidfd, ("ended", worker))
-        self._processes.signal(self._processes.running - self._ready)
+            self.poller.add(self.supervisor.processes[worker].pidfd, ("ended", worker))
+        self.supervisor.signal(self.supervisor.running - self._ready)
 
     def _name(self, worker: int) -> str:
         place = self._mesh.coordinate(worker)
-        return str(place.replica) if self._rendezvous is None else label(place)
-
-    def pids(self) -> dict[Coordinate, int]:
-        """Return the process ids."""
-        return {self._mesh.coordinate(worker): process.pid for worker, process in self._processes.processes.items()}
-
-    def notify(self, replica: ReplicaId) -> None:
-        """Wake a worker if it sleeps: there is something for it in the control block."""
-        self._wakeups[replica].notify()
+        return label(place) if self._spread else str(place.replica)
 
     def wait_for(self, done: Callable[[ReplicaId], bool], replicas: Collection[ReplicaId], work: str) -> None:
         """Wait until each of some replicas has done something, or has ended; handle no other event meanwhile.
@@ -188,9 +165,9 @@ class WorkerProcesses:
         if self.wakeup.spin(lambda: all(map(done, replicas))):
             return
         deadline = time.monotonic() + self._timeout_s
-        while late := [r for r in replicas if not done(r) and self._processes.alive(self._leader(r))]:
-            if self.insisted():  # main can compute a slice itself once its worker can't write any more
-                self._processes.signal(map(self._leader, late))
+        while late := [r for r in replicas if not done(r) and self.supervisor.alive(self._leaders[r])]:
+            if self.interrupts.insisted:  # main can compute a slice itself once its worker can't write any more
+                self.supervisor.signal(self._leaders[r] for r in late)
             elif time.monotonic() > deadline:
                 raise WaitTimeoutError(
                     f"main waited {self._timeout_s:g} s for replicas {late} to make {work}; "
@@ -201,7 +178,7 @@ class WorkerProcesses:
     def _block(self, replicas: Collection[ReplicaId], timeout_s: Seconds) -> None:
         """Sleep until main is notified, or one of these replicas has ended."""
         poll = select.poll()  # not self.poller: its events stay unread for the training loop
-        for fd in (self.eventfd.fileno(), *(self._processes.processes[self._leader(r)].pidfd for r in replicas)):
+        for fd in (self.eventfd.fileno(), *(self.supervisor.processes[self._leaders[r]].pidfd for r in replicas)):
             poll.register(fd, select.POLLIN)
         poll.poll(timeout_s * 1000)
 
@@ -230,46 +207,39 @@ class WorkerProcesses:
             PacelineError: the worker has sent a failure before it ended.
         """
         self.read_messages()
-        if worker not in self._processes.running:
+        if worker not in self.supervisor.running:
             return None
         replica, status = self._mesh.coordinate(worker).replica, self._status(worker)
         if status == EXIT_OK:
-            self._processes.retire(worker)
+            self.supervisor.retire(worker)
         else:
             first = self._first_to_fail(replica)
             status = self._status(first)
-            if self._rendezvous is not None:
+            if self._spread:
                 place = self._mesh.coordinate(first)
                 status = f"{status} (stage {place.stage}, shard {place.shard})"
             # Wait until none of them writes to shared memory: the server reuses the replica's buffers afterwards.
-            rest = self._processes.running.intersection(self._mesh.replica_ranks(replica))
-            self._processes.kill(rest)
+            rest = self.supervisor.running.intersection(self._mesh.replica_ranks(replica))
+            self.supervisor.kill(rest)
             for other in rest:
-                self._processes.retire(other)
-        if self._processes.running.intersection(self._mesh.replica_ranks(replica)):
+                self.supervisor.retire(other)
+        if self.supervisor.running.intersection(self._mesh.replica_ranks(replica)):
             return None
         self.living.discard(replica)
         return replica, status
 
     def _first_to_fail(self, replica: ReplicaId) -> int:
         """Return a worker of a replica that has ended, if possible one that did not end because of a peer."""
-        ended = [worker for worker in self._mesh.replica_ranks(replica) if not self._processes.alive(worker)]
+        ended = [worker for worker in self._mesh.replica_ranks(replica) if not self.supervisor.alive(worker)]
         failed = (worker for worker in ended if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED))
         return next(failed, ended[0])
 
     def _status(self, worker: int) -> str:
-        return self._processes.status(worker) or "running"
-
-    def _leader(self, replica: ReplicaId) -> int:
-        return self._mesh.replica_ranks(replica).start
+        return self.supervisor.status(worker) or "running"
 
     def signal(self, replica: ReplicaId, number: int) -> None:
         """Send a signal to a replica's worker, or to its leader."""
-        self._processes.signal([self._leader(replica)], number)
-
-    def kill_all(self) -> None:
-        """Kill all workers at once, and wait until they have ended."""
-        self._processes.kill(self._processes.processes)
+        self.supervisor.signal([self._leaders[replica]], number)
 
     def spans(self) -> Iterator[Span]:
         """Read the spans that the workers have recorded, after they have ended."""
@@ -278,10 +248,12 @@ class WorkerProcesses:
 
     def close(self) -> None:
         """Kill what still runs, and close everything."""
-        self._processes.close()
+        self.supervisor.close()
         for eventfd in (*self._eventfds, self.eventfd):
             eventfd.close()
         self._link.close()
         self._remote_link.close()
         for fd in self._traces:
             os.close(fd)
+        if self._rendezvous is not None:
+            self._rendezvous.cleanup()

@@ -1,7 +1,6 @@
 """The connection to Ray: to one of this engine's own, on this host alone, or to a running one."""
 
 import contextlib
-import importlib.util
 import logging
 import os
 import signal
@@ -30,14 +29,6 @@ LONGEST_FOLDER = 36
 _ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
-def require_ray() -> None:
-    """Raise InputError where Ray is not installed."""
-    if importlib.util.find_spec("ray") is None:
-        raise InputError(
-            "engine='ray' needs Ray, which is not installed; write pip install 'paceline[ray]', or engine='local'"
-        )
-
-
 class Janitor:
     """Removes files that a killed process would leave: a child process that outlives it for a moment."""
 
@@ -53,11 +44,12 @@ class Janitor:
         print(os.path.abspath(path), file=self._process.stdin, flush=True)
 
     def close(self) -> None:
-        """Remove all of these paths now, and wait for that."""
+        """Remove all of these paths now, and wait for that; idempotent."""
         assert self._process.stdin is not None
-        print(FAREWELL, file=self._process.stdin)
-        self._process.stdin.close()
-        self._process.wait()
+        if not self._process.stdin.closed:
+            print(FAREWELL, file=self._process.stdin)
+            self._process.stdin.close()
+            self._process.wait()
 
 
 class Cluster:
@@ -73,27 +65,28 @@ class Cluster:
     def __init__(self, address: str | None) -> None:
         import ray
 
-        self._janitor: Janitor | None = Janitor()
+        self.janitor = Janitor()
+        """Removes files when the connection is closed, or this process is killed."""
         self._connected = False
         self._sigterm = signal.getsignal(signal.SIGTERM)  # Ray installs its own handler, and leaves it
         before = {*os.environ}
         self._added: set[str] = set()
         """Environment variables of Ray, which are removed so that another Ray can be started or joined later."""
         try:
-            if not ray.is_initialized():
-                if address is None:
-                    self._start()
-                else:
-                    self._join(address)
-            elif address is None:
-                raise InputError(
-                    "this process is connected to a Ray already, and can't start another; write engine='ray:auto' to "
-                    "use that one, or ray.shutdown() first"
-                )
+            if address is None:
+                self._start()
+            elif not ray.is_initialized():
+                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+                self._connected = True
             self._added = os.environ.keys() - before
-        except BaseException:
+        except BaseException as error:
             self.close()
-            raise
+            if address is None or not isinstance(error, (ConnectionError, ValueError, RuntimeError)):
+                raise
+            raise InputError(
+                f"engine='ray:{address}': there is no Ray to join ({str(error).strip().splitlines()[0]}); start "
+                "one with ray start --head, or write engine='ray'"
+            ) from error
 
     @property
     def gpus(self) -> int:
@@ -101,11 +94,6 @@ class Cluster:
         import ray
 
         return int(ray.cluster_resources().get("GPU", 0))
-
-    def remove_on_exit(self, path: Path | str) -> None:
-        """Remove this path when the connection is closed, or this process is killed."""
-        assert self._janitor is not None, "it is closed"
-        self._janitor.remove_on_exit(path)
 
     def close(self) -> None:
         """Disconnect; ends a Ray of our own."""
@@ -118,17 +106,20 @@ class Cluster:
                 signal.signal(signal.SIGTERM, self._sigterm)
             for name in self._added:
                 os.environ.pop(name, None)
-        if self._janitor is not None:
-            self._janitor.close()
-            self._janitor = None
+        self.janitor.close()
 
     def _start(self) -> None:
         """Start a Ray that is reachable from this host alone."""
         import ray
 
+        if ray.is_initialized():
+            raise InputError(
+                "this process is connected to a Ray already, and can't start another; write engine='ray:auto' to use "
+                "that one, or ray.shutdown() first"
+            )
         usual = tempfile.gettempdir()
         folder = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp")
-        self.remove_on_exit(folder)
+        self.janitor.remove_on_exit(folder)
         self._connected = True
         with _local_environment():
             ray.init(
@@ -141,18 +132,6 @@ class Cluster:
                 _temp_dir=folder,
                 _system_config={"worker_niceness": 0},
             )
-
-    def _join(self, address: str) -> None:
-        import ray
-
-        try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise InputError(
-                f"engine='ray:{address}': there is no Ray to join ({str(error).strip().splitlines()[0]}); start "
-                "one with ray start --head, or write engine='ray'"
-            ) from error
-        self._connected = True
 
 
 @contextlib.contextmanager

@@ -1,17 +1,18 @@
 """The Ray engine: replicas, the evaluator and the parameter server as actors."""
 
+import importlib.util
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
-from paceline.engine.ray.cluster import Cluster, require_ray
+from paceline.engine.ray.cluster import Cluster
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.support import ENGINES
 
 if TYPE_CHECKING:
-    from paceline.engine.ray.actor_pool import ActorPool
+    from paceline.engine.ray.ray_run import ActorPool
 
 
 @register("ray")
@@ -32,7 +33,10 @@ class RayEngine(Engine):
     features = ENGINES[name]
 
     def __init__(self, address: str | None = None, *, replace: bool = False) -> None:
-        require_ray()
+        if importlib.util.find_spec("ray") is None:
+            raise InputError(
+                "engine='ray' needs Ray, which is not installed; write pip install 'paceline[ray]', or engine='local'"
+            )
         self._address, self._replace = address, replace
         self._cluster: Cluster | None = None
         self._pool: ActorPool | None = None
@@ -53,8 +57,7 @@ class RayEngine(Engine):
             raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
-        from paceline.engine.ray.actor_pool import ActorPool
-        from paceline.engine.ray.ray_run import RayRun
+        from paceline.engine.ray.ray_run import ActorPool, RayRun
 
         cluster = self._connect()
         self._pool = self._pool or ActorPool()
@@ -65,7 +68,7 @@ class RayEngine(Engine):
 
     def close(self) -> None:
         if self._pool is not None:
-            self._pool.close()
+            self._pool.drop([*self._pool.replicas, self._pool.scorer, self._pool.server])
             self._pool = None
         if self._cluster is not None:
             self._cluster.close()

@@ -3,18 +3,16 @@
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import ray
 
 from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_text
 from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
-from paceline.engine.ray.messages import Bytes, WorkerLocation, state_of, unpack
-from paceline.engine.ray.replica import own_location
+from paceline.engine.ray.messages import Bytes, WorkerLocation, arrays_of, own_location, state_of, unpack
 from paceline.replica.flat_state import FlatLayout, FlatState
-
-
-class LostError(Exception):
-    """The evaluator's actor has ended."""
 
 
 class RayEvaluation:
@@ -22,7 +20,7 @@ class RayEvaluation:
 
     Args:
         job: of the run.
-        remote: evaluates a snapshot in the actor; a failure of the user's code comes back as bytes.
+        scorer: the actor.
         keep: takes the records.
         fail: takes what was raised.
         snapshot_bytes: size of one snapshot.
@@ -31,62 +29,53 @@ class RayEvaluation:
     def __init__(
         self,
         job: Job,
-        remote: Callable[[SnapshotInfo, FlatState], Awaitable[Record | bytes]],
+        scorer: Any,
         keep: Callable[[list[Record]], None],
         fail: Callable[[BaseException], None],
         snapshot_bytes: int,
     ) -> None:
-        self._timeout_s, self._remote, self._keep, self._fail = job.timeout_s, remote, keep, fail
+        self._timeout_s, self._scorer, self._keep, self._fail = job.timeout_s, scorer, keep, fail
         self.queue = EvaluationQueue(job.program, snapshot_bytes)
         self._lost = False
-        self._task: asyncio.Task[None] | None = None
-        self._evaluated = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        """Evaluates what is queued; None: nothing was."""
+        self.evaluated = asyncio.Event()
+        """Set when a snapshot has been evaluated; cleared by the waiter for room in the queue."""
 
     def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
         """Queue a state that no one will write to."""
         self.queue.add(state, info)
-        if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._evaluate_all())
-
-    async def wait_for_room(self) -> None:
-        """Wait until a snapshot has been evaluated."""
-        self._evaluated.clear()
-        await self._evaluated.wait()
-
-    async def drain(self) -> None:
-        """Wait until all snapshots are evaluated."""
-        if self._task is not None:
-            await asyncio.wait([self._task])
+        if self.task is None or self.task.done():
+            self.task = asyncio.ensure_future(self._evaluate_all())
 
     def close(self) -> None:
         """Drop what is not evaluated."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     async def _evaluate_all(self) -> None:
         snapshots = self.queue.snapshots
         try:
             while snapshots:
-                self._keep([await self._record(*snapshots[0])])
+                state, info = snapshots[0]
+                answer: Record | bytes | None = None
+                if not self._lost:
+                    try:
+                        score: Awaitable[Record | bytes] = self._scorer.score.remote(info, *arrays_of(state))
+                        answer = await asyncio.wait_for(score, self._timeout_s)
+                    except (ray.exceptions.RayError, TimeoutError):
+                        self._lost = True
+                if isinstance(answer, bytes):
+                    raise WorkerError(failure_text(json.loads(answer)))
+                if answer is None:  # in a thread: the server goes on taking Δs meanwhile
+                    answer = await asyncio.to_thread(self.queue.evaluate, state, info)
+                self._keep([answer])
                 snapshots.popleft()
-                self._evaluated.set()
+                self.evaluated.set()
         except Exception as error:
             self._fail(error)
         finally:
-            self._evaluated.set()
-
-    async def _record(self, state: FlatState, info: SnapshotInfo) -> Record:
-        if not self._lost:
-            try:
-                answer = await asyncio.wait_for(self._remote(info, state), self._timeout_s)
-            except (LostError, TimeoutError):
-                self._lost = True
-            else:
-                if isinstance(answer, bytes):
-                    raise WorkerError(failure_text(json.loads(answer)))
-                return answer
-        # In a thread: the server goes on taking Δs meanwhile.
-        return await asyncio.to_thread(self.queue.evaluate, state, info)
+            self.evaluated.set()
 
 
 class EvaluatorActor:

@@ -6,34 +6,38 @@ since the object store and other actors read them without a copy.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from paceline.aggregation.base import Apply, Arrival
-from paceline.core.mesh import Coordinate
-from paceline.core.records import WorkerFigures
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
-from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of, state_of
+from paceline.engine.ray.messages import CONTROL, END, RayGrant, Reply, arrays_of
 from paceline.engine.run_context import RunContext, first_state
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
-from paceline.engine.worker_metrics import Figures, SpanLog, worker_figures
+from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
 from paceline.trace.spans import SERVER
 
 
 class ReplicaRecord:
-    """Grants, figures and pending reply of one replica; several actors in a row may be that replica."""
+    """Grants, figures and pending reply of one replica; several actors in a row may be that replica.
 
-    def __init__(self) -> None:
+    Args:
+        run: number of the run.
+        actor: of the replica; None: it has not been started.
+    """
+
+    def __init__(self, run: int, actor: Any) -> None:
+        self._run, self.actor = run, actor
         self.attempt = self.micro_steps = 0
         """The newest grant, and the micro-steps of all grants."""
         self.ready = self.finished = self.dead = False
         """Whether its model is built; its loop has ended; it has died, and no other actor has replaced it."""
         self.excused_s: Seconds = 0.0
         """End of its last announced delay."""
-        self.figures = Figures(0, 0, 0, 0)
+        self.figures = self._before = Figures(0, 0, 0, 0)
+        """Figures of all actors that were this replica, and of those before the present one."""
         self.step_times: Sequence[Seconds] = ()
-        self._before = Figures(0, 0, 0, 0)
-        """Of the actors before this one."""
         self._waiting: asyncio.Future[Reply] | None = None
         self._early: Reply | None = None
         """The reply to its next call, where it has not called yet."""
@@ -43,40 +47,36 @@ class ReplicaRecord:
         self._waiting = asyncio.get_running_loop().create_future()
         early, self._early = self._early, None
         if early is not None:
-            self._reply(early)
+            self.reply(early)
         return self._waiting
 
-    def send(self, grant: RayGrant, arrays: list[Bytes]) -> None:
-        """Reply with a grant and its A."""
-        self.attempt = grant.attempt
-        self.micro_steps += grant.micro_steps
-        self._reply((grant, arrays))
-
-    def dismiss(self) -> None:
-        """Reply that training has ended."""
-        self._reply(END)
-
-    def lost(self) -> None:
-        """Note that the actor has died; another one may continue where it stopped."""
-        self._before, self.figures = _sum(self._before, self.figures), Figures(0, 0, 0, 0)
-        self._waiting = self._early = None
-        self.ready, self.dead, self.excused_s = False, True, 0.0
-
-    def figures_at(self, replica: ReplicaId, parameter_bytes: int, seconds: Seconds) -> WorkerFigures:
-        """Return the figures of all actors that were this replica."""
-        figures = _sum(self._before, self.figures)
-        return worker_figures(Coordinate(replica), figures, self.step_times, parameter_bytes, seconds)
-
-    def _reply(self, reply: Reply) -> None:
+    def reply(self, reply: Reply) -> None:
+        """Answer the replica's call, or its next one."""
         if self._waiting is None or self._waiting.done():
             self._early = reply
         else:
             self._waiting.set_result(reply)
 
+    def measured(self, figures: Figures) -> None:
+        """Add the figures so far of the present actor to those of the actors before it."""
+        steps, busy_ns, payload_bytes, peak = self._before
+        self.figures = Figures(
+            steps + figures.steps,
+            busy_ns + figures.busy_ns,
+            payload_bytes + figures.payload_bytes,
+            max(peak, figures.peak_memory_bytes),
+        )
 
-def _sum(a: Figures, b: Figures) -> Figures:
-    peak = max(a.peak_memory_bytes, b.peak_memory_bytes)
-    return Figures(a.steps + b.steps, a.busy_ns + b.busy_ns, a.payload_bytes + b.payload_bytes, peak)
+    def cancel(self, attempt: float) -> None:
+        """Have the replica stop an attempt; infinity ends its training."""
+        if self.actor is not None:
+            self.actor.cancel.options(concurrency_group=CONTROL).remote(self._run, attempt)
+
+    def lost(self) -> None:
+        """Note that the actor has died; another one may continue where it stopped."""
+        self._before = self.figures
+        self._waiting = self._early = None
+        self.ready, self.dead, self.excused_s = False, True, 0.0
 
 
 class RayExecutor:
@@ -85,57 +85,41 @@ class RayExecutor:
     Args:
         context: of the run.
         replicas: records of its replicas.
-        version: returns the version of A.
-        cancel: has a replica stop an attempt.
     """
 
-    def __init__(
-        self,
-        context: RunContext,
-        replicas: Sequence[ReplicaRecord],
-        version: Callable[[], Version],
-        cancel: Callable[[ReplicaId, Clock], None],
-    ) -> None:
-        self._replicas, self._version, self._cancel = replicas, version, cancel
+    def __init__(self, context: RunContext, replicas: Sequence[ReplicaRecord]) -> None:
+        self._replicas = replicas
+        self._version: Version = 0
         _, state = first_state(context.job.program, context.job.running_buffers)
-        self._owner = ServerOptimizer(context.job.program, context.policy, state)
-        self._statistics = DeltaStatistics(context.policy, self._owner)
-        self._undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
+        self.owner = ServerOptimizer(context.job.program, context.policy, state)
+        """A and its optimizer; the vectors of an A are never written again."""
+        self.statistics = DeltaStatistics(context.policy, self.owner)
+        self.undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
+        """Δs that were neither applied nor discarded."""
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
 
-    @property
-    def state(self) -> FlatState:
-        """A; these vectors are never written again."""
-        return self._owner.state
-
-    def take(self, replica: ReplicaId, attempt: Clock, arrays: Sequence[Bytes], now: Seconds) -> Mapping[str, float]:
-        """Keep a Δ until it is decided on; returns the statistics that the policy needs."""
-        delta = self._undecided[replica, attempt] = state_of(self.state.layout, arrays)
-        return self._statistics.observe(delta, now)
-
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
         record = self._replicas[replica]
-        record.send(RayGrant(record.attempt + 1, micro_steps, self._version()), arrays_of(self.state))
+        record.attempt += 1
+        record.micro_steps += micro_steps
+        record.reply((RayGrant(record.attempt, micro_steps, self._version), arrays_of(self.owner.state)))
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns()
-        deltas = [(self._undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
-        self._owner.apply(deltas, action.rate, alone=action.alone, out=self.state.layout.new())
+        deltas = [(self.undecided.pop((a.replica, a.clock)), weight) for a, weight in action.deltas]
+        self.owner.apply(deltas, action.rate, alone=action.alone, out=self.owner.state.layout.new())
+        self._version += 1
         ended = time.monotonic_ns()
-        self._statistics.applied((ended - began) * 1e-9)
-        self.spans.recorder.record("apply", self._version() + 1, began, ended)
+        self.statistics.applied((ended - began) * 1e-9)
+        self.spans.recorder.record("apply", self._version, began, ended)
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         for arrival in arrivals:
-            del self._undecided[arrival.replica, arrival.clock]
+            del self.undecided[arrival.replica, arrival.clock]
 
     def cancel(self, replica: ReplicaId) -> None:
-        self._cancel(replica, self._replicas[replica].attempt)
+        self._replicas[replica].cancel(self._replicas[replica].attempt)
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self._replicas[replica].dismiss()
-
-    def close(self) -> None:
-        """Release the memory of the spans."""
-        self.spans.close()
+        self._replicas[replica].reply(END)

@@ -1,10 +1,12 @@
 """Messages between the actors and the driver, and tensors in Ray's object store."""
 
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
+import ray
 import torch
 from numpy.typing import NDArray
 
@@ -47,6 +49,9 @@ def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
     return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
 
+CONTROL = "control"
+"""Concurrency group of the calls to a replica's actor while its loop runs."""
+
 Phase: TypeAlias = Literal["starting", "training", "scoring", "done"]
 
 
@@ -55,6 +60,11 @@ class WorkerLocation(NamedTuple):
 
     pid: int
     node: str
+
+
+def own_location() -> WorkerLocation:
+    """Return the location of this process."""
+    return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
 
 
 class ReplicaAssignment(NamedTuple):

@@ -1,34 +1,29 @@
 """The actor of one replica: its loop, and its parameter client of the server's actor."""
 
 import gc
-import math
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, final
 
 import ray
 
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
-from paceline.core.types import Clock, Nanoseconds, Seconds
+from paceline.core.types import Clock, Nanoseconds, Seconds, Version
 from paceline.engine.base import Job
-from paceline.engine.ray.messages import (
-    Bytes,
-    Ended,
-    RayCompletion,
-    RayGrant,
-    ReplicaAssignment,
-    Reply,
-    WorkerLocation,
-    arrays_of,
-    state_of,
-    unpack,
-)
+from paceline.engine.ray import messages
+from paceline.engine.ray.messages import ReplicaAssignment
 from paceline.engine.run_context import RunContext, set_threads_and_seed
-from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics, check_in_forward
+from paceline.engine.worker import (
+    ClientWorker,
+    GrantedClient,
+    InMemorySink,
+    InstrumentedReplica,
+    WorkerMetrics,
+    check_in_forward,
+)
 from paceline.engine.worker_metrics import SpanLog
 from paceline.replica.base import Measured
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -44,31 +39,27 @@ class CancelFlag:
 
     def __init__(self, run: int) -> None:
         self._run, self._changed = run, threading.Condition()
-        self._cancelled: float = 0
+        self.newest: float = 0
 
     def cancel(self, run: int, attempt: float) -> None:
         """Cancel an attempt; infinity ends training."""
         if run == self._run:
             with self._changed:
-                self._cancelled = attempt
+                self.newest = attempt
                 self._changed.notify_all()
-
-    def is_set(self, attempt: Clock) -> bool:
-        """Return whether an attempt is cancelled."""
-        return self._cancelled >= attempt
 
     def wait(self, attempt: Clock, timeout_s: Seconds) -> None:
         """Wait until the attempt is cancelled, or for the timeout."""
         with self._changed:
-            self._changed.wait_for(lambda: self.is_set(attempt), timeout_s)
+            self._changed.wait_for(lambda: self.newest >= attempt, timeout_s)
 
 
-class RayClient:
+@final
+class RayClient(GrantedClient):
     """The client of one replica: each push is a call of the server's actor, whose reply is the next grant.
 
     Args:
-        call: calls a method of the server and returns a reference.
-        wait: reference -> reply.
+        server: the server's actor.
         assignment: of this replica.
         layout: of A.
         cancel: flag of this replica.
@@ -78,73 +69,50 @@ class RayClient:
 
     def __init__(
         self,
-        call: Callable[..., Any],
-        wait: Callable[[Any], Reply],
+        server: Any,
         assignment: ReplicaAssignment,
         layout: FlatLayout,
         cancel: CancelFlag,
         metrics: InMemorySink,
         timeout_s: Seconds,
     ) -> None:
-        self._call, self._wait, self._replica, self._layout = call, wait, assignment.replica, layout
+        super().__init__(assignment.attempt)
+        self._call, self._replica, self._layout = server.ask.remote, assignment.replica, layout
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
         self._delta = layout.new()
         self._state: FlatState | None = None
+        self._version: Version = 0
         self._reply: Any = None
-        self._grant: RayGrant | None = RayGrant(assignment.attempt, 0, 0)
-        self._micro_steps = 0
-        self._under_way = False
+        self._ended = False
         self._last_contact_s = 0.0
-        self.attempt: Clock = assignment.attempt
-        """The Δ that this replica computes, counted from 1."""
 
     def wait_for_grant(self) -> bool:
         """Wait for the server's reply and return whether to go on."""
-        if self._under_way or self._grant is None:
-            return self._grant is not None
+        if self._under_way or self._ended:
+            return self._under_way
         if self._reply is None:
             self._reply = self._call("first", self._replica)
         self._state = None  # frees the old A in the object store before the new one comes
-        self._grant, arrays = self._wait(self._reply)
-        if self._grant is None:
+        reply: messages.Reply = ray.get(self._reply)
+        grant, arrays = reply
+        if grant is None:
+            self._ended = True
             return False
-        self._state = state_of(self._layout, arrays)
-        self.attempt = self._grant.attempt
-        self._micro_steps, self._under_way, self._last_contact_s = 0, True, time.monotonic()
+        self._state = messages.state_of(self._layout, arrays)
+        self.attempt, self._granted, self._version = grant
+        self._done, self._under_way, self._last_contact_s = 0, True, time.monotonic()
         return True
-
-    def begins_delta(self) -> bool:
-        return self._micro_steps == 0
 
     def pull(self) -> FlatState:
         assert self._state is not None, "nothing was sent"
         return self._state
 
-    def ends_delta(self) -> bool:
-        assert self._grant is not None
-        self._micro_steps += 1
-        if self._micro_steps < self._grant.micro_steps:
-            return False
-        self._micro_steps = 0
-        return True
-
     def delta_buffer(self) -> FlatState:
         return self._delta
 
-    def push(self, measured: Measured) -> None:
-        self._complete(measured, arrays_of(self._delta))
-
     def cancelled(self) -> bool:
         """Return whether the attempt under way was cancelled, or the run has ended."""
-        return self._cancel.is_set(self.attempt)
-
-    def ack_cancel(self) -> int:
-        """Report that the cancelled attempt has stopped; returns how many micro-steps after this one it skips."""
-        assert self._grant is not None
-        skipped = max(0, self._grant.micro_steps - self._micro_steps - 1)
-        self._micro_steps = 0
-        self._complete(Measured(math.nan, 0, True), [])
-        return skipped
+        return self._cancel.newest >= self.attempt
 
     def pause(self, seconds: Seconds) -> None:
         """Sleep for a delay of the job, or until cancelled; a long one is announced to the server."""
@@ -154,55 +122,52 @@ class RayClient:
             self._call("excuse", self._replica, seconds)
         self._cancel.wait(self.attempt, seconds)
 
-    def _complete(self, measured: Measured, arrays: list[Bytes]) -> None:
-        assert self._grant is not None
+    def _complete(self, measured: Measured, cancelled: bool) -> None:
         self._under_way = False
-        facts = measured.samples, measured.finite, measured.loss
-        completion = RayCompletion(self._replica, self.attempt, self._grant.version, *facts, self._metrics.newest)
-        self._reply = self._call("push", completion, *arrays)
+        facts = measured.samples, measured.finite, measured.loss, self._metrics.newest
+        completion = messages.RayCompletion(self._replica, self.attempt, self._version, *facts)
+        self._reply = self._call("push", completion, *([] if cancelled else messages.arrays_of(self._delta)))
 
 
 PINGS = 8
 """Requests for another host's clock; the fastest answer counts."""
 
 
-def own_location() -> WorkerLocation:
-    """Return the location of this process."""
-    return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
-
-
 class ReplicaActor:
-    """The actor of a replica, kept from run to run; ``cancel`` and ``end`` are called while ``run`` computes."""
+    """The actor of a replica, kept from run to run; ``cancel`` is called while ``run`` computes."""
 
     def __init__(self) -> None:
         keep_freed_memory()
         self._cancel = CancelFlag(-1)
 
-    def place(self) -> WorkerLocation:
+    def place(self) -> messages.WorkerLocation:
         """Return the location of this actor."""
-        return own_location()
+        return messages.own_location()
 
-    def cancel(self, run: int, attempt: Clock) -> None:
-        """Cancel an attempt."""
+    def cancel(self, run: int, attempt: float) -> None:
+        """Cancel an attempt; infinity ends training."""
         self._cancel.cancel(run, attempt)
 
-    def end(self, run: int) -> None:
-        """End training."""
-        self._cancel.cancel(run, math.inf)
-
-    def run(self, parts: Sequence[Bytes], assignment: ReplicaAssignment, server: Any) -> Ended:
+    def run(self, parts: Sequence[messages.Bytes], assignment: ReplicaAssignment, server: Any) -> messages.Ended:
         """Run one replica's loop to the end of a run."""
         self._cancel = CancelFlag(assignment.run)
         try:
-            spans = _run_loop(unpack(parts), assignment, server, self._cancel)
-            if assignment.server.node != own_location().node and spans:
-                ahead_ns = _clock_offset(server)
+            spans = _run_loop(messages.unpack(parts), assignment, server, self._cancel)
+            if assignment.server.node != messages.own_location().node and spans:
+                # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
+                pings: list[tuple[Nanoseconds, Nanoseconds]] = []
+                for _ in range(PINGS):
+                    sent = time.monotonic_ns()
+                    remote = ray.get(server.ask.remote("clock"))
+                    received = time.monotonic_ns()
+                    pings.append((received - sent, remote - (sent + received) // 2))
+                _, ahead_ns = min(pings)
                 spans = [replace(s, start_ns=s.start_ns + ahead_ns, end_ns=s.end_ns + ahead_ns) for s in spans]
-            return Ended(None, spans)
+            return messages.Ended(None, spans)
         except ray.exceptions.RayError:
             raise  # the server has ended
         except BaseException as error:
-            return Ended(encode_failure(assignment.replica, error), [])
+            return messages.Ended(encode_failure(assignment.replica, error), [])
         finally:
             gc.collect()  # modules are in reference cycles, which would keep arrays in the object store
 
@@ -213,7 +178,7 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: Canc
     module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
     try:
         layout = FlatLayout.of(module, job.running_buffers)
-        client = RayClient(server.ask.remote, ray.get, assignment, layout, cancel, sink, job.timeout_s)
+        client = RayClient(server, assignment, layout, cancel, sink, job.timeout_s)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)
@@ -225,14 +190,3 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: Canc
         return spans.read()
     finally:
         spans.close()
-
-
-def _clock_offset(server: Any) -> Nanoseconds:
-    """Return how far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989)."""
-    pings: list[tuple[Nanoseconds, Nanoseconds]] = []
-    for _ in range(PINGS):
-        asked = time.monotonic_ns()
-        remote = ray.get(server.ask.remote("clock"))
-        answered = time.monotonic_ns()
-        pings.append((answered - asked, remote - (asked + answered) // 2))
-    return min(pings)[1]

@@ -1,1 +1,0 @@
-"""The forward pass alone, by the workers of one replica."""
