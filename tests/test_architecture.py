@@ -1,4 +1,4 @@
-"""docs/architecture.md names places that are there, and README's docs lead from one page to the next."""
+"""The pages name places that are there, and README's docs lead from one page to the next."""
 
 import re
 from pathlib import Path
@@ -8,6 +8,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "paceline"
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = sorted(
+    {(page.name, path) for page in PAGES for path in re.findall(r"`((?:[\w.]+/)+\w+\.py)`", page.read_text("utf-8"))}
+)
 PLACES = sorted(set(re.findall(r"`((?:[a-z_]+/)*[a-z_0-9]+(?:\.py|/))(?::[ \w]*)?`", PAGE)))
 CLASSES = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py): (\w+)`", PAGE)))
 
@@ -15,6 +19,12 @@ CLASSES = sorted(set(re.findall(r"`((?:[a-z_]+/)+[a-z_0-9]+\.py): (\w+)`", PAGE)
 @pytest.mark.parametrize("place", PLACES)
 def test_places_are_there(place: str) -> None:
     assert (PACKAGE / place).exists() or (ROOT / place).exists(), f"docs/architecture.md names {place}"
+
+
+@pytest.mark.parametrize(("page", "path"), FILES)
+def test_files_are_there(page: str, path: str) -> None:
+    to_write = "NAME" in path or path.endswith("/drop_stale.py")  # docs/adding-a-policy.md has the reader write it
+    assert to_write or any((base / path).exists() for base in (PACKAGE, ROOT, ROOT / "tests")), f"{page} names {path}"
 
 
 @pytest.mark.parametrize(("place", "name"), CLASSES)
