@@ -281,7 +281,7 @@ def _stage_times(parts: range, measured: Measurements, needs: Dependencies) -> S
         action(part, "backward") + action(part, "backward_input") + messages(part, back=True) for part in parts
     )
     weight = tuple(action(part, "backward_weight") for part in parts)
-    # between stages nobody is busy: the simulator delays an arrival by the mean of all messages
+    # between stages no worker is busy: the simulator delays an arrival by the mean of all messages
     transits = [each.transit for of_ends in sent.values() for each in of_ends]
     return StageTimes(forward, backward, weight, statistics.fmean(transits) if transits else 0.0)
 
