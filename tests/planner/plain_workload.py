@@ -24,6 +24,7 @@ class Plain(Workload):
     name: str = "plain"
     sample_words: int = 1
     spread: float = 0.1
+    flops: float | None = 1e9
     provenance: Mapping[str, str] = field(default_factory=lambda: {"times": "made up"})
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
@@ -50,9 +51,6 @@ class Plain(Workload):
 
     def refusal(self, arrangement: Arrangement) -> str | None:
         return "too many shards" if arrangement.shards > self.most_shards else None
-
-    def flops(self) -> float | None:
-        return 1e9
 
 
 def cluster(

@@ -173,4 +173,4 @@ def test_it_says_where_its_numbers_are_from() -> None:
     assert "nothing of it was measured" in made.provenance["layers' times"]
     assert made.name == "4x1024"
     assert made.sample_words == S
-    assert made.flops() == GPT.flops
+    assert made.flops == GPT.flops

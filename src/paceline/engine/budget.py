@@ -1,6 +1,7 @@
 """The budget of a run: when it is evaluated, and how many micro-steps each replica may still make."""
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.core.data_order import DataOrder
@@ -45,15 +46,15 @@ class StepQuota(Protocol):
         """Return how many further Δs it will at least be granted, whatever the other replicas do until then."""
 
 
+@dataclass(frozen=True)
 class Unbounded:
     """Quota of a budget in seconds: time alone ends the run."""
 
-    def __init__(self, micro_steps: int) -> None:
-        self._micro_steps = micro_steps
+    micro_steps: int
 
     def grant(self, replica: ReplicaId) -> int:
         del replica
-        return self._micro_steps
+        return self.micro_steps
 
     def guaranteed(self, replica: ReplicaId) -> int:
         del replica

@@ -74,14 +74,16 @@ class Coordinator:
         self._policy, self._quota, self._executor = policy, quota, executor
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
-        self._cancelling: set[ReplicaId] = set()
         self._leaving: deque[ReplicaId] = deque()
         """Replicas that are done, of which the policy does not know yet."""
         self._granted = [0] * replicas
         self._executing = False
         self.computing: set[ReplicaId] = set()
         """Replicas at work on a Δ; only the coordinator changes it."""
+        self.cancelling: set[ReplicaId] = set()
+        """Replicas whose attempt was cancelled: if its Δ still arrives, that counts as its stopping."""
         self.present = set(range(replicas))
+        """Replicas that take part; empty once all have left."""
         self.version: Version = 0
         self.tally = Tally()
 
@@ -95,11 +97,6 @@ class Coordinator:
         """Return the replicas that take part and do not compute."""
         return sorted(self.present - self.computing)
 
-    @property
-    def idle(self) -> bool:
-        """Return whether every replica has left."""
-        return not self.present
-
     def deadlock(self) -> PacelineError:
         """Build the error for a run in which no replica computes, so that no Δ can arrive any more."""
         return PacelineError(
@@ -112,10 +109,6 @@ class Coordinator:
         for replica in sorted(self.present):
             self._go_on(replica)
         self._report_left()
-
-    def voids(self, replica: ReplicaId) -> bool:
-        """Return whether this replica's attempt was cancelled: if its Δ still arrives, that counts as its stopping."""
-        return replica in self._cancelling
 
     def arrived(self, arrival: Arrival) -> None:
         """Have the policy decide on a Δ that has arrived; one that is not finite is discarded and counted."""
@@ -136,7 +129,7 @@ class Coordinator:
 
     def cancelled(self, replica: ReplicaId) -> None:
         """Let a replica go on that has stopped its cancelled attempt."""
-        self._cancelling.discard(replica)
+        self.cancelling.discard(replica)
         self.computing.discard(replica)
         self.tally.cancelled += 1
         self.tally.micro_steps += self._granted[replica]
@@ -148,7 +141,7 @@ class Coordinator:
         if replica not in self.present:
             return
         self.present.remove(replica)
-        self._cancelling.discard(replica)
+        self.cancelling.discard(replica)
         self.computing.discard(replica)
         self._decide(*self._policy.left(self._state, replica, reason))
         self._report_left()
@@ -217,7 +210,7 @@ class Coordinator:
         else:
             for replica in action.replicas:
                 if replica in self.computing:
-                    self._cancelling.add(replica)
+                    self.cancelling.add(replica)
                     self._executor.cancel(replica)
                 else:
                     self._go_on(replica)

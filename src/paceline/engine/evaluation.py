@@ -14,7 +14,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -115,28 +114,24 @@ class EvaluationQueue:
         self._program, self._build = program, build or program.build
         self._capacity = max(1, int(QUEUE_SHARE * available_bytes() / max(1, snapshot_bytes)))
         self.snapshots: deque[tuple[FlatState, SnapshotInfo]] = deque()
+        """No one writes to a state in it."""
+        self._evaluator: Evaluator | None = None
 
     @property
     def full(self) -> bool:
         """Return whether the run has to wait for the evaluator."""
         return len(self.snapshots) >= self._capacity
 
-    def add(self, state: FlatState, info: SnapshotInfo) -> None:
-        """Append a snapshot that no one will write to."""
-        self.snapshots.append((state, info))
-
     def evaluate(self, state: FlatState, info: SnapshotInfo) -> Record:
         """Evaluate a snapshot in this process."""
+        if self._evaluator is None:
+            self._evaluator = Evaluator(self._program, self._build())
         return self._evaluator.score(state, info)
 
     def evaluate_all(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Record]:
         """Evaluate what is queued in this process, until there is no more or that is cancelled."""
         while self.snapshots and not cancelled():
             yield self.evaluate(*self.snapshots.popleft())
-
-    @cached_property
-    def _evaluator(self) -> Evaluator:
-        return Evaluator(self._program, self._build())
 
 
 def become_evaluator(*, idle_only: bool) -> None:

@@ -8,7 +8,6 @@
 """
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
-from paceline.engine.run_context import own_settings
+from paceline.engine.run_context import own_settings, threads
 from paceline.engine.spmd.launcher import PRELOAD, WorkerPool
 from paceline.engine.spmd.p2p import ProcessGroupP2P, Routes
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for
@@ -83,10 +82,6 @@ class InferenceRequest:
     def begin(self, context: RankContext) -> "InferenceWorker":
         """Return the worker of one rank of a pool."""
         return InferenceWorker(self, context)
-
-    def threads(self, local_workers: int) -> int:
-        """Return the CPU threads of each worker, of so many on this host."""
-        return self.strategy.threads or max(1, len(os.sched_getaffinity(0)) // local_workers)
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def on_this_host(request: InferenceRequest) -> Iterator[Answering]:
     workers = request.strategy.workers
     with (
         contextlib.closing(ForkServer.start((*PRELOAD, __name__))) as fork_server,
-        WorkerPool(request, workers, request.threads(workers), fork_server) as pool,
+        WorkerPool(request, workers, threads(request.strategy), fork_server) as pool,
     ):
         yield lambda inputs: join_answers(pool.ask(inputs), request.strategy, inputs)
 
@@ -177,13 +172,13 @@ def under_torchrun(request: InferenceRequest, backend: str | None) -> Iterator[A
         backend: of the process group; None: the usual one for the device.
     """
     world = LaunchEnv.current()
-    threads, chosen = request.threads(world.local_size), backend_for("cpu", backend, world)
+    each, chosen = threads(request.strategy, world.local_size), backend_for("cpu", backend, world)
     with open_rank_context(world, chosen, "cpu", request.timeout_s, watched=True) as context:
         worker = InferenceWorker(request, context)
 
         def answer(inputs: Tree) -> Tree:
             with own_settings():
-                torch.set_num_threads(threads)
+                torch.set_num_threads(each)
                 local = worker(inputs)
                 answers = [replace(local, pieces=pieces) for pieces in context.gather(local.pieces, "the output")]
             return join_answers(answers, request.strategy, inputs)

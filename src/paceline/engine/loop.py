@@ -61,7 +61,8 @@ class RunHistory:
             assert context.order is not None, "epochs of a data source were not refused"
             self._per_unit = context.order.samples
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
-        self._last: tuple[int, int] | None = None
+        self.last: tuple[int, int] | None = None
+        """Updates and Δs at the last snapshot."""
         self.records: list[Record] = []
 
     def add_loss(self, loss: float, samples: int) -> None:
@@ -78,15 +79,10 @@ class RunHistory:
         tally = self._coordinator.tally
         return (tally.micro_steps if self._budget.unit == "steps" else tally.seen_samples) / self._per_unit
 
-    @property
-    def changed(self) -> bool:
-        """Return whether a Δ has arrived or was applied since the last snapshot."""
-        return self._last != (self._coordinator.version, self._coordinator.tally.gradients)
-
     def snapshot(self, time_s: Seconds) -> SnapshotInfo:
         """Return the counts as they are, to go with a snapshot of A."""
         coordinator = self._coordinator
-        self._last = coordinator.version, coordinator.tally.gradients
+        self.last = coordinator.version, coordinator.tally.gradients
         return SnapshotInfo(
             time_s=time_s,
             updates=coordinator.version,
@@ -212,7 +208,7 @@ class RunLoop:
 
     def evaluate_final(self, now: Seconds) -> None:
         """Have the last A evaluated, unless it already is."""
-        if self.timed or self.history.changed:
+        if self.timed or self.history.last != (self.coordinator.version, self.coordinator.tally.gradients):
             self._evaluate(now)
 
     def keep(self, records: Iterable[Record]) -> None:

@@ -24,8 +24,7 @@ from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer, ProcessHandle
 from paceline.comm.shared_pickle import share
 from paceline.comm.wakeup import Poller
-from paceline.core import errors
-from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.errors import WorkerError
 from paceline.core.types import Seconds
 
 Event: TypeAlias = tuple[str, int]
@@ -114,7 +113,9 @@ class RankProcesses:
         self.supervisor = ProcessSupervisor(fork_server)
         self.links: list[socket.socket] = []
         self.deadline = math.inf
-        self._exits: dict[int, str] = {}
+        """Time on the monotonic clock after which nothing is waited for."""
+        self.exits: dict[int, str] = {}
+        """Exit status of each rank that has ended."""
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-")
         try:
             with contextlib.closing(share(payload)) as shared:
@@ -129,10 +130,6 @@ class RankProcesses:
             self.close()
             raise
 
-    @property
-    def expired(self) -> bool:
-        return time.monotonic() >= self.deadline
-
     def limit(self, seconds: Seconds) -> None:
         """Wait no longer than ``seconds`` from now on."""
         self.deadline = min(self.deadline, time.monotonic() + seconds)
@@ -142,12 +139,9 @@ class RankProcesses:
         events = self.supervisor.poll(min(timeout_s, self.deadline - time.monotonic()))
         for kind, rank in events:
             if kind == "ended":
-                self._exits[rank] = self.supervisor.status(rank) or "hangs"
+                self.exits[rank] = self.supervisor.status(rank) or "hangs"
                 self.supervisor.retire(rank)
         return events
-
-    def ended_well(self, rank: int) -> bool:
-        return self._exits.get(rank) == EXIT_OK
 
     def hang_up(self, rank: int) -> None:
         """Poll a rank's socket no more: the rank has closed its end."""
@@ -155,7 +149,7 @@ class RankProcesses:
 
     def silent_exit(self) -> WorkerError:
         """Return the error for ranks that ended, or hang, without a message; it lists how each of them ended."""
-        statuses = "; ".join(f"rank {rank} {self._exits.get(rank, 'hangs')}" for rank in range(len(self.links)))
+        statuses = "; ".join(f"rank {rank} {self.exits.get(rank, 'hangs')}" for rank in range(len(self.links)))
         return WorkerError(f"a rank ended without a message: {statuses}")
 
     def close(self) -> None:
@@ -164,9 +158,3 @@ class RankProcesses:
         for link in self.links:
             link.close()
         self._folder.cleanup()
-
-
-def raised_by_rank(kind: str, text: str) -> PacelineError:
-    """Rebuild an error from the class name and text that a rank has sent."""
-    error: PacelineError = getattr(errors, kind)(text)
-    return error

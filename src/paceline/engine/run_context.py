@@ -22,6 +22,7 @@ from paceline.replica.batches import Stream, stream
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
+from paceline.strategy import Strategy
 from paceline.trace.recorder import AnyRecorder
 
 
@@ -38,6 +39,8 @@ class RunContext:
         self.policy: Aggregation[Any] = strategy.aggregation
         self.order = order_of(job)
         """None where the data come from the user's function."""
+        self.reference_batch = None if self.order is None else job.program.per_replica_batch(1)
+        """m₀, the samples of an update by one replica alone; None where the data have no order."""
         self.delta: Delta = self.policy.delta
         """Kind of Δ that one push hands over: the policy's, accumulated if the strategy says so."""
         if isinstance(self.delta, Gradient) and strategy.accumulate > 1:
@@ -56,11 +59,6 @@ class RunContext:
             return Steps(int(budget.amount), self.replicas, each, self.per_step)
         assert self.order is not None, "epochs of a data source were not refused"
         return Epochs(budget.amount, self.order, each, self.order.samples)
-
-    @property
-    def reference_batch(self) -> int | None:
-        """Return m₀, the samples of an update by one replica alone; None where a function makes the batches."""
-        return None if self.order is None else self.job.program.per_replica_batch(1)
 
     def batches(self, replica: ReplicaId) -> Stream:
         """Return the endless stream of one replica's batches."""
@@ -119,19 +117,19 @@ def first_state(program: Program, running_buffers: tuple[str, ...]) -> tuple[nn.
     return module, read(module, FlatLayout.of(module, running_buffers).new())
 
 
-def threads(job: Job, workers_here: int | None = None) -> int:
+def threads(strategy: Strategy, workers_here: int | None = None) -> int:
     """Return the CPU threads of one worker: the strategy's, or an equal share of the cores.
 
     Args:
-        job: of the run.
+        strategy: of the run.
         workers_here: how many workers share this host; None: all.
     """
-    return job.strategy.threads or max(1, len(os.sched_getaffinity(0)) // (workers_here or job.strategy.workers))
+    return strategy.threads or max(1, len(os.sched_getaffinity(0)) // (workers_here or strategy.workers))
 
 
 def set_threads_and_seed(job: Job, replica: ReplicaId, workers_here: int | None = None) -> None:
     """Set this process's threads, and its seed by its replica."""
-    torch.set_num_threads(threads(job, workers_here))
+    torch.set_num_threads(threads(job.strategy, workers_here))
     torch.default_generator.manual_seed(step_seed(job.program.seed, replica, -1))  # what samples draw as they are read
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, final
@@ -174,12 +175,12 @@ class WorkerMetrics:
         self._recorder.close()
 
 
+@dataclass
 class InMemorySink:
     """Metrics sink of one worker, in its own memory."""
 
-    def __init__(self) -> None:
-        self.newest = Figures(0, 0, 0, 0)
-        self.step_times: deque[Seconds] = deque(maxlen=STEP_TIMES)
+    newest: Figures = field(default=Figures(0, 0, 0, 0))
+    step_times: deque[Seconds] = field(default_factory=lambda: deque(maxlen=STEP_TIMES))
 
     def measure(self, replica: ReplicaId, figures: Figures, step_time_s: Seconds | None = None) -> None:
         """Store the figures so far, and the time of one more step."""

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -95,34 +95,35 @@ ProcessInfo: TypeAlias = Mapping[str, int | str]
 """``pid`` of a process, and its ``node`` where there are several."""
 
 
-class WorkersFile:
-    """``workers.json`` in the run's folder, there while the run lasts.
+@contextlib.contextmanager
+def workers_file(
+    folder: Path | None, others: Mapping[str, ProcessInfo], workers: Mapping[Coordinate, ProcessInfo]
+) -> Iterator[Sequence[Path]]:
+    """Context manager: keep ``workers.json`` in the run's folder, there while the run lasts.
+
+    At the end the folder is removed as well if nothing else is in it: it is written anew as a whole.
 
     Args:
         folder: of the run; None: nothing is written.
         others: the processes that are no replica's, by their role.
         workers: the replicas' processes.
+
+    Yields:
+        The files that a killed process would leave.
     """
-
-    def __init__(
-        self, folder: Path | None, others: Mapping[str, ProcessInfo], workers: Mapping[Coordinate, ProcessInfo]
-    ) -> None:
-        self._folder = folder
-        self.files: list[Path] = []
-        """Files that a killed process would leave."""
-        if folder is None:
-            return
-        rows: list[dict[str, Any]] = [{"role": role, **info} for role, info in others.items()]
-        rows += [{"role": "replica", **place._asdict(), **info} for place, info in workers.items()]
-        folder.mkdir(parents=True, exist_ok=True)
-        self.files = [folder / PARTIAL_NAME, folder / "workers.json"]
-        self.files[0].write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-        self.files[0].replace(self.files[1])  # a reader finds all of it, or nothing
-
-    def close(self) -> None:
-        """Remove the file, and the folder, which is written anew as a whole."""
-        if self._folder is not None:
-            remove_workers_file(self._folder)
+    if folder is None:
+        yield ()
+        return
+    rows: list[dict[str, Any]] = [{"role": role, **info} for role, info in others.items()]
+    rows += [{"role": "replica", **place._asdict(), **info} for place, info in workers.items()]
+    folder.mkdir(parents=True, exist_ok=True)
+    partial, whole = folder / PARTIAL_NAME, folder / "workers.json"
+    partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    partial.replace(whole)  # a reader finds all of it, or nothing
+    try:
+        yield partial, whole
+    finally:
+        remove_workers_file(folder)
 
 
 def remove_workers_file(folder: Path) -> None:

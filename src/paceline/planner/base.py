@@ -229,6 +229,8 @@ class Workload(ABC):
     provenance: Provenance
     spread: float
     """Relative error of a predicted time that nine of ten stay below; :attr:`provenance` says why."""
+    flops: float | None
+    """Floating-point operations of the model for one sample, forward and backward, none counted twice."""
 
     @abstractmethod
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
@@ -237,10 +239,6 @@ class Workload(ABC):
     @abstractmethod
     def refusal(self, arrangement: Arrangement) -> str | None:
         """Return why the model can't be divided so, as a clause; None: it can."""
-
-    @abstractmethod
-    def flops(self) -> float | None:
-        """Return the model's floating-point operations for one sample, forward and backward, none counted twice."""
 
 
 @dataclass(frozen=True, slots=True)

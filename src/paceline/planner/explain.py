@@ -182,7 +182,7 @@ class FasterLayers(Workload):
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        for name in ("name", "global_batch", "numerics", "sample_words", "provenance", "spread"):
+        for name in ("name", "global_batch", "numerics", "sample_words", "provenance", "spread", "flops"):
             setattr(self, name, getattr(workload, name))
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:
@@ -191,9 +191,6 @@ class FasterLayers(Workload):
 
     def refusal(self, arrangement: Arrangement) -> str | None:
         return self._workload.refusal(arrangement)
-
-    def flops(self) -> float | None:
-        return self._workload.flops()
 
 
 # -------------------------------------------------------------------------------------------------------------- why not

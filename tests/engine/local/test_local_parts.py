@@ -41,7 +41,7 @@ def cues(
     script: EventScript, told: dict[int, Completion], present: set[int], voided: frozenset[int] = frozenset()
 ) -> list[tuple[int, int]]:
     """(replica, attempt) of what is taken, where no further report comes in the meantime."""
-    coordinator: Any = SimpleNamespace(present=present, voids=lambda replica: replica in voided)
+    coordinator: Any = SimpleNamespace(present=present, cancelling=voided)
     director = FaultInjector(script, lambda replica, number: None)
     return [(r, told.pop(r).attempt) for r, _ in director.due(lambda: list(told.items()), coordinator)]
 

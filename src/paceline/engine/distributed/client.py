@@ -144,7 +144,7 @@ class ReplicatedCoordinator:
             loop.arrived(Arrival(replica, version, clock, status.samples, arrived_s, status.finite, loss))
             loop.handled(self.now)
         self.interrupted |= any(status.stop for status in statuses)
-        self.over |= self.interrupted or decisions.idle
+        self.over |= self.interrupted or not decisions.present
         loop.display(self.now)
 
     def finish(self) -> None:
@@ -163,7 +163,7 @@ class ReplicatedCoordinator:
                 self._records.append(queue.evaluate(*queue.snapshots.popleft()))
             state = self._shard.full_state(wanted=local)  # all ranks take part where each has a part of A
             if state is not None:
-                queue.add(state, info)
+                queue.snapshots.append((state, info))
             return
         since = time.monotonic_ns()  # the clock stands still
         state = self._shard.full_state(wanted=world.rank == 0)

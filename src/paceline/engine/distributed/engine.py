@@ -30,7 +30,7 @@ from paceline.engine.run_context import RunContext, own_settings, refuse_absent_
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
-from paceline.engine.worker_metrics import SpanLog, WorkersFile, training_spans, worker_figures
+from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import FlatLayout, digest_of, write
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
@@ -132,7 +132,7 @@ class DistributedRun:
                 processes: dict[Coordinate, dict[str, int | str]] = {
                     mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
                 }
-                self._closing.callback(WorkersFile(self._job.out, {}, processes).close)
+                self._closing.enter_context(workers_file(self._job.out, {}, processes))
             client, worker = self._client_and_worker(interrupts, stop_event)
             self._clock.began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
             coordinator.begin()
@@ -228,7 +228,7 @@ class DistributedRun:
         gathered = context.gather((local_figures, local_records, spans), "the others' scores and figures")
         records = [*history.records, *(record for _, each, _ in gathered for record in each)]
         notes: dict[str, str | int | float] = {
-            "threads": threads(self._job, context.world.local_size),
+            "threads": threads(self._job.strategy, context.world.local_size),
             "backend": self._backend if context.world.size > 1 else "none",
             **shard.notes(),
         }

@@ -193,4 +193,4 @@ def pays(job: Job, world: LaunchEnv, backend: str) -> bool:
     """Return True if overlap should pay on this rank: NCCL, several hosts, or a spare core per rank for Gloo."""
     if backend == "nccl" or world.local_size < world.size:
         return True
-    return len(os.sched_getaffinity(0)) >= world.size * (threads(job, world.size) + SENDING_CORES)
+    return len(os.sched_getaffinity(0)) >= world.size * (threads(job.strategy, world.size) + SENDING_CORES)

@@ -59,7 +59,7 @@ class EvaluationProcess:
         """Queue a copy of ``state``; wait for room where memory is short."""
         while self.alive and self.queue.full:
             self._early += self._receive(self._timeout_s)
-        self.queue.add(state.clone(), info)
+        self.queue.snapshots.append((state.clone(), info))
         self._send_next()
 
     def collect(self) -> list[Record]:

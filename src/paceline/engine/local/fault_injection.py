@@ -87,7 +87,7 @@ class FaultInjector:
 
     def _next(self, pending: Pending, coordinator: Coordinator) -> tuple[ReplicaId, Completion] | None:
         # First what is no arrival: completions of replicas that stop, were cancelled or have left.
-        stopping = {replica for replica in coordinator.present if coordinator.voids(replica)}
+        stopping = coordinator.present & coordinator.cancelling
         for replica, completion in pending:
             if replica in stopping or completion.ending == CANCELLED or replica not in coordinator.present:
                 return replica, completion

@@ -32,7 +32,7 @@ from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.worker_metrics import SpanLog, WorkersFile, training_spans, worker_figures
+from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.trace.spans import SERVER
@@ -134,7 +134,7 @@ class LocalRun:
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._evaluation.child.pid}}
         mesh, processes = job.strategy.mesh, workers.supervisor.processes
         pids = {mesh.coordinate(worker): {"pid": process.pid} for worker, process in processes.items()}
-        self._closing.callback(WorkersFile(job.out, others, pids).close)
+        self._closing.enter_context(workers_file(job.out, others, pids))
 
     def _train(self) -> Seconds:
         """Train until the budget is spent, the condition met, or Ctrl-C pressed; return the training time."""
@@ -143,12 +143,12 @@ class LocalRun:
         self._began = time.monotonic_ns()
         if not interrupts.count:
             coordinator.begin()
-        while not coordinator.idle and not loop.condition_met and not interrupts.count:
+        while coordinator.present and not loop.condition_met and not interrupts.count:
             wait_s = loop.tick(self._now())
             if wait_s is None:
                 return loop.end_s
             self._handle(self._wait(wait_s))
-            if not coordinator.idle:
+            if coordinator.present:
                 loop.check_hang(
                     self._now(),
                     "main",
@@ -232,7 +232,7 @@ class LocalRun:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
         coordinator, now = self._coordinator, self._now()
         present = replica in coordinator.present
-        arrives = present and done.ending == ARRIVED and not coordinator.voids(replica)
+        arrives = present and done.ending == ARRIVED and replica not in coordinator.cancelling
         delta = self._server.read(replica, done, keep=arrives)
         if not present:
             return
@@ -265,7 +265,7 @@ class LocalRun:
             row = worker_figures(job.strategy.mesh.coordinate(worker), measured, times, nbytes, seconds)
             workers.append(replace(row, optimizer_bytes=own_bytes))
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
-        notes: dict[str, str | int | float] = {"threads": threads(job), "server_optimizer_bytes": server_bytes}
+        notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}
         interrupted = self._interrupts.count > 0
         account = history.account(seconds, workers, self._loop.exits, notes, interrupted=interrupted)
         model = write(self._module, state)

@@ -44,7 +44,7 @@ class RayEvaluation:
 
     def hand_in(self, state: FlatState, info: SnapshotInfo) -> None:
         """Queue a state that no one will write to."""
-        self.queue.add(state, info)
+        self.queue.snapshots.append((state, info))
         if self.task is None or self.task.done():
             self.task = asyncio.ensure_future(self._evaluate_all())
 

@@ -28,7 +28,7 @@ from paceline.engine.ray.evaluation_actor import EvaluatorActor
 from paceline.engine.ray.replica import ReplicaActor
 from paceline.engine.ray.server import ServerActor
 from paceline.engine.run_context import first_state
-from paceline.engine.worker_metrics import WorkersFile, training_spans
+from paceline.engine.worker_metrics import training_spans, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
@@ -247,9 +247,7 @@ class RayRun:
         others = {"coordinator": actors.server, "scorer": actors.scorer}
         processes = {"main": {"pid": os.getpid()}} | {r: actors.locations[a]._asdict() for r, a in others.items()}
         replicas = {Coordinate(r): actors.locations[a]._asdict() for r, a in enumerate(handles)}
-        workers_file = WorkersFile(job.out, processes, replicas)
-        self._closing.callback(workers_file.close)
-        for path in workers_file.files:
+        for path in self._closing.enter_context(workers_file(job.out, processes, replicas)):
             self._cluster.janitor.remove_on_exit(path)
         if not interrupts.count:
             self._get(self._ask("begin"))

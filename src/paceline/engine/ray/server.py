@@ -148,7 +148,7 @@ class ServerRun:
         record.measured(completion.figures)
         with run.guarded():
             _, attempt, version, samples, finite, loss, _ = completion
-            if arrays and not coordinator.voids(replica):
+            if arrays and replica not in coordinator.cancelling:
                 now = run.now()
                 delta = messages.state_of(executor.owner.state.layout, arrays)
                 executor.undecided[replica, attempt] = delta
@@ -158,7 +158,7 @@ class ServerRun:
             else:
                 coordinator.cancelled(replica)
             self._loop.handled(run.now())  # an update may have taken time
-            if coordinator.idle:
+            if not coordinator.present:
                 run.wake.set()
         return await reply
 
@@ -237,7 +237,7 @@ class ServerRun:
             worker_figures(Coordinate(r), record.figures, record.step_times, nbytes, self._seconds)
             for r, record in enumerate(self._replicas)
         ]
-        notes: dict[str, str | int | float] = {"threads": threads(self._job)}
+        notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy)}
         account = loop.history.account(self._seconds, workers, loop.exits, notes, interrupted=interrupted)
         records = sorted(loop.history.records, key=lambda record: record.time_s)
         spans = self._executor.spans.read()
@@ -292,7 +292,7 @@ class ServerRun:
                     f"the server waited {START_S + self._job.timeout_s:g} s for an actor in the place of replica "
                     f"{replica}; write RayEngine(replace=False), or a larger timeout_s="
                 )
-        if self._coordinator.computing or not (self._awaited or self._coordinator.idle):
+        if self._coordinator.computing or not (self._awaited or not self._coordinator.present):
             self._loop.check_hang(
                 now,
                 "the server",

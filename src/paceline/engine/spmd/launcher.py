@@ -31,12 +31,13 @@ from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import ObjectReceiver, ObjectSender, SharedObject, share, unpack
 from paceline.comm.wakeup import EventFd
+from paceline.core import errors
 from paceline.core.errors import PacelineError, kind_and_text
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.loop import InterruptGuard
-from paceline.engine.process_supervisor import REASON_S, RankProcesses, raised_by_rank
+from paceline.engine.process_supervisor import EXIT_OK, REASON_S, RankProcesses
 from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvous
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.worker_metrics import remove_workers_file
@@ -85,13 +86,13 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
         ranks = RankProcesses(fork_server, f"{__name__}:rank_main", job.strategy.workers, job, {"engine": engine})
         closing.callback(ranks.close)
         ranks.supervisor.poller.add(interrupt.fileno(), ("interrupt", 0))
-        while ranks.supervisor.running and not ranks.expired:
+        while ranks.supervisor.running and time.monotonic() < ranks.deadline:
             for kind, rank in ranks.poll(TICK_S):
                 if kind == "interrupt":
                     interrupt.clear()
                     continue
                 if kind == "ended":
-                    if not ranks.ended_well(rank):
+                    if ranks.exits[rank] != EXIT_OK:
                         ranks.limit(REASON_S)
                     continue
                 message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
@@ -102,7 +103,7 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
                         training = True
                         watch(progress)
                     case "failed", error_class, text:
-                        failure = failure or raised_by_rank(error_class, text)
+                        failure = failure or getattr(errors, error_class)(text)
                         ranks.limit(END_S)
                     case ("done",):
                         with contextlib.closing(SharedObject(fds[0])) as shared:
@@ -206,7 +207,7 @@ class WorkerPool:
         ranks.deadline = time.monotonic() + LONGEST_S
         if not all(self._sender.post(request, ranks.links)):
             ranks.limit(REASON_S)  # a rank has ended; what it sent before is read below
-        while len(answers) < len(ranks.links) and not ranks.expired:
+        while len(answers) < len(ranks.links) and time.monotonic() < ranks.deadline:
             for kind, rank in ranks.poll():
                 if kind == "ended":
                     if rank not in answers:
@@ -219,7 +220,7 @@ class WorkerPool:
                     continue
                 match message:
                     case "failed", error_class, text:
-                        raise raised_by_rank(error_class, text)
+                        raise getattr(errors, error_class)(text)
                     case "done", answer:
                         answers[rank] = answer
         if len(answers) < len(ranks.links):

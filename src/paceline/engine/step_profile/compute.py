@@ -13,7 +13,7 @@ from paceline.engine.run_context import RunContext, first_batch, first_state
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import REPEATS, CollectiveCall, FakeShards, barrier
 from paceline.replica.base import Batch, Replica
-from paceline.replica.flat_state import FlatLayout, FlatState, read
+from paceline.replica.flat_state import FlatState, read
 from paceline.replica.pipeline.prepare import select_rows
 from paceline.replica.tensor.placements import shard_layout
 from paceline.replica.tensor.prepare import prepare_shard
@@ -152,13 +152,8 @@ def profile_worker(setup: RunContext, context: RankContext) -> Sequence[RankProf
     passes = [(repeat, timer.time(next(batches), clock)) for clock, repeat in repeats]
     timer.time(first)  # its collectives are those of a whole batch; the last one timed may be an epoch's short end
     counted = [each for repeat, each in passes if repeat >= 0]
-    steps_on = parameter_share(layout, whole.layout)
+    steps_on = layout.parameter_bytes / max(1, whole.layout.parameter_bytes)
     return [RankProfile(counted, timer.calls, timer.last_calls, steps_on=steps_on)]
-
-
-def parameter_share(part: FlatLayout, whole: FlatLayout) -> float:
-    """Return the share of a worker's part in all of A, by bytes."""
-    return part.parameter_bytes / max(1, whole.parameter_bytes)
 
 
 def time_sizes(context: RankContext, job: Job, sizes: Sequence[int]) -> Mapping[int, Sequence[Seconds]]:

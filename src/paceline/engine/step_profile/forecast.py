@@ -149,7 +149,9 @@ def measure_on_ranks(
     """
     with ExitStack() as stack:
         server = fork_server or stack.enter_context(closing(ForkServer.start(NEEDS)))
-        pool = stack.enter_context(WorkerPool(MeasureTask(measure, job.timeout_s), size, threads(job, size), server))
+        pool = stack.enter_context(
+            WorkerPool(MeasureTask(measure, job.timeout_s), size, threads(job.strategy, size), server)
+        )
         ranks, samples = pool.ask("measure"), list[Seconds]()
         for _ in range(EMPTY_REQUESTS):
             began = time.perf_counter()

@@ -15,7 +15,7 @@ from paceline.engine.base import Job
 from paceline.engine.run_context import RunContext, first_batch
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.step_profile.comm import CollectiveCall, FakeShards
-from paceline.engine.step_profile.compute import Pass, RankProfile, parameter_share, synchronized_repeats
+from paceline.engine.step_profile.compute import Pass, RankProfile, synchronized_repeats
 from paceline.replica.flat_state import FlatLayout, read
 from paceline.replica.hybrid import ShardingRequest, shard_parts
 from paceline.replica.module_utils import preserve_tensors, tensors_of
@@ -70,7 +70,8 @@ class _IsolatedWorker:
         means: dict[str, Any] = {"recompute": strategy.recompute, "batchnorm": strategy.batchnorm}
         pipeline = PipelineContext(program, plan, cut.captured, parts, layout, number, **means)
         self._runtime = StageRuntime(pipeline)
-        self._state, self._share = read(merged_module(parts), layout.new()), parameter_share(layout, whole)
+        self._state = read(merged_module(parts), layout.new())
+        self._share = layout.parameter_bytes / max(1, whole.parameter_bytes)
         self._micro_batches = self._runtime.micro_batches(batch, batch.samples, 0)
         self._tasks = plan.worker_program(number, len(self._micro_batches)).actions
 

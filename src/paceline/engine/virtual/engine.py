@@ -9,7 +9,8 @@ An event is the arrival of a Δ. The server takes arrivals one at a time in the 
 policy decides for one is executed before the next is taken.
 """
 
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 
 import torch
 
@@ -32,7 +33,6 @@ from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, S
 from paceline.engine.virtual.pending_delta import DeltaComputer, PendingDelta, ReplicaTimeline, Streams, ordered_batches
 from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
-from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatState, write
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.support import ENGINES
@@ -108,7 +108,7 @@ class VirtualRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with self._streams, self._user_loops or nullcontext():
+        with closing(self._streams), self._user_loops or nullcontext():
             interrupted = self._train()
         self._coordinator.finish()
         if not self._loop.history.is_current(self._now):
@@ -122,7 +122,7 @@ class VirtualRun:
                 if not self._loop.timed:
                     self._loop.evaluate_if_due(0.0)
                 self._coordinator.begin()
-                while not self._coordinator.idle and not interrupts.count:
+                while self._coordinator.present and not interrupts.count:
                     self._next_arrival()
             except _TimeUp:
                 self._now = self._loop.end_s
@@ -287,10 +287,7 @@ class VirtualRun:
     def _delta_computer(self) -> DeltaComputer:
         job, context = self._job, self._context
         layout, stop, order = self._optimizer.state.layout, job.on_nonfinite == "stop", context.order
-
-        def build(replica: ReplicaId) -> Replica:
-            return context.replica(replica, self._module, layout)
-
+        build = partial(context.replica, module=self._module, layout=layout)
         if order is None or job.program.loader.get("num_workers"):
             return DeltaComputer(build, self._streams.at, stop=stop)
         batch_at = ordered_batches(job.program, order)

@@ -154,10 +154,7 @@ class Streams:
         self._next[replica] = k + 1
         return next(islice(self.of(replica), k - begin, None))
 
-    def __enter__(self) -> "Streams":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         for stream in self._open.values():
             stream.close()
 

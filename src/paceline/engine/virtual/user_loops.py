@@ -9,6 +9,7 @@ The engine and the thread of one replica take turns::
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
@@ -59,7 +60,7 @@ class LoopWorker(Worker):
         self.to_engine.put(ending)
 
 
-class UserLoops:
+class UserLoops(AbstractContextManager["UserLoops"]):
     """All loops of a run.
 
     Args:
@@ -81,9 +82,6 @@ class UserLoops:
         thread = self._threads[replica]
         if thread.ident is None or thread.is_alive():
             self.next(replica, on=False)
-
-    def __enter__(self) -> "UserLoops":
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Dismiss all that still run; raise the first failure, unless another error is under way."""

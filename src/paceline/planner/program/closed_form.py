@@ -12,6 +12,7 @@ The components of a step are measured one by one on processes that are as busy a
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from statistics import median
 
 import numpy as np
@@ -93,10 +94,7 @@ def once(plans: Sequence[Plan]) -> Sequence[Plan]:
     """Drop plans that recompute, where others fit, and plans that accumulate, where the same arrangement does without:
     both take time only to save memory."""
     plans = [plan for plan in plans if plan.arrangement.recompute == "none"] or plans
-
-    def mesh(plan: Plan) -> tuple[int, int, int]:
-        return plan.arrangement.replicas, plan.arrangement.stages, plan.arrangement.shards
-
+    mesh = attrgetter("arrangement.replicas", "arrangement.stages", "arrangement.shards")
     whole = {mesh(plan) for plan in plans if not accumulates(plan)}
     return [plan for plan in plans if not accumulates(plan) or mesh(plan) not in whole]
 

@@ -123,7 +123,7 @@ def _busy(job: Job, ranks: Sequence[RankMeasurements]) -> Busy:
     low, middle, high = np.quantile([seconds for each in times for seconds in each], (0.05, 0.5, 0.95))
     slowest = max(zip(ranks, map(statistics.median, times), strict=True), key=itemgetter(1))[0]
     low, high = float(low / middle), float(high / middle)
-    return Busy(len(ranks), threads(job, len(ranks)), slowest.forward, slowest.backward, low, high)
+    return Busy(len(ranks), threads(job.strategy, len(ranks)), slowest.forward, slowest.backward, low, high)
 
 
 def elements(program: Program) -> int:

@@ -97,7 +97,7 @@ class CostCache:
         workload, device = self.workload, self.cluster.device
         # Relative errors of independent sources, of workload and cluster, add in squares.
         spread, step_s = float(np.hypot(workload.spread, self.cluster.spread)), result.step_s
-        rate, flops = arrangement.samples / step_s, workload.flops()
+        rate, flops = arrangement.samples / step_s, workload.flops
         utilisation = None if flops is None else flops * rate / (arrangement.workers * device.flops_per_s)
         strategy = supported.strategy(arrangement, device.kind) if supported.supports(arrangement) else None
         sources = merged(workload.provenance, self.cluster.provenance, device.provenance)

@@ -89,6 +89,11 @@ class DescribedWorkload(Workload):
         """Words in a sample: the shape's sequence."""
         return self.shape.sequence
 
+    @property
+    def flops(self) -> float:  # type: ignore[override]
+        """Operations of the shape for one sample."""
+        return self.shape.flops
+
     @cached_property
     def numerics(self) -> Numerics:  # type: ignore[override]
         """Bytes of a parameter by precision and optimizer."""
@@ -102,9 +107,6 @@ class DescribedWorkload(Workload):
             "activations": "counted as in 2205.05198, section 4",
             "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say",
         }
-
-    def flops(self) -> float:
-        return self.shape.flops
 
     def refusal(self, arrangement: Arrangement) -> str | None:
         shape, t = self.shape, arrangement.shards
