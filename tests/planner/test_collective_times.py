@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import InputError
-from paceline.planner.base import Call, Collective
+from paceline.planner.base import Collective
 from paceline.planner.cluster import Described, DeviceGroup, Links
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 
@@ -140,7 +140,7 @@ def test_what_was_measured_is_given_as_it_is(nccl: dict[tuple[str, int], Points]
     }
     messages = Measured(curves)
     for known, curve in curves.items():
-        assert messages.of(Call("all_reduce", 1 << 24), known.group) == curve.seconds(1 << 24)
+        assert messages.seconds("all_reduce", 1 << 24, known.group) == curve.seconds(1 << 24)
 
 
 def test_one_worker_alone_sends_nothing() -> None:

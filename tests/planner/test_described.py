@@ -5,9 +5,9 @@ import re
 import pytest
 
 from paceline.planner.base import Arrangement, Call, LayerCost
-from paceline.planner.cluster import Cluster, Device
+from paceline.planner.cluster import Cluster, Described, Device, Links
 from paceline.planner.cost import cost
-from paceline.planner.devices import device, messages
+from paceline.planner.devices import device
 from paceline.planner.shapes import blocks
 from paceline.planner.shapes.blocks import RankShare, TransformerCosts
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
@@ -112,7 +112,7 @@ def test_a_small_block_takes_what_its_host_takes() -> None:
 
 def test_collectives_hide_while_the_device_waits_for_its_host() -> None:
     slow, quick = DeviceEfficiency(host_s=1e-2), DeviceEfficiency(host_s=0.0, call_s=0.0)
-    cluster = Cluster(1, 8, A100, messages("A100-80GB"))
+    cluster = Cluster(1, 8, A100, Described(Links(300e9, 25e9)))
     waits = [
         cost(DescribedWorkload(GPT, A100, 8, kernels=kernels), cluster, Arrangement(shards=8)).terms["shards"]
         for kernels in (slow, quick)

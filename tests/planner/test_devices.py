@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.core.errors import InputError
-from paceline.planner.devices import SHEETS, device, messages, sheet
+from paceline.planner.devices import SHEETS, device, sheet
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -47,7 +47,7 @@ def test_a_family_alone_is_its_first() -> None:
 
 
 def test_links_are_those_beside_it() -> None:
-    assert messages("A100-80GB").links.inside_bytes_per_s == 300e9
+    assert sheet("A100-80GB").inside_bytes_per_s == 300e9
 
 
 def test_what_is_not_known_is_refused_with_the_nearest() -> None:

@@ -190,7 +190,7 @@ def test_the_virtual_engine_goes_through_the_same_events(policy: str) -> None:
     settings: dict[str, Any] = {"engine": "virtual", "times": str(times), "delay": str(delay), "progress": False}
     summary = train(program, f"replicas=4 aggregation={policy}", seconds=12, **settings).summary
     simulation = Simulation(parse(policy), 4, times, delay, program.seed)
-    while simulation.arrivals < summary["gradients"]:
+    while simulation.coordinator.tally.gradients < summary["gradients"]:
         simulation.turn()
     now_s, updates, applied, stale, _, arrived, cancelled = simulation.counts()
     assert arrived > 20

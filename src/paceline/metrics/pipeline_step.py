@@ -104,7 +104,10 @@ class PipelineStep:
 
     def ideal_spans(self) -> list[Span]:
         """Return the spans of the ideal on the clock of the run, from the start of the step."""
-        return [_shifted(span, self.began_ns) for span in self.ideal.spans]
+        shift_ns = self.began_ns
+        return [
+            replace(span, start_ns=span.start_ns + shift_ns, end_ns=span.end_ns + shift_ns) for span in self.ideal.spans
+        ]
 
 
 def pipeline_step(
@@ -167,9 +170,5 @@ def _panel(title: str, spans: Sequence[Span], window: Interval) -> Panel:
     """Return all spans inside a window, also those of other steps that overlap with it."""
     start, end = window
     inside = (span for span in spans if span.start_ns < end and span.end_ns > start)
-    cut = (replace(s, start_ns=max(s.start_ns, start), end_ns=min(s.end_ns, end)) for s in inside)
-    return Panel(f"{title}: {duration(end - start)}", [_shifted(span, -start) for span in cut], end - start)
-
-
-def _shifted(span: Span, by_ns: Nanoseconds) -> Span:
-    return replace(span, start_ns=span.start_ns + by_ns, end_ns=span.end_ns + by_ns)
+    cut = [replace(s, start_ns=max(s.start_ns - start, 0), end_ns=min(s.end_ns, end) - start) for s in inside]
+    return Panel(f"{title}: {duration(end - start)}", cut, end - start)

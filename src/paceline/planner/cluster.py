@@ -7,7 +7,7 @@ from math import ceil, log2
 from typing import Literal, NamedTuple, final
 
 from paceline.core.types import Seconds
-from paceline.planner.base import Arrangement, Call, Collective, Provenance
+from paceline.planner.base import Arrangement, Collective, Provenance
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +58,6 @@ class Messages(ABC):
     def seconds(self, collective: Collective, size_bytes: float, group: DeviceGroup) -> Seconds:
         """Return the time until all workers have their result; 0 where the group is one worker."""
 
-    def of(self, call: Call, group: DeviceGroup) -> Seconds:
-        """Return the time of a layer's collective."""
-        return self.seconds(call.collective, call.size_bytes, group)
-
 
 @final
 @dataclass(frozen=True)
@@ -101,6 +97,7 @@ class Described(Messages):
 
 
 @final
+@dataclass(eq=False)
 class CachedMessages(Messages):
     """Cache of another model: a search needs the same few times thousands of times.
 
@@ -108,14 +105,13 @@ class CachedMessages(Messages):
         messages: the model to cache.
     """
 
-    def __init__(self, messages: Messages) -> None:
-        self._messages = messages
-        self._cache: dict[tuple[Collective, float, DeviceGroup], Seconds] = {}
+    messages: Messages
+    _cache: dict[tuple[Collective, float, DeviceGroup], Seconds] = field(default_factory=dict, init=False, repr=False)
 
     def seconds(self, collective: Collective, size_bytes: float, group: DeviceGroup) -> Seconds:
         key = collective, size_bytes, group
         if key not in self._cache:
-            self._cache[key] = self._messages.seconds(collective, size_bytes, group)
+            self._cache[key] = self.messages.seconds(collective, size_bytes, group)
         return self._cache[key]
 
 
@@ -155,10 +151,6 @@ class Cluster:
         (DeviceGroup(size=4, on_host=4), DeviceGroup(size=4, on_host=2), DeviceGroup(size=4, on_host=1))
         """
         return DeviceGroup(size, max(1, min(size, self.devices_per_host // stride)))
-
-    def shards(self, arrangement: Arrangement) -> DeviceGroup:
-        """Return the group of the shards of one stage of one replica."""
-        return self.group(arrangement.shards, 1)
 
     def replicas(self, arrangement: Arrangement, copies: int = 1) -> DeviceGroup:
         """Return the group that has the same part of the model: of each replica so many copies of the stage."""

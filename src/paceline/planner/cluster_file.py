@@ -149,7 +149,9 @@ def _named(hosts: int, per_host: int, name: str, precision: str, title: str) -> 
     """Return a cluster of devices with a data sheet, and the links that are usual with them."""
     sheet, device = devices.sheet(name), devices.device(name, precision)
     source = {"links": f"usual with it ({sheet.source}), of which {EFFICIENCY:.0%} is assumed to be available"}
-    return _described(hosts, per_host or sheet.devices_per_host, device, devices.messages(name).links, title, source)
+    latencies_s = devices.ROUND_S, 2 * devices.ROUND_S
+    links = Links(sheet.inside_bytes_per_s, sheet.between_bytes_per_s, *latencies_s)
+    return _described(hosts, per_host or sheet.devices_per_host, device, links, title, source)
 
 
 def _described(

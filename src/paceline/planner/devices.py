@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.core.errors import InputError, unknown
-from paceline.planner.cluster import Described, Device, Links
+from paceline.planner.cluster import Device
 
 GB, GIB = 1e9, 2.0**30
 T = 1e12
@@ -133,12 +133,6 @@ def device(name: str, precision: str = "bf16-mixed") -> Device:
     provenance = dict.fromkeys(("flops_per_s", "memory_bytes", "memory_bytes_per_s"), data.source)
     kind: Literal["cpu", "cuda"] = "cpu" if name.startswith(("CPU", "A64FX")) else "cuda"
     return Device(name, flops, data.memory_bytes, data.memory_bytes_per_s, provenance, data.multiprocessors, kind)
-
-
-def messages(name: str) -> Described:
-    """Return the model of messages over the links that are usual with a device."""
-    data = sheet(name)
-    return Described(Links(data.inside_bytes_per_s, data.between_bytes_per_s, ROUND_S, 2 * ROUND_S))
 
 
 ROUND_S = 1.3e-5

@@ -111,8 +111,12 @@ def pace(
     simulation = Simulation(policy.resolved(learning_rate=None, replicas=replicas), replicas, times, delay, seed)
 
     def run_until(count: int) -> None:
-        least = simulation.updates + 1  # means need at least one
-        while (simulation.arrivals if updates is None else simulation.updates) < count or simulation.updates < least:
+        coordinator = simulation.coordinator
+        least = coordinator.version + 1  # means need at least one
+        while (
+            coordinator.version < least
+            or (coordinator.tally.gradients if updates is None else coordinator.version) < count
+        ):
             simulation.turn()
 
     if warm_up:

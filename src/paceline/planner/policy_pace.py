@@ -248,23 +248,13 @@ class Simulation:
         self._clocks = [0] * replicas
         self._attempts: list[SimulatedAttempt | None] = [None] * replicas
         self._events: EventQueue[SimulatedAttempt] = EventQueue()
-        self._coordinator = Coordinator(policy, replicas, Unbounded(self.micro_steps), self)
-        self._coordinator.begin()
-
-    @property
-    def updates(self) -> int:
-        """Updates of A so far."""
-        return self._coordinator.version
-
-    @property
-    def arrivals(self) -> int:
-        """Δs that have arrived so far."""
-        return self._coordinator.tally.gradients
+        self.coordinator = Coordinator(policy, replicas, Unbounded(self.micro_steps), self)
+        self.coordinator.begin()
 
     def turn(self) -> None:
         """Process the next event."""
         if not self._events:
-            raise self._coordinator.deadlock()
+            raise self.coordinator.deadlock()
         # The server may still have been busy with an update when the Δ arrived.
         start = max(self._events.next_s, self._now)
         attempt = self._events.pop()
@@ -272,14 +262,14 @@ class Simulation:
             return
         self._now = start
         self._attempts[attempt.replica] = None
-        self._coordinator.arrived(Arrival(attempt.replica, attempt.version, attempt.clock, self.micro_steps, start))
+        self.coordinator.arrived(Arrival(attempt.replica, attempt.version, attempt.clock, self.micro_steps, start))
 
     def counts(self) -> tuple[float, ...]:
         """Return the time so far, and the numbers of updates, of applied Δs, of updates that these were late in all, of
         fresh ones among them, of arrivals, and of cancelled attempts."""
-        tally = self._coordinator.tally
+        tally, updates = self.coordinator.tally, self.coordinator.version
         stale = sum(staleness * count for staleness, count in tally.staleness.items())
-        return self._now, self.updates, tally.applied, stale, tally.staleness[0], tally.gradients, tally.cancelled
+        return self._now, updates, tally.applied, stale, tally.staleness[0], tally.gradients, tally.cancelled
 
     def pace_since(self, begin: tuple[float, ...], batch_s: Seconds) -> Pace:
         """Return the means over the events since earlier counts."""
@@ -295,7 +285,7 @@ class Simulation:
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
         del micro_steps
         self._clocks[replica] += 1
-        attempt = SimulatedAttempt(replica, self._clocks[replica], self._coordinator.version)
+        attempt = SimulatedAttempt(replica, self._clocks[replica], self.coordinator.version)
         self._attempts[replica] = attempt
         self._events.push(self._now + next(self._streams[replica]), attempt)
 
@@ -310,7 +300,7 @@ class Simulation:
         attempt = self._attempts[replica]
         assert attempt is not None, "it computes"
         attempt.cancelled = True  # its event stays in the queue, and is ignored
-        self._coordinator.cancelled(replica)
+        self.coordinator.cancelled(replica)
 
     def dismiss(self, replica: ReplicaId) -> None:
         raise AssertionError(f"replica {replica} may go on for ever")
@@ -340,11 +330,7 @@ def attempts(
     if micro_steps == 1 and times.transfer == _NOTHING:  # the usual case, without a generator
         return compute if late is None else map(add, compute, late)
     delays, transfer = late or repeat(0.0), times.transfer_stream(replica, seed)
-
-    def with_transfers() -> Iterator[Seconds]:
-        while True:
-            sent_s = next(transfer)
-            spent_s = sum(next(compute) + next(delays) for _ in range(micro_steps))
-            yield sent_s + spent_s + next(transfer)
-
-    return with_transfers()
+    return (
+        next(transfer) + sum(next(compute) + next(delays) for _ in range(micro_steps)) + next(transfer)
+        for _ in repeat(None)
+    )

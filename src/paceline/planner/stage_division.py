@@ -73,8 +73,8 @@ def layers_of(workload: Workload, arrangement: Arrangement) -> Sequence[LayerCos
 
 def calls_s(layer: LayerCost, cluster: Cluster, arrangement: Arrangement) -> Seconds:
     """Return the time of a layer's collectives, forward and backward, beyond what its device is idle anyway."""
-    group = cluster.shards(arrangement)
-    total_s = sum(cluster.messages.of(call, group) for call in (*layer.forward_calls, *layer.backward_calls))
+    group = cluster.group(arrangement.shards, 1)
+    total_s = sum(cluster.messages.seconds(*call, group) for call in (*layer.forward_calls, *layer.backward_calls))
     return max(0.0, total_s - layer.idle_s)
 
 

@@ -61,17 +61,12 @@ class Case:
         device, precision = self.cluster.device, row_shapes.precision(self.row)
         return DescribedWorkload(self.shape, device, 1, precision, kernels=self.kernels, parameter_bytes=self.numerics)
 
-    @property
-    def cuts(self) -> tuple[int, ...]:
-        """The cuts: as many blocks on each stage, the embedding on the first and the head on the last."""
-        parts = self.arrangement.stages * self.arrangement.chunks
-        return tuple(1 + round(part * self.shape.layers / parts) for part in range(1, parts))
-
     def cost(self, workload: DescribedWorkload, cluster: Cluster, overlap: OverlapModel) -> Cost:
-        """Return the cost of a step."""
-        layers = workload.layers(self.arrangement)
-        row = stages_of(layers, self.cuts, self.arrangement, cluster)
-        return cost(workload, cluster, self.arrangement, overlap, StageDivision(layers, self.cuts, row))
+        """Return the cost of a step: as many blocks on each stage, the embedding on the first, the head on the last."""
+        layers, parts = workload.layers(self.arrangement), self.arrangement.stages * self.arrangement.chunks
+        cuts = tuple(1 + round(part * self.shape.layers / parts) for part in range(1, parts))
+        division = StageDivision(layers, cuts, stages_of(layers, cuts, self.arrangement, cluster))
+        return cost(workload, cluster, self.arrangement, overlap, division)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ are made only of those that may be among the best.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
 import numpy as np
@@ -144,15 +144,15 @@ def _uneven_stages(workers: int, stages: int, shards: tuple[int, ...]) -> Sequen
             if n * t <= workers - stages + 1:
                 yield from (((n, t), *rest) for rest in rows(stages - 1, workers - n * t))
 
-    def is_searched(one: UnevenStages) -> bool:
-        # Stages that differ in both ways are searched up to a smaller size, as there are far more of them.
+    result = []
+    for row in chain.from_iterable(rows(p, workers) for p in range(2, stages + 1)):
+        one = UnevenStages(*zip(*row, strict=True))
         uneven_copies, uneven_shards = len(set(one.copies)) > 1, len(set(one.shards)) > 1
-        if uneven_copies and uneven_shards:
-            return one.workers <= MAX_UNEVEN_BOTH
-        return uneven_copies or (uneven_shards and max(one.copies) == 1)
-
-    result = (UnevenStages(*zip(*row, strict=True)) for p in range(2, stages + 1) for row in rows(p, workers))
-    return [one for one in result if is_searched(one)]
+        # Stages that differ in both ways are searched up to a smaller size, as there are far more of them.
+        largest = MAX_UNEVEN_BOTH if uneven_copies and uneven_shards else workers
+        if one.workers <= largest and (uneven_copies or (uneven_shards and max(one.copies) == 1)):
+            result.append(one)
+    return result
 
 
 class Option(NamedTuple):

@@ -23,7 +23,7 @@ them by the same time, each one to come does too, and they are taken at once.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, pairwise
 from typing import TypeAlias
@@ -81,9 +81,9 @@ def part_times(
     for place, part in enumerate(parts):
         for layer in {id(each): each for each in part}.values():  # layers that are equal are one object
             # Each pass has its share of the exposed time of the collectives.
-            group = cluster.shards(sizes[place % p])
-            forward_s = sum(cluster.messages.of(call, group) for call in layer.forward_calls)
-            both_s = forward_s + sum(cluster.messages.of(call, group) for call in layer.backward_calls)
+            group = cluster.group(sizes[place % p].shards, 1)
+            forward_s = sum(cluster.messages.seconds(*call, group) for call in layer.forward_calls)
+            both_s = forward_s + sum(cluster.messages.seconds(*call, group) for call in layer.backward_calls)
             exposed = calls_s(layer, cluster, sizes[place % p]) / both_s if both_s else 0.0
             backward_s = layer.backward_s + exposed * (both_s - forward_s)
             passes[id(layer)] = layer.forward_s + exposed * forward_s, backward_s
@@ -203,6 +203,7 @@ def _interleaved_s(forward: Real, backward: Real, hop: Real, workers: int, micro
     return np.asarray(free.max(axis=1))
 
 
+@dataclass(eq=False, slots=True)
 class SteadyState:
     """Detection of slots that have become periodic.
 
@@ -212,13 +213,14 @@ class SteadyState:
         period: slots between two comparisons.
     """
 
-    def __init__(self, begins: int, ends: int, period: int) -> None:
-        self._begins, self._ends, self._period = begins, ends, period
-        self._before: Real | None = None
+    begins: int
+    ends: int
+    period: int
+    _before: Real | None = field(default=None, init=False)
 
     def skip(self, k: int, *times: Real) -> int:
         """Return how many of the remaining slots are skipped, whole periods of them; their time is added to times."""
-        if not self._begins <= k < self._ends or (k - self._begins) % self._period:
+        if not self.begins <= k < self.ends or (k - self.begins) % self.period:
             return 0
         now, before = np.concatenate(times, axis=1), self._before
         self._before = now
@@ -228,10 +230,10 @@ class SteadyState:
             delay = np.where(now == NEVER, now[:, :1] - before[:, :1], now - before)
         if np.any(np.ptp(delay, axis=1) > STEADY * now.max()):
             return 0
-        many = (self._ends - k) // self._period
+        many = (self.ends - k) // self.period
         for each in times:
             each += delay[:, :1] * many
-        return many * self._period
+        return many * self.period
 
 
 # ------------------------------------------------------------------------------------------------------------ by events

@@ -48,6 +48,13 @@ DATA_SHEET_SPREAD = 0.37
 """Nine of ten of 268 published runs on GPUs lay within this of what data sheets and shapes say, at most 1.37 times
 as long or as short (benchmarks/planner/calibration.md)."""
 
+SOURCES: Provenance = {
+    "layers' times": "computed from the shape and the device's data sheet; nothing of it was measured",
+    "activations": "counted as in 2205.05198, section 4",
+    "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say",
+}
+"""Sources of times and bytes of a described workload."""
+
 
 @final
 @dataclass(frozen=True)
@@ -78,6 +85,7 @@ class DescribedWorkload(Workload):
     """Bytes of a parameter; None: by precision and optimizer."""
     spread: float = DATA_SHEET_SPREAD
     """Relative spread of the predicted times, of which none is measured."""
+    provenance = SOURCES
 
     @property
     def name(self) -> str:  # type: ignore[override]
@@ -98,15 +106,6 @@ class DescribedWorkload(Workload):
     def numerics(self) -> Numerics:  # type: ignore[override]
         """Bytes of a parameter by precision and optimizer."""
         return self.parameter_bytes or Numerics.of(self.precision, self.optimizer)
-
-    @property
-    def provenance(self) -> Provenance:  # type: ignore[override]
-        """Sources of times and bytes."""
-        return {
-            "layers' times": "computed from the shape and the device's data sheet; nothing of it was measured",
-            "activations": "counted as in 2205.05198, section 4",
-            "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say",
-        }
 
     def refusal(self, arrangement: Arrangement) -> str | None:
         shape, t = self.shape, arrangement.shards
