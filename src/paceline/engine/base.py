@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -107,7 +108,7 @@ class Outcome:
 
 
 @declare(ENGINES)
-class Engine(ABC):
+class Engine(AbstractContextManager["Engine"], ABC):
     """Runs jobs, one at a time; may keep what is expensive to start (a fork server) until it is closed.
 
     An engine is added by one file, ``engine/<name>/engine.py``, with ``@register("<name>")`` over its class; a class
@@ -137,11 +138,8 @@ class Engine(ABC):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         """Run a job to its end. Ctrl-C ends it early, with ``account.interrupted`` set."""
 
-    def close(self) -> None:  # noqa: B027 (an engine may have nothing to close)
+    def close(self) -> None:
         """Release all that outlives a run."""
-
-    def __enter__(self) -> "Engine":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -143,10 +143,6 @@ class RankProcesses:
                 self.supervisor.retire(rank)
         return events
 
-    def hang_up(self, rank: int) -> None:
-        """Poll a rank's socket no more: the rank has closed its end."""
-        self.supervisor.poller.remove(self.links[rank].fileno())
-
     def silent_exit(self) -> WorkerError:
         """Return the error for ranks that ended, or hang, without a message; it lists how each of them ended."""
         statuses = "; ".join(f"rank {rank} {self.exits.get(rank, 'hangs')}" for rank in range(len(self.links)))

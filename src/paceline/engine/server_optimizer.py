@@ -61,11 +61,6 @@ class ServerOptimizer:
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""
 
-    def move_to(self, destination: FlatState) -> None:
-        """Move A to other vectors."""
-        self.state = destination.copy_(self.state)
-        self.flat_optimizer.point_at(destination)
-
     def apply(
         self,
         deltas: Iterable[tuple[FlatState, float]],

@@ -85,20 +85,16 @@ class GrantedClient(ABC):
         return True
 
     @final
-    def push(self, measured: Measured) -> None:
-        self._complete(measured, False)
-
-    @final
     def ack_cancel(self) -> int:
         """Report that the cancelled attempt has stopped; returns how many micro-steps after this one it skips."""
         skipped = max(0, self._granted - self._done - 1)
         self._done = 0
-        self._complete(Measured(math.nan, 0, True), True)
+        self.push(Measured(math.nan, 0, True), cancelled=True)
         return skipped
 
     @abstractmethod
-    def _complete(self, measured: Measured, cancelled: bool) -> None:
-        """Report the end of the attempt."""
+    def push(self, measured: Measured, *, cancelled: bool = False) -> None:
+        """Report the end of the attempt, after Δ was written unless it was cancelled."""
 
 
 def check_in_forward(module: nn.Module, client: ParameterClient) -> None:

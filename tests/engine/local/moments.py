@@ -87,7 +87,7 @@ def in_a_delay(worker: Any) -> None:
 
 def having_written_delta(worker: Any) -> None:
     """What it has written is not told, so nobody may use it."""
-    worker._client._complete = lambda *_: die()
+    worker._client.push = lambda *_: die()
 
 
 def having_told_but_not_rung(worker: Any) -> None:

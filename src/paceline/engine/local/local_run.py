@@ -76,10 +76,10 @@ class LocalRun:
         self._arena = ParameterArena(ArenaLayout.of(context, state.layout, vectors))
         closing.callback(self._arena.close)
         digest = state.digest()
+        first = self._arena.version(0).copy_(state)
         if optimizer is not None:
-            optimizer.move_to(self._arena.version(0))
-        else:
-            self._arena.version(0).copy_(state)
+            optimizer.state = first
+            optimizer.flat_optimizer.point_at(first)
         self._spans = SpanLog(job.trace, SERVER)
         closing.callback(self._spans.close)
         self._workers = workers = WorkerProcesses(fork_server, self._arena, self._shared_job, job, entry)

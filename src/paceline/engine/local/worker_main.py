@@ -170,7 +170,7 @@ class SharedMemoryClient(GrantedClient):
             or control.pending_slice(replica) is not None
         )
 
-    def _complete(self, measured: Measured, cancelled: bool) -> None:
+    def push(self, measured: Measured, *, cancelled: bool = False) -> None:
         """Publish the end of the attempt, after Δ was written: main reads the buffer once it sees the completion."""
         attempt, slot, control = self.attempt, self.grant.slot, self._control
         self._under_way, self._completed_ns = False, time.monotonic_ns()

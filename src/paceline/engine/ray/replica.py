@@ -122,7 +122,7 @@ class RayClient(GrantedClient):
             self._call("excuse", self._replica, seconds)
         self._cancel.wait(self.attempt, seconds)
 
-    def _complete(self, measured: Measured, cancelled: bool) -> None:
+    def push(self, measured: Measured, *, cancelled: bool = False) -> None:
         self._under_way = False
         facts = measured.samples, measured.finite, measured.loss, self._metrics.newest
         completion = messages.RayCompletion(self._replica, self.attempt, self._version, *facts)

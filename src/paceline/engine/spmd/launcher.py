@@ -97,8 +97,8 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
                     continue
                 message, fds, _, _ = socket.recv_fds(ranks.links[rank], MESSAGE_BYTES, 1)
                 match pickle.loads(message) if message else None:
-                    case None:
-                        ranks.hang_up(rank)
+                    case None:  # the rank has closed its end
+                        ranks.supervisor.poller.remove(ranks.links[rank].fileno())
                     case "progress", progress:
                         training = True
                         watch(progress)
@@ -216,7 +216,7 @@ class WorkerPool:
                 try:
                     message = self._receivers[rank].collect()
                 except (EOFError, ConnectionResetError):
-                    ranks.hang_up(rank)
+                    ranks.supervisor.poller.remove(ranks.links[rank].fileno())
                     continue
                 match message:
                     case "failed", error_class, text:
