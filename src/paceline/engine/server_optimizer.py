@@ -15,7 +15,7 @@ from paceline.core.types import Seconds
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip
 from paceline.replica.flat_state import FlatState
-from paceline.replica.noise_estimator import NoiseEstimator
+from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
@@ -56,7 +56,7 @@ class ServerOptimizer:
         self._direct = self.flat_optimizer.has_kernel and not needs_sum and not state.buffers
         self._noise = noise
         if noise is not None:
-            noise.measure_by(self.flat_optimizer)
+            noise.preconditioner = Preconditioner(self.flat_optimizer)
         needs_all = "agreement" in policy.needs or noise is not None
         self.divisible = self.flat_optimizer.has_kernel and not self._distance and not needs_all
         """True if an update can be split among workers: :meth:`divide`."""

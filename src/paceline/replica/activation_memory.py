@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -54,11 +55,12 @@ class StorageCounter:
         self.transient_bytes = max(self.transient_bytes, inner.nbytes)
 
 
+@dataclass
 class ActivationMemory:
     """Counts the bytes that a worker keeps for backward passes, and the most that it has kept at one time."""
 
-    def __init__(self) -> None:
-        self.live_bytes = self.peak_bytes = 0
+    live_bytes: int = 0
+    peak_bytes: int = 0
 
     def add(self, size: int) -> None:
         """Count ``size`` bytes more (less where it is below 0)."""

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -73,15 +74,15 @@ def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replic
         yield Batch(*as_pair(next(fetched)), len(chosen)) if chosen else EMPTY
 
 
+@dataclass(eq=False)
 class _PairDataset(torch.utils.data.Dataset[Any]):
     """A pair of trees as a map-style data set."""
 
-    def __init__(self, pair: tuple[Tree, Tree]) -> None:
-        self._pair = pair
+    pair: tuple[Tree, Tree]
 
     def __len__(self) -> int:
-        return len(leaves(self._pair)[0])
+        return len(leaves(self.pair)[0])
 
     def __getitem__(self, index: int) -> tuple[Tree, Tree]:
-        inputs, targets = self._pair
+        inputs, targets = self.pair
         return map_tree(lambda t: t[index], inputs), map_tree(lambda t: t[index], targets)

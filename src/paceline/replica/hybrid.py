@@ -4,9 +4,9 @@ Values received from other parts, and those sent to them, are replicated on ever
 a shard communicates with one shard of each other stage and needs no more of them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from typing import Any, final
 
 import torch
@@ -194,7 +194,7 @@ class _PartPlanner:
             """Arguments of each part for a micro-batch."""
         modules = {module for part in request.cut.parts for module in _modules(part)}
         for pattern in request.rules:
-            if not _matches(pattern, modules):
+            if not fnmatch.filter(modules, pattern):
                 raise unknown("module in shard_rules", pattern, modules)
 
     def plan(self, part: Part) -> ShardingPlan | None:
@@ -216,7 +216,7 @@ class _PartPlanner:
         # Gradients go back to other parts through the placeholders of received values.
         received = set(part.module.graph.find_nodes(op="placeholder")[len(part.inputs) :])
         operators = operator_graph(captured, count, arguments, flowing=received)
-        rules = ShardRules({name: rule for name, rule in request.rules.items() if _matches(name, _modules(part))})
+        rules = ShardRules({name: rule for name, rule in request.rules.items() if fnmatch.filter(_modules(part), name)})
         times = agreed_op_times(captured, arguments, self._gather) if self._measured else multiplication_counts
         plan = plan_sharding(operators, count, rules, times, self._tied)
         check_same_plan(plan, self._gather)
@@ -233,7 +233,3 @@ class _PartPlanner:
 def _modules(part: Part) -> set[str]:
     """Return the names of modules that hold parameters."""
     return {name.rpartition(".")[0] for name, _ in part.module.named_parameters()}
-
-
-def _matches(pattern: str, modules: Collection[str]) -> bool:
-    return any(fnmatchcase(module, pattern) for module in modules)

@@ -1,6 +1,6 @@
-"""Modules: get a submodule by name, build one within bounded memory, run one without leaving a trace."""
+"""Modules: read their options, get one by name, build one within bounded memory, run one without leaving a trace."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,16 @@ from torch.nn.parameter import is_lazy
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.program import Program
+
+
+def per_dim(value: int | Sequence[int], dims: int) -> list[int]:
+    """Return an option of a convolution as a number for each dim, from one for all of them or one for each.
+
+    >>> per_dim([3], 2), per_dim(1, 3), per_dim((1, 2), 2)
+    ([3, 3], [1, 1, 1], [1, 2])
+    """
+    each = [value] if isinstance(value, int) else list(value)
+    return each * dims if len(each) == 1 else each
 
 
 def get_or_create_submodule(module: nn.Module, path: str) -> nn.Module:

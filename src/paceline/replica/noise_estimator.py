@@ -60,10 +60,6 @@ class Preconditioner:
         self.plain = self._optimizer is None
         """True if gradients are measured as they are."""
 
-    def ready(self, updates: int) -> bool:
-        """Return True if there are scales after so many updates."""
-        return self.plain or updates >= WARM_STEPS
-
     def scales(self) -> Scales | None:
         """Return the scales for the update that comes now; None: all are 1."""
         if self._optimizer is None:
@@ -143,16 +139,13 @@ class NoiseEstimator:
 
     def __init__(self, accumulator: NoiseAccumulator) -> None:
         self._accumulator = accumulator
-        self._preconditioner = Preconditioner(None)
+        self.preconditioner = Preconditioner(None)
+        """That of the optimizer which steps on the observed Δs."""
         self._scales: Scales | None = None
         self._updates = 0
         self._parts: list[tuple[Part, Version]] = []
         self._square: float | None = None
         self._kept: tuple[list[Tensor], Part, Version] | None = None
-
-    def measure_by(self, optimizer: FlatOptimizer) -> None:
-        """Set the optimizer that steps on the observed Δs."""
-        self._preconditioner = Preconditioner(optimizer)
 
     def through(self, deltas: Iterable[ObservedDelta], count: int) -> Iterator[tuple[FlatState, float]]:
         """Yield the Δs of one update and their weights, each observed before.
@@ -162,8 +155,8 @@ class NoiseEstimator:
             count: how many there are.
         """
         self._parts, self._square = [], None
-        ready = self._preconditioner.ready(self._updates)
-        self._scales = self._preconditioner.scales() if ready else None
+        ready = self.preconditioner.plain or self._updates >= WARM_STEPS
+        self._scales = self.preconditioner.scales() if ready else None
         for each in deltas:
             if ready:
                 self._observe(each, alone=count == 1)
@@ -185,7 +178,7 @@ class NoiseEstimator:
     def _observe(self, seen: ObservedDelta, *, alone: bool) -> None:
         norm = square(seen.delta.parameters, self._scales)
         # Norms of micro-steps are not preconditioned.
-        pieces = seen.micro if self._preconditioner.plain else None
+        pieces = seen.micro if self.preconditioner.plain else None
         part = Part(seen.samples, seen.weight, *(pieces or (norm, 1)))
         self._parts.append((part, seen.version))
         if alone and part.pieces > 1:

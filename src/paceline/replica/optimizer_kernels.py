@@ -99,15 +99,12 @@ class AdamKernel(StepKernel):
     beta2: float
     eps: float
     decoupled: float
+    state_count = 2
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any], number: int, rate: float) -> "AdamKernel":
         (beta1, beta2), decoupled = group["betas"], group["decoupled_weight_decay"]
         return cls(number, group["lr"] * rate, group["weight_decay"], beta1, beta2, group["eps"], decoupled)
-
-    @property
-    def state_count(self) -> int:
-        return 2
 
     def step(self, before: Tensor, after: Tensor, gradient: Tensor, state: StateVectors, weight: float = 1.0) -> None:
         if weight != 1.0:

@@ -164,15 +164,10 @@ class GradientHooks:
         self._samples = 0
         # Autograd calls a hook once for a parameter, also where that is used twice (probed on torch 2.13), except for
         # several reentrant checkpoints that use it once each.
-        self._hooks = [
+        self.handles = [
             parameter.register_post_accumulate_grad_hook(functools.partial(self._added, index))  # type: ignore[no-untyped-call]
             for index, parameter in enumerate(autograd.parameters)
         ]
-
-    def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
 
     def begin_delta(self) -> None:
         """Begin a new Δ."""
@@ -245,7 +240,8 @@ class Single(Replica):
             yield
         finally:
             self._hooks = None
-            hooks.close()
+            for handle in hooks.handles:
+                handle.remove()
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)

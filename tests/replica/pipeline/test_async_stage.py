@@ -123,10 +123,10 @@ def test_as_many_activations_as_the_schedule_says() -> None:
     for schedule, m in (("pipedream", 1), ("pipedream-2bw", 4)):
         stream = Stream(program(Chain, MOMENTUM), Chain, schedule, 4, m)
         stream.run(batches(Chain, *[2 * m] * 8))
-        most[schedule] = [member.replica.peak_saved_bytes for member in stream.members]
+        most[schedule] = [member.replica.memory.peak_bytes for member in stream.members]
     one = Stream(program(Chain, MOMENTUM), Chain, "pipedream", 4)
     one.run(batches(Chain, 2))
-    each = [member.replica.peak_saved_bytes for member in one.members]
+    each = [member.replica.memory.peak_bytes for member in one.members]
     expected = [in_flight(parse("pipedream"), worker, 4, 8) for worker in range(4)]
     assert expected == [4, 3, 2, 1]
     counted = [count * size for count, size in zip(expected, each, strict=True)]
@@ -162,6 +162,6 @@ def test_the_endless_program_begins_as_that_of_a_long_stream(schedule: str, m: i
     value = parse(schedule).resolved(m)
     plan = CommPlan(value, StageReplicas((1,) * workers), m, (), {})
     for worker in range(workers):
-        endless: list[ScheduledAction] = list(itertools.islice(plan.stream(worker), 150))
+        endless: list[ScheduledAction] = list(itertools.islice(plan.actions(worker), 150))
         expected = list(itertools.islice(value.actions(worker, workers, 500), 150))
         assert [step.action for step in endless] == expected

@@ -163,9 +163,9 @@ def test_fewer_bytes_are_kept_where_they_are_made_again() -> None:
     def peaks(schedule: str, recompute: str, m: int) -> list[int]:
         world = World(program(Chain), Chain, schedule, 2, m, {"recompute": recompute})
         world.all(lambda member: member.gradient(batch))
-        first = [member.replica.peak_saved_bytes for member in world.members]
+        first = [member.replica.memory.peak_bytes for member in world.members]
         world.all(lambda member: member.gradient(batch))
-        assert [member.replica.peak_saved_bytes for member in world.members] == first
+        assert [member.replica.memory.peak_bytes for member in world.members] == first
         return first
 
     kept = peaks("gpipe", "none", 8)

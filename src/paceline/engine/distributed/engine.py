@@ -216,14 +216,13 @@ class DistributedRun:
         if ahead:
             spans = [replace(s, start_ns=s.start_ns + ahead, end_ns=s.end_ns + ahead) for s in spans]
         optimizer = shard.update.optimizer
-        optimizer_bytes = 0 if optimizer is None else optimizer.nbytes
         if isinstance(shard, AsyncStageShard):  # its replica steps by itself
-            optimizer_bytes = 0 if shard.stage.stash is None else shard.stage.stash.optimizer_bytes
+            optimizer = None if shard.stage.stash is None else shard.stage.stash.optimizer
         figures = self._sink.newest._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
         local_figures = replace(
             worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),
-            peak_saved_bytes=shard.worker.peak_saved_bytes if shard.worker is not None else None,
-            optimizer_bytes=optimizer_bytes,
+            peak_saved_bytes=shard.worker.memory.peak_bytes if shard.worker is not None else None,
+            optimizer_bytes=0 if optimizer is None else optimizer.nbytes,
         )
         gathered = context.gather((local_figures, local_records, spans), "the others' scores and figures")
         records = [*history.records, *(record for _, each, _ in gathered for record in each)]

@@ -76,31 +76,31 @@ def export_graph(module: nn.Module, inputs: Tree) -> CapturedGraph:
     samples = batch if batch > 1 and batch not in others else next(n for n in count(3) if n not in others)
     rebuilds: list[Rebuild] = []
     flat = _FlatModel(module, inputs, rebuilds.append)
-    program = _trace(flat, leaves(input_spec.resized(inputs, samples)))
-    graph, tensors, owners = _clean_graph(program, module, [name for name, _ in named_leaves(inputs)])
-    return GraphModule(tensors, graph), owners, _input_spec(program, inputs), rebuilds[-1]
-
-
-def _trace(flat: _FlatModel, example: list[Tensor]) -> ExportedProgram:
-    """Trace with all sizes left open or, where torch.export can't do that, only the number of samples."""
+    example = leaves(input_spec.resized(inputs, samples))
+    # All sizes are left open or, where torch.export can't do that, only the number of samples.
     every = tuple(tuple(Dim.AUTO if size > 1 else Dim.STATIC for size in leaf.shape) for leaf in example)
     first = tuple((*leaf[:1], *(Dim.STATIC for _ in leaf[1:])) for leaf in every)
+    program: ExportedProgram | None = None
     failures: list[Exception] = []
     # torch.export logs, prints and warns; what matters of it is in an error.
     level = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        for dims in (every, first):  # the first failure is reported: the second trace knows less
+        for dims in (every, first):
             try:
                 with warnings.catch_warnings(action="ignore"), redirect_stderr(io.StringIO()):
-                    return export(flat, tuple(example), dynamic_shapes={"given": dims}, strict=False)
+                    program = export(flat, tuple(example), dynamic_shapes={"given": dims}, strict=False)
+                    break
             except InputError:
                 raise
             except Exception as error:
                 failures.append(error)
     finally:
         logging.disable(level)
-    raise export_error(flat.model, failures[0]) from failures[0]
+    if program is None:  # the first failure is reported: the second trace knows less
+        raise export_error(module, failures[0]) from failures[0]
+    graph, tensors, owners = _clean_graph(program, module, [name for name, _ in named_leaves(inputs)])
+    return GraphModule(tensors, graph), owners, _input_spec(program, inputs), rebuilds[-1]
 
 
 def export_error(module: nn.Module, error: BaseException) -> InputError:

@@ -181,12 +181,8 @@ class InputSpec:
         """
         tensors = list(leaves_like(self.outline, _as_arguments(inputs)))
         shapes = tuple((t.dtype, t.shape) for t in tensors)
-        if shapes not in self._checked:
-            self._check(tensors)
-            self._checked.add(shapes)
-        return tensors
-
-    def _check(self, tensors: Sequence[Tensor]) -> None:
+        if shapes in self._checked:
+            return tensors
         sizes: dict[str, int] = {}
         first: dict[str, str] = {}
         for leaf, tensor in zip(self.leaves, tensors, strict=True):
@@ -230,6 +226,8 @@ class InputSpec:
                     + f", which is {' and '.join(str(sizes[name]) for name in names)} here; pad the inputs to sizes "
                     f"for which it holds, or {_AS_IS}"
                 )
+        self._checked.add(shapes)
+        return tensors
 
     def why_fixed(self, size: int) -> str:
         """Return the reason, for a message, why tracing has fixed a dim at this size."""

@@ -130,10 +130,10 @@ def check(
                 f"the {description} of {name} fails on {count}, which the model itself takes: "
                 f"{type(error).__name__}: {error}; change that, or {WAYS_OUT}"
             ) from error
-        if found := _first_difference(expected, actual, ulps):
+        if found := expected.first_difference(actual, ulps):
             raise InputError(
-                f"the {description} of {name} does not do what the model does: with {count} {found}; "
-                f"{_reason(found, expected.functions)}; change that, or {WAYS_OUT}"
+                f"the {description} of {name} does not do what the model does: with {count} {found}; change that, or "
+                f"{WAYS_OUT}"
             )
         return None
 
@@ -165,6 +165,35 @@ class _Results:
     gradients: Mapping[str, Any]
     buffers: Mapping[str, Tensor]
     functions: tuple[str, ...]
+
+    def first_difference(self, actual: "_Results", ulps: float) -> str:
+        """Return in words the first thing that differs, and the likely reason; empty where nothing does."""
+        reason = (
+            "forward decides by values, or by what it left in an attribute the last time, which a graph does not see"
+        )
+        if len(self.outputs) != len(actual.outputs):
+            return f"there are {len(actual.outputs)} output tensors where the model has {len(self.outputs)}; {reason}"
+        for name, value in self.outputs.items():
+            if text := difference(value, actual.outputs[name], ulps, 0.0):
+                return f"{name} {text}; {reason}"
+        reason = "a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is"
+        if self.functions:
+            reason = (
+                f"its forward calls {', '.join(sorted(set(self.functions)))}, a torch.autograd.Function, of which "
+                "torch.export keeps the operators of forward and loses backward"
+            )
+        for name in {**self.gradients, **actual.gradients}:
+            computed = name in actual.gradients
+            text = actual.gradients[name] if computed else gradient_difference(self.gradients[name], None, ulps, 0.0)
+            if text:
+                return f"the gradient of {name} {text}; {reason}"
+        reason = (
+            "a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)"
+        )
+        for name, value in self.buffers.items():
+            if text := difference(value, actual.buffers[name], ulps, 0.0):
+                return f"{name} {text}; {reason}"
+        return ""
 
 
 def _results(
@@ -202,24 +231,6 @@ def _results(
             {f"buffer {name!r}": after[name].detach().clone() for name in buffers},
             tuple(_own_functions(outputs)),
         )
-
-
-def _first_difference(expected: _Results, actual: _Results, ulps: float) -> str:
-    """Return in words the first thing that differs; empty where nothing does."""
-    if len(expected.outputs) != len(actual.outputs):
-        return f"there are {len(actual.outputs)} output tensors where the model has {len(expected.outputs)}"
-    for name, value in expected.outputs.items():
-        if text := difference(value, actual.outputs[name], ulps, 0.0):
-            return f"{name} {text}"
-    for name in {**expected.gradients, **actual.gradients}:
-        computed = name in actual.gradients
-        text = actual.gradients[name] if computed else gradient_difference(expected.gradients[name], None, ulps, 0.0)
-        if text:
-            return f"the gradient of {name} {text}"
-    for name, value in expected.buffers.items():
-        if text := difference(value, actual.buffers[name], ulps, 0.0):
-            return f"{name} {text}"
-    return ""
 
 
 def _gradients(
@@ -269,16 +280,3 @@ def _own_functions(outputs: list[Tensor]) -> Iterator[str]:
             yield f"{kind.__qualname__} ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
         except (OSError, TypeError):  # its source isn't in a file
             yield kind.__qualname__
-
-
-def _reason(found: str, functions: tuple[str, ...]) -> str:
-    if functions and "gradient" in found:
-        return (
-            f"its forward calls {', '.join(sorted(set(functions)))}, a torch.autograd.Function, of which "
-            "torch.export keeps the operators of forward and loses backward"
-        )
-    if found.startswith("buffer"):
-        return "a graph keeps what forward writes into a buffer (self.b.copy_(...)), not what it assigns (self.b = ...)"
-    if "gradient" in found:
-        return "a hook on backward, or a value that forward takes from .data or .item(), is not in a graph as it is"
-    return "forward decides by values, or by what it left in an attribute the last time, which a graph does not see"

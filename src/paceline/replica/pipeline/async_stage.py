@@ -50,7 +50,7 @@ class WeightStash:
         self._parameters, self._states = parameters, {0: start}
         self._spare: list[FlatState] = []
         self._gradient = self._empty()
-        self._optimizer = FlatOptimizer(make, scheduler, start, self._gradient) if start.parameters else None
+        self.optimizer = FlatOptimizer(make, scheduler, start, self._gradient) if start.parameters else None
         self._bound: Version | None = None
         self.newest: Version = 0
         self.most = 1
@@ -60,11 +60,6 @@ class WeightStash:
     def state(self) -> FlatState:
         """The newest version."""
         return self._states[self.newest]
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state."""
-        return 0 if self._optimizer is None else self._optimizer.nbytes
 
     def bind(self, version: Version) -> None:
         """Let the parameters be views of a version."""
@@ -91,11 +86,11 @@ class WeightStash:
         self.newest += 1
         self._states[self.newest] = after
         self.most = max(self.most, len(self._states))
-        if self._optimizer is None:
+        if self.optimizer is None:
             return True
         with torch.no_grad():
             torch._foreach_copy_(self._gradient.views.parameters, list(gradients))
-            self._optimizer.step(self._gradient.parameters, out=after)
+            self.optimizer.step(self._gradient.parameters, out=after)
         return finite(self._gradient.parameters, 0.0)
 
     def _empty(self) -> FlatState:
@@ -126,8 +121,8 @@ class AsyncStage(Replica):
     def __init__(self, context: PipelineContext, whole: FlatLayout) -> None:
         self._context, self._whole = context, whole
         self._runtime = StageRuntime(context, stream=True)
-        self._tensors = self._runtime.tensors
-        self._stream = context.plan.stream(context.worker)
+        self._tensors, self.memory = self._runtime.tensors, self._runtime.memory
+        self._stream = context.plan.actions(context.worker)
         self._ahead: ScheduledAction | None = None
         """The next action, once it has been derived."""
         self._micro_batches: dict[int, MicroBatch] = {}
@@ -144,11 +139,6 @@ class AsyncStage(Replica):
         """This worker's weights, once A_0 has been adopted."""
         self.staleness = 0
         """The most updates between the weights that a gradient was computed with and those that it was applied to."""
-
-    @property
-    def peak_saved_bytes(self) -> int:
-        """The most that was kept for backward at one time, parameters and the batch itself not counted."""
-        return self._runtime.memory.peak_bytes
 
     def adopt(self, state: FlatState) -> None:
         """Take A_0; from then on this worker's part of A is in :attr:`stash`."""

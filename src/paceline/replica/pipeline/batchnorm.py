@@ -47,10 +47,6 @@ class _Moments:
         self.mean += shift * (count / total)
         self.count = total
 
-    def commit(self) -> None:
-        self.running_mean.lerp_(self.mean.to(self.running_mean), self.momentum)
-        self.running_var.lerp_((self.squares / (self.count - 1)).to(self.running_var), self.momentum)
-
 
 def _all_reduce(layers: Sequence[_Moments], replicas: StageReplicaGroup) -> None:
     """Replace the moments by those of all replicas; a replica without a micro-batch has none and adds zeros."""
@@ -116,8 +112,9 @@ class DeferredBatchNorms:
                 _all_reduce(list(self._moments.values()), self._replicas)
             if not self._moments:
                 return
-            for moments in self._moments.values():
-                moments.commit()
+            for m in self._moments.values():
+                m.running_mean.lerp_(m.mean.to(m.running_mean), m.momentum)
+                m.running_var.lerp_((m.squares / (m.count - 1)).to(m.running_var), m.momentum)
             for counter in self._counters:
                 counter.add_(1)
         self._moments.clear()

@@ -99,16 +99,12 @@ class CommPlan:
         """Return a worker's actions for a mini-batch that is cut into ``micro_batches``, at most those planned."""
         key = worker, micro_batches
         if key not in self._programs:
-            actions = tuple(self._actions(worker, self.micro_batches, micro_batches))
+            actions = tuple(self.actions(worker, self.micro_batches, micro_batches))
             self._programs[key] = WorkerProgram(actions, tuple(m for task in actions for m in task.incoming))
         return self._programs[key]
 
-    def stream(self, worker: int) -> Iterator[ScheduledAction]:
-        """Yield a worker's actions in a stream without an end; no more is derived than is taken."""
-        return self._actions(worker, ENDLESS, ENDLESS)
-
-    def _actions(self, worker: int, planned: int, micro_batches: int) -> Iterator[ScheduledAction]:
-        """Yield a worker's actions, in the order of an ideal run of all workers.
+    def actions(self, worker: int, planned: int = ENDLESS, micro_batches: int = ENDLESS) -> Iterator[ScheduledAction]:
+        """Yield a worker's actions, in the order of an ideal run of all workers; no more is derived than is taken.
 
         The run is that of all ``planned`` micro-batches; the actions of those beyond ``micro_batches`` are left out.
         """

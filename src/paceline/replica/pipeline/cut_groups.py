@@ -109,7 +109,7 @@ def _producer(node: Node) -> Node:
 def _free(graph: GraphModule, memory: graph_nodes.Storage) -> frozenset[Node]:
     """Return the cheap nodes that read nothing but input leaves and constants, none of it ever written."""
     constant: set[Node] = set()
-    for node in filter(memory.is_never_written, graph.graph.nodes):
+    for node in (each for each in graph.graph.nodes if memory.written.isdisjoint(memory.roots[each])):
         leaf = node.op == "placeholder" or (
             node.op == "get_attr" and not isinstance(graph_nodes.attribute(node, graph), nn.Parameter)
         )

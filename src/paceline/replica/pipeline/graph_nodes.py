@@ -189,10 +189,6 @@ class Storage:
     together: Sequence[Sequence[Node]]
     written_by_modules: frozenset[Node]
 
-    def is_never_written(self, node: Node) -> bool:
-        """Return True if a node's result is never written in place."""
-        return self.written.isdisjoint(self.roots[node])
-
 
 def storage(graph: GraphModule) -> Storage:
     """Follow each tensor through views and in-place operators."""

@@ -187,11 +187,11 @@ def condense(items: Iterable[SharedItem], starts: Sequence[int]) -> list[SharedI
     >>> condense([SharedItem(8, (1, 4, 5), producer=0)], [0, 2, 4])
     [SharedItem(nbytes=8, uses=(0, 2), producer=0)]
     """
-
-    def run(unit: int) -> int:
-        return bisect.bisect(starts, unit) - 1
-
-    return [SharedItem(i.nbytes, tuple(sorted({run(use) for use in i.uses})), run(i.producer)) for i in items]
+    condensed: list[SharedItem] = []
+    for item in items:
+        uses = {bisect.bisect(starts, use) - 1 for use in item.uses}
+        condensed.append(SharedItem(item.nbytes, tuple(sorted(uses)), bisect.bisect(starts, item.producer) - 1))
+    return condensed
 
 
 def bytes_by_start(items: Sequence[SharedItem], count: int) -> Iterator[Vector]:

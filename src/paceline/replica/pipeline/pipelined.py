@@ -101,13 +101,8 @@ class Pipelined(Replica):
     ) -> None:
         self._context, self._micro_steps, self._partial_grads = context, micro_steps, partial_grads
         self._runtime, self._tied = StageRuntime(context), TiedGradients(context)
-        self._tensors = self._runtime.tensors
+        self._tensors, self.memory = self._runtime.tensors, self._runtime.memory
         self._losses, self._samples = 0.0, 0
-
-    @property
-    def peak_saved_bytes(self) -> int:
-        """The most that was kept for backward at one time, parameters and the batch itself not counted."""
-        return self._runtime.memory.peak_bytes
 
     def adopt(self, state: FlatState) -> None:
         self._tensors.bind(state)

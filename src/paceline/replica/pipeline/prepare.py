@@ -87,14 +87,10 @@ def run_parts(cut: Cut, leaves: Sequence[Tensor]) -> Iterator[PartRun]:
     Raises:
         InputError: a part writes a value that it has received and whose gradient goes back.
     """
-
-    def received(value: Any) -> Any:
-        return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
-
     values: dict[str, Any] = {}
     for part in cut.parts:
         arguments = [*(leaves[i] for i in part.inputs), *(values[crossing.name] for crossing in part.received)]
-        copies = list(map(received, arguments))
+        copies = [a.clone(memory_format=torch.contiguous_format) if isinstance(a, Tensor) else a for a in arguments]
         outputs = part.module(*copies)
         for crossing, copy in zip(part.received, copies[len(part.inputs) :], strict=True):
             value = values[crossing.name]

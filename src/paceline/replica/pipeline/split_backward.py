@@ -16,8 +16,8 @@ same code in which ``F`` stands for other functions.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -25,6 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional
+
+from paceline.replica.module_utils import per_dim
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -88,28 +90,23 @@ _METHODS: dict[type[nn.Module], str] = {
 }
 
 
+@dataclass
 class DeferredWeightGrads:
-    """The gradients of weights that one backward pass has deferred."""
+    """The gradients of weights that one backward pass has deferred.
 
-    def __init__(self) -> None:
-        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+    Args:
+        calls: functions that add to the ``grad`` of parameters, each with its arguments.
+    """
 
-    def defer(self, add: Callable[..., None], *arguments: Any) -> None:
-        """Have ``add(*arguments)`` called by :meth:`run`; it adds to the ``grad`` of parameters."""
-        self._calls.append((add, arguments))
+    calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=deque)
 
     def run(self) -> None:
         """Compute them, releasing one by one what they are computed of."""
-        if self._calls:
+        if self.calls:
             with torch.no_grad():
-                while self._calls:
-                    add, arguments = self._calls.popleft()
+                while self.calls:
+                    add, arguments = self.calls.popleft()
                     add(*arguments)
-
-    @property
-    def arguments(self) -> list[Any]:
-        """All values that are kept for them."""
-        return [value for _, arguments in self._calls for value in arguments]
 
 
 class Splitter:
@@ -121,7 +118,7 @@ class Splitter:
 
     def __init__(self, device: str) -> None:
         self._device_type = torch.device(device).type
-        self._target: DeferredWeightGrads | None = None
+        self.target: DeferredWeightGrads | None = None
         self._precision: torch.dtype | None = None
         convolutions = {
             name: self._convolution(getattr(torch, name), dims) for dims, name in enumerate(_CONVOLUTIONS, 1)
@@ -142,22 +139,18 @@ class Splitter:
     @contextmanager
     def deferring_to(self, target: DeferredWeightGrads | None) -> Iterator[None]:
         """Context manager: forward passes defer gradients of weights to ``target``; with None they split nothing."""
-        before = self._target, self._precision
+        before = self.target, self._precision
         autocast = torch.is_autocast_enabled(self._device_type)
-        self._target, self._precision = target, torch.get_autocast_dtype(self._device_type) if autocast else None
+        self.target, self._precision = target, torch.get_autocast_dtype(self._device_type) if autocast else None
         try:
             yield
         finally:
-            self._target, self._precision = before
-
-    def same_target(self) -> AbstractContextManager[None]:
-        """Return a context manager in which the target is the present one."""
-        return self.deferring_to(self._target)
+            self.target, self._precision = before
 
     def _splits(self, weight: Tensor, bias: Tensor | None) -> bool:
         """Return True if a weight's gradient can be deferred: only a leaf has a ``grad`` to add to."""
         leaves = weight.is_leaf and (bias is None or bias.is_leaf)
-        return self._target is not None and leaves and weight.requires_grad and torch.is_grad_enabled()
+        return self.target is not None and leaves and weight.requires_grad and torch.is_grad_enabled()
 
     def _cast(self, input: Tensor) -> Tensor:
         """Cast as autocast does, which leaves float64 alone; so the tensor that is kept is the product's own input."""
@@ -168,12 +161,12 @@ class Splitter:
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not self._splits(weight, bias):
             return functional.linear(input, weight, bias)
-        return _Product.apply(self._cast(input), weight, bias, self._target, False)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self.target, False)  # type: ignore[no-any-return, no-untyped-call]
 
     def _addmm(self, bias: Tensor, input: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
         if beta != 1 or alpha != 1 or bias.dim() != 1 or not self._splits(weight, bias):
             return torch.addmm(bias, input, weight, beta=beta, alpha=alpha)
-        return _Product.apply(self._cast(input), weight, bias, self._target, True)  # type: ignore[no-any-return, no-untyped-call]
+        return _Product.apply(self._cast(input), weight, bias, self.target, True)  # type: ignore[no-any-return, no-untyped-call]
 
     def _convolution(self, plain: Callable[..., Tensor], dims: int) -> Callable[..., Tensor]:
         def convolve(
@@ -187,11 +180,11 @@ class Splitter:
         ) -> Tensor:
             if isinstance(padding, str):
                 return plain(input, weight, bias, stride, padding, dilation, groups)
-            options = (_for_each_dim(stride, dims), _for_each_dim(padding, dims), _for_each_dim(dilation, dims), groups)
+            options = (per_dim(stride, dims), per_dim(padding, dims), per_dim(dilation, dims), groups)
             # Without a batch dim, convolution_backward would need another form.
             if input.dim() != dims + 2 or not self._splits(weight, bias):
                 return plain(input, weight, bias, *options)
-            return _Convolution.apply(self._cast(input), weight, bias, self._target, options)  # type: ignore[no-any-return, no-untyped-call]
+            return _Convolution.apply(self._cast(input), weight, bias, self.target, options)  # type: ignore[no-any-return, no-untyped-call]
 
         return convolve
 
@@ -211,7 +204,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        ctx.target.defer(_add_product, weight, ctx.bias, x, gradient, ctx.upright)
+        ctx.target.calls.append((_add_product, (weight, ctx.bias, x, gradient, ctx.upright)))
         w = weight if weight.dtype == gradient.dtype else weight.to(gradient.dtype)
         dx = gradient @ (w.t() if ctx.upright else w) if ctx.needs_input_grad[0] else None
         return dx, None, None, None, None
@@ -243,7 +236,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (gradient,), (x,), weight = gradients, ctx.saved_tensors, ctx.weight
-        ctx.target.defer(_add_convolution, weight, ctx.bias, x, gradient, ctx.options)
+        ctx.target.calls.append((_add_convolution, (weight, ctx.bias, x, gradient, ctx.options)))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = _convolution_backward(gradient, x, weight.to(x.dtype), ctx.options, (True, False, False))[0]
@@ -273,13 +266,3 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)
-
-
-def _for_each_dim(value: Any, dims: int) -> list[int]:
-    """Return a number for each dim.
-
-    >>> _for_each_dim(3, 2), _for_each_dim((1, 2), 2), _for_each_dim([4], 2)
-    ([3, 3], [1, 2], [4, 4])
-    """
-    values = [value] if isinstance(value, int) else list(value)
-    return values * dims if len(values) == 1 else values

@@ -169,7 +169,7 @@ class PipelineStage:
             if replace_ops(modules, splitter.replacements):
                 self._splitter = splitter
                 if self._checkpointed is not None:
-                    self._checkpointed.recompute_context = splitter.same_target
+                    self._checkpointed.recompute_context = lambda: splitter.deferring_to(splitter.target)
         if context.batchnorm == "mini-batch":
             counters = [buffer for name, buffer in buffers.items() if name.endswith("num_batches_tracked")]
             batchnorms = DeferredBatchNorms(counters, context.stage_replicas)
@@ -284,7 +284,7 @@ class PipelineStage:
             shapes = micro_batch.shapes
             if shapes not in self._deferred_bytes:
                 counter = self._counter(micro_batch)
-                counter.add(run.weight_grads.arguments)
+                counter.add(value for _, arguments in run.weight_grads.calls for value in arguments)
                 self._deferred_bytes[shapes] = counter.nbytes
             run.nbytes = self._deferred_bytes[shapes]
         self._keep(micro_batch.index, run)

@@ -57,16 +57,6 @@ class SlidingWindow:
         return self.after in (None, self.before)
 
 
-def per_dim(value: int | Sequence[int], dims: int) -> list[int]:
-    """Return a number for each dim, from one for all of them or one for each.
-
-    >>> per_dim([3], 2), per_dim(1, 3), per_dim((1, 2), 2)
-    ([3, 3], [1, 1, 1], [1, 2])
-    """
-    each = [value] if isinstance(value, int) else list(value)
-    return each * dims if len(each) == 1 else each
-
-
 @final
 @dataclass(frozen=True)
 class HaloReach:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Clock, ReplicaId
-from paceline.replica.activation_memory import StorageCounter
+from paceline.replica.activation_memory import ActivationMemory, StorageCounter
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
 from paceline.replica.single import NO_RECORDER, Autograd, GradientHandoff, step_seed
@@ -57,7 +57,7 @@ class TensorParallel(Replica):
         self._partial_grads = PartialGrads(self._shards, layout, partial) if partial else None
         self._loss_sum, self._samples = 0.0, 0
         self._seen_shapes: set[tuple[torch.Size, ...]] = set()
-        self.peak_saved_bytes = 0
+        self.memory = ActivationMemory()
         """Peak of what was saved for backward, without parameters, buffers and the batch itself."""
 
     def adopt(self, state: FlatState) -> None:
@@ -101,7 +101,7 @@ class TensorParallel(Replica):
         with counter.counting_saved():
             loss: Tensor = self._module(*leaves)[0]
         self._seen_shapes.add(shapes)
-        self.peak_saved_bytes = max(self.peak_saved_bytes, counter.nbytes)
+        self.memory.peak_bytes = max(self.memory.peak_bytes, counter.nbytes)
         return loss
 
     def finish(self, out: FlatState) -> Measured:

@@ -6,7 +6,7 @@ the plan may choose only among the strategies of one name for an operator.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import final
@@ -193,6 +193,8 @@ class UserRules:
     rules: ShardRules
     owners: Mapping[str, str]
     calls: Sequence[OpCall]
+    _parameterised: list[tuple[str, OpCall]] = field(init=False)
+    """Operators that have parameters, each after its module."""
     # Filled by `allowed`, read by `check` and by error messages.
     _kept: set[str] = field(default_factory=set)
     """Modules of which an operator is sharded as requested."""
@@ -200,7 +202,8 @@ class UserRules:
     """Module -> names of its operators' strategies, as they came up."""
 
     def __post_init__(self) -> None:
-        modules = {module for module, _ in self._with_parameters()}
+        self._parameterised = [(module_of(c, self.owners), c) for c in self.calls if operator_parameters(c)]
+        modules = {module for module, _ in self._parameterised}
         for pattern in self.rules:
             if not any(fnmatchcase(module, pattern) for module in modules):
                 raise unknown("module in shard_rules", pattern, modules)
@@ -224,17 +227,14 @@ class UserRules:
 
     def check(self) -> None:
         """Raise InputError if no operator of a module has a strategy of the requested name; call it after all."""
-        for module, call in self._with_parameters():
+        for module, call in self._parameterised:
             requested = self.rules.of(module)
             if requested not in (None, WHOLE) and module not in self._kept:
                 raise self._error(module, str(requested), call)
 
-    def _with_parameters(self) -> Iterator[tuple[str, OpCall]]:
-        return ((module_of(call, self.owners), call) for call in self.calls if operator_parameters(call))
-
     def _error(self, module: str, requested: str, call: OpCall) -> InputError:
         rule = f"shard_rules={{{str(self.rules.pattern(module))!r}: {requested!r}}}"
-        of_module = (each for name, each in self._with_parameters() if name == module)
+        of_module = (each for name, each in self._parameterised if name == module)
         largest = max(largest_count(each, requested, call.shards) for each in of_module)
         if largest:
             return InputError(

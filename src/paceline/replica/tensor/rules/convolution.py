@@ -5,6 +5,7 @@ from functools import partial
 
 from torch.fx import Node
 
+from paceline.replica.module_utils import per_dim
 from paceline.replica.tensor import halo
 from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.halo import HaloReach, SlidingWindow
@@ -86,12 +87,12 @@ def _windows(call: OpCall) -> list[SlidingWindow]:
     """Return the window along each spatial dim."""
     sizes = call.inputs[1].shape[2:]
     dims, padding = len(sizes), call.argument(4, "padding", 0)
-    strides, dilations = (halo.per_dim(call.argument(i, name, 1), dims) for i, name in ((3, "stride"), (5, "dilation")))
+    strides, dilations = (per_dim(call.argument(i, name, 1), dims) for i, name in ((3, "stride"), (5, "dilation")))
     if padding == "same":
         totals = [dilation * (size - 1) for size, dilation in zip(sizes, dilations, strict=True)]
         around = [(total // 2, total - total // 2) for total in totals]
     else:
-        around = [(each, each) for each in halo.per_dim(0 if padding == "valid" else padding, dims)]
+        around = [(each, each) for each in per_dim(0 if padding == "valid" else padding, dims)]
     each = zip(sizes, strides, around, dilations, strict=True)
     return [SlidingWindow(size, stride, before, dilation, after) for size, stride, (before, after), dilation in each]
 

@@ -7,8 +7,9 @@ from math import inf
 from torch import Tensor
 from torch.fx import Node
 
+from paceline.replica.module_utils import per_dim
 from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, op_rule, shards_among
-from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, per_dim, present_reaches, spatial_strategy
+from paceline.replica.tensor.halo import Halo, HaloReach, SlidingWindow, present_reaches, spatial_strategy
 from paceline.replica.tensor.placements import PARTIAL
 
 _NAMES = (
