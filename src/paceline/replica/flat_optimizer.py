@@ -49,7 +49,7 @@ class FlatOptimizer:
         """True if the optimizer steps on whole vectors, else on their tensors."""
         self._parameters = self._new_parameters(gradient)
         self._optimizer = make(self._parameters)
-        if _is_elementwise(self._optimizer, len(self._parameters)):
+        if is_elementwise(self._optimizer, len(self._parameters)):
             self._flat = True
             self._optimizer.param_groups[0]["params"] = self._parameters = self._new_parameters(gradient)
         self.adaptive = isinstance(self._optimizer, torch.optim.Adam)
@@ -174,13 +174,8 @@ def shape_only_parameters(layout: FlatLayout) -> dict[str, nn.Parameter]:
     return {e.name: nn.Parameter(torch.zeros((), dtype=dtype).expand(e.shape)) for e, dtype in entries}
 
 
-def is_elementwise(make: OptimizerFactory, whole: FlatLayout) -> bool:
-    """Return True if an optimizer treats each element of A alone, and all alike."""
-    parameters = list(shape_only_parameters(whole).values())
-    return _is_elementwise(make(parameters), len(parameters))
-
-
-def _is_elementwise(optimizer: Optimizer, parameters: int) -> bool:
+def is_elementwise(optimizer: Optimizer, parameters: int) -> bool:
+    """Return True if an optimizer of so many parameters treats each element alone, and all alike."""
     groups = optimizer.param_groups
     alike = len(groups) == 1 and len(groups[0]["params"]) == parameters
     return alike and type(optimizer) in ELEMENTWISE and not optimizer.state

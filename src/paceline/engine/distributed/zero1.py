@@ -165,9 +165,10 @@ def pays(program: Program, layout: FlatLayout, backend: str, ranks: int) -> bool
     elements = sum(block.elements for block in layout.parameters)
     if backend != "shm" or ranks < LEAST_RANKS or elements < LEAST_ELEMENTS:
         return False
-    optimizer = program.optimizer(list(shape_only_parameters(layout).values()))
+    parameters = list(shape_only_parameters(layout).values())
+    optimizer = program.optimizer(parameters)
     stateful = not isinstance(optimizer, torch.optim.SGD) or bool(optimizer.param_groups[0]["momentum"])
-    return stateful and is_elementwise(program.optimizer, layout)
+    return stateful and is_elementwise(optimizer, len(parameters))
 
 
 @final
@@ -188,7 +189,8 @@ class ZeroOptimizer(Update):
         self._buffer, self._state, self._group, self._all = buffer, shard.state, group.communicator, communicator
         self._clip_norm = program.clip_norm
         layout, full = shard.state.layout, shard.full_layout
-        anywhere = is_elementwise(program.optimizer, full)
+        parameters = list(shape_only_parameters(full).values())
+        anywhere = is_elementwise(program.optimizer(parameters), len(parameters))
         vectors = list(zip(layout.parameters, shard.state.parameters, buffer.state.parameters, strict=True))
         self._partitions: list[ZeroPartition] = []
         if self._group is None:  # no other rank has this part

@@ -135,12 +135,7 @@ def aliased(node: Node, root: nn.Module) -> list[Node]:
         return _of_block(node, root, writes=False)
     module = child(node, root)
     # A child without parameters may be a Flatten or an Identity; one that has some makes something new of its input.
-    return list(node.all_input_nodes) if module is not None and not has_parameters(module) else []
-
-
-def has_parameters(module: nn.Module) -> bool:
-    """Return True if a module has anything to train."""
-    return next(module.parameters(), None) is not None
+    return list(node.all_input_nodes) if module is not None and not list(module.parameters()) else []
 
 
 def _of_block(node: Node, root: nn.Module, *, writes: bool) -> list[Node]:
@@ -207,7 +202,7 @@ def storage(graph: GraphModule) -> Storage:
     for node in graph.graph.nodes:
         targets = {root for each in written(node, graph) for root in roots_of[each]}
         module = child(node, graph)
-        if module is not None and has_parameters(module):
+        if module is not None and list(module.parameters()):
             by_modules |= targets
             continue
         all_written |= targets

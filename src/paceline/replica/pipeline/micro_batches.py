@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from operator import methodcaller
 from typing import TypeAlias
 
 import torch
@@ -36,10 +37,7 @@ class MicroBatch:
 
     def to(self, device: str, leaves: Collection[int], *, target: bool) -> "MicroBatch":
         """Return a copy on another device, of which only some leaves of the input, and maybe the target, are moved."""
-
-        def move(tensor: Tensor) -> Tensor:
-            return tensor.to(device, non_blocking=True)
-
+        move = methodcaller("to", device, non_blocking=True)
         inputs = [move(leaf) if index in leaves else leaf for index, leaf in enumerate(self.inputs)]
         return replace(self, inputs=inputs, target=map_tree(move, self.target) if target else self.target)
 
