@@ -22,7 +22,6 @@ class Plain(Workload):
     """Whether layers that take the same time are one object, as those of a described model are."""
     numerics: Numerics = field(default_factory=lambda: Numerics(4, 4, 8))
     name: str = "plain"
-    sample_words: int = 1
     spread: float = 0.1
     flops: float | None = 1e9
     provenance: Mapping[str, str] = field(default_factory=lambda: {"times": "made up"})

@@ -223,8 +223,6 @@ class Workload(ABC):
     global_batch: int
     """Samples of a step."""
     numerics: Numerics
-    sample_words: int
-    """Tokens in a sample; 1 where samples have none."""
     provenance: Provenance
     spread: float
     """Relative error of a predicted time that nine of ten stay below; :attr:`provenance` says why."""

@@ -182,7 +182,7 @@ class FasterLayers(Workload):
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        for name in ("name", "global_batch", "numerics", "sample_words", "provenance", "spread", "flops"):
+        for name in ("name", "global_batch", "numerics", "provenance", "spread", "flops"):
             setattr(self, name, getattr(workload, name))
 
     def layers(self, arrangement: Arrangement) -> Sequence[LayerCost]:

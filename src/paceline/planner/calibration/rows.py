@@ -15,7 +15,7 @@ The operations of a model without a shape, for a sample, follow from the first o
 import csv
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from statistics import median
@@ -35,7 +35,7 @@ MOST = {
 """Upper bounds: columns that were mixed up exceed them."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class PublishedRow:
     """One line, by the names of its columns.
 
@@ -45,6 +45,24 @@ class PublishedRow:
     """
 
     cells: Mapping[str, str]
+    name: str = field(init=False, repr=False)
+    """The row's id."""
+    source: str = field(init=False, repr=False)
+    """The publication."""
+    model: str = field(init=False, repr=False)
+    """The model's name in the publication."""
+    group: tuple[str, str] = field(init=False, repr=False)
+    """The rows that are left out together: those of one source about one model."""
+    framework: str = field(init=False, repr=False)
+    """The framework's name, without versions and options."""
+    family: str = field(init=False, repr=False)
+    """The device family: the first known name that ``hw`` contains, or else ``hw`` itself."""
+
+    def __post_init__(self) -> None:
+        self.name, self.source, self.model = self.text("row_id"), self.text("source_id"), self.text("model")
+        self.group, device = (self.source, self.model), self.text("hw").upper()
+        self.framework = self.text("framework").split(" ")[0].split("/")[0]
+        self.family = next((name for name in FAMILIES if name in device), device)
 
     def text(self, column: str) -> str:
         """Return the text of a cell; empty if the cell is blank or says that there is none."""
@@ -79,32 +97,6 @@ class PublishedRow:
         return max(1, round(value)) if value else otherwise
 
     @property
-    def name(self) -> str:
-        """The row's id."""
-        return self.text("row_id")
-
-    @property
-    def source(self) -> str:
-        """The publication."""
-        return self.text("source_id")
-
-    @property
-    def model(self) -> str:
-        """The model's name in the publication."""
-        return self.text("model")
-
-    @property
-    def family(self) -> str:
-        """The device family: the first known name that ``hw`` contains, or else ``hw`` itself."""
-        text = self.text("hw").upper()
-        return next((name for name in FAMILIES if name in text), text)
-
-    @property
-    def framework(self) -> str:
-        """The framework's name, without versions and options."""
-        return self.text("framework").split(" ")[0].split("/")[0]
-
-    @property
     def step_s(self) -> float | None:
         """The step time, measured or from samples per second; None: not known."""
         step_s, rate, batch = self.number("step_time_s"), self.number("samples_per_s"), self.number("gbs")
@@ -122,11 +114,6 @@ class PublishedRow:
         unfilled = self.whole("pp", 1) > 1 and not self.number("mbs")
         undivided = self.whole("n_devices", 1) > 1 and not any(map(self.text, ("dp", "tp", "pp")))
         return self.text("status") == "suspect" or unfilled or undivided
-
-    @property
-    def group(self) -> tuple[str, str]:
-        """The rows that are left out together: those of one source about one model."""
-        return self.source, self.model
 
 
 FAMILIES = ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100", "P100", "P40", "T4", "A64FX")

@@ -34,7 +34,7 @@ class MeasuredWorkload(Workload):
     def __init__(self, profile: Profile, workers: int, global_batch: int, scale: float = 1.0) -> None:
         self.profile, self.workers, self.global_batch, self.scale = profile, workers, global_batch, scale
         self.name, self.numerics, self.provenance = profile.program, profile.numerics, profile.provenance
-        self.sample_words, self.flops = 1, profile.flops
+        self.flops = profile.flops
         self._busy = busy = profile.at_work(workers)
         self.spread = max(1.0 - busy.low, busy.high - 1.0) if scale == 1.0 else ELSEWHERE
 

@@ -93,11 +93,6 @@ class DescribedWorkload(Workload):
         return self.shape.name or f"{self.shape.layers}x{self.shape.hidden}"
 
     @property
-    def sample_words(self) -> int:  # type: ignore[override]
-        """Words in a sample: the shape's sequence."""
-        return self.shape.sequence
-
-    @property
     def flops(self) -> float:  # type: ignore[override]
         """Operations of the shape for one sample."""
         return self.shape.flops
