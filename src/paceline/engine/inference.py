@@ -172,13 +172,13 @@ def under_torchrun(request: InferenceRequest, backend: str | None) -> Iterator[A
         backend: of the process group; None: the usual one for the device.
     """
     world = LaunchEnv.current()
-    each, chosen = threads(request.strategy, world.local_size), backend_for("cpu", backend, world)
+    own_threads, chosen = threads(request.strategy, world.local_size), backend_for("cpu", backend, world)
     with open_rank_context(world, chosen, "cpu", request.timeout_s, watched=True) as context:
         worker = InferenceWorker(request, context)
 
         def answer(inputs: Tree) -> Tree:
             with own_settings():
-                torch.set_num_threads(each)
+                torch.set_num_threads(own_threads)
                 local = worker(inputs)
                 answers = [replace(local, pieces=pieces) for pieces in context.gather(local.pieces, "the output")]
             return join_answers(answers, request.strategy, inputs)

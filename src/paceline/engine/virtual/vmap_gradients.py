@@ -143,11 +143,7 @@ def _loss_of_each(loss: LossFunction, targets: Tree) -> Callable[[Tensor, Tensor
     if not plain_mean:
         return vmap(loss)
     by_sample = functools.partial(cast(Callable[..., Tensor], loss), reduction="none")
-
-    def means(outputs: Tensor, targets: Tensor) -> Tensor:
-        return by_sample(outputs.flatten(0, 1), targets.flatten(0, 1)).view(len(outputs), -1).mean(1)
-
-    return means
+    return lambda output, target: by_sample(output.flatten(0, 1), target.flatten(0, 1)).view(len(output), -1).mean(1)
 
 
 def stacked_gradient(
