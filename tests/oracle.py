@@ -135,7 +135,7 @@ class Event:
 
 def arrivals(times: Times, seed: int, replicas: int, attempts: int, micro_steps: int = 1) -> Iterator[Event]:
     """Free-running replicas in the order in which their Δs arrive, each released at once."""
-    streams = [times.compute_stream(r, seed) for r in range(replicas)]
+    streams = [times.stream("compute", seed, r) for r in range(replicas)]
 
     def draw(replica: int) -> float:
         return sum(next(streams[replica]) for _ in range(micro_steps))

@@ -14,8 +14,7 @@ RANDOM = Times.parse(" ".join(f"{name}=exponential:mean=1" for name in ("compute
 texts = st.sampled_from(["0", "0.5", "normal:mean=1,std=0.1", "pareto:scale=1,shape=2"])
 
 
-def first(stream: Iterator[float] | None, count: int = 300) -> tuple[float, ...]:
-    assert stream is not None
+def first(stream: Iterator[float], count: int = 300) -> tuple[float, ...]:
     return tuple(islice(stream, count))
 
 
@@ -32,23 +31,29 @@ def test_defaults() -> None:
 
 
 def test_streams_are_apart_and_repeat() -> None:
-    streams = [first(RANDOM.compute_stream(r, 0)) for r in range(3)]
-    streams += [first(RANDOM.transfer_stream(r, 0)) for r in range(3)]
-    streams += [first(RANDOM.apply_stream(0)), first(RANDOM.gradient_stream(0))]
-    streams += [first(RANDOM.compute_stream(0, 1)), first(RANDOM.apply_stream(1))]
+    streams = [first(RANDOM.stream("compute", 0, r)) for r in range(3)]
+    streams += [first(RANDOM.stream("transfer", 0, r)) for r in range(3)]
+    streams += [first(RANDOM.stream("apply", 0)), first(RANDOM.stream("gradient", 0))]
+    streams += [first(RANDOM.stream("compute", 1, 0)), first(RANDOM.stream("apply", 1))]
     assert len(set(streams)) == len(streams)
-    assert first(RANDOM.compute_stream(2, 0)) == streams[2]
-    assert first(RANDOM.transfer_stream(1, 0)) == streams[4]
+    assert first(RANDOM.stream("compute", 0, 2)) == streams[2]
+    assert first(RANDOM.stream("transfer", 0, 1)) == streams[4]
 
 
 def test_constants_reach_their_streams() -> None:
     times = Times.parse("compute=1 transfer=2 apply=3 gradient=4")
-    streams = [times.compute_stream(0, 0), times.transfer_stream(0, 0), times.apply_stream(0), times.gradient_stream(0)]
+    streams = [
+        times.stream("compute", 0, 0),
+        times.stream("transfer", 0, 0),
+        times.stream("apply", 0),
+        times.stream("gradient", 0),
+    ]
     assert [first(stream, 2) for stream in streams] == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 def test_measured_computing_has_no_stream() -> None:
-    assert Times.parse("compute=measured").compute_stream(0, 0) is None
+    with pytest.raises(AssertionError, match="compute is measured"):
+        Times.parse("compute=measured").stream("compute", 0, 0)
 
 
 def test_all_of_it_is_measured_in_a_word() -> None:

@@ -45,14 +45,12 @@ def test_an_epoch_covers_every_sample_exactly_once(
 
 @pytest.mark.parametrize("partition", PARTITIONS)
 @given(*sizes, st.integers(0, 40), st.data())
-def test_size_and_epoch_agree_with_the_batch(
+def test_size_agrees_with_the_batch(
     partition: Partition, samples: int, batch_size: int, replicas: int, seed: int, k: int, data: st.DataObject
 ) -> None:
     order = DataOrder(max(samples, replicas), batch_size, replicas, seed, partition)
     replica = data.draw(st.integers(0, replicas - 1))
     assert order.size(replica, k) == len(order.batch(replica, k)) <= batch_size
-    assert order.epoch(replica, k) * order.rounds_per_epoch(replica) <= k
-    assert k < (order.epoch(replica, k) + 1) * order.rounds_per_epoch(replica)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from heapq import heappop, heappush
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, final
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, final, get_args
 
 import numpy as np
 
@@ -132,7 +132,8 @@ Measured: TypeAlias = Literal["measured"]
 """Instead of a distribution: the time that computing the gradient really took."""
 
 _DRAWS = int.from_bytes(b"times")
-_COMPUTE, _TRANSFER, _APPLY, _GRADIENT = range(4)
+_Part: TypeAlias = Literal["compute", "transfer", "apply", "gradient"]
+_PARTS = get_args(_Part)  # their order is part of the seeds
 _STEP, _NOTHING = Constant(0.01), Constant(0.0)
 _EXAMPLE = "compute=0.01 transfer=0 apply=0 gradient=0"
 
@@ -164,7 +165,7 @@ class Times:
     >>> times = Times.parse("transfer=exponential:mean=0.001")
     >>> str(times)
     'compute=0.01 transfer=exponential:mean=0.001 apply=0 gradient=0'
-    >>> next(times.apply_stream(seed=0))
+    >>> next(times.stream("apply", seed=0))
     0.0
     """
 
@@ -208,26 +209,18 @@ class Times:
     def __str__(self) -> str:
         return " ".join(f"{each.name}={getattr(self, each.name)}" for each in fields(self))
 
-    def compute_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds] | None:
-        """Return the compute times of a replica's Δs; None if they are measured."""
-        return None if self.compute == "measured" else _stream(self.compute, seed, _COMPUTE, replica)
+    def stream(self, part: _Part, seed: int, *replica: ReplicaId) -> Iterator[Seconds]:
+        """Return the draws of one part, without end; it must not be measured.
 
-    def transfer_stream(self, replica: ReplicaId, seed: int) -> Iterator[Seconds]:
-        """Return the times of the messages to and from a replica; not for measured ones."""
-        return _stream(self.transfer, seed, _TRANSFER, replica)
-
-    def apply_stream(self, seed: int) -> Iterator[Seconds]:
-        """Return the server's times for each update, whatever it is made of; not for measured ones."""
-        return _stream(self.apply, seed, _APPLY)
-
-    def gradient_stream(self, seed: int) -> Iterator[Seconds]:
-        """Return the server's times for each gradient of an update."""
-        return _stream(self.gradient, seed, _GRADIENT)
-
-
-def _stream(distribution: Distribution | Measured, seed: int, *key: int) -> Iterator[Seconds]:
-    assert not isinstance(distribution, str), "it is measured"
-    return distribution.stream(np.random.default_rng([seed, _DRAWS, *key]))
+        Args:
+            part: ``compute`` of a replica's Δs, ``transfer`` of the messages to and from a replica, ``apply`` of each
+                update, whatever it is made of, or ``gradient`` of each gradient of an update.
+            seed: of the run.
+            replica: for compute and transfer.
+        """
+        distribution: Distribution | Measured = getattr(self, part)
+        assert not isinstance(distribution, str), f"{part} is measured"
+        return distribution.stream(np.random.default_rng([seed, _DRAWS, _PARTS.index(part), *replica]))
 
 
 def _value(key: str, value: str) -> Distribution | Measured:

@@ -52,7 +52,8 @@ class ForkServer:
         self._children: dict[int, ProcessHandle] = {}
         self._lock = threading.Lock()
         self._requests, self._ready = 0, False
-        self._close = weakref.finalize(self, _close, os.getpid(), process, link, self._children)
+        self.close = weakref.finalize(self, _close, os.getpid(), process, link, self._children)
+        """Kill the children that still run, end the fork server, and wait until all have ended; idempotent."""
 
     @classmethod
     def start(cls, preload: Sequence[str] = ("torch",)) -> "ForkServer":
@@ -144,10 +145,6 @@ class ForkServer:
             liveness.wait_gone([child.pidfd], CLOSE_TIMEOUT_S)
             del self._children[child.pid]
             os.close(child.pidfd)
-
-    def close(self) -> None:
-        """Kill the children that still run, end the fork server, and wait until all have ended; idempotent."""
-        self._close()
 
     def _request(self, request: dict[str, Any], fds: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
         with self._lock:

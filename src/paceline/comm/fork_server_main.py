@@ -56,7 +56,11 @@ class ForkServerLoop:
             message, fds, _, _ = socket.recv_fds(self._link, MESSAGE_BYTES, MAX_FDS, socket.MSG_CMSG_CLOEXEC)
             if message:
                 request = json.loads(message)
-                {"spawn": self._spawn, "status": self._status}[request["do"]](request, fds)
+                if request["do"] == "spawn":
+                    self._spawn(request, fds)
+                else:
+                    self._reap(request["pid"])
+                    _send(self._link, id=request["id"], code=self._codes[request["pid"]])
             return bool(message)
         except ConnectionError:
             return False
@@ -78,10 +82,6 @@ class ForkServerLoop:
         self._poller.add(self._pidfds[pid], pid)
         _send(self._link, self._pidfds[pid], id=request["id"], pid=pid)
 
-    def _status(self, request: dict[str, Any], _fds: list[int]) -> None:
-        self._reap(request["pid"])
-        _send(self._link, id=request["id"], code=self._codes[request["pid"]])
-
     def _reap(self, pid: int) -> None:
         pidfd = self._pidfds.get(pid)
         if pidfd is None or liveness.alive(pidfd):
@@ -94,7 +94,7 @@ class ForkServerLoop:
         os.close(self._pidfds.pop(pid))
 
     def _end(self) -> None:
-        # Children notice the end of main by themselves, and may have to clean up (``liveness.when_orphaned``).
+        # Children notice the end of main by themselves, and may have to clean up (``liveness.last_acts``).
         liveness.wait_gone(self._pidfds.values(), GRACE_S)
         for pidfd in self._pidfds.values():
             liveness.kill(pidfd)

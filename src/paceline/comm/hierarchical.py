@@ -150,8 +150,7 @@ class Hierarchical(PythonProcessGroup):
         rule: Any = opts.reduceOp if opts else dist.ReduceOp.SUM
         return ChainedWork(self._queue, self._reductions(tensors, rule), tensors)
 
-    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        return self.allreduce(tensors, opts)
+    allreduce_coalesced = allreduce
 
     def _reductions(self, tensors: Sequence[Tensor], rule: Any) -> Iterator[dist.Work]:
         mean = rule == dist.ReduceOp.AVG

@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterable
 
 from paceline.comm import linux
 
-_last_acts: list[Callable[[], None]] = []
+last_acts: list[Callable[[], None]] = []
+"""Fast functions that do not raise, called before :func:`watch_and_exit` ends this process."""
 
 ORPHANED = 86
 """Exit code of a process that ended because the one it worked for had."""
@@ -58,7 +59,7 @@ def watch_and_exit(pidfd: int) -> None:
 
     def watch() -> None:
         wait_gone([pidfd], None)
-        for last_act in _last_acts:
+        for last_act in last_acts:
             with contextlib.suppress(Exception):
                 last_act()
         if os.getpgrp() == os.getpid():
@@ -66,11 +67,6 @@ def watch_and_exit(pidfd: int) -> None:
         os._exit(ORPHANED)
 
     threading.Thread(target=watch, name="paceline-watch", daemon=True).start()
-
-
-def when_orphaned(act: Callable[[], None]) -> None:
-    """Register a fast function that does not raise, to be called before :func:`watch_and_exit` ends this process."""
-    _last_acts.append(act)
 
 
 def describe_exit(code: int) -> str:

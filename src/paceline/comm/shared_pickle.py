@@ -52,11 +52,6 @@ class SharedObject:
 
     fd: int
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of the pickle and its arrays."""
-        return os.fstat(self.fd).st_size
-
     def close(self) -> None:
         """Close the descriptor; receivers that have their own, and objects that were unpacked, are not affected."""
         os.close(self.fd)
@@ -117,7 +112,7 @@ def unpack(shared: SharedObject, *, at_once: bool = True) -> Any:
         at_once: map all of its pages now, rather than each when it is looked at.
     """
     # ACCESS_COPY: a receiver may normalise its data set in place, which must not change that of others.
-    pages = mmap.mmap(shared.fd, shared.size_bytes, access=mmap.ACCESS_COPY)
+    pages = mmap.mmap(shared.fd, 0, access=mmap.ACCESS_COPY)
     # All pages are there; mapped one by one as samples are drawn, they would cost a page fault each in every process.
     if at_once:
         with contextlib.suppress(OSError):  # before Linux 5.14
@@ -139,7 +134,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return _typed_storage, (self._same(obj._untyped_storage), obj.dtype)
         if kind is UntypedStorage and obj.device.type == "cpu":
             same = self._same(obj)
-            return _storage, (pickle.PickleBuffer(_bytes_of(same)) if same is obj else same,)
+            content: Any = torch.empty(0, dtype=torch.uint8).set_(same).numpy()
+            return _storage, (pickle.PickleBuffer(content) if same is obj else same,)
         return super().reducer_override(obj)
 
     def _same(self, storage: UntypedStorage) -> UntypedStorage:
@@ -185,10 +181,6 @@ def _read(source: memoryview) -> list[memoryview]:
     return parts
 
 
-def _bytes_of(storage: UntypedStorage) -> Any:
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-
-
 def _storage(source: Any) -> UntypedStorage:
     """Rebuild a storage on the bytes of ``source``, without a copy."""
     if isinstance(source, UntypedStorage):
@@ -211,8 +203,7 @@ _LARGE = b"-"
 class ObjectSender:
     """Sends objects from one process to others."""
 
-    def __init__(self) -> None:
-        self._segment: SharedMemory | None = None
+    _segment: SharedMemory | None = None
 
     def post(self, obj: object, links: Sequence[socket.socket]) -> list[bool]:
         """Send an object graph to all receivers; return for each whether its socket is still open.

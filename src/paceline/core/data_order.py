@@ -178,10 +178,6 @@ class DataOrder:
         start, stop = self._cut.bounds(replica, k % self.rounds_per_epoch(replica))
         return stop - start
 
-    def epoch(self, replica: ReplicaId, k: int) -> int:
-        """Return the epoch of the k-th batch of a replica, from 0."""
-        return k // self.rounds_per_epoch(replica)
-
     def rounds_per_epoch(self, replica: ReplicaId) -> int:
         """Return the number of batches of a replica in an epoch; ``disjoint`` subsets may differ by one."""
         assert 0 <= replica < self.replicas, f"replica {replica} of {self.replicas}"

@@ -242,7 +242,7 @@ class Simulation:
     def __init__(self, policy: Aggregation[Any], replicas: int, times: Times, delay: Delay | None, seed: int) -> None:
         self.micro_steps = micro_steps(policy)
         self._streams = [attempts(times, delay, r, replicas, seed, self.micro_steps) for r in range(replicas)]
-        self._apply, self._gradient = times.apply_stream(seed), times.gradient_stream(seed)
+        self._apply, self._gradient = times.stream("apply", seed), times.stream("gradient", seed)
         self._server_takes_time = times.apply != _NOTHING or times.gradient != _NOTHING
         self._now: Seconds = 0.0
         self._clocks = [0] * replicas
@@ -324,12 +324,11 @@ def attempts(
 ) -> Iterator[Seconds]:
     """Yield the time from sending A to a replica until its Δ arrives, one attempt after the other, without end."""
     constant = repeat(times.compute.value) if isinstance(times.compute, Constant) else None
-    compute = constant or times.compute_stream(replica, seed)
-    assert compute is not None, "a simulation measures nothing"
+    compute = constant or times.stream("compute", seed, replica)
     late = delay.stream(replica, replicas, seed) if delay else None
     if micro_steps == 1 and times.transfer == _NOTHING:  # the usual case, without a generator
         return compute if late is None else map(add, compute, late)
-    delays, transfer = late or repeat(0.0), times.transfer_stream(replica, seed)
+    delays, transfer = late or repeat(0.0), times.stream("transfer", seed, replica)
     return (
         next(transfer) + sum(next(compute) + next(delays) for _ in range(micro_steps)) + next(transfer)
         for _ in repeat(None)

@@ -258,15 +258,12 @@ def all_gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor) -> Steps
     """Write each rank's ``x`` to ``outs[rank]``."""
     if any(out.numel() != x.numel() for out in outs):
         return exchange(rounds, "all_gather", outs, [x] * rounds.size)
-    return _gather(rounds, fingerprint("all_gather", x.dtype, x.numel()), outs, x)
+    return gather(rounds, outs, x, None)
 
 
-def gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor, root: int) -> Steps:
-    """Write each rank's ``x`` to the root's ``outs[rank]``; other ranks give no ``outs``."""
-    return _gather(rounds, fingerprint("gather", x.dtype, x.numel(), root=root), outs, x)
-
-
-def _gather(rounds: StagedRounds, header: bytes, outs: Sequence[Tensor], x: Tensor) -> Steps:
+def gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor, root: int | None) -> Steps:
+    """Write each rank's ``x`` to the root's ``outs[rank]``, or to all ranks' without one; others give no ``outs``."""
+    header = fingerprint("all_gather" if root is None else "gather", x.dtype, x.numel(), root=root)
     per_round = rounds.stages(x.dtype)[0].numel()
     for start in _starts(x.numel(), per_round):
         stages, chunk = rounds.stages(x.dtype), x[start : start + per_round]

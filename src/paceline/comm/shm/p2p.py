@@ -153,7 +153,7 @@ class Messages:
             if not channel.has_room():
                 yield channel.has_room
             written = channel.put(message, max(written, 0), packed)
-            self._region.wake(destination)
+            self._region.peers[destination].wakeup.notify()
 
     def receive(self, receive: Receive) -> Steps:
         """Wait for the receive's message."""
@@ -190,7 +190,7 @@ class Messages:
             if complete:
                 self._complete(source, message)
         if has_read:
-            self._region.wake(source)
+            self._region.peers[source].wakeup.notify()
 
     def _open(self, source: int, envelope: Envelope) -> _Message | None:
         """Choose the buffer of a message: a matching receive's, or one of its own if it blocks the ring."""

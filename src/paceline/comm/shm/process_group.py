@@ -27,31 +27,22 @@ NAME = "shm"
 class PythonProcessGroup(dist.ProcessGroup):
     """A group of CPU ranks written in Python; it keeps its own names, since it registers no backend that would."""
 
+    # In torch's class these are properties without a setter, which attributes of a subclass stand before.
+    group_name = group_desc = ""
+    _device_types = (torch.device("cpu"),)
+    """Devices of the tensors that DCP and object collectives make to send."""
+
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]  # its stub lacks the one for subclasses
-        self._name = self._description = ""
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        """Devices of the tensors that DCP and object collectives make to send."""
-        return [torch.device("cpu")]
 
     def _get_backend(self, _device: Any) -> Any:
         return self
 
-    @property
-    def group_name(self) -> str:
-        return self._name
-
     def _set_group_name(self, name: str) -> None:
-        self._name = name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
+        self.group_name = name
 
     def _set_group_desc(self, description: str) -> None:
-        self._description = description
+        self.group_desc = description
 
 
 class ShmProcessGroup(PythonProcessGroup):
@@ -261,8 +252,7 @@ class ShmProcessGroup(PythonProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return NAME
 
-    def name(self) -> str:
-        return NAME
+    name = getBackendName
 
     def shutdown(self) -> None:
         """Unmap the memory; calls that have not been waited for are dropped."""

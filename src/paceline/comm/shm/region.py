@@ -146,10 +146,6 @@ class Region:
         for wakeup in self._others:
             wakeup.notify_fenced()
 
-    def wake(self, rank: int) -> None:
-        """Wake one member, if it sleeps."""
-        self.peers[rank].wakeup.notify()
-
     def fail(self, text: str) -> None:
         """Report a failure to every member, unless one has been reported; the group is of no use afterwards."""
         if self.failure() is None:

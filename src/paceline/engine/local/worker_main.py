@@ -80,7 +80,7 @@ def connected(
         try:
             job: Job = unpack(SharedObject(job_fd))
             if job.out is not None:
-                liveness.when_orphaned(functools.partial(remove_workers_file, job.out))
+                liveness.last_acts.append(functools.partial(remove_workers_file, job.out))
             yield job, link
         except BaseException as error:
             text = message(error)

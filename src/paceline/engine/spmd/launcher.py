@@ -141,7 +141,7 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
         try:
             job: Job = unpack(SharedObject(job_fd))
             if job.out is not None:
-                liveness.when_orphaned(functools.partial(remove_workers_file, job.out))
+                liveness.last_acts.append(functools.partial(remove_workers_file, job.out))
             file_rendezvous(rank, args["size"], args["store"], job.timeout_s)
             try:
                 with ENGINES.entry(args["engine"]).cls(BACKEND) as engine:

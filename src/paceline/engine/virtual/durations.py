@@ -48,9 +48,10 @@ class SampledDurations:
     def __init__(self, context: RunContext, times: Times, measured_s: Seconds | None, factor: float = 1.0) -> None:
         seed, replicas = context.job.program.seed, range(context.replicas)
         self.measured_s, self._factor = measured_s, factor
-        self._apply, self._gradient = times.apply_stream(seed), times.gradient_stream(seed)
-        self._compute = [times.compute_stream(replica, seed) or repeat(measured_s or 0.0) for replica in replicas]
-        self._transfer = [times.transfer_stream(replica, seed) for replica in replicas]
+        self._apply, self._gradient = times.stream("apply", seed), times.stream("gradient", seed)
+        measured = repeat(measured_s or 0.0) if times.compute == "measured" else None
+        self._compute = [measured or times.stream("compute", seed, replica) for replica in replicas]
+        self._transfer = [times.stream("transfer", seed, replica) for replica in replicas]
         self._delay = _delays(context)
 
     def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
