@@ -167,7 +167,7 @@ def broadcast(rounds: StagedRounds, x: Tensor, root: int) -> Steps:
         stage = rounds.joint(x.dtype)[: chunk.numel()]
         if rounds.rank == root:
             stage.copy_(chunk)
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         if rounds.rank != root:
             chunk.copy_(stage)
 
@@ -218,7 +218,7 @@ def _reduce_in_slices(rounds: StagedRounds, header: bytes, x: Tensor, rule: str,
         for other, part in enumerate(slices):
             if other != rank:
                 _slot(stages[rank], slot, other, part).copy_(part)
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         if keeps:
             for other, part in enumerate(before):
                 if other != rank:
@@ -246,7 +246,7 @@ def reduce_scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], r
             if other != rank:
                 chunk = part[start : start + slot]
                 _slot(stages[rank], slot, other, chunk).copy_(chunk)
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         own = parts[rank][start : start + slot]
         shown = [_slot(stage, slot, rank, own) for stage in stages]
         place, shown[rank] = shown[rank], own
@@ -268,7 +268,7 @@ def gather(rounds: StagedRounds, outs: Sequence[Tensor], x: Tensor, root: int | 
     for start in _starts(x.numel(), per_round):
         stages, chunk = rounds.stages(x.dtype), x[start : start + per_round]
         stages[rounds.rank][: chunk.numel()].copy_(chunk)
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         for stage, out in zip(stages, outs, strict=False):
             out[start : start + per_round].copy_(stage[: chunk.numel()])
 
@@ -281,7 +281,7 @@ def scatter(rounds: StagedRounds, out: Tensor, parts: Sequence[Tensor], root: in
         stages, chunk = rounds.stages(out.dtype), out[start : start + per_round]
         for stage, part in zip(stages, parts, strict=False):
             stage[: chunk.numel()].copy_(part[start : start + per_round])
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         chunk.copy_(stages[rounds.rank][: chunk.numel()])
 
 
@@ -303,7 +303,7 @@ def exchange(rounds: StagedRounds, call: str, outs: Sequence[Tensor], parts: Seq
             if other != rank:
                 chunk = part[start : start + slot]
                 _slot(stages[rank], slot, other, chunk).copy_(chunk)
-        yield from rounds.barrier(header)
+        yield from rounds.barrier(header if start == 0 else None)
         if start == 0:
             longest = _longest_part(rounds, all_sizes.tolist())
         for other, (stage, out) in enumerate(zip(stages, outs, strict=True)):

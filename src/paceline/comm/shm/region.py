@@ -5,8 +5,8 @@
     | token | posted | failures | headers | sizes | stages | channels |
               N        N          2 x N     2 x N   2 x N    N x N         N ranks; 2: even and odd rounds
 
-In a round of a collective every rank writes its data to its stage, and the fingerprint of its call to its header,
-before any rank goes on::
+In a round of a collective every rank writes its data to its stage, and in the first one the fingerprint of its call to
+its header, before any rank goes on::
 
     rank 0   write  post 1 .......... read | write  post 2 . read |
     rank 1   write ........... post 1 read | write ... post 2 read |
@@ -255,16 +255,17 @@ class StagedRounds:
         """Return, rank after rank, the elements that it has for each rank, and then that it expects of each."""
         return self._sizes[(self._number + 1) & 1]
 
-    def barrier(self, header: bytes) -> Steps:
+    def barrier(self, header: bytes | None) -> Steps:
         """Post this round and wait for all ranks.
 
         Args:
-            header: the fingerprint of the call.
+            header: the fingerprint of the call, to be compared; None in its later rounds, which then are the same.
 
         Raises:
             CollectiveError: ranks make different calls; on every rank alike.
         """
-        self._own_headers[(self._number + 1) & 1][:] = header
+        if header is not None:
+            self._own_headers[(self._number + 1) & 1][:] = header
         # The data before the counter: x86 keeps the order of stores, other processors need a fence.
         if not FENCED:
             fence()
@@ -273,6 +274,8 @@ class StagedRounds:
         self.region.wake_all()
         if not self.all_posted():
             yield self.all_posted
+        if header is None:
+            return
         headers = bytes(self._headers[number & 1])
         if headers != header * self.size:
             callers: dict[str, list[int]] = {}
