@@ -13,6 +13,7 @@ from paceline import PacelineError, Strategy
 from paceline.engine.base import Budget, Job
 from paceline.engine.distributed.overlap import Overlap, cut, pays
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
+from paceline.engine.spmd.communicator import Traffic
 from paceline.engine.spmd.process_group import LaunchEnv
 from paceline.replica.flat_state import FlatLayout
 from tests.engine import programs
@@ -54,9 +55,10 @@ def test_vectors_take_turns() -> None:
 class Wire:
     """Traffic of one rank that is alone with itself: what is begun is kept, and doubled when it is waited for."""
 
-    ranks, sent_bytes = 2, 0
+    ranks = 2
 
     def __init__(self, *, elsewhere: bool = False) -> None:
+        self.traffic = Traffic()
         self.elsewhere, self.begun, self.waited = elsewhere, list[Tensor](), list[str]()
 
     def to_device(self, vector: Tensor) -> Tensor:
@@ -104,7 +106,7 @@ def test_the_sums_are_in_the_buffer(elsewhere: bool) -> None:
         overlap.wait("a test")
         assert buffer.state.parameters[0].tolist() == [1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 4.0, 4.0]
     assert wire.waited == ["a test"] * 6
-    assert wire.sent_bytes == 2 * 8 * 4  # two rings of two ranks: each sends a vector's bytes once
+    assert wire.traffic.sent_bytes == 2 * 8 * 4  # two rings of two ranks: each sends a vector's bytes once
 
 
 def test_who_has_no_delta_brings_zeros_in_the_same_order() -> None:

@@ -172,7 +172,7 @@ def test_what_a_killed_scorer_has_left_is_scored_here(desk: Any) -> None:
 
 @pytest.fixture
 def metrics() -> MetricsBlock:
-    return MetricsBlock(memoryview(bytearray(8 * MetricsBlock.size(2))), workers=2)
+    return MetricsBlock(memoryview(bytearray(8 * 2 * MetricsBlock.WORDS)), workers=2)
 
 
 def test_memory_that_cannot_be_had_is_let_go_of() -> None:

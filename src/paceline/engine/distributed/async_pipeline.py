@@ -162,7 +162,7 @@ class AsyncPipelineClient(RankClient):
         table, work, step = self._pending.popleft()
         if communicator is not None:
             communicator.wait(work, of_step(step))
-            communicator.sent_bytes += ring_bytes(table.nbytes, communicator.ranks)
+            communicator.traffic.sent_bytes += ring_bytes(table.nbytes, communicator.ranks)
         rows = [RankStatus.decode(row) for row in table.tolist()]
         self._context.metrics.waited(began, self.attempt)
         self._coordinator.take(by_replica(rows, self._shard.pipeline.mesh.replicas))

@@ -218,7 +218,7 @@ class DistributedRun:
         optimizer = shard.update.optimizer
         if isinstance(shard, AsyncStageShard):  # its replica steps by itself
             optimizer = None if shard.stage.stash is None else shard.stage.stash.optimizer
-        figures = self._sink.newest._replace(payload_bytes=communicator.sent_bytes if communicator else 0)
+        figures = self._sink.newest._replace(payload_bytes=communicator.traffic.sent_bytes if communicator else 0)
         local_figures = replace(
             worker_figures(shard.coordinate, figures, self._sink.step_times, shard.parameter_bytes, seconds),
             peak_saved_bytes=shard.worker.memory.peak_bytes if shard.worker is not None else None,

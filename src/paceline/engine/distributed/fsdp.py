@@ -36,7 +36,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -204,7 +204,7 @@ class FsdpModule:
     @torch.no_grad()
     def full_state(self, running: FlatState, *, wanted: bool) -> FlatState | None:
         """Gather A, of which ``running`` has the running buffers, where it is wanted; all ranks call it together."""
-        sent = self._communicator.sent_bytes
+        sent = self._communicator.traffic.sent_bytes
         full = self._layout.new() if wanted else None
         views: Iterable[Tensor | None] = [None] * len(self._parameters) if full is None else full.views.parameters
         for parameter, view in zip(self._parameters, views, strict=True):
@@ -218,7 +218,7 @@ class FsdpModule:
             self._communicator.wait(work, "the gathering of A")
             if view is not None:
                 view.copy_(gathered[: shape[0]])
-        self._communicator.sent_bytes = sent  # it is for evaluation: not counted as training's
+        self._communicator.traffic.sent_bytes = sent  # it is for evaluation: not counted as training's
         if full is not None:
             for buffer, value in zip(full.buffers, running.buffers, strict=True):
                 buffer.copy_(value)
@@ -298,18 +298,21 @@ class FsdpUpdate(Update):
 
 
 @final
+@dataclass
 class FsdpReplica(Replica):
     """Computes Δ on a sharded module; it writes the running buffers alone, since gradients are summed already.
 
     Args:
-        autograd: of the sharded module, its layout without parameters.
-        module: the parameters of that module.
-        weight: number of samples -> weight of such a batch in the sum.
+        _autograd: of the sharded module, its layout without parameters.
+        _module: the parameters of that module.
+        _weight: number of samples -> weight of such a batch in the sum.
     """
 
-    def __init__(self, autograd: Autograd, module: FsdpModule, weight: Callable[[int], float]) -> None:
-        self._autograd, self._module, self._weight = autograd, module, weight
-        self._losses, self._samples = 0.0, 0
+    _autograd: Autograd
+    _module: FsdpModule
+    _weight: Callable[[int], float]
+    _losses: float = field(default=0.0, init=False)
+    _samples: int = field(default=0, init=False)
 
     def adopt(self, state: FlatState) -> None:
         self._autograd.bind(state)

@@ -161,7 +161,7 @@ class Overlap:
         for vector, sent in zip(self._vectors, self._sends, strict=True):
             if sent is not vector:
                 vector.copy_(sent)
-        self._communicator.sent_bytes += self._bytes
+        self._communicator.traffic.sent_bytes += self._bytes
         self._reset()
 
     def _begin(self, bucket: Bucket, weight: float) -> None:

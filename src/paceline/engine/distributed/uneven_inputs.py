@@ -6,7 +6,7 @@ is empty, or whose replica has left. Such a rank runs the pass on any batch and 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -84,11 +84,12 @@ class ShadowPasses:
         return next(batch for batch in batches if batch.samples)
 
 
+@dataclass
 class ShadowReplica(Replica):
     """A replica that runs a shadow pass where its batch is empty."""
 
-    def __init__(self, inner: Replica, passes: ShadowPasses) -> None:
-        self._inner, self._passes = inner, passes
+    _inner: Replica
+    _passes: ShadowPasses
 
     def adopt(self, state: FlatState) -> None:
         self._inner.adopt(state)

@@ -86,7 +86,7 @@ class ReplicatedUpdate(Update):
         if self._compression is not None and self._communicator is not None:
             group = self._communicator.group.handle
             for state, vector in self._compressed:
-                self._communicator.sent_bytes += self._compression.all_reduce(state, vector, group)
+                self._communicator.traffic.sent_bytes += self._compression.all_reduce(state, vector, group)
         self._owner.apply([(self._buffer.state, factor)], rate, alone=True)
 
 

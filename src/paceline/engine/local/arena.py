@@ -33,12 +33,13 @@ class ArenaLayout:
 
     state: FlatLayout
     """Of A and of each Δ."""
-    replicas: int
-    slots: int
+    replicas: int = 0
+    """0: a single state is shared, as that to evaluate."""
+    slots: int = 0
     """Δ buffers of each replica; 0: replicas write A in place."""
-    optimizer_vectors: int
+    optimizer_vectors: int = 0
     """Vectors of optimizer state for each vector of A."""
-    workers: int
+    workers: int = 0
     """Of all replicas."""
 
     @classmethod

@@ -113,22 +113,19 @@ class MetricsBlock:
     """The figures of all workers of a run, which outlive their processes.
 
     Args:
-        words: :meth:`size` words of shared memory, zero at first.
+        words: :attr:`WORDS` words of shared memory for each worker, zero at first.
         workers: of all replicas.
     """
 
     _EACH = 4 + STEP_TIMES  # figures and step times
+    WORDS = _EACH + 1
+    """Words of one worker: these, and its bytes of parameters."""
 
     def __init__(self, words: memoryview, workers: int) -> None:
         self._bytes, self._reals = words, words.cast("d")
         first = workers * self._EACH
         self.parameter_bytes = words.cast("q")[first : first + workers]
         """Bytes of parameters of each worker."""
-
-    @classmethod
-    def size(cls, workers: int) -> int:
-        """Return the number of words."""
-        return workers * (cls._EACH + 1)
 
     def measure(self, worker: int, figures: Figures, step_time_s: float | None = None) -> None:
         """Write a worker's figures, and the time of one more step."""
@@ -180,14 +177,14 @@ class ControlBlock:
         """The squared norm of Σ weight·Δ of each replica's finished slice."""
         self._completions_at = at + replicas
         metrics_at = self._completions_at + replicas * COMPLETIONS * COMPLETION_WORDS
-        self._task_at = metrics_at + MetricsBlock.size(workers)
+        self._task_at = metrics_at + workers * MetricsBlock.WORDS
         self.metrics = MetricsBlock(words[8 * metrics_at : 8 * self._task_at], workers)
 
     @staticmethod
     def size(replicas: int, slots: int, workers: int) -> int:
         """Return the number of words."""
         each = _WORDS + 7 + COMPLETIONS * COMPLETION_WORDS + 3 * slots
-        return replicas * each + 8 + 2 + MetricsBlock.size(workers) + TASK_WORDS
+        return replicas * each + 8 + 2 + workers * MetricsBlock.WORDS + TASK_WORDS
 
     def sleep_flag(self, replica: ReplicaId | None) -> "memoryview[int]":
         """Return the word that says whether a replica sleeps; None: main."""

@@ -22,7 +22,7 @@ from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
-from paceline.engine.spmd.launcher import preload, run_ranks
+from paceline.engine.spmd import launcher
 from paceline.support import ENGINES
 
 PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.evaluation_process")
@@ -31,7 +31,7 @@ PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 """For replicas with optimizers of their own: torch 2.13 imports this for the first one, which takes over a second."""
 
-SPMD = preload("distributed")
+SPMD = (*launcher.PRELOAD, "paceline.engine.distributed.engine")
 """For replicas of several workers, which export a model and have optimizers of their own."""
 
 GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation_process")
@@ -64,7 +64,7 @@ class LocalEngine(Engine):
         policy = strategy.aggregation
         if strategy.spread and isinstance(policy, Synchronous) and not policy.backups:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
-            return run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
+            return launcher.run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
         own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))
         preloaded = GROUPS if strategy.spread else WITH_OPTIMIZERS if own_optimizers else PRELOAD
         fork_server = self._fork_server_with(preloaded)

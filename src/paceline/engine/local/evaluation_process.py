@@ -46,7 +46,7 @@ class EvaluationProcess:
         self._timeout_s, self._fork_server = job.timeout_s, fork_server
         self.link, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         """Readable when a record is there, or the process has ended; with the process at the other end."""
-        self._arena = _snapshot_arena(layout)
+        self._arena = ParameterArena(ArenaLayout(layout))
         with remote:
             fds = [shared_job.fd, remote.fileno(), self._arena.segment.fd]
             self.child = fork_server.spawn(ENTRY, {"idle_only": idle_only}, fds)
@@ -121,11 +121,6 @@ class EvaluationProcess:
         return [Record.of(answer)]
 
 
-def _snapshot_arena(layout: FlatLayout, fd: int | None = None) -> ParameterArena:
-    """Map the arena of a run without replicas, which holds one state."""
-    return ParameterArena(ArenaLayout(layout, replicas=0, slots=0, optimizer_vectors=0, workers=0), fd)
-
-
 def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """Entry of the process: evaluate what is sent until the other end hangs up."""
     job_fd, socket_fd, arena_fd = fds
@@ -134,7 +129,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
             job: Job = unpack(SharedObject(job_fd))
             become_evaluator(idle_only=args["idle_only"])
             module = job.program.build()
-            snapshot = _snapshot_arena(FlatLayout.of(module, job.running_buffers), arena_fd).version(0)
+            layout = FlatLayout.of(module, job.running_buffers)
+            snapshot = ParameterArena(ArenaLayout(layout), arena_fd).version(0)
             evaluator = Evaluator(job.program, module)
             while message := link.recv(1 << 16):
                 record = evaluator.score(snapshot, SnapshotInfo(**json.loads(message)))

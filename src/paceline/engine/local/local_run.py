@@ -35,6 +35,7 @@ from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
+from paceline.trace.recorder import read_packed
 from paceline.trace.spans import SERVER
 
 POLL_S: Seconds = 0.01
@@ -270,7 +271,8 @@ class LocalRun:
         account = history.account(seconds, workers, self._loop.exits, notes, interrupted=interrupted)
         model = write(self._module, state)
         records = sorted(history.records, key=lambda record: record.time_s)
-        spans = training_spans([*self._workers.spans(), *self._spans.read()], self._began)
+        recorded = [span for fd in self._workers.traces for span in read_packed(fd)]
+        spans = training_spans([*recorded, *self._spans.read()], self._began)
         return Outcome(model.state_dict(), model, records, account, spans)
 
     def _now(self) -> Seconds:

@@ -92,17 +92,19 @@ class PartDone(NamedTuple):
         return Measured(loss, samples, all(p.finite for p in parts) and (not samples or math.isfinite(loss)))
 
 
+@dataclass(frozen=True)
 class CommandPipe:
     """One end of the pipe between the leader and a follower.
 
     Args:
-        fd: of its socket.
-        peer: name of the process at the other end, for errors.
-        timeout_s: longest wait for an answer.
+        _connection: over its socket.
+        _peer: name of the process at the other end, for errors.
+        _timeout_s: longest wait for an answer.
     """
 
-    def __init__(self, fd: int, peer: str, timeout_s: Seconds) -> None:
-        self._connection, self._peer, self._timeout_s = Connection(fd), peer, timeout_s
+    _connection: Connection
+    _peer: str
+    _timeout_s: Seconds
 
     def send(self, message: Any) -> None:
         """Send a message.

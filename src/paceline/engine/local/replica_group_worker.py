@@ -15,6 +15,7 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch.distributed as dist
@@ -71,9 +72,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
                     member = _Member(setup, place, arena, recorder)
                 others = [other for other in ranks if other != worker] if rank == 0 else [ranks.start]
                 names = [f"replica {label(mesh.coordinate(other))}" for other in others] if rest else []
-                pipes = [
-                    replica_group.CommandPipe(fd, name, job.timeout_s) for fd, name in zip(rest, names, strict=True)
-                ]
+                peers = zip(rest, names, strict=True)
+                pipes = [replica_group.CommandPipe(Connection(fd), name, job.timeout_s) for fd, name in peers]
                 ready = functools.partial(link.send, json.dumps({"ready": worker, "pid": os.getpid()}).encode())
                 if rank == 0:
                     member.lead(pipes, own_fd, main_fd, ready)
@@ -184,7 +184,7 @@ class _Member:
         """Count bytes of A and Δ that this worker has moved, and those that it has sent within the replica."""
         metrics, communicator = self._arena.control.metrics, self._context.communicator
         figures = metrics.figures(self._worker)
-        payload = figures.payload_bytes + nbytes + (communicator.sent_bytes if communicator is not None else 0)
+        payload = figures.payload_bytes + nbytes + (communicator.traffic.sent_bytes if communicator is not None else 0)
         metrics.measure(self._worker, figures._replace(payload_bytes=payload))
 
     def _metrics(self, step_bytes: int) -> WorkerMetrics:

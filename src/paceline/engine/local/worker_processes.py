@@ -6,7 +6,7 @@ import select
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,6 @@ from paceline.engine.local.arena import ParameterArena
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
 from paceline.engine.spmd.rank_context import PREPARATION_S
-from paceline.trace.recorder import read_packed
-from paceline.trace.spans import Span
 
 PEER_DIED = 3
 """Exit code of a worker that stops because a peer in its replica exited."""
@@ -73,7 +71,8 @@ class WorkerProcesses:
         # Datagrams: one socket for all workers, and a message is never cut or mixed with another one.
         self._link, self._remote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._link.setblocking(False)
-        self._traces = [memfd_create(f"paceline:spans {r}") for r in range(self._mesh.workers)] if job.trace else []
+        self.traces = [memfd_create(f"paceline:spans {r}") for r in range(self._mesh.workers)] if job.trace else []
+        """Files of the spans of each worker, complete when it has ended."""
         self._rendezvous = tempfile.TemporaryDirectory(prefix="paceline-") if self._spread else None
         """Folder of the rendezvous files of replicas of several workers."""
         self.eventfd = EventFd()
@@ -95,7 +94,7 @@ class WorkerProcesses:
         In a replica of several there is a socket between the leader and each follower.
         """
         (arena_fd, job_fd), main_fds = self._fds
-        args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self._traces)}
+        args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self.traces)}
         for replica, eventfd in enumerate(self._eventfds):
             if self.interrupts.count:
                 return
@@ -106,7 +105,7 @@ class WorkerProcesses:
                 pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in ranks[1:]]
                 ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
                 for worker, own in zip(ranks, ends, strict=True):
-                    fds = [arena_fd, job_fd, eventfd.fileno(), *main_fds, *self._traces[worker : worker + 1], *own]
+                    fds = [arena_fd, job_fd, eventfd.fileno(), *main_fds, *self.traces[worker : worker + 1], *own]
                     self.supervisor.spawn(worker, self._entry, args | {"place": self._mesh.coordinate(worker)}, fds)
             self.living.add(replica)
 
@@ -241,11 +240,6 @@ class WorkerProcesses:
         """Send a signal to a replica's worker, or to its leader."""
         self.supervisor.signal([self._leaders[replica]], number)
 
-    def spans(self) -> Iterator[Span]:
-        """Read the spans that the workers have recorded, after they have ended."""
-        for fd in self._traces:
-            yield from read_packed(fd)
-
     def close(self) -> None:
         """Kill what still runs, and close everything."""
         self.supervisor.close()
@@ -253,7 +247,7 @@ class WorkerProcesses:
             eventfd.close()
         self._link.close()
         self._remote_link.close()
-        for fd in self._traces:
+        for fd in self.traces:
             os.close(fd)
         if self._rendezvous is not None:
             self._rendezvous.cleanup()

@@ -53,17 +53,19 @@ class RayEngine(Engine):
         refuse_torchrun(self.name)
         if self._address is None:
             refuse_absent_gpu(job)  # its own Ray has this host's; none is started to learn that
-        elif strategy.device.startswith("cuda") and not self._connect().gpus:
-            raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
+        elif strategy.device.startswith("cuda"):
+            self._cluster = self._cluster or Cluster(self._address)
+            if not self._cluster.gpus:
+                raise InputError(f"device={strategy.device}, but the Ray cluster has no GPU; write device=cpu")
 
     def run(self, job: Job, watch: Watcher) -> Outcome:
         from paceline.engine.ray.ray_run import ActorPool, RayRun
 
-        cluster = self._connect()
+        self._cluster = self._cluster or Cluster(self._address)
         self._pool = self._pool or ActorPool()
         self._runs += 1
         with ExitStack() as closing:
-            run = RayRun(job, cluster, self._pool, watch, closing, number=self._runs, replace=self._replace)
+            run = RayRun(job, self._cluster, self._pool, watch, closing, number=self._runs, replace=self._replace)
             return run.outcome()
 
     def close(self) -> None:
@@ -73,7 +75,3 @@ class RayEngine(Engine):
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
-
-    def _connect(self) -> Cluster:
-        self._cluster = self._cluster or Cluster(self._address)
-        return self._cluster

@@ -11,7 +11,7 @@ from paceline.core.errors import SCORER, WorkerError, encode_failure, failure_te
 from paceline.core.records import Record
 from paceline.engine.base import Job
 from paceline.engine.evaluation import EvaluationQueue, Evaluator, SnapshotInfo, become_evaluator
-from paceline.engine.ray.messages import Bytes, WorkerLocation, arrays_of, own_location, state_of, unpack
+from paceline.engine.ray.messages import Actor, Bytes, arrays_of, state_of, unpack
 from paceline.replica.flat_state import FlatLayout, FlatState
 
 
@@ -48,11 +48,6 @@ class RayEvaluation:
         if self.task is None or self.task.done():
             self.task = asyncio.ensure_future(self._evaluate_all())
 
-    def close(self) -> None:
-        """Drop what is not evaluated."""
-        if self.task is not None:
-            self.task.cancel()
-
     async def _evaluate_all(self) -> None:
         snapshots = self.queue.snapshots
         try:
@@ -78,7 +73,7 @@ class RayEvaluation:
             self.evaluated.set()
 
 
-class EvaluatorActor:
+class EvaluatorActor(Actor):
     """Evaluates the snapshots of one run after the other.
 
     Args:
@@ -89,10 +84,6 @@ class EvaluatorActor:
         become_evaluator(idle_only=idle_only)
         self._job: Job | None = None
         self._evaluator: tuple[FlatLayout, Evaluator] | None = None
-
-    def place(self) -> WorkerLocation:
-        """Return the process and the node of this actor."""
-        return own_location()
 
     def open(self, parts: Sequence[Bytes]) -> None:
         """Begin a run."""

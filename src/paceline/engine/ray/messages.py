@@ -62,9 +62,12 @@ class WorkerLocation(NamedTuple):
     node: str
 
 
-def own_location() -> WorkerLocation:
-    """Return the location of this process."""
-    return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
+class Actor:
+    """Base of the actors."""
+
+    def place(self) -> WorkerLocation:
+        """Return the location of this actor."""
+        return WorkerLocation(os.getpid(), ray.get_runtime_context().get_node_id())
 
 
 class ReplicaAssignment(NamedTuple):

@@ -133,16 +133,12 @@ PINGS = 8
 """Requests for another host's clock; the fastest answer counts."""
 
 
-class ReplicaActor:
+class ReplicaActor(messages.Actor):
     """The actor of a replica, kept from run to run; ``cancel`` is called while ``run`` computes."""
 
     def __init__(self) -> None:
         keep_freed_memory()
         self._cancel = CancelFlag(-1)
-
-    def place(self) -> messages.WorkerLocation:
-        """Return the location of this actor."""
-        return messages.own_location()
 
     def cancel(self, run: int, attempt: float) -> None:
         """Cancel an attempt; infinity ends training."""
@@ -153,7 +149,7 @@ class ReplicaActor:
         self._cancel = CancelFlag(assignment.run)
         try:
             spans = _run_loop(messages.unpack(parts), assignment, server, self._cancel)
-            if assignment.server.node != messages.own_location().node and spans:
+            if assignment.server.node != self.place().node and spans:
                 # How far the server's clock is ahead of this host's, by the fastest of some answers (Cristian 1989).
                 pings: list[tuple[Nanoseconds, Nanoseconds]] = []
                 for _ in range(PINGS):

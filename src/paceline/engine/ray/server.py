@@ -249,9 +249,9 @@ class ServerRun:
         self._executor.spans.close()
 
     def _break_off(self) -> None:
-        self._evaluation.close()
-        if self._task is not None:
-            self._task.cancel()
+        for task in (self._evaluation.task, self._task):
+            if task is not None:
+                task.cancel()
 
     # ------------------------------------------------------------------------------------------------ from start to end
 
@@ -321,17 +321,13 @@ class ServerRun:
             self._run.give_over()
 
 
-class ServerActor:
+class ServerActor(messages.Actor):
     """The server's actor, kept from run to run."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         keep_freed_memory()
         self._run: ServerRun | None = None
-
-    async def place(self) -> messages.WorkerLocation:
-        """Return the location of this actor."""
-        return messages.own_location()
 
     async def open(self, number: int, parts: Sequence[messages.Bytes], replicas: Sequence[Any], scorer: Any) -> None:
         """Begin to serve a run."""

@@ -40,6 +40,13 @@ GRACE_S: Seconds = 3.0
 """Longest wait for other ranks to report why a connection broke, or to answer a ping."""
 
 
+@dataclass
+class Traffic:
+    """The bytes that a rank has sent so far, in all its groups."""
+
+    sent_bytes: int = 0
+
+
 class Communicator:
     """Collectives of one rank.
 
@@ -47,27 +54,18 @@ class Communicator:
         group: of the run, or a subgroup.
         watchdog: waits for them.
         device: of the tensors that the backend takes.
-        whole: communicator of the whole run, which counts the bytes; None: it is this one.
+        traffic: of the whole run, which counts the bytes of its subgroups too; None: a new count.
     """
 
     def __init__(
-        self, group: ProcessGroup, watchdog: "CollectiveWatchdog", device: str, whole: "Communicator | None" = None
+        self, group: ProcessGroup, watchdog: "CollectiveWatchdog", device: str, traffic: Traffic | None = None
     ) -> None:
         self.group, self._watchdog, self.device = group, watchdog, torch.device(device)
         self.wait = watchdog.wait
         """Waits for a collective that has been started; see :meth:`CollectiveWatchdog.wait`."""
         self.ranks = dist.get_world_size(group.handle)
         self._shm = group.handle if isinstance(group.handle, ShmProcessGroup) else None
-        self._whole, self._sent_bytes = whole or self, 0
-
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes that this rank has sent so far, in all its groups."""
-        return self._whole._sent_bytes
-
-    @sent_bytes.setter
-    def sent_bytes(self, count: int) -> None:
-        self._whole._sent_bytes = count
+        self.traffic = traffic or Traffic()
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Communicator | None":
         """Create subgroups, and return this rank's communicator; all ranks call it together.
@@ -81,7 +79,7 @@ class Communicator:
         group = self.group.split(groups)
         if group is None or group is self.group:
             return None if group is None else self
-        return Communicator(group, self._watchdog, str(self.device), self._whole)
+        return Communicator(group, self._watchdog, str(self.device), self.traffic)
 
     def all_reduce(self, vectors: list[Tensor], description: str) -> None:
         """Replace each vector by its sum over all ranks.
@@ -96,7 +94,7 @@ class Communicator:
         for vector, result in zip(vectors, moved, strict=True):
             if result is not vector:
                 vector.copy_(result)
-        self.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
+        self.traffic.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
 
     def start_all_reduce(self, vector: Tensor) -> Any:
         """Start an all-reduce in place of a vector on the backend's device; the caller waits, and counts the bytes."""
@@ -114,17 +112,17 @@ class Communicator:
             op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
             work = dist.all_reduce(result, op, group=self.group.handle, async_op=True)
         self.wait(work, description)
-        self.sent_bytes += ring_bytes(x.nbytes, self.ranks)
+        self.traffic.sent_bytes += ring_bytes(x.nbytes, self.ranks)
         return result
 
     def reduce_scatter(self, rows: Tensor, own: Tensor) -> Any:
         """Start to sum all ranks' rows, one for each rank; ``own`` receives the sum of this rank's row."""
-        self.sent_bytes += (self.ranks - 1) * own.nbytes
+        self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
         return _reduce_scatter(own, rows.view(-1), group=self.group.handle, async_op=True)
 
     def all_gather(self, rows: Tensor, own: Tensor) -> Any:
         """Start to gather all ranks' rows."""
-        self.sent_bytes += (self.ranks - 1) * own.nbytes
+        self.traffic.sent_bytes += (self.ranks - 1) * own.nbytes
         return _all_gather(rows.view(-1), own, group=self.group.handle, async_op=True)
 
     def broadcast(self, vector: Tensor, source: int, description: str) -> None:
@@ -133,7 +131,7 @@ class Communicator:
         self.wait(dist.broadcast(moved, source, group=self.group.handle, async_op=True), description)
         if moved is not vector:
             vector.copy_(moved)
-        self.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
+        self.traffic.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
 
     def to_device(self, vector: Tensor) -> Tensor:
         """Return a vector on the backend's device: itself, or a copy."""

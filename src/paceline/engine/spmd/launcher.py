@@ -57,11 +57,6 @@ PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.export._
 """Modules that a fork server imports so that no rank has to."""
 
 
-def preload(engine: str) -> tuple[str, ...]:
-    """Return what it imports for the ranks of an engine."""
-    return (*PRELOAD, ENGINES.modules[engine])
-
-
 def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) -> Outcome:
     """Run a job on ranks of this host, one for each worker of its strategy, and return its outcome.
 

@@ -154,7 +154,7 @@ class ProcessGroupP2P(P2P):
             ranks = self._destinations[destination]
             works = [self._group.send([_real(moved)], rank, 0) for rank in ranks]  # dist.isend without its checks
             self._sends.append(_Send(works, moved, description))
-            self._communicator.sent_bytes += tensor.nbytes * len(ranks)
+            self._communicator.traffic.sent_bytes += tensor.nbytes * len(ranks)
 
     def irecv(self, shape: Sequence[int], dtype: torch.dtype, source: int, description: str) -> Callable[[], Tensor]:
         buffer = torch.empty(*shape, dtype=dtype, device=self._communicator.device)

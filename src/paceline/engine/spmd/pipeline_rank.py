@@ -78,13 +78,14 @@ class PipelineRank(ModelParallelRank):
         self._first_stage = {name: stages[0] for name, stages in self.holders.items()}
         self._refuse_running(names)
         self.stages = [self._sharding(stage, names, division) for stage in range(len(mesh.stage_workers))]
+        self.layout = self.stages[self.place.stage].parts[self.shard]
         self.parts = [division.parts[number] for number in self._numbers(self.place.stage)]
         """This rank's parts of the model."""
         self.state = read(merged_module(self.parts), self.layout.new())
         if self.shards is not None:
             free_unused(module, [part.module for part in self.parts])
         if self.context.communicator is not None:
-            self.context.communicator.sent_bytes = 0  # those of preparation do not count as training's
+            self.context.communicator.traffic.sent_bytes = 0  # those of preparation do not count as training's
 
     def worker(self, micro_steps: int, recorder: AnyRecorder, handoff: GradientHandoff | None = None) -> Pipelined:
         assert handoff is None, "a pipeline writes its gradients into the buffer of Δ"

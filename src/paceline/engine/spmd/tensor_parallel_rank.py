@@ -5,14 +5,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.shared_memory import SpillAllocator
-from paceline.core.types import Nanoseconds
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
@@ -27,6 +26,8 @@ from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.replica.tensor.tp_group import TPCollectives
 from paceline.trace.recorder import AnyRecorder, Recorder
+
+T = TypeVar("T")
 
 
 @final
@@ -49,23 +50,23 @@ class ProcessGroupTP(TPCollectives):
         self._recorder = recorder if isinstance(recorder, Recorder) else None
 
     def all_reduce(self, tensor: Tensor, what: str, *, largest: bool = False) -> Tensor:
-        began, description = time.monotonic_ns(), self._described(what)
-        result = self._communicator.reduced(tensor, description, largest=largest)
-        self._record(began, ring_bytes(tensor.nbytes, self.count))
-        return result
+        sent = ring_bytes(tensor.nbytes, self.count)
+        return self._run(lambda name: self._communicator.reduced(tensor, name, largest=largest), what, sent)
 
     def all_gather(self, part: Tensor, shapes: Sequence[Sequence[int]], what: str) -> list[Tensor]:
         sizes = [prod(shape) for shape in shapes]
         own = _padded(part, max(sizes))
         rows = own.new_empty(self.count, max(sizes))
-        self._run(lambda: self._communicator.all_gather(rows, own), what, (self.count - 1) * own.nbytes)
+        communicator, sent = self._communicator, (self.count - 1) * own.nbytes
+        self._run(lambda name: communicator.wait(communicator.all_gather(rows, own), name), what, sent)
         return [row[:size].view(*shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
 
     def reduce_scatter(self, parts: Sequence[Tensor], what: str) -> Tensor:
         longest, own = max(part.numel() for part in parts), parts[self.rank]
         rows = torch.stack([_padded(part, longest) for part in parts])
         total = rows.new_empty(longest)
-        self._run(lambda: self._communicator.reduce_scatter(rows, total), what, (self.count - 1) * total.nbytes)
+        communicator, sent = self._communicator, (self.count - 1) * total.nbytes
+        self._run(lambda name: communicator.wait(communicator.reduce_scatter(rows, total), name), what, sent)
         return total[: own.numel()].view(own.shape)
 
     def broadcast(self, tensor: Tensor, owner: int, what: str) -> Tensor:
@@ -76,25 +77,23 @@ class ProcessGroupTP(TPCollectives):
 
     def _copied(self, tensor: Tensor, what: str, sends: bool, collective: Callable[..., Any]) -> Tensor:
         """Run a collective of torch in place of a copy."""
-        result = tensor.clone(memory_format=torch.contiguous_format)
+        result, communicator = tensor.clone(memory_format=torch.contiguous_format), self._communicator
         sent = result.nbytes if sends else 0
-        self._run(lambda: collective(result, group=self._group, async_op=True), what, sent)
-        self._communicator.sent_bytes += sent
+        self._run(
+            lambda name: communicator.wait(collective(result, group=self._group, async_op=True), name), what, sent
+        )
+        communicator.traffic.sent_bytes += sent
         return result
 
-    def _run(self, start: Callable[[], Any], what: str, sent_bytes: int) -> None:
+    def _run(self, collective: Callable[[str], T], what: str, sent_bytes: int) -> T:
+        """Run a collective, which is called with its description for errors, and record its span."""
         # The span begins before the start, and so has the wait for late shards in it.
         began = time.monotonic_ns()
-        self._communicator.wait(start(), self._described(what))
-        self._record(began, sent_bytes)
-
-    def _record(self, began: Nanoseconds, sent_bytes: int) -> None:
+        when = f"in step {self.step}" if self.step else "before the first step"
+        result = collective(f"{what}, from shard {self._others} for shard {self.rank} {when}")
         if self._recorder is not None:
             self._recorder.record("all_reduce", self.step, began, time.monotonic_ns(), bytes=sent_bytes)
-
-    def _described(self, what: str) -> str:
-        when = f"in step {self.step}" if self.step else "before the first step"
-        return f"{what}, from shard {self._others} for shard {self.rank} {when}"
+        return result
 
 
 def _padded(part: Tensor, length: int) -> Tensor:
@@ -112,8 +111,10 @@ class ModelParallelRank(ABC):
 
     stages: list[StageSharding]
     """How each stage's part of A is divided among its shards."""
+    layout: FlatLayout
+    """Layout of this rank's part of A."""
     state: FlatState
-    """Initial values of this rank's part of A."""
+    """Initial values of that part."""
 
     def __init__(self, rank_setup: RankSetup) -> None:
         self.run_context, self.context, self.mesh = rank_setup.run_context, rank_setup.context, rank_setup.mesh
@@ -126,11 +127,6 @@ class ModelParallelRank(ABC):
         """Layout of A."""
         self._first_stage: Mapping[str, int] = {}
         """First stage of each parameter that several stages have."""
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Layout of this rank's part of A."""
-        return self.stages[self.place.stage].parts[self.shard]
 
     @abstractmethod
     def worker(
@@ -166,7 +162,7 @@ class ModelParallelRank(ABC):
         communicator, spill = self.context.communicator, SpillAllocator()
         full = self.whole.new(spill.empty) if wanted else None
         written = set[str]()
-        source, sent = 0, communicator.sent_bytes if communicator is not None else 0
+        source, sent = 0, communicator.traffic.sent_bytes if communicator is not None else 0
         for stage in self.stages:
             # The first replica has the first ranks; of each of its stages, the first replica of the stage sends.
             for shard, layout in enumerate(stage.parts):
@@ -182,7 +178,7 @@ class ModelParallelRank(ABC):
                 written |= names
             source += stage.copies * len(stage.parts)
         if communicator is not None:
-            communicator.sent_bytes = sent  # it is for evaluation: not counted as training's
+            communicator.traffic.sent_bytes = sent  # it is for evaluation: not counted as training's
         return full
 
 
@@ -211,9 +207,9 @@ class TensorParallelRank(ModelParallelRank):
             if rank_setup.steps_on_parts:
                 refuse_unless_elementwise(job.program.optimizer, self.whole, placements, self.shards.count)
         if self.context.communicator is not None:
-            self.context.communicator.sent_bytes = 0  # those of preparation do not count as training's
+            self.context.communicator.traffic.sent_bytes = 0  # those of preparation do not count as training's
         parts = [shard_layout(self.whole, placements, shard) for shard in range(self.shards.count)]
-        self.stages = [StageSharding(placements, parts)]
+        self.stages, self.layout = [StageSharding(placements, parts)], parts[self.shard]
         self.state = read(self.prepared.shard.module, self.layout.new())
         free_unused(rank_setup.module, [self.prepared.shard.module])
 
