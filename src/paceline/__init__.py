@@ -96,6 +96,7 @@ __all__ = [
     "warmup",
 ]
 
+# Module -> the public names in it.
 _NAMES = {
     "aggregation": "Aggregation Asynchronous Buffered ElasticAveraging Hogwild LocalSteps SmoothSwitch "
     "StaleSynchronous Synchronous",
@@ -115,7 +116,6 @@ _NAMES = {
     "run": "Run load",
     "strategy": "Strategy",
 }
-"""Module -> the public names in it."""
 _HOME = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 

@@ -14,18 +14,18 @@ from torch.utils.data import Dataset, TensorDataset
 
 from paceline.core.errors import InputError
 
+# A tensor, or tuples, lists and dicts of trees.
 Tree: TypeAlias = Any
-"""A tensor, or tuples, lists and dicts of trees."""
 
 LossFunction: TypeAlias = Callable[[Tree, Tree], Tensor]
+# (replica, replicas, seed) -> batches of (input, target): data that no one machine holds.
 BatchSource: TypeAlias = Callable[[int, int, int], Iterable[tuple[Tree, Tree]]]
-"""(replica, replicas, seed) -> batches of (input, target): data that no one machine holds."""
 Data: TypeAlias = Dataset[Any] | tuple[Tree, Tree]
 Precision: TypeAlias = Literal["fp32", "bf16"]
 
 
+# Threads share torch's generator: two models made at once would take each other's numbers.
 _GENERATOR = threading.RLock()
-"""Threads share torch's generator: two models made at once would take each other's numbers."""
 
 
 @dataclass(frozen=True)

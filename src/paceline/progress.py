@@ -17,8 +17,8 @@ from rich.text import Text
 from paceline.core.types import Seconds
 from paceline.engine.base import Progress, Watcher
 
+# Least time between two redraws; they are made by the thread that drives the run, and cost it time.
 REDRAW_S: Seconds = 0.2
-"""Least time between two redraws; they are made by the thread that drives the run, and cost it time."""
 
 _STATISTICS = (
     ("noise_scale", "noise scale {:,.0f}"),
@@ -142,8 +142,8 @@ def watcher(progress: bool | None, title: str) -> Iterator[Watcher]:
         yield live.update
 
 
+# (what is being measured, completed fraction of all measurements).
 Report: TypeAlias = Callable[[str, float], None]
-"""(what is being measured, completed fraction of all measurements)."""
 
 
 @contextlib.contextmanager

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "load"]
 
+# Parameters and buffers by full name.
 State: TypeAlias = Mapping[str, Tensor]
-"""Parameters and buffers by full name."""
 
 
 @dataclass(frozen=True)

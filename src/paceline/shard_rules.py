@@ -7,8 +7,8 @@ from typing import final
 
 from paceline.core.errors import InputError
 
+# The name that leaves an operator undivided.
 WHOLE = "whole"
-"""The name that leaves an operator undivided."""
 
 _PATTERN = re.compile(r"(?:[\w.*?-]|\[[\w!-]+\])+")
 _NAME = re.compile(r"[\w-]+")

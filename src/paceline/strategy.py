@@ -14,14 +14,14 @@ from paceline.core.text_form import format_option, parse_option, split_outside_b
 from paceline.schedule import Schedule
 from paceline.shard_rules import ShardRules
 
+# Activations that a pipeline computes again in backward instead of keeping them.
 Recompute: TypeAlias = Literal["none", "boundaries", "all"]
-"""Activations that a pipeline computes again in backward instead of keeping them."""
 
+# Samples from which a pipeline takes running statistics.
 BatchNorm: TypeAlias = Literal["micro-batch", "mini-batch"]
-"""Samples from which a pipeline takes running statistics."""
 
+# Device of every worker.
 Device: TypeAlias = Literal["cpu", "cuda"]
-"""Device of every worker."""
 
 Value = TypeVar("Value")
 Given = TypeVar("Given")

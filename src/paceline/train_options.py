@@ -27,11 +27,11 @@ V = TypeVar("V", Delay, Times)
 
 _EXAMPLES = {"delay": "fraction=0.5 normal:mean=0,std=0.25", "times": "compute=0.01 transfer=0 apply=0 gradient=0"}
 
+# Arguments of DataLoader that follow from the program's batch size and seed.
 _LOADER_RESERVED = ("batch_sampler", "batch_size", "drop_last", "sampler", "shuffle")
-"""Arguments of DataLoader that follow from the program's batch size and seed."""
 
+# Evaluation points over a budget after the one at its start, if evaluate_every is not given.
 POINTS = 20
-"""Evaluation points over a budget after the one at its start, if ``evaluate_every`` is not given."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from paceline.aggregation.throughput import Throughput
 from paceline.core.errors import check_choice, check_int
 from paceline.core.registry import register
 
+# Memory of each rule.
 Memories: TypeAlias = tuple[Any, ...]
-"""Memory of each rule."""
 
 
 @final

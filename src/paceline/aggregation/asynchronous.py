@@ -8,8 +8,8 @@ from paceline.core.errors import check_choice
 from paceline.core.registry import register
 from paceline.core.types import Version
 
+# Rule that makes the learning rate of an update smaller.
 Damping: TypeAlias = Literal["none", "staleness"]
-"""Rule that makes the learning rate of an update smaller."""
 
 
 @final

@@ -35,17 +35,16 @@ from paceline.core.types import Clock, LeaveReason, ReplicaId, Seconds, Version
 
 # ------------------------------------------------------------------------------------------------ inputs of a policy
 
+# Observations that a policy needs of the engine; nothing else is computed.
+#
+# loss: Arrival.loss; norm: observed["norm"], the Euclidean norm of Δ; agreement:
+# observed["agreement"], the cosine between Δ and the last applied Σ weight·Δ; server: observed["server"], the
+# fraction of the time since the previous arrival in which the owners were busy.
 Need: TypeAlias = Literal["loss", "norm", "agreement", "server"]
-"""Observations that a policy needs of the engine; nothing else is computed.
-
-``loss``: ``Arrival.loss``; ``norm``: ``observed["norm"]``, the Euclidean norm of Δ; ``agreement``:
-``observed["agreement"]``, the cosine between Δ and the last applied Σ weight·Δ; ``server``: ``observed["server"]``, the
-fraction of the time since the previous arrival in which the owners were busy.
-"""
 
 
+# Observations of an engine if the policy needs none.
 NOTHING: Mapping[str, float] = MappingProxyType({})
-"""Observations of an engine if the policy needs none."""
 
 
 class Arrival(NamedTuple):
@@ -103,8 +102,8 @@ class Cancel:
 
 
 Action: TypeAlias = Apply | Release | Discard | Cancel
+# An ordered log: servers execute it from left to right, so every part of A goes through the same versions.
 Decision: TypeAlias = tuple[Action, ...]
-"""An ordered log: servers execute it from left to right, so every part of A goes through the same versions."""
 
 Combine: TypeAlias = Literal["mean", "sum"]
 

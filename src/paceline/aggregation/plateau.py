@@ -9,20 +9,20 @@ from paceline.aggregation.thresholds import Searched
 from paceline.core.errors import check_int, check_number
 from paceline.core.registry import register
 
+# Δs of each replica in a short block.
 _ROUNDS = 2
-"""Δs of each replica in a short block."""
 
+# Δs of each replica before stretches are compared.
 _STRETCH = 8
-"""Δs of each replica before stretches are compared."""
 
+# Fraction of the first block's mean: below it training works, and a plateau is no slow start.
 _STARTED = 0.9
-"""Fraction of the first block's mean: below it training works, and a plateau is no slow start."""
 
+# Standard errors by which a block must differ: there are hundreds of blocks in a run.
 _ERRORS = 4
-"""Standard errors by which a block must differ: there are hundreds of blocks in a run."""
 
+# Bound on a single loss: one of 1e30 would hide all others of its stretch.
 _LARGEST_LOSS = 1e3
-"""Bound on a single loss: one of 1e30 would hide all others of its stretch."""
 
 
 class Block(NamedTuple):

@@ -11,8 +11,8 @@ from paceline.core.errors import InputError, check_bool, check_choice, check_pos
 from paceline.core.registry import register
 from paceline.core.types import LeaveReason, ReplicaId
 
+# Unit of u: Δs received, or updates made.
 Count: TypeAlias = Literal["received", "applied"]
-"""Unit of u: Δs received, or updates made."""
 
 _EVERY = 500
 

@@ -10,8 +10,8 @@ from paceline.core.errors import check_int, check_number
 from paceline.core.registry import register
 from paceline.core.types import Seconds
 
+# Windows between two trials, once trials have failed often.
 _LONGEST_REST = 32
-"""Windows between two trials, once trials have failed often."""
 
 
 class Climb(NamedTuple):

@@ -15,16 +15,16 @@ PLACEMENT = (
     "shards of a stage stand in a row, then the stages of a replica, then replicas; hosts take them in that order"
 )
 
+# Number of groups of a kind that are written out.
 GROUPS_SHOWN = 8
-"""Number of groups of a kind that are written out."""
 
+# Kind of group, sign between its ranks, description, and how often its ranks communicate.
 _KINDS = (
     ("shards", "-", "shards of a stage", "several times in each layer"),
     ("stages", ">", "from stage to stage", "each micro-batch, there and back"),
     ("copies", "-", "copies of a stage", "once a step"),
     ("peers", "-", "peers of a part", "once a step"),
 )
-"""Kind of group, sign between its ranks, description, and how often its ranks communicate."""
 
 
 @dataclass(frozen=True)

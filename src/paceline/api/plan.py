@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from paceline.planner.search.search import CostCache
     from paceline.program import Program
 
+# Number of plans in Plans.text.
 SHOWN = 5
-"""Number of plans in :meth:`Plans.text`."""
 
 
 @dataclass(frozen=True)

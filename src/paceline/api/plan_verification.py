@@ -19,8 +19,8 @@ from paceline.run import Run
 
 ROUNDS = 3
 
+# Training time of a run, unless the bounds on its steps make it shorter or longer.
 RUN_S: Seconds = 2.0
-"""Training time of a run, unless the bounds on its steps make it shorter or longer."""
 
 LEAST_STEPS, MOST_STEPS = 8, 400
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+# Budget if none is given.
 DEFAULT_SECONDS = 10.0
-"""Budget if none is given."""
 
 ProgramName = Annotated[
     str,

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 _where, _purpose = (functools.partial(Option, rich_help_panel=panel) for panel in ("Where", "What for"))
 
+# Characters that the tables need.
 LEAST_WIDTH = 112
-"""Characters that the tables need."""
 
+# Rows of the table of memory: of a longer pipeline the first stage, the last, and the one with most memory.
 STAGES_SHOWN = 8
-"""Rows of the table of memory: of a longer pipeline the first stage, the last, and the one with most memory."""
 
 _TITLES = ("", "step", "from", "to", "samples/s", "of peak", "memory", "bubble", "exposed", "sent a step")
 

@@ -10,8 +10,8 @@ from paceline.cli.console import print_json, session, write_target
 from paceline.cli.options import Json
 from paceline.core.errors import InputError
 
+# Least width of a pipeline's lanes in characters, and width of their labels.
 LEAST_WIDTH, GUTTER = 60, 16
-"""Least width of a pipeline's lanes in characters, and width of their labels."""
 
 
 def trace(

@@ -77,8 +77,8 @@ def show(value: float) -> str:
     return repr(float(value)).removesuffix(".0")
 
 
+# Draws per call of numpy: one at a time costs twenty times as much.
 _BLOCK = 256
-"""Draws per call of numpy: one at a time costs twenty times as much."""
 
 _FAMILY = Family("distribution")
 
@@ -174,8 +174,8 @@ def _column(lines: list[str], path: str, column: str) -> list[tuple[int, str]]:
     return [(rows.line_num, row[column] or "") for row in rows]
 
 
+# Replacement of a draw below zero: 0, or its magnitude.
 Negative: TypeAlias = Literal["clip", "abs"]
-"""Replacement of a draw below zero: 0, or its magnitude."""
 
 
 @final

@@ -128,8 +128,8 @@ def _first(count: int, replicas: int, seed: int) -> frozenset[ReplicaId]:
     return frozenset(np.random.default_rng([seed, _CHOICE, replicas]).permutation(replicas)[:count].tolist())
 
 
+# Instead of a distribution: the time that computing the gradient really took.
 Measured: TypeAlias = Literal["measured"]
-"""Instead of a distribution: the time that computing the gradient really took."""
 
 _DRAWS = int.from_bytes(b"times")
 _Part: TypeAlias = Literal["compute", "transfer", "apply", "gradient"]

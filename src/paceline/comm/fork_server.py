@@ -24,8 +24,8 @@ from typing import Any
 from paceline.comm import liveness
 from paceline.core.errors import InputError, PacelineError
 
+# Size of a receiver's buffer: larger than any message that a socket takes.
 MESSAGE_BYTES = 1 << 20
-"""Size of a receiver's buffer: larger than any message that a socket takes."""
 
 START_TIMEOUT_S = 120.0
 ANSWER_TIMEOUT_S = 60.0

@@ -107,10 +107,10 @@ def considerate() -> Iterator[None]:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
+# The first fields of struct sched_attr; runtime_ns is the length of a slice.
 _Scheduling = namedtuple(
     "_Scheduling", "size policy flags nice priority runtime_ns deadline_ns period_ns clamp_min clamp_max"
 )
-"""The first fields of ``struct sched_attr``; ``runtime_ns`` is the length of a slice."""
 
 
 def _scheduling() -> _Scheduling | None:
@@ -143,15 +143,15 @@ def _call(name: str, number: int | None, *arguments: object) -> int:
 
 ROOT = Path("/sys/fs/cgroup")
 
+# Names of the files of cgroup v2, and of the line of memory.stat for pages of files that can be evicted.
 SECOND: Mapping[str, str] = {"limit": "memory.max", "used": "memory.current", "evictable": "inactive_file"}
-"""Names of the files of cgroup v2, and of the line of memory.stat for pages of files that can be evicted."""
 
+# The same of cgroup v1.
 FIRST: Mapping[str, str] = {
     "limit": "memory.limit_in_bytes",
     "used": "memory.usage_in_bytes",
     "evictable": "total_inactive_file",
 }
-"""The same of cgroup v1."""
 
 
 def available_bytes() -> int:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable
 
 from paceline.comm import linux
 
+# Fast functions that do not raise, called before watch_and_exit ends this process.
 last_acts: list[Callable[[], None]] = []
-"""Fast functions that do not raise, called before :func:`watch_and_exit` ends this process."""
 
+# Exit code of a process that ended because the one it worked for had.
 ORPHANED = 86
-"""Exit code of a process that ended because the one it worked for had."""
 
 
 def open_pid(pid: int) -> int:

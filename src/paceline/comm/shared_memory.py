@@ -29,8 +29,8 @@ from torch import Tensor
 from paceline.comm.linux import available_bytes, memfd_create
 from paceline.core.errors import PacelineError
 
+# Bytes. One cache line: neighbours in a segment never share one, and every dtype may start there.
 ALIGNMENT = 64
-"""Bytes. One cache line: neighbours in a segment never share one, and every dtype may start there."""
 
 
 def aligned(offset: int) -> int:
@@ -206,14 +206,14 @@ def _no_memory(size_bytes: int, reason: str) -> PacelineError:
     )
 
 
+# Smaller tensors stay in ordinary memory: a file for each would cost more than it saves.
 LEAST_BYTES = 1 << 20
-"""Smaller tensors stay in ordinary memory: a file for each would cost more than it saves."""
 
+# Bytes that are copied before they are written out: pages that are not on disk yet can't be evicted.
 PIECE_BYTES = 16 << 20
-"""Bytes that are copied before they are written out: pages that are not on disk yet can't be evicted."""
 
+# Share of the memory that is free at the start which is filled before files are.
 SHARE = 1 / 8
-"""Share of the memory that is free at the start which is filled before files are."""
 
 
 class SpillAllocator:

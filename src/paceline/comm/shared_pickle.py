@@ -38,8 +38,8 @@ from paceline.comm.fork_server import MESSAGE_BYTES
 from paceline.comm.shared_memory import PIECE_BYTES, SharedMemory, SpillAllocator, aligned
 from paceline.core.errors import InputError
 
+# Smaller arrays stay in the pickle itself: copying one costs less than mapping its pages.
 SHARED_FROM_BYTES = 64 * 1024
-"""Smaller arrays stay in the pickle itself: copying one costs less than mapping its pages."""
 
 _INT = 8
 
@@ -194,8 +194,8 @@ def _typed_storage(storage: UntypedStorage, dtype: torch.dtype) -> TypedStorage:
     return TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
+# Smallest size of a channel's memory, which at least doubles when it is too small.
 LEAST_BYTES = 1 << 20
-"""Smallest size of a channel's memory, which at least doubles when it is too small."""
 
 _LARGE = b"-"
 

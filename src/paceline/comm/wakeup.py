@@ -151,23 +151,23 @@ class Futex:
         """Do nothing: a futex has no state but the word, which the wakeup itself clears."""
 
 
+# Polls before a wait blocks, at most; with a yield in between each takes about a microsecond.
 MAX_POLLS = 64
-"""Polls before a wait blocks, at most; with a yield in between each takes about a microsecond."""
 
+# After a wait that was this short the next one spins fully; after longer ones, half as long each time.
 SHORT_NS: Nanoseconds = 300_000
-"""After a wait that was this short the next one spins fully; after longer ones, half as long each time."""
 
 UNBOUNDED_NS: Nanoseconds = 2**63
 
+# Longest time that a wait polls without yielding the processor.
 MAX_BUSY_NS: Nanoseconds = 200_000
-"""Longest time that a wait polls without yielding the processor."""
 
+# Longest sleep without a poll: all that is lost if a sender dies between clearing the word and setting the event.
 DOZE_S: Seconds = 1.0
-"""Longest sleep without a poll: all that is lost if a sender dies between clearing the word and setting the event."""
 
+# True where stores become visible in program order and fence is a full fence. Elsewhere every notification
+# makes the system call, whose entry into the kernel orders both.
 FENCED = platform.machine() in ("x86_64", "AMD64")
-"""True where stores become visible in program order and :func:`fence` is a full fence. Elsewhere every notification
-makes the system call, whose entry into the kernel orders both."""
 
 _barrier = threading.Lock()
 

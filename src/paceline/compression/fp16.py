@@ -17,8 +17,8 @@ from typing import final
 from paceline.compression.base import Group, Stateless, Tensor, all_reduce, ring_bytes
 from paceline.core.registry import register
 
+# Sums stay below 2 to this power: roundings on the way then still end below 65504, with up to a thousand ranks.
 LARGEST = 15
-"""Sums stay below 2 to this power: roundings on the way then still end below 65504, with up to a thousand ranks."""
 
 
 @final

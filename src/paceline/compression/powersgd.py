@@ -26,8 +26,8 @@ from paceline.compression.base import Compression, Device, DType, Group, Shape, 
 from paceline.core.errors import check_int
 from paceline.core.registry import register
 
+# For the first Q: the same on every rank.
 SEED = 0
-"""For the first Q: the same on every rank."""
 
 
 @dataclass(frozen=True)

@@ -20,23 +20,23 @@ from numpy.typing import NDArray
 from paceline.core.errors import InputError, unknown
 from paceline.core.types import ReplicaId
 
+# Positions in the training set, one dimension.
 Indices: TypeAlias = NDArray[np.int64]
-"""Positions in the training set, one dimension."""
 
+# Division of the training set among replicas: one permutation for all, or a fixed subset each.
 Partition: TypeAlias = Literal["global", "disjoint"]
-"""Division of the training set among replicas: one permutation for all, or a fixed subset each."""
 
+# Keeps these draws apart from all others made under the same seed.
 _TAG = int.from_bytes(b"data order")
-"""Keeps these draws apart from all others made under the same seed."""
 
+# The two kinds of draws of disjoint; without them the subsets and the first shuffle would share a stream.
 _SUBSETS, _SHUFFLES = 0, 1
-"""The two kinds of draws of ``disjoint``; without them the subsets and the first shuffle would share a stream."""
 
+# Number of indices of past and present epochs that are kept (4 MiB): a fast replica may be many short epochs ahead.
 _KEPT_INDICES = 2**19
-"""Number of indices of past and present epochs that are kept (4 MiB): a fast replica may be many short epochs ahead."""
 
+# Least number of epochs that are kept, however large the training set.
 _KEPT_EPOCHS = 4
-"""Least number of epochs that are kept, however large the training set."""
 
 
 def _permutation(*key: int) -> Callable[[int | Indices], Indices]:

@@ -14,11 +14,11 @@ from typing import Any
 
 from paceline.core.types import ReplicaId
 
+# Number of the scorer in messages, where replicas have theirs.
 SCORER = -1
-"""Number of the scorer in messages, where replicas have theirs."""
 
+# Characters of a traceback that are sent to main, at most six bytes each: one message must hold them.
 LONGEST_TRACEBACK = 20_000
-"""Characters of a traceback that are sent to main, at most six bytes each: one message must hold them."""
 
 
 class PacelineError(Exception):

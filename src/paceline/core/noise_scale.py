@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 from paceline.core.types import Seconds
 
+# Decay of the moving averages per observation: they cover some hundred updates. Our choice; AdaptDL's is nearer to 1,
+# for runs of more updates.
 DECAY = 0.99
-"""Decay of the moving averages per observation: they cover some hundred updates. Our choice; AdaptDL's is nearer to 1,
-for runs of more updates."""
 
 
 class Part(NamedTuple):

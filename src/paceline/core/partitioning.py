@@ -25,17 +25,17 @@ from numpy.typing import NDArray
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
+# Where each part ends, the last one at the last layer.
 Ends: TypeAlias = list[int]
-"""Where each part ends, the last one at the last layer."""
 
+# A time -> a partition that takes no longer; or None, and the least time that a partition can take.
 Probe: TypeAlias = Callable[[Seconds], tuple[Ends | None, Seconds]]
-"""A time -> a partition that takes no longer; or None, and the least time that a partition can take."""
 
+# What bisection leaves; a handful of partitions may be closer to each other, which are then tried one by one.
 _CLOSE = 1e-12
-"""What bisection leaves; a handful of partitions may be closer to each other, which are then tried one by one."""
 
+# A sum that is rounded otherwise than the difference that it stands for may not be left out.
 _ROUNDING = 1 + 4e-16
-"""A sum that is rounded otherwise than the difference that it stands for may not be left out."""
 
 
 def balanced(seconds: Sequence[Seconds], parts: int, replicas: Sequence[int] = ()) -> tuple[int, ...]:

@@ -46,16 +46,15 @@ class Record:
         return fixed | {f"test_{name}": value for name, value in self.test_metrics.items()} | dict(self.statistics)
 
 
+# Names of a record's own figures, in their order in a row.
 RECORD_FIELDS = tuple(each.name for each in fields(Record) if each.default_factory is MISSING)
-"""Names of a record's own figures, in their order in a row."""
 
+# Gradient statistics by name; None: not known at that moment.
+#
+# noise_scale: φ, in samples; noise_scale_biased: the share of it that comes from gradients made at different
+# A, 0 to 1; efficiency: (φ + m₀)/(φ + m), how much a sample advances training, relative to one in a batch of m₀;
+# goodput_samples_per_s: samples per second since the record before · efficiency.
 STATISTICS = ("noise_scale", "noise_scale_biased", "efficiency", "goodput_samples_per_s")
-"""Gradient statistics by name; None: not known at that moment.
-
-``noise_scale``: φ, in samples; ``noise_scale_biased``: the share of it that comes from gradients made at different
-A, 0 to 1; ``efficiency``: (φ + m₀)/(φ + m), how much a sample advances training, relative to one in a batch of m₀;
-``goodput_samples_per_s``: samples per second since the record before · efficiency.
-"""
 
 
 @dataclass(frozen=True, slots=True)

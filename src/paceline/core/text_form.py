@@ -180,6 +180,7 @@ def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, inside.split(",")))
 
 
+# The types that an option may have: what reads one (KeyError or ValueError: it can't), and the words for messages.
 _OPTION_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     int: (int, "a whole number"),
@@ -189,7 +190,6 @@ _OPTION_TYPES: dict[Any, tuple[Callable[[str], Any], str]] = {
     tuple[int, ...]: (_parse_integers, "a list of whole numbers"),
     tuple[str, ...]: (_parse_names, ""),
 }
-"""The types that an option may have: what reads one (KeyError or ValueError: it can't), and the words for messages."""
 
 
 def option_type(words: str) -> Callable[[type[T]], type[T]]:

@@ -2,20 +2,20 @@
 
 from typing import Literal, TypeAlias
 
+# Number of a replica, 0 .. P-1.
 ReplicaId: TypeAlias = int
-"""Number of a replica, 0 .. P-1."""
 
+# Number of updates of A: the t of A_t.
 Version: TypeAlias = int
-"""Number of updates of A: the t of A_t."""
 
+# Number of Δs that a replica has begun and ended, 1 for its first.
 Clock: TypeAlias = int
-"""Number of Δs that a replica has begun and ended, 1 for its first."""
 
+# Training time since all workers were ready, wall or virtual.
 Seconds: TypeAlias = float
-"""Training time since all workers were ready, wall or virtual."""
 
+# A reading of the one clock that all workers of a run share.
 Nanoseconds: TypeAlias = int
-"""A reading of the one clock that all workers of a run share."""
 
+# Reason why a replica no longer takes part.
 LeaveReason: TypeAlias = Literal["done", "died", "cancelled"]
-"""Reason why a replica no longer takes part."""

@@ -48,8 +48,8 @@ def cnn(channels: int, side: int, classes: int = 10) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Flatten(), *mlp(20 * left * left, 50, classes))
 
 
+# Inputs and class labels, [n, ...] and [n].
 Samples: TypeAlias = tuple[Tensor, Tensor]
-"""Inputs and class labels, [n, ...] and [n]."""
 
 
 def classifier(

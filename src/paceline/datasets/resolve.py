@@ -15,6 +15,7 @@ from paceline.core.errors import InputError, unknown
 if TYPE_CHECKING:
     from paceline.program import Program
 
+# Built-in name -> module:function; each function is (*, data: Path | None, seed: int) -> Program.
 PROGRAMS = {
     "cifar10": "paceline.datasets.cifar10:cifar10",
     "digits": "paceline.datasets.digits:digits",
@@ -23,7 +24,6 @@ PROGRAMS = {
     "shakespeare": "paceline.datasets.shakespeare:shakespeare",
     "synthetic": "paceline.datasets.synthetic:synthetic",
 }
-"""Built-in name -> ``module:function``; each function is ``(*, data: Path | None, seed: int) -> Program``."""
 
 T = TypeVar("T")
 

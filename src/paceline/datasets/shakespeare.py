@@ -12,8 +12,8 @@ from paceline.core.errors import InputError
 from paceline.datasets.files import find_files, read_bytes
 from paceline.program import Program, accuracy
 
+# Characters in one window.
 LENGTH = 64
-"""Characters in one window."""
 _SHORTEST = 10 * (LENGTH + 1)
 
 

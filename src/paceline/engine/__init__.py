@@ -5,5 +5,5 @@ Importing this package imports no engine: :data:`ENGINES` finds their folders, a
 
 from paceline.core.registry import Family, modules_in_folders
 
+# Every engine by name: each folder that has an engine.py.
 ENGINES = Family("engine", values=False, modules=modules_in_folders(__name__, "engine"))
-"""Every engine by name: each folder that has an ``engine.py``."""

@@ -28,26 +28,26 @@ from paceline.program import Data, Program, Tree, call, is_source, length
 from paceline.replica.batches import Fetch, fetcher
 from paceline.replica.flat_state import FlatState, write
 
+# How many training samples the training loss is taken on, the same ones for every strategy and run.
 TRAIN_SAMPLE = 2048
-"""How many training samples the training loss is taken on, the same ones for every strategy and run."""
 
+# Samples in one forward pass.
 CHUNK = 1024
-"""Samples in one forward pass."""
 
+# Share of the free memory that queued snapshots may fill; beyond that the run waits for the evaluator.
 QUEUE_SHARE = 0.25
-"""Share of the free memory that queued snapshots may fill; beyond that the run waits for the evaluator."""
 
 _TAG = int.from_bytes(b"training sample")
 
+# name -> (output, target) -> mean.
 Metrics: TypeAlias = Mapping[str, Callable[[Tree, Tree], Any]]
-"""name -> (output, target) -> mean."""
 
+# Samples of one forward pass: (fetch, their indices).
 Chunk: TypeAlias = tuple[Fetch, NDArray[np.int64]]
-"""Samples of one forward pass: (fetch, their indices)."""
 
 
+# Record of a snapshot that is still to be evaluated: its only loss, train_loss, is the mean of the newest Δs'.
 SnapshotInfo: TypeAlias = Record
-"""Record of a snapshot that is still to be evaluated: its only loss, ``train_loss``, is the mean of the newest Δs'."""
 
 
 class Evaluator:

@@ -51,8 +51,8 @@ from paceline.replica.tensor.rewrite import rewrite_for_shard
 from paceline.replica.tensor.shard_check import check_shard
 from paceline.strategy import Strategy
 
+# Computes the whole output for a batch.
 Answering: TypeAlias = Callable[[Tree], Tree]
-"""Computes the whole output for a batch."""
 
 
 @dataclass(frozen=True)

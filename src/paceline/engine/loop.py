@@ -28,8 +28,8 @@ from paceline.engine.coordinator import Coordinator, DecisionExecutor
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.run_context import RunContext
 
+# Interval of the live display, and of the checks for hangs.
 TICK_S: Seconds = 0.2
-"""Interval of the live display, and of the checks for hangs."""
 
 
 def nonfinite_error(loss: float, replica: ReplicaId, clock: Clock) -> NonFiniteError:

@@ -27,17 +27,17 @@ from paceline.comm.wakeup import Poller
 from paceline.core.errors import WorkerError
 from paceline.core.types import Seconds
 
+# What a poll returns: ("ended", process), ("message", process), or what else was added to the poller.
 Event: TypeAlias = tuple[str, int]
-"""What a poll returns: ("ended", process), ("message", process), or what else was added to the poller."""
 
+# Exit status of a process that finished normally.
 EXIT_OK = "exit code 0"
-"""Exit status of a process that finished normally."""
 
+# Longest wait for a process that was killed.
 GONE_TIMEOUT_S: Seconds = 10.0
-"""Longest wait for a process that was killed."""
 
+# Longest wait for a reason from the other ranks after one has exited: they look for dead peers many times a second.
 REASON_S: Seconds = 5.0
-"""Longest wait for a reason from the other ranks after one has exited: they look for dead peers many times a second."""
 
 
 class ProcessSupervisor:

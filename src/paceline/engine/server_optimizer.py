@@ -18,8 +18,8 @@ from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 
+# Δs and their weights.
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
-"""Δs and their weights."""
 
 
 class ServerOptimizer:

@@ -28,11 +28,11 @@ from paceline.replica.flat_state import FlatState
 from paceline.step import Server, step
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
+# How many layers of a forward pass check for cancellation, at least; a hook costs some microseconds.
 CANCEL_CHECKS = 4
-"""How many layers of a forward pass check for cancellation, at least; a hook costs some microseconds."""
 
+# Micro-steps after which a worker has allocated all it will: gradients, an optimizer's state, Δs on their way.
 _SETTLED = 4
-"""Micro-steps after which a worker has allocated all it will: gradients, an optimizer's state, Δs on their way."""
 
 
 class Cancelled(Exception):  # noqa: N818 (not an error)

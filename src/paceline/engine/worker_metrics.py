@@ -16,8 +16,8 @@ from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.trace.recorder import AnyRecorder, NullRecorder, Recorder, read_packed
 from paceline.trace.spans import Span
 
+# Number of a worker's newest step times that are kept.
 STEP_TIMES = 512
-"""Number of a worker's newest step times that are kept."""
 
 
 class Figures(NamedTuple):
@@ -88,11 +88,11 @@ def training_spans(spans: Iterable[Span], began: Nanoseconds) -> list[Span]:
     return sorted((s for s in shifted if s.end_ns > 0), key=lambda s: (s.start_ns, s.replica))
 
 
+# Name of workers.json until it is complete.
 PARTIAL_NAME = ".workers.json.partial"
-"""Name of ``workers.json`` until it is complete."""
 
+# pid of a process, and its node where there are several.
 ProcessInfo: TypeAlias = Mapping[str, int | str]
-"""``pid`` of a process, and its ``node`` where there are several."""
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from paceline.schedule import Dependencies, Schedule, StageTimes, simulate
 from paceline.trace.spans import PASSES, Action, Span
 
 Interval: TypeAlias = tuple[Nanoseconds, Nanoseconds]
+# (stage, shard) of a worker in its replica.
 Place: TypeAlias = tuple[int, int]
-"""(stage, shard) of a worker in its replica."""
 
 COMMUNICATION: frozenset[Action] = frozenset({"send", "receive", "wait"})
 UPDATE: frozenset[Action] = frozenset({"all_reduce", "apply"})
@@ -64,8 +64,8 @@ class PipelineWorkerFigures:
     """Time per step in sends, receives and waits that no compute covers."""
 
 
+# A worker that had nothing to do: there were fewer micro-batches than workers that take turns at its stage.
 IDLE = PipelineWorkerFigures(0.0, 1.0, 0.0)
-"""A worker that had nothing to do: there were fewer micro-batches than workers that take turns at its stage."""
 
 
 @dataclass(frozen=True, slots=True)

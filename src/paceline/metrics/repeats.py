@@ -47,8 +47,8 @@ def weighted_mean(histogram: Iterable[tuple[int, int]]) -> float | None:
     return sum(value * count for value, count in pairs) / total if total else None
 
 
+# Figures averaged over the whole interval of training, as the Smooth Switch paper compares them.
 MEASURES = ("test_accuracy_mean", "test_loss_mean", "train_loss_mean")
-"""Figures averaged over the whole interval of training, as the Smooth Switch paper compares them."""
 
 # Student's t, 97.5 % quantile, for 1, 2, … 30 degrees of freedom; beyond, the last one errs on the wide side.
 _T = (

@@ -11,14 +11,14 @@ from paceline.metrics.pipeline import IDLE, PipelineWorkerFigures, worker_figure
 from paceline.metrics.repeats import interval_mean, weighted_mean
 from paceline.trace.spans import Span
 
+# Key of the largest memory that each worker, by rank, kept for backward at one time.
 SAVED = "peak_saved_bytes"
-"""Key of the largest memory that each worker, by rank, kept for backward at one time."""
 
+# Key, among the notes of a pipeline, of the dependencies among the model's parts.
 NEEDS = "parts_need"
-"""Key, among the notes of a pipeline, of the dependencies among the model's parts."""
 
+# Figures of an account that are figures of the run as they are.
 _COUNTS = ("updates", "gradients", "applied", "discarded", "cancelled", "nonfinite", "seconds")
-"""Figures of an account that are figures of the run as they are."""
 
 
 def summarize(

@@ -6,8 +6,8 @@ from typing import Any
 
 from paceline.metrics.repeats import Estimate
 
+# A cell without a figure.
 NONE = "–"
-"""A cell without a figure."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,20 @@ _ACCURACY = (
     Column("test accuracy, %", "mean", figure("test_accuracy_mean", ".2f", 100)),
     Column("test accuracy, %", "difference", versus("test_accuracy_mean", ".2f", 100)),
 )
+# Rates of a strategy.
 PACE = (
     Column("", "updates", figure("updates", ",.0f")),
     Column("", "gradients/s", figure("gradients_per_s", ",.0f")),
     Column("", "staleness", figure("staleness_mean", ".2f")),
 )
-"""Rates of a strategy."""
+# Scores and rates of a strategy, in the width of a terminal.
 BRIEF = (
     *_ACCURACY,
     Column("mean over time", "test loss", figure("test_loss_mean", ".4f")),
     Column("mean over time", "train loss", figure("train_loss_mean", ".4f")),
     *PACE,
 )
-"""Scores and rates of a strategy, in the width of a terminal."""
+# All scores of a strategy.
 REACHED = (
     *_ACCURACY,
     *(
@@ -86,7 +87,6 @@ REACHED = (
         )
     ),
 )
-"""All scores of a strategy."""
 
 
 def grid(columns: Sequence[Column], entries: Sequence[Entry]) -> tuple[Sequence[Column], list[list[str]]]:

@@ -9,8 +9,8 @@ from torch.optim.lr_scheduler import LinearLR, LRScheduler, SequentialLR
 
 from paceline.core.errors import InputError, unknown
 
+# Growth of the learning rate with the batch.
 Scaling: TypeAlias = Literal["linear", "sqrt"]
-"""Growth of the learning rate with the batch."""
 
 
 def scaled_learning_rate(base: float, batch_size: int, base_batch_size: int, rule: Scaling = "linear") -> float:

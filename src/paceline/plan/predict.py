@@ -20,9 +20,9 @@ from paceline.planner.calibration import calibrate
 from paceline.planner.calibration.rows import GIB, PublishedRow, read
 from paceline.planner.devices import SHEETS
 
+# Columns with measured outcomes.
 OUTCOMES = ("step_time_s", "samples_per_s", "tokens_per_s_per_dev", "tflops_per_dev", "tflops_def", "mfu_pct",
             "mem_gib", "mem_def", "status")  # fmt: skip
-"""Columns with measured outcomes."""
 
 
 class Line(NamedTuple):

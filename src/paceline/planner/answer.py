@@ -13,8 +13,8 @@ from paceline.planner.search import supported
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import OF_EACH_KIND, CostCache, key, kind_of, search
 
+# Plans of a report.
 SHOWN = 5
-"""Plans of a report."""
 
 SMALL_BATCH = 64
 FEW_NODES, MANY_NODES = 32, 50
@@ -233,8 +233,8 @@ def answer(
 
 # ----------------------------------------------------------------------------------------------------------------- JSON
 
+# Terms of a step that are communication.
 EXPOSED = ("shards", "stages", "replicas")
-"""Terms of a step that are communication."""
 
 
 def exposed(plan: Plan) -> float:

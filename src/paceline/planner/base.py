@@ -46,12 +46,12 @@ class OverlapModel:
 
 Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 
+# Activations that backward recomputes: none; those of attention's scores; all within a layer; all within a stage,
+# which keeps its input. The last is derived from the first by stage_division.py: workloads need not support it.
 Recomputed: TypeAlias = Literal["none", "selective", "full", "stage"]
-"""Activations that backward recomputes: none; those of attention's scores; all within a layer; all within a stage,
-which keeps its input. The last is derived from the first by stage_division.py: workloads need not support it."""
 
+# Name of a number -> its source: "measured here, 9 repeats", "data sheet", "assumed".
 Provenance: TypeAlias = Mapping[str, str]
-"""Name of a number -> its source: "measured here, 9 repeats", "data sheet", "assumed"."""
 
 
 def merged(*parts: Provenance) -> dict[str, str]:
@@ -257,9 +257,9 @@ class WorkerMemory:
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.context
 
 
+# Terms of a step: compute of the busiest stage, collectives of its shards, waiting for the pipeline to fill and empty,
+# messages between stages, exposed part of the sum over replicas, the update, waiting for stragglers.
 TERMS = ("compute", "shards", "bubble", "stages", "replicas", "optimizer", "waiting")
-"""Terms of a step: compute of the busiest stage, collectives of its shards, waiting for the pipeline to fill and empty,
-messages between stages, exposed part of the sum over replicas, the update, waiting for stragglers."""
 
 
 @dataclass(frozen=True, slots=True)

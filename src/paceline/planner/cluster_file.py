@@ -33,17 +33,17 @@ from paceline.planner.base import OverlapModel, merged
 from paceline.planner.cluster import Cluster, Described, Device, Links
 from paceline.planner.shapes.shape_file import checked, section, section_of, text_of, toml
 
+# CUDA's context, its libraries and NCCL's buffers take 1 to 2 GiB before the first parameter.
 CUDA_CONTEXT_BYTES = 1.5 * 2**30
-"""CUDA's context, its libraries and NCCL's buffers take 1 to 2 GiB before the first parameter."""
 
+# Memory of a process that has imported torch, roughly.
 CPU_CONTEXT_BYTES = 0.3 * 2**30
-"""Memory of a process that has imported torch, roughly."""
 
+# Assumed relative error because of the cluster, in addition to that of its workload's times.
 DATA_SHEET_SPREAD = 0.2
-"""Assumed relative error because of the cluster, in addition to that of its workload's times."""
 
+# Share of a link's bandwidth that collectives get: 8 A100 got 0.77 of theirs (benchmarks/planner), rounded.
 EFFICIENCY = 0.8
-"""Share of a link's bandwidth that collectives get: 8 A100 got 0.77 of theirs (benchmarks/planner), rounded."""
 
 NAMED = re.compile(r"\s*(?:(\d+)\s*x\s*(\d+)\s+)?(\S+)\s*")
 

@@ -39,8 +39,8 @@ from paceline.planner.stage_division import (
     weight_versions,
 )
 
+# Schedules whose closed forms equal a simulation.
 EXACT = (*ASYNC_SCHEDULES, "sequential")
-"""Schedules whose closed forms equal a simulation."""
 
 
 def cost(

@@ -73,6 +73,7 @@ _CPU = Sheet(
     "assumed: one core of a present server, 16 fp32 operations a cycle at 3 GHz, and its part of the memory's channels",
 )  # fmt: skip
 
+# Name -> data sheet.
 SHEETS: Mapping[str, Sheet] = {
     "A100-40GB": _ampere(40, 1555, 300, 25, "NVIDIA A100 data sheet, SXM4, dense"),
     "A100-80GB": _ampere(80, 2039, 300, 25, "NVIDIA A100 data sheet, SXM4, dense"),
@@ -95,7 +96,6 @@ SHEETS: Mapping[str, Sheet] = {
     "A64FX-32GB": _A64FX,
     "CPU-core": _CPU,
 }
-"""Name -> data sheet."""
 
 
 def sheet(name: str) -> Sheet:
@@ -135,6 +135,6 @@ def device(name: str, precision: str = "bf16-mixed") -> Device:
     return Device(name, flops, data.memory_bytes, data.memory_bytes_per_s, provenance, data.multiprocessors, kind)
 
 
+# Latency of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's
+# tables); between hosts twice as long is assumed.
 ROUND_S = 1.3e-5
-"""Latency of a collective's round: the 79 µs that 8 A100 took for 1 MiB beyond its bytes, in 2 log2 8 rounds (vTrain's
-tables); between hosts twice as long is assumed."""

@@ -16,11 +16,11 @@ from paceline.planner.search.search import CostCache, search
 
 # -------------------------------------------------------------------------------------------------------- scaling curve
 
+# Factor in samples a second that makes twice the workers worth it: half of the possible gain.
 HALF = 1.5
-"""Factor in samples a second that makes twice the workers worth it: half of the possible gain."""
 
+# Up to so many workers the curve has a point for each doubling, beyond for each fourfold.
 FINE = 64
-"""Up to so many workers the curve has a point for each doubling, beyond for each fourfold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,8 +205,8 @@ TERM_WORDS: Mapping[str, str] = {
     "waiting": "waiting for others and overhead",
 }
 
+# Relative difference below which plans are equal.
 EQUAL = 1e-6
-"""Relative difference below which plans are equal."""
 
 
 def explained(plans: Sequence[Plan], objectives: Objectives) -> tuple[Plan, ...]:

@@ -29,8 +29,8 @@ CHANGES: Mapping[Change, str] = {
     "shards": "more shards",
 }
 
+# Largest multiple of the hosts that is tried.
 MOST_TIMES = 4096
-"""Largest multiple of the hosts that is tried."""
 
 
 @dataclass(frozen=True, slots=True)

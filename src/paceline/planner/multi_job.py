@@ -22,11 +22,11 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.search.objective import Objectives
 from paceline.planner.search.search import CostCache, search
 
+# Partitions of so many are 203.
 MOST_MODELS = 6
-"""Partitions of so many are 203."""
 
+# Maximal number of equal shares into which workers are divided.
 SHARES = 32
-"""Maximal number of equal shares into which workers are divided."""
 
 
 @dataclass(frozen=True, slots=True)

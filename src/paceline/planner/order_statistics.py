@@ -30,10 +30,10 @@ Floats: TypeAlias = NDArray[np.float64]
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(16)
 _PRECISION = 1e-10
 _HALVINGS = 40
+# Near the end of the doubles.
 _FAR = 1e300
-"""Near the end of the doubles."""
+# Lower limit of the argument of a logarithm that may be 0.
 _TINY = 1e-300
-"""Lower limit of the argument of a logarithm that may be 0."""
 
 
 def integral(function: Callable[[Floats], Floats], marks: Sequence[float]) -> float:
@@ -89,8 +89,8 @@ def _piece(function: Callable[[Floats], Floats], a: float, b: float, before: flo
 
 # ------------------------------------------------------------------------------------------------------------- replicas
 
+# P(X > x) of many x.
 Survival: TypeAlias = Callable[[Floats], Floats]
-"""P(X > x) of many x."""
 
 
 class IdenticalReplicas(NamedTuple):

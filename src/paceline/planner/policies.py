@@ -29,8 +29,8 @@ from paceline.planner.search.objective import Objectives
 
 __all__ = ["Pace", "pace", "waiting"]
 
+# Arrivals that waiting simulates; at least so many of each replica:
 ARRIVALS = 20_000
-"""Arrivals that :func:`waiting` simulates; at least so many of each replica:"""
 ARRIVALS_EACH = 8
 _WARM_UP = 0.1
 
@@ -141,8 +141,8 @@ def _refuse(policy: Aggregation[Any], replicas: int, times: Times, length: int) 
 
 # ---------------------------------------------------------------------------------------------------------- competition
 
+# Δs between two steps of smooth-switch's K: its default.
 SWITCH_EVERY = 500
-"""Δs between two steps of smooth-switch's K: its default."""
 
 
 def compete(plans: Iterable[Plan], workload: Workload, cluster: Cluster, objectives: Objectives) -> list[Plan]:

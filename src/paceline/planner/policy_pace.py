@@ -152,12 +152,12 @@ def _local_steps(period: int, group: DelayedReplicas) -> Pace | None:
 
 # ---------------------------------------------------------------------------------------------------- stale-synchronous
 
+# Times to draw for all replicas together, for at least as many clocks as follow.
 _ATTEMPTS = 50_000
-"""Times to draw for all replicas together, for at least as many clocks as follow."""
 _CLOCKS = 64
 _CLOCKS_PER_BOUND = 40
+# Share of the clocks until the fast replicas have run into the bound.
 _WARM_UP = 0.5
-"""Share of the clocks until the fast replicas have run into the bound."""
 
 
 def stale_synchronous(times_s: NDArray[np.float64], bound: int) -> NDArray[np.float64]:

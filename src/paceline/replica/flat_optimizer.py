@@ -21,9 +21,9 @@ from paceline.replica.optimizer_kernels import StepKernel, has_hooks, kernel_of
 
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
+# Optimizers that treat each element alone and create their state at the first step: on A as one flat vector they give
+# the same bits as on its tensors, in a fraction of the time.
 ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop)
-"""Optimizers that treat each element alone and create their state at the first step: on A as one flat vector they give
-the same bits as on its tensors, in a fraction of the time."""
 
 
 class FlatOptimizer:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from paceline.core.errors import InputError
 from paceline.replica.module_utils import tensors_of
 
+# (elements, dtype) -> a flat vector of them.
 Allocate: TypeAlias = Callable[[int, torch.dtype], Tensor]
-"""(elements, dtype) -> a flat vector of them."""
 
 
 @dataclass(frozen=True)

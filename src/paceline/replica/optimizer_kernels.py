@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim import optimizer as global_hooks
 
+# An optimizer's state of one vector: StepKernel.state_count vectors of the same form, zeros at first.
 StateVectors: TypeAlias = Sequence[Tensor]
-"""An optimizer's state of one vector: ``StepKernel.state_count`` vectors of the same form, zeros at first."""
 
 
 @dataclass(slots=True)
@@ -119,8 +119,8 @@ class AdamKernel(StepKernel):
         fused(*vectors, steps, **rates, eps=self.eps, amsgrad=False, maximize=False)
 
 
+# All kernels; an encoded one begins with its index here.
 KERNELS: tuple[type[StepKernel], ...] = (SgdKernel, AdamKernel)
-"""All kernels; an encoded one begins with its index here."""
 KERNEL_OF: dict[type[Optimizer], type[StepKernel]] = {SGD: SgdKernel, Adam: AdamKernel, AdamW: AdamKernel}
 
 

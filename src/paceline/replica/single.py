@@ -25,8 +25,8 @@ from paceline.replica.noise_estimator import MicroNorms
 from paceline.trace.recorder import AnyRecorder, NullRecorder
 
 NO_RECORDER = NullRecorder()
+# Elements of a tensor, on average, from which a step on each by itself takes less time than a copy of all of them.
 HANDOFF_ELEMENTS = 4096
-"""Elements of a tensor, on average, from which a step on each by itself takes less time than a copy of all of them."""
 
 
 @dataclass

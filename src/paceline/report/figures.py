@@ -32,17 +32,17 @@ _WIDTH_IN = 5.6
 
 Numbers = NDArray[np.float64]
 
+# Ratio of the largest mean to the smallest from which a loss is drawn on a logarithmic axis.
 _LOG_FROM = 30.0
-"""Ratio of the largest mean to the smallest from which a loss is drawn on a logarithmic axis."""
 
+# Heights in inches: of one row of bars, and of title and axis together.
 _ROW_IN, _REST_IN = 0.95, 0.8
-"""Heights in inches: of one row of bars, and of title and axis together."""
 
+# Largest number of bars of a histogram.
 _BINS = 48
-"""Largest number of bars of a histogram."""
 
+# Fraction of the gradients that have bars of their own.
 _BINNED = 0.99
-"""Fraction of the gradients that have bars of their own."""
 
 
 def drawn(draw: Callable[[list[Axes]], None], title: str, *, rows: int = 1, height_in: float = 3.1, says: str) -> str:

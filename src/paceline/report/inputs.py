@@ -10,13 +10,13 @@ from paceline.core.errors import InputError
 from paceline.metrics.table_columns import labels
 from paceline.run import Run, load
 
+# A run, a comparison, or the folder of a saved one.
 Source: TypeAlias = str | Path | Run | Comparison
-"""A run, a comparison, or the folder of a saved one."""
 
 # Okabe and Ito's colours, for readers who see few: blue, vermilion, green, purple, orange, sky blue, black.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#E69F00", "#56B4E9", "#333333")
+# Line styles: if there are more strategies than colours, colours are repeated with broken lines.
 DASHES = ("-", "--", ":")
-"""Line styles: if there are more strategies than colours, colours are repeated with broken lines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from paceline.report.inputs import Section, Source, StrategyRuns, sections
 from paceline.trace.spans import SERVER, Span
 from paceline.trace.svg import swimlanes_svg
 
+# Length of a drawn window in steps, and the number of replicas that are drawn.
 STEPS, REPLICAS = 12, 12
-"""Length of a drawn window in steps, and the number of replicas that are drawn."""
 
 _CURVES = (
     ("test_accuracy", "Test accuracy, %", 100.0),

@@ -16,8 +16,8 @@ from paceline.core.mesh import StageReplica, StageReplicas
 from paceline.core.registry import declare, registered
 from paceline.core.text_form import parse_option, text_of
 
+# Kinds of work on a micro-batch; backward is backward_input and backward_weight in one.
 Kind: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "update"]
-"""Kinds of work on a micro-batch; ``backward`` is ``backward_input`` and ``backward_weight`` in one."""
 
 LETTERS: dict[Kind, str] = {
     "forward": "F",

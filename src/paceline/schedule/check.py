@@ -9,8 +9,8 @@ from paceline.core.mesh import StageReplica, StageReplicas
 from paceline.schedule.base import Action, Kind, Schedule
 from paceline.schedule.dependencies import Dependencies
 
+# A result: its kind, the part that makes it, the micro-batch.
 Value: TypeAlias = tuple[Literal["activations", "gradient", "weights' gradient"], int, int]
-"""A result: its kind, the part that makes it, the micro-batch."""
 
 
 class Made:

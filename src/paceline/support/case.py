@@ -23,22 +23,22 @@ Feature: TypeAlias = Literal[
     "virtual-time",
 ]
 
+# Beginning of a feature that an engine supports only where a replica is several workers.
 GROUPS = "groups-"
-"""Beginning of a feature that an engine supports only where a replica is several workers."""
 
 _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "noise_scale"})
 
+# Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
     "ray": frozenset({"asynchronous", "cuda"}),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
 }
-"""Features of the engines that come with Paceline; the planner chooses among engines without importing any."""
 
 
+# Fields of a case that a strategy has under the same names.
 _SAME = ("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters")
-"""Fields of a case that a strategy has under the same names."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ _SHARDS = "shards={s.shards} of one replica send parts of tensors"
 _STAGES = "stages={s.stage_count} of one replica send activations alone"
 _MOVES = "but under schedule={s.schedule} each stage moves its weights before the others have their gradients"
 
+# All rows in the order in which they are checked: the first that applies is shown.
 TABLE: tuple[Row, ...] = (
     # ------------------------------------------------------------------------ what an engine does not support at all
     Row(
@@ -303,4 +304,3 @@ TABLE: tuple[Row, ...] = (
     ),
     _cpus_alone("compression"),
 )
-"""All rows in the order in which they are checked: the first that applies is shown."""

@@ -16,8 +16,8 @@ from paceline.trace.spans import ACTIONS, Action, Span
 
 _LAYOUT = struct.Struct("<iiiBiqqqq")
 _CODES: dict[Action, int] = {action: code for code, action in enumerate(ACTIONS)}
+# Up to 512 spans are lost if a worker is killed; fewer would mean more system calls.
 _CAPACITY = 512 * _LAYOUT.size
-"""Up to 512 spans are lost if a worker is killed; fewer would mean more system calls."""
 
 
 @final
@@ -73,8 +73,8 @@ class NullRecorder:
         """Do nothing."""
 
 
+# Either; callers need not distinguish them.
 AnyRecorder: TypeAlias = Recorder | NullRecorder
-"""Either; callers need not distinguish them."""
 
 
 def read_packed(fd: int) -> list[Span]:

@@ -25,22 +25,22 @@ from paceline.core.errors import InputError
 from paceline.core.safe_files import replacing
 from paceline.core.types import Nanoseconds
 
+# Action that computes on one micro-batch.
 Pass: TypeAlias = Literal["forward", "backward", "backward_input", "backward_weight", "recompute"]
-"""Action that computes on one micro-batch."""
 
+# Action that moves bytes between workers.
 Transfer: TypeAlias = Literal["send", "receive", "all_reduce", "pull", "push"]
-"""Action that moves bytes between workers."""
 
+# Action of a worker during a span.
 Action: TypeAlias = Literal["compute", Pass, Transfer, "apply", "wait", "delay", "evaluate"]
-"""Action of a worker during a span."""
 
+# All actions, in the order in which legends show them.
 ACTIONS: tuple[Action, ...] = get_args(Action)
-"""All actions, in the order in which legends show them."""
 
 PASSES: frozenset[Action] = frozenset(get_args(Pass))
 
+# The replica of spans of servers and of the coordinator.
 SERVER = -1
-"""The ``replica`` of spans of servers and of the coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

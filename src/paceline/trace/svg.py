@@ -34,8 +34,8 @@ from paceline.core.types import Nanoseconds, Seconds
 from paceline.trace.lanes import LOOKS, Lane, Panel, Stretch, dominant, duration, panel_lanes, ticks, window_lanes
 from paceline.trace.spans import PASSES, Action, Span
 
+# Number of actions that the title of a merged box names.
 _LISTED = 4
-"""Number of actions that the title of a merged box names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,24 +110,24 @@ def _merged(first: Box, second: Box) -> Box:
 
 
 _WIDTH, _MARGIN, _FONT = 1200.0, 12.0, 12.0
+# Width of a character at 12 px, generously: there is no font to measure.
 _CHARACTER = 6.9
-"""Width of a character at 12 px, generously: there is no font to measure."""
 _LEGEND_ROW, _AXIS, _TICKS = 22.0, 30.0, 9
+# Colour of text, and of numbers in boxes in which it would be illegible.
 _INK, _INKS = "#222", {"forward": "#fff"}
-"""Colour of text, and of numbers in boxes in which it would be illegible."""
 _LABEL_PITCH = 13.0
+# Pixels between neighbours that are wide enough, and the width below which spans are merged.
 _GAP, _MERGED = 0.5, 0.75
-"""Pixels between neighbours that are wide enough, and the width below which spans are merged."""
+# Width in pixels from which a box has a title.
 _POINTABLE = 1.5
-"""Width in pixels from which a box has a title."""
+# Height in pixels from which a box has room for a number, and the space to its sides.
 _NUMBER_FROM, _NUMBER_PADDING = 11.0, 3.0
-"""Height in pixels from which a box has room for a number, and the space to its sides."""
+# Height that many lanes share, and the least and largest distance from one lane to the next.
 _TALLEST, _PITCHES = 1200.0, (3.0, 24.0)
-"""Height that many lanes share, and the least and largest distance from one lane to the next."""
+# Of panels: distance of lanes, height of a title, space between two panels, line and column spacing of the table.
 _PANEL_PITCH, _TITLE, _BETWEEN, _ROW, _COLUMN_GAP = 26.0, 22.0, 10.0, 19.0, 28.0
-"""Of panels: distance of lanes, height of a title, space between two panels, line and column spacing of the table."""
+# Bold text, and its width relative to normal text.
 _BOLD, _BOLDER = 'font-weight="600"', 1.1
-"""Bold text, and its width relative to normal text."""
 
 _HEAD = (
     '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '

@@ -26,8 +26,8 @@ from paceline.core.errors import CollectiveError
 
 _PACKED = struct.Struct("<3q")
 
+# All dtypes, aliases among them; their order is the same on every rank, which all run the same torch.
 _DTYPES = tuple(sorted((d for d in vars(torch).values() if isinstance(d, torch.dtype)), key=str))
-"""All dtypes, aliases among them; their order is the same on every rank, which all run the same torch."""
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 

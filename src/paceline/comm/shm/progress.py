@@ -22,8 +22,8 @@ from paceline.comm.shm.rendezvous import own_wakeup_page, wakeup_on
 from paceline.core.errors import CollectiveError, WaitTimeoutError
 from paceline.core.types import Seconds
 
+# How often a wait checks whether the processes that it waits for are still running.
 CHECK_S: Seconds = 0.1
-"""How often a wait checks whether the processes that it waits for are still running."""
 
 
 class LateError(CollectiveError, WaitTimeoutError):

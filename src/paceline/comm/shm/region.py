@@ -32,35 +32,35 @@ from paceline.comm.shared_memory import SharedMemory
 from paceline.comm.wakeup import FENCED, Wakeup, fence
 from paceline.core.errors import CollectiveError
 
+# Bytes of a cache line. Words that different ranks write lie on different lines, or each write would slow all.
 LINE = 64
-"""Bytes of a cache line. Words that different ranks write lie on different lines, or each write would slow all."""
 
 WORD = 8
 
 PAGE = 4096
 
+# Random bytes at the start of a segment: they tell it from whatever else a file descriptor might have become.
 TOKEN_BYTES = 16
-"""Random bytes at the start of a segment: they tell it from whatever else a file descriptor might have become."""
 
+# Bytes for the failure that a rank reports: a flag, the length, and the text.
 FAILURE_BYTES = 2048
-"""Bytes for the failure that a rank reports: a flag, the length, and the text."""
 
+# Bytes for the fingerprint of a rank's call.
 HEADER_BYTES = 2 * LINE
-"""Bytes for the fingerprint of a rank's call."""
 
+# Bytes of one slot of a channel.
 PIECE_BYTES = 256 * 1024
-"""Bytes of one slot of a channel."""
 
+# Slots of a channel: how many pieces a sender may be ahead of its receiver.
 PIECES = 4
-"""Slots of a channel: how many pieces a sender may be ahead of its receiver."""
 
+# Views that are kept for the next collective of the same size: creating them takes as long as a small sum.
 MAX_VIEWS = 1024
-"""Views that are kept for the next collective of the same size: creating them takes as long as a small sum."""
 
 OTHERWISE = "write init_process_group('gloo'), or 'nccl' for GPUs"
 
+# A collective in steps: between two of them it waits until the function that it has yielded returns True.
 Steps: TypeAlias = Iterator[Callable[[], bool]]
-"""A collective in steps: between two of them it waits until the function that it has yielded returns True."""
 
 
 class RegionLayout:

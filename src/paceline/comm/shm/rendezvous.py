@@ -25,12 +25,12 @@ from paceline.comm.wakeup import Futex, Wakeup
 from paceline.core.errors import CollectiveError, InputError, WaitTimeoutError
 from paceline.core.types import Nanoseconds, Seconds
 
+# Bytes that a rank shows the others in one round: smaller rounds have more barriers. On 2 cores of an Intel Xeon
+# 100 MiB among 8 ranks took 180 ms with 1 MiB, 162 with 2 and 165 with 4.
 STAGE_BYTES = 2**21
-"""Bytes that a rank shows the others in one round: smaller rounds have more barriers. On 2 cores of an Intel Xeon
-100 MiB among 8 ranks took 180 ms with 1 MiB, 162 with 2 and 165 with 4."""
 
+# Longest spin of a wait. With more ranks than cores a longer one keeps those from running that it waits for.
 SPIN_NS: Nanoseconds = 50_000
-"""Longest spin of a wait. With more ranks than cores a longer one keeps those from running that it waits for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,10 @@ from paceline.replica.flat_optimizer import ELEMENTWISE, FlatOptimizer
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState, TensorEntry, Views, finite
 from paceline.replica.single import Autograd
 
+# Optimizers that treat each element alone, so that a step on each shard is a step on the whole parameter.
+#
+# Others fail on torch's DTensors (2.13: Adafactor, and optimizers that mix them with tensors of their own, such as LARS
+# and LAMB), or compute something else there (Muon: 0.01 apart after 13 steps of 0.01).
 _ELEMENTWISE = (
     *ELEMENTWISE,
     torch.optim.ASGD,
@@ -64,11 +68,6 @@ _ELEMENTWISE = (
     torch.optim.RAdam,
     torch.optim.Rprop,
 )
-"""Optimizers that treat each element alone, so that a step on each shard is a step on the whole parameter.
-
-Others fail on torch's DTensors (2.13: Adafactor, and optimizers that mix them with tensors of their own, such as LARS
-and LAMB), or compute something else there (Muon: 0.01 apart after 13 steps of 0.01).
-"""
 
 
 def refuse_model(program: Program) -> None:
@@ -108,17 +107,17 @@ def refuse_model(program: Program) -> None:
         )
 
 
+# Modules that only contain others: their members are the layers of a model, between which it is natural to cut it.
 _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""Modules that only contain others: their members are the layers of a model, between which it is natural to cut it."""
 
+# Modules that stay part of the unit around them.
 _WHOLE = (nn.MultiheadAttention,)
-"""Modules that stay part of the unit around them."""
 
+# Share of all parameters from which on a member of a list is worth a gather of its own.
 LAYER = 1 / 256
-"""Share of all parameters from which on a member of a list is worth a gather of its own."""
 
+# Share of all parameters from which on any other module is.
 LARGE = 1 / 8
-"""Share of all parameters from which on any other module is."""
 
 
 def units(module: nn.Module) -> list[nn.Module]:

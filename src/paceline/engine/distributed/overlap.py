@@ -26,26 +26,25 @@ from paceline.engine.spmd.process_group import LaunchEnv
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.replica.flat_state import FlatLayout
 
+# Least bytes of a bucket: its start costs a thirtieth of its transfer. Gloo's all-reduce between two ranks of one host
+# took 0.10 ms for 4 KiB and 2.8 ms for 4 MiB (torch 2.13, the fastest of 60).
 BUCKET_BYTES = 4 << 20
-"""Least bytes of a bucket: its start costs a thirtieth of its transfer. Gloo's all-reduce between two ranks of one host
-took 0.10 ms for 4 KiB and 2.8 ms for 4 MiB (torch 2.13, the fastest of 60)."""
 
+# Least bytes of the first bucket: nothing is sent while it fills. DDP's own figure (torch 2.13).
 FIRST_BUCKET_BYTES = 1 << 20
-"""Least bytes of the first bucket: nothing is sent while it fills. DDP's own figure (torch 2.13)."""
 
+# Backends whose collectives progress without a waiting caller (those of shm and hierarchical do not), and the
+# device that their gradients have to be on.
 IN_BACKGROUND = {"gloo": "cpu", "nccl": "cuda"}
-"""Backends whose collectives progress without a waiting caller (those of ``shm`` and ``hierarchical`` do not), and the
-device that their gradients have to be on."""
 
+# Cores per rank that Gloo needs besides those that compute, on a single host.
+#
+# Without them it takes them from the backward pass. All of the following was measured on a shared machine, in
+# alternating pairs. On two cores that two ranks of one thread keep busy, a step of the MLP 784-2048-2048-10 took 1.13
+# times as long with overlap (batch 32; the median of 11 pairs of 40 steps). Over a network it pays all the same: with
+# the loopback device limited to 4 Gbit/s, a step of an MLP of ten layers, 1024 wide, took 0.77 times as long (batch
+# 128, 7 pairs of 10); at 10 Gbit/s, that of the first one 0.995 (9 of 15).
 SENDING_CORES = 1
-"""Cores per rank that Gloo needs besides those that compute, on a single host.
-
-Without them it takes them from the backward pass. All of the following was measured on a shared machine, in alternating
-pairs. On two cores that two ranks of one thread keep busy, a step of the MLP 784-2048-2048-10 took 1.13 times as long
-with overlap (batch 32; the median of 11 pairs of 40 steps). Over a network it pays all the same: with the loopback
-device limited to 4 Gbit/s, a step of an MLP of ten layers, 1024 wide, took 0.77 times as long (batch 128, 7 pairs of
-10); at 10 Gbit/s, that of the first one 0.995 (9 of 15).
-"""
 
 
 class Bucket(NamedTuple):

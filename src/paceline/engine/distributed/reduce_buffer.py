@@ -32,17 +32,17 @@ from paceline.engine.spmd.rank_context import RankSetup
 from paceline.replica.flat_optimizer import square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState
 
+# Bits of one digit of an integer: a float32 represents integers of 24 bits exactly.
 BITS = 22
-"""Bits of one digit of an integer: a float32 represents integers of 24 bits exactly."""
 
+# Digits of an integer: three cover an int64.
 DIGITS = 3
-"""Digits of an integer: three cover an int64."""
 
+# Numbers in a status row, without norms and counters.
 FIELDS = 2 + DIGITS * 2
-"""Numbers in a status row, without norms and counters."""
 
+# Numbers of a DeltaNorm in a row: two counts, and each of three norms in two parts.
 NORMS = 8
-"""Numbers of a :class:`DeltaNorm` in a row: two counts, and each of three norms in two parts."""
 
 _MASK = (1 << BITS) - 1
 

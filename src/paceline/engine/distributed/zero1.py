@@ -151,8 +151,8 @@ def _elements(dtype: torch.dtype, start: int, count: int) -> DtypeBuffer:
     return DtypeBuffer(dtype, (entry,) if count else ())
 
 
+# Measured bounds from which on it pays.
 LEAST_RANKS, LEAST_ELEMENTS = 4, 1_000_000
-"""Measured bounds from which on it pays."""
 
 
 def pays(program: Program, layout: FlatLayout, backend: str, ranks: int) -> bool:

@@ -22,20 +22,20 @@ from typing import NamedTuple
 from paceline.core.types import Nanoseconds, ReplicaId
 from paceline.engine.worker_metrics import STEP_TIMES, Figures
 
+# Completions kept of each worker: the attempts that it may be ahead of what main has read.
 COMPLETIONS = 64
-"""Completions kept of each worker: the attempts that it may be ahead of what main has read."""
 
+# Words of one completion.
 COMPLETION_WORDS = 10
-"""Words of one completion."""
 
+# Words of a task, without the list of its Δs.
 TASK_WORDS = 32
-"""Words of a task, without the list of its Δs."""
 
 GO, END = 1, 2
 ARRIVED, CANCELLED = 1, 2
 
+# The version of a buffer that is incomplete.
 BEING_WRITTEN = -1
-"""The version of a buffer that is incomplete."""
 
 # pack_into zeroes its target first, so the number that publishes a message is written by itself, after the rest.
 _GRANT = struct.Struct("=qqqqqqqq")

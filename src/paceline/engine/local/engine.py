@@ -25,17 +25,17 @@ from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.engine.spmd import launcher
 from paceline.support import ENGINES
 
+# Modules that the fork server imports, so that no worker has to.
 PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.evaluation_process")
-"""Modules that the fork server imports, so that no worker has to."""
 
+# For replicas with optimizers of their own: torch 2.13 imports this for the first one, which takes over a second.
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
-"""For replicas with optimizers of their own: torch 2.13 imports this for the first one, which takes over a second."""
 
+# For replicas of several workers, which export a model and have optimizers of their own.
 SPMD = (*launcher.PRELOAD, "paceline.engine.distributed.engine")
-"""For replicas of several workers, which export a model and have optimizers of their own."""
 
+# For replicas of several workers, each at its own pace.
 GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation_process")
-"""For replicas of several workers, each at its own pace."""
 
 
 @register("local")

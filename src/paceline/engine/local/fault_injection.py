@@ -14,11 +14,11 @@ from paceline.core.types import Clock, ReplicaId
 from paceline.engine.coordinator import Coordinator
 from paceline.engine.local.control_block import CANCELLED, Completion
 
+# sent: instead of beginning the step, whose Δ will never be; taken: once its Δ has been decided on.
 When: TypeAlias = Literal["sent", "taken"]
-"""``sent``: instead of beginning the step, whose Δ will never be; ``taken``: once its Δ has been decided on."""
 
+# Completions that were not read.
 Pending: TypeAlias = list[tuple[ReplicaId, Completion]]
-"""Completions that were not read."""
 
 
 @dataclass(frozen=True, slots=True)

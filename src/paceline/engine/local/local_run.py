@@ -38,8 +38,8 @@ from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import SERVER
 
+# How often main polls for what is no completion, a worker's end for instance, while completions keep coming.
 POLL_S: Seconds = 0.01
-"""How often main polls for what is no completion, a worker's end for instance, while completions keep coming."""
 
 
 class LocalRun:

@@ -25,15 +25,15 @@ from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
 from paceline.engine.spmd.rank_context import PREPARATION_S
 
+# Exit code of a worker that stops because a peer in its replica exited.
 PEER_DIED = 3
-"""Exit code of a worker that stops because a peer in its replica exited."""
 
 EXIT_PEER_DIED = f"exit code {PEER_DIED}"
 
 ENTRY = "paceline.engine.local.worker_main:main"
 
+# Entry of a worker whose replica has several.
 GROUP_ENTRY = "paceline.engine.local.replica_group_worker:main"
-"""Entry of a worker whose replica has several."""
 
 
 def label(place: Coordinate) -> str:

@@ -16,14 +16,14 @@ from paceline.comm.linux import available_bytes
 from paceline.core.errors import InputError, PacelineError
 from paceline.engine.ray.janitor import FAREWELL
 
+# Share of the available memory that the object store of a Ray of our own may fill.
 STORE_SHARE = 0.25
-"""Share of the available memory that the object store of a Ray of our own may fill."""
 
+# Ray accepts no smaller object store.
 LEAST_STORE_BYTES = 100 << 20
-"""Ray accepts no smaller object store."""
 
+# Characters; the paths of Ray's sockets are 65 longer, and a socket's path has room for 107.
 LONGEST_FOLDER = 36
-"""Characters; the paths of Ray's sockets are 65 longer, and a socket's path has room for 107."""
 
 # Without the first, Ray listens on all interfaces of a Linux host whatever its address; the second reports nothing.
 _ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}

@@ -12,11 +12,11 @@ import signal
 import sys
 import time
 
+# The last line of a parent that ends normally.
 FAREWELL = "."
-"""The last line of a parent that ends normally."""
 
+# Most looks for processes of a folder, 50 ms apart: 10 s.
 TRIES = 200
-"""Most looks for processes of a folder, 50 ms apart: 10 s."""
 
 
 def uses(process: str, folder: str) -> bool:

@@ -19,8 +19,8 @@ from paceline.engine.worker_metrics import Figures
 from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.trace.spans import Span
 
+# A tensor's bytes: numpy lacks some dtypes of torch, and Ray shares arrays without a copy.
 Bytes: TypeAlias = NDArray[np.uint8]
-"""A tensor's bytes: numpy lacks some dtypes of torch, and Ray shares arrays without a copy."""
 
 
 def pack(obj: object) -> list[Bytes]:
@@ -49,8 +49,8 @@ def state_of(layout: FlatLayout, arrays: Sequence[Bytes]) -> FlatState:
     return FlatState(layout, vectors[: len(layout.parameters)], vectors[len(layout.parameters) :])
 
 
+# Concurrency group of the calls to a replica's actor while its loop runs.
 CONTROL = "control"
-"""Concurrency group of the calls to a replica's actor while its loop runs."""
 
 Phase: TypeAlias = Literal["starting", "training", "scoring", "done"]
 
@@ -91,8 +91,8 @@ class RayGrant(NamedTuple):
     version: Version
 
 
+# A grant and the A for it; None: training has ended for this replica.
 Reply: TypeAlias = tuple[RayGrant | None, list[Bytes]]
-"""A grant and the A for it; None: training has ended for this replica."""
 
 END: Reply = (None, [])
 

@@ -32,14 +32,14 @@ from paceline.engine.worker_metrics import training_spans, workers_file
 from paceline.replica.flat_state import write
 from paceline.trace.spans import Span
 
+# Time that a process that imports torch may take to start with others, in addition to timeout_s.
 EACH_S: Seconds = 10.0
-"""Time that a process that imports torch may take to start with others, in addition to ``timeout_s``."""
 
+# Period at which main checks for Ctrl-C while it waits.
 GLANCE_S: Seconds = 0.1
-"""Period at which main checks for Ctrl-C while it waits."""
 
+# Time in which actors may finish when a run is over, so that the next run can use them again.
 GRACE_S: Seconds = 5.0
-"""Time in which actors may finish when a run is over, so that the next run can use them again."""
 
 
 class ActorPool:

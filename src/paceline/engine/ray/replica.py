@@ -129,8 +129,8 @@ class RayClient(GrantedClient):
         self._reply = self._call("push", completion, *([] if cancelled else messages.arrays_of(self._delta)))
 
 
+# Requests for another host's clock; the fastest answer counts.
 PINGS = 8
-"""Requests for another host's clock; the fastest answer counts."""
 
 
 class ReplicaActor(messages.Actor):

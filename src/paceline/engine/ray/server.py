@@ -39,8 +39,8 @@ from paceline.engine.ray.executor import RayExecutor, ReplicaRecord
 from paceline.engine.run_context import RunContext, threads
 from paceline.engine.worker_metrics import Figures, worker_figures
 
+# How long an actor's process may take to start, on top of timeout_s.
 START_S: Seconds = 60.0
-"""How long an actor's process may take to start, on top of ``timeout_s``."""
 
 
 class RunState:

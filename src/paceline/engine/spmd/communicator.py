@@ -30,14 +30,14 @@ from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
+# Time between two checks; a collective that ends sooner costs none.
 SLICE = timedelta(milliseconds=50)
-"""Time between two checks; a collective that ends sooner costs none."""
 
+# Time between two checks of the store: each is a message to another process.
 STORE_CHECK_S: Seconds = 0.25
-"""Time between two checks of the store: each is a message to another process."""
 
+# Longest wait for other ranks to report why a connection broke, or to answer a ping.
 GRACE_S: Seconds = 3.0
-"""Longest wait for other ranks to report why a connection broke, or to answer a ping."""
 
 
 @dataclass

@@ -42,19 +42,19 @@ from paceline.engine.spmd.process_group import BACKEND, LaunchEnv, file_rendezvo
 from paceline.engine.spmd.rank_context import RankContext, open_rank_context
 from paceline.engine.worker_metrics import remove_workers_file
 
+# How often main looks for Ctrl-C and the deadline if nothing happens.
 TICK_S: Seconds = 1.0
-"""How often main looks for Ctrl-C and the deadline if nothing happens."""
 
+# Longest wait for the ranks to end by themselves after one has sent its failure.
 END_S: Seconds = 1.0
-"""Longest wait for the ranks to end by themselves after one has sent its failure."""
 
 
+# Longest wait for all answers: longer than the ranks' own timeouts.
 LONGEST_S: Seconds = 3600.0
-"""Longest wait for all answers: longer than the ranks' own timeouts."""
 
 # torch.export imports its _trace at the first call: 0.4 s in torch 2.13.
+# Modules that a fork server imports so that no rank has to.
 PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.export._trace", __name__)
-"""Modules that a fork server imports so that no rank has to."""
 
 
 def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) -> Outcome:
@@ -152,8 +152,8 @@ def rank_main(args: dict[str, Any], fds: Sequence[int]) -> None:
             raise SystemExit(1) from error
 
 
+# Computes this rank's answer to a request; all ranks get the same request, and call it together.
 Answering: TypeAlias = Callable[[Any], Any]
-"""Computes this rank's answer to a request; all ranks get the same request, and call it together."""
 
 
 class PoolWork(Protocol):

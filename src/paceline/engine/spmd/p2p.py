@@ -82,11 +82,11 @@ class ThreadedWait(Future[Any]):
         return True
 
 
+# Waits, and the futures of their results; None ends the thread.
 WaitRequests: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], Any], ThreadedWait] | None]"
-"""Waits, and the futures of their results; None ends the thread."""
 
+# Longest wait for the helper thread to end: it ends at once unless its own wait is for a process that has died.
 JOIN_S: Seconds = 2.0
-"""Longest wait for the helper thread to end: it ends at once unless its own wait is for a process that has died."""
 
 
 class WaitThread:
@@ -125,8 +125,8 @@ def _serve_waits(requests: WaitRequests) -> None:
         del request, wait, future  # they hold a message, which is to be freed now
 
 
+# Backends on which a wait for a message that has timed out may be made again.
 WAITS_AGAIN = ("nccl", "shm")
-"""Backends on which a wait for a message that has timed out may be made again."""
 
 
 @final

@@ -47,8 +47,8 @@ class ProcessGroupReplicas(StageReplicaGroup):
         self._communicator.all_reduce([vector], f"{description}, from the stage replicas next to replica {self._copy}")
 
 
+# Names of the running statistics of a BatchNorm.
 NORMS = ("running_mean", "running_var", "num_batches_tracked")
-"""Names of the running statistics of a BatchNorm."""
 
 
 @final

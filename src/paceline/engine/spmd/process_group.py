@@ -20,11 +20,11 @@ from paceline.core.types import Seconds
 from paceline.engine.base import Job
 from paceline.strategy import Device
 
+# Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
 OURS = ("hierarchical", "shm")
-"""Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone."""
 
+# All backends: torch's for CPUs and for GPUs, and Paceline's own.
 BACKENDS = ("gloo", "nccl", *OURS)
-"""All backends: torch's for CPUs and for GPUs, and Paceline's own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ def refuse_launch(backend: str, job: Job, world: LaunchEnv) -> None:
     )
 
 
+# Backend of ranks that main has spawned on this host.
 BACKEND = "shm"
-"""Backend of ranks that main has spawned on this host."""
 
 
 def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None:
@@ -115,11 +115,11 @@ def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
+# Number of store prefixes in use; every rank uses the same ones in the same order.
 _prefixes = 0
-"""Number of store prefixes in use; every rank uses the same ones in the same order."""
 
+# The job's store, after the rendezvous.
 _job_store: Store | None = None
-"""The job's store, after the rendezvous."""
 
 
 @dataclass

@@ -43,11 +43,11 @@ from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 from paceline.replica.flat_state import FlatLayout
 
+# Longest time that rank 0, if it keeps the job's store, stays for the others to read why the run ended.
 LINGER_S: Seconds = 5.0
-"""Longest time that rank 0, if it keeps the job's store, stays for the others to read why the run ended."""
 
+# Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once.
 PREPARATION_S: Seconds = 1800.0
-"""Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ def extended_timeout(context: RankContext) -> Iterator[None]:
         store_signals.extend_timeout(0)
 
 
+# Methods by which a module may leave something out when it is pickled.
 STATEFUL = ("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__")
-"""Methods by which a module may leave something out when it is pickled."""
 
 
 @contextlib.contextmanager

@@ -20,8 +20,8 @@ from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
 from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
 
+# Round trips to measure a clock offset; the fastest one counts.
 CLOCK_PINGS = 8
-"""Round trips to measure a clock offset; the fastest one counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,8 +101,8 @@ class FakeShards(TPCollectives):
 
 
 REPEATS = 9
+# Calls that are timed as one: ranks that have just left a barrier are not yet in step.
 IN_A_ROW = 5
-"""Calls that are timed as one: ranks that have just left a barrier are not yet in step."""
 
 
 class MessageTime(NamedTuple):

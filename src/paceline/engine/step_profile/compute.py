@@ -20,14 +20,14 @@ from paceline.replica.tensor.prepare import prepare_shard
 from paceline.replica.tensor.runtime import TensorParallel
 from paceline.schedule import Dependencies
 
+# Bounds on the repeats that count, and how many before them do not.
 MOST, LEAST, WARM = 15, 3, 2
-"""Bounds on the repeats that count, and how many before them do not."""
 
+# Time that a measurement may take, unless the fewest repeats take longer.
 SHARE_S: Seconds = 4.0
-"""Time that a measurement may take, unless the fewest repeats take longer."""
 
+# Rows and columns of the matrices whose product measures floating-point operations per second.
 SIDE = 512
-"""Rows and columns of the matrices whose product measures floating-point operations per second."""
 
 
 def repeats_within(once_s: Seconds) -> int:

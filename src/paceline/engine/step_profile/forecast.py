@@ -48,8 +48,8 @@ from paceline.schedule.simulate import StageTimes, Timed, timeline
 from paceline.strategy import Strategy
 from paceline.trace.spans import Action, Span
 
+# A request that takes no work to answer.
 EMPTY_REQUEST = "nothing"
-"""A request that takes no work to answer."""
 
 EMPTY_REQUESTS = 51
 
@@ -186,8 +186,8 @@ class Forecast:
     """Largest share of A's elements that a worker updates."""
 
 
+# Modules that the fork server of a forecast's processes imports.
 NEEDS = (*PRELOAD, "paceline.engine.step_profile.forecast")
-"""Modules that the fork server of a forecast's processes imports."""
 
 
 def forecast(job: Job, fork_server: ForkServer | None = None) -> Forecast:

@@ -27,14 +27,14 @@ from paceline.replica.pipeline.prepare import part_dependencies, prepare_cut, ru
 from paceline.replica.pipeline.stage_runtime import StageRuntime, merged_module
 from paceline.replica.tensor.placements import Placement, shard_layout
 
+# Factor from an output to the made-up gradient that comes back for it; no optimizer steps on it.
 SMALL = 1e-4
-"""Factor from an output to the made-up gradient that comes back for it; no optimizer steps on it."""
 
+# (part, kind of action).
 Key: TypeAlias = tuple[int, str]
-"""(part, kind of action)."""
 
+# (crossing, micro-batch) -> the value that one part sends another.
 Values: TypeAlias = Mapping[tuple[str, int], Received]
-"""(crossing, micro-batch) -> the value that one part sends another."""
 
 
 def profile_stages(setup: RunContext, context: RankContext) -> Sequence[RankProfile]:

@@ -61,8 +61,8 @@ class PendingDelta:
         self.measured, self.read = measured, None
 
 
+# (replica, k) -> the k-th batch of that replica, k = 0, 1, ...
 BatchAt: TypeAlias = Callable[[ReplicaId, int], Batch]
-"""(replica, k) -> the k-th batch of that replica, k = 0, 1, ..."""
 
 
 class DeltaComputer:

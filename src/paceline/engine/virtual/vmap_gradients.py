@@ -25,14 +25,14 @@ from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
 
+# Bound on the gradients of one call.
 MOST = 32
-"""Bound on the gradients of one call."""
 
+# Bound on the parameters; with more, one call at a time is as fast.
 LARGEST = 100_000
-"""Bound on the parameters; with more, one call at a time is as fast."""
 
+# Layers that take a tensor of any number of dims.
 ELEMENTWISE = (nn.ReLU, nn.Tanh, nn.Sigmoid, nn.GELU, nn.SiLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Identity)
-"""Layers that take a tensor of any number of dims."""
 
 
 class VmapComputer(DeltaComputer):

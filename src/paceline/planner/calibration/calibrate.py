@@ -33,46 +33,46 @@ from paceline.planner.calibration.corrections import SPREADS, Case, Corrections,
 from paceline.planner.calibration.mixed_effects import Array, Effects, Intervals, Scales, Traits
 from paceline.planner.calibration.rows import GIB, PublishedRow
 
+# What rows may have in common.
 KEYS = ("any", "family", "framework", "source", "framework, family and precision", "model of a source", "precision",
         "with a shape or without")  # fmt: skip
-"""What rows may have in common."""
 
+# For each slope: its weight in the share of a step in which a device computes and does not wait.
 DEVICE_SLOPES = tuple(
     -(each.name in ("products", "bytes")) / spread for each, spread in zip(fields(Corrections), SPREADS, strict=True)
 )
-"""For each slope: its weight in the share of a step in which a device computes and does not wait."""
 
+# Standard deviations of logarithms of times: devices and frameworks differ most, models of one source least.
 SCALES = Scales(
     dict(zip(KEYS, (0.2, 0.5, 0.3, 0.15, 0.25, 0.1, 0.2, 0.3), strict=True)),
     like=0.1, noise=0.05, own=1.0, device="family", device_slopes=DEVICE_SLOPES,
 )  # fmt: skip
-"""Standard deviations of logarithms of times: devices and frameworks differ most, models of one source least."""
 
+# Standard deviations of logarithms of memory: bytes can be counted, so sources differ less than in time.
 MEMORY_SCALES = Scales(
     dict(zip(KEYS, (0.1, 0.1, 0.15, 0.15, 0.1, 0.05, 0.05, 0.1), strict=True)), like=0.1, noise=0.05, own=2.0
 )
-"""Standard deviations of logarithms of memory: bytes can be counted, so sources differ less than in time."""
 
+# Doublings of words in a micro-batch, hidden, shards, stages, replicas and micro-batches, within which rows of a
+# source are alike.
 REACHES = np.array([1.5, 1.0, 1.0, 1.0, 2.0, 2.0])
-"""Doublings of words in a micro-batch, hidden, shards, stages, replicas and micro-batches, within which rows of a
-source are alike."""
 
+# Of the data sheet's operations, for what has no shape: the median over rows of many frameworks.
 UTILISATION = 0.4
-"""Of the data sheet's operations, for what has no shape: the median over rows of many frameworks."""
 
+# The part of the time of a model without a shape, at 16 bits, that shrinks with fewer bits.
 PRODUCTS = 0.5
-"""The part of the time of a model without a shape, at 16 bits, that shrinks with fewer bits."""
 
 
+# Noise of a row whose source contradicts itself: a factor of 1.6 either way.
 DOUBTFUL = 0.5
-"""Noise of a row whose source contradicts itself: a factor of 1.6 either way."""
+# Noise of a row whose operations follow from active parameters (the root of the mean square of what seven mixtures'
+# own numbers are off that), or from nothing: a factor of three.
 GUESSED, UNSIZED = 0.15, 1.0
-"""Noise of a row whose operations follow from active parameters (the root of the mean square of what seven mixtures'
-own numbers are off that), or from nothing: a factor of three."""
+# Times the largest that was measured, from which on an interval is wider.
 EXTRAPOLATED = 8.0
-"""Times the largest that was measured, from which on an interval is wider."""
+# Rows: from fewer no interval follows.
 FEWEST = 3
-"""Rows: from fewer no interval follows."""
 
 
 def traits(row: PublishedRow, noise: float) -> Traits:
@@ -209,19 +209,19 @@ def expected_noise(row: PublishedRow, flops_of: dict[str, float]) -> float:
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
+# The context of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU.
 DEVICE_CONTEXT_BYTES, HOST_CONTEXT_BYTES = 4 * GIB, 0.5 * GIB
-"""The context of CUDA with its libraries, NCCL's buffers and what the allocator can't use; of a process on a CPU."""
+# Standard deviations of the logarithms of the context and of activations.
 MEMORY_SPREADS = (0.25, 0.2)
-"""Standard deviations of the logarithms of the context and of activations."""
 
+# Half the width if no row has memory: what counting alone is off in the rows that have it (benchmarks/planner).
 _UNKNOWN = 0.33
-"""Half the width if no row has memory: what counting alone is off in the rows that have it (benchmarks/planner)."""
 
+# Of a device's memory: rows whose micro-batch was made as large as it could be hold about so much.
 _FILLED = 0.85
-"""Of a device's memory: rows whose micro-batch was made as large as it could be hold about so much."""
 
+# Noise of a row that only ran: between 0.73 and all of the room.
 _INFERRED = 0.15
-"""Noise of a row that only ran: between 0.73 and all of the room."""
 
 
 @dataclass(frozen=True)

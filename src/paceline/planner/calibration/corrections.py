@@ -104,13 +104,13 @@ class Corrections:
         return cls(*(exp(spread * each) for spread, each in zip(SPREADS, deviations, strict=True)))
 
 
+# Standard deviations of logarithms: what a device does is known better than what a framework adds.
 SPREADS = (0.08, 0.3, 0.5, 0.5, 0.15, 0.3, 0.2, 0.4, 0.4, 0.4)
-"""Standard deviations of logarithms: what a device does is known better than what a framework adds."""
 
 EXPECTED_OVERLAP = OverlapModel(overlap=0.7, step_s=5e-3, micro_batch_s=2e-3)
 EXPECTED_INSIDE, EXPECTED_BETWEEN = 0.8, 0.7
+# Of a round of NCCL, roughly what 8 A100 take for a small all_reduce among them.
 LATENCY_S, BETWEEN_LATENCY_S = 1.5e-5, 3e-5
-"""Of a round of NCCL, roughly what 8 A100 take for a small all_reduce among them."""
 
 
 def _choices(row: PublishedRow, given: Arrangement) -> Iterator[tuple[Recomputed, float, int]]:
@@ -132,8 +132,8 @@ def _choices(row: PublishedRow, given: Arrangement) -> Iterator[tuple[Recomputed
     return product(recomputed, samples, levels)
 
 
+# Of a device's memory: the rest is the runtime's.
 _FILLED = 0.9
-"""Of a device's memory: the rest is the runtime's."""
 
 
 def predicted(case: Case, corrections: Corrections) -> Cost:

@@ -87,8 +87,8 @@ def _same(first: Sequence[Any], second: Sequence[Any]) -> Array:
     return np.asarray(np.equal(left[:, None], right[None, :]), dtype=np.float64)
 
 
+# Standard deviations beyond which a row counts as far off, as Huber's loss has it (1.345 for 95 % efficiency).
 _TOLERATED = 1.5
-"""Standard deviations beyond which a row counts as far off, as Huber's loss has it (1.345 for 95 % efficiency)."""
 _ROUNDS = 3
 
 
@@ -204,19 +204,19 @@ def linearised(computed: Callable[[Array], Array], x: Array) -> tuple[Array, Arr
     return logs, np.stack([(other - logs) / DIFFERENCE for other in moved], axis=1)
 
 
+# Standard deviations in one step: beyond, the linearisation is poor.
 FARTHEST = 1.0
-"""Standard deviations in one step: beyond, the linearisation is poor."""
+# Of a standard deviation, for slopes: products of few words are of whole ones, so a smaller one would see steps.
 DIFFERENCE = 0.05
-"""Of a standard deviation, for slopes: products of few words are of whole ones, so a smaller one would see steps."""
 
 
 # ------------------------------------------------------------------------------------------------------------ intervals
 
+# The part of the measured rows that an interval is to contain.
 COVERED = 0.9
-"""The part of the measured rows that an interval is to contain."""
 
+# The prior of a source counts as much as so many of its rows or models.
 PRIOR_WEIGHT = 2.0
-"""The prior of a source counts as much as so many of its rows or models."""
 
 
 @dataclass(frozen=True)

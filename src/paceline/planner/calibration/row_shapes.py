@@ -28,8 +28,8 @@ def newer(row: PublishedRow) -> bool:
 
 
 _OLDER = ("Megatron-DeepSpeed", "Megatron-LM", "TensorFlow+Horovod", "PyTorch")
+# Devices from before the A100, which FlashAttention (2307.08691) needs.
 _EARLIER = ("V100", "P100", "P40", "T4", "A64FX")
-"""Devices from before the A100, which FlashAttention (2307.08691) needs."""
 
 
 def kernels(row: PublishedRow) -> DeviceEfficiency:
@@ -95,8 +95,8 @@ def numerics(row: PublishedRow, at: Arrangement) -> Numerics:
     return Numerics(2, 4, 10) if at.divided == 3 else Numerics(2, 4, 12)
 
 
+# Elements: DeepSpeed's elements_per_buffer.
 _AT_A_TIME = 5e8
-"""Elements: DeepSpeed's ``elements_per_buffer``."""
 
 
 def keeps_whole(row: PublishedRow) -> bool:
@@ -132,8 +132,8 @@ def device(row: PublishedRow) -> Device:
     return Device(row.text("hw"), peak, memory, known.memory_bytes_per_s, {}, known.multiprocessors, kind)
 
 
+# Families that are no accelerators.
 HOSTS = ("A64FX", "CPU")
-"""Families that are no accelerators."""
 
 
 def cluster(row: PublishedRow, workers: int) -> Cluster:
@@ -146,9 +146,9 @@ def cluster(row: PublishedRow, workers: int) -> Cluster:
     return Cluster(-(-devices // per_host), per_host, device(row), Described(Links(inside, between)))
 
 
+# Layers, hidden and heads of Megatron's table.
 TABLE = ((24, 2304, 24), (30, 3072, 32), (36, 4096, 32), (40, 6144, 48), (48, 8192, 64), (60, 10240, 80),
          (80, 12288, 96), (96, 16384, 128), (105, 20480, 128), (128, 25600, 160))  # fmt: skip
-"""Layers, hidden and heads of Megatron's table."""
 
 
 def shape(row: PublishedRow) -> Shape | None:
@@ -178,8 +178,8 @@ def _nearest(row: PublishedRow, layers: int, hidden: int, heads: int) -> Shape:
     return near if abs(near.parameters - given) < _NEAR * given < abs(plain.parameters - given) else plain
 
 
+# Of n_params: they are often rounded to two digits.
 _NEAR = 0.03
-"""Of n_params: they are often rounded to two digits."""
 
 
 def arrangement(row: PublishedRow) -> Arrangement:
@@ -203,8 +203,8 @@ def arrangement(row: PublishedRow) -> Arrangement:
     )
 
 
+# The limit for a model whose layers are blank.
 MOST_PARTS = 1000
-"""The limit for a model whose layers are blank."""
 
 
 def _divided(row: PublishedRow) -> tuple[int, int]:
@@ -219,8 +219,8 @@ def _divided(row: PublishedRow) -> tuple[int, int]:
     return shards, stages
 
 
+# Bytes of each parameter's states, of the part of memory that is left to them.
 _STATES = 18 / 0.6
-"""Bytes of each parameter's states, of the part of memory that is left to them."""
 
 
 def _micro_batches(row: PublishedRow, replicas: int, stages: int) -> tuple[float, int]:

@@ -25,6 +25,7 @@ from paceline.core.errors import InputError
 GIB = 2.0**30
 
 MOST_OF_ALL = 1e18
+# Upper bounds: columns that were mixed up exceed them.
 MOST = {
     "layers": 1e4,
     "hidden": 1e6,
@@ -32,7 +33,6 @@ MOST = {
     **dict.fromkeys(("ffn", "vocab", "n_devices", "dp", "pp", "cp", "ep", "mbs", "ga"), 1e7),
     **dict.fromkeys(("seq", "gbs"), 1e9),
 }
-"""Upper bounds: columns that were mixed up exceed them."""
 
 
 @dataclass
@@ -116,8 +116,8 @@ class PublishedRow:
         return self.text("status") == "suspect" or unfilled or undivided
 
 
+# The first match counts: GB200 before B200.
 FAMILIES = ("GB300", "GB200", "B300", "B200", "H200", "H100", "A100", "V100", "P100", "P40", "T4", "A64FX")
-"""The first match counts: GB200 before B200."""
 
 
 def read(path: Path) -> list[PublishedRow]:
@@ -144,15 +144,15 @@ def read(path: Path) -> list[PublishedRow]:
     return rows
 
 
+# Active parameters, by the models' own reports: DeepSeek-V3 (2412.19437), Mixtral (2401.04088) and the cards of the
+# others, rounded; used if no row says more.
 ACTIVE: Mapping[str, float] = {
     "deepseekv3": 37e9, "kimi_k2": 32e9, "gpt oss 120b": 5.1e9, "gpt oss 20b": 3.6e9, "nemotron_3_nano": 3.2e9,
     "nemotron_3_super": 12e9, "mixtral_8x7b": 12.9e9, "mixtral_8x22b": 39e9,
 }  # fmt: skip
-"""Active parameters, by the models' own reports: DeepSeek-V3 (2412.19437), Mixtral (2401.04088) and the cards of the
-others, rounded; used if no row says more."""
 
+# Operations of forward on an image of 224 × 224: table 1 of 1512.03385, a product and a sum each.
 FORWARD: Mapping[str, float] = {"resnet50": 7.6e9, "resnet101": 15.2e9, "resnet152": 22.6e9}
-"""Operations of forward on an image of 224 × 224: table 1 of 1512.03385, a product and a sum each."""
 
 UNKNOWN_PARAMETERS = 1e9
 

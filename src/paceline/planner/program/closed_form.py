@@ -55,11 +55,11 @@ def job_for(program: Program, strategy: Strategy | str) -> Job:
     )
 
 
+# Terms of a step that the workers of a replica spend together.
 STAGED = ("compute", "shards", "bubble", "stages")
-"""Terms of a step that the workers of a replica spend together."""
 
+# Plans kept of a search for each number of workers, enough for each kind of replica to be among them.
 KEPT = 200
-"""Plans kept of a search for each number of workers, enough for each kind of replica to be among them."""
 
 
 def workload_of(program: Program, measured: Profile, workers: int) -> MeasuredWorkload:
@@ -168,8 +168,8 @@ def correction_s(predicted_s: Seconds, run_predicted_s: Seconds, run_s: Seconds,
     return -predicted_s * (1.0 - (run_s / run_predicted_s if run_s > 0 else 0.0))
 
 
+# Passes at the least for quantiles of 5 and 95 %.
 SPREADS_WITH = 9
-"""Passes at the least for quantiles of 5 and 95 %."""
 
 
 def pieces_of(job: Job, fork_server: ForkServer, busy: Busy) -> Pieces:

@@ -41,8 +41,8 @@ from paceline.replica.tensor.prepare import WithLoss, plan_captured
 from paceline.replica.tensor.redistribute import redistribution_cost
 from paceline.replica.tensor.sharding_plan import NO_RULES, ShardingPlan
 
+# Bytes of the collectives that are measured: 1 KiB to 4 MiB.
 SIZES = (2**10, 2**14, 2**18, 2**22)
-"""Bytes of the collectives that are measured: 1 KiB to 4 MiB."""
 
 KINDS: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 
@@ -203,8 +203,8 @@ def users(units: Units) -> dict[str, list[int]]:
     return {name: sorted(by_id.get(id(parameter), last)) for name, parameter in graph.named_parameters()}
 
 
+# Collectives by their names in reports; transfers to or from a single rank are counted as a broadcast.
 _NAMED = {kind.replace("_", "-"): kind for kind in KINDS}
-"""Collectives by their names in reports; transfers to or from a single rank are counted as a broadcast."""
 
 
 def division_of(units: Units, plan: ShardingPlan | str, shards: int, costs: Costs, samples: int) -> UnitSharding:

@@ -15,9 +15,9 @@ from paceline.planner.cluster import Cluster, Described, Device, DeviceGroup, Li
 from paceline.planner.collective_times import GroupCollective, Knot, LatencyCurve, Measured
 from paceline.planner.program.profile import PipelinePart, Profile
 
+# Spread of times that were measured on other devices: half to twice as much, since operators differ in their
+# bottleneck.
 ELSEWHERE = 1.0
-"""Spread of times that were measured on other devices: half to twice as much, since operators differ in their
-bottleneck."""
 
 
 @final

@@ -101,22 +101,22 @@ def with_pieces(plan: Plan, pieces: Pieces, run: ShortRun | None) -> Plan:
     )
 
 
+# Number of the best plans that are predicted from components.
 PREDICTED_PLANS = 4
-"""Number of the best plans that are predicted from components."""
 
+# A plan by closed forms may look better than measured ones: it is measured too, up to so many times as many plans.
 TIMES = 3
-"""A plan by closed forms may look better than measured ones: it is measured too, up to so many times as many plans."""
 
+# Plans that differ by less are as good: components predict steps within 2 to 6 % here (benchmarks/hybrid).
 EVEN = 0.05
-"""Plans that differ by less are as good: components predict steps within 2 to 6 % here (benchmarks/hybrid)."""
 
+# A kind of replica with less than this share of the best's samples per second by closed forms, whose error is smaller,
+# is not predicted before others.
 NEAR = 0.5
-"""A kind of replica with less than this share of the best's samples per second by closed forms, whose error is smaller,
-is not predicted before others."""
 
 
+# Returns a figure that is lower for the better plan.
 Rank: TypeAlias = Callable[[Plan], float]
-"""Returns a figure that is lower for the better plan."""
 
 
 @dataclass(frozen=True)
@@ -210,8 +210,8 @@ def plainest_first(ranked: Sequence[Plan], by: Rank) -> list[Plan]:
     return [first, *(plan for plan in ranked if plan is not first)]
 
 
+# Number of plans that are predicted from their components before one of them is chosen.
 TRIED = 3
-"""Number of plans that are predicted from their components before one of them is chosen."""
 
 
 class Chosen(NamedTuple):

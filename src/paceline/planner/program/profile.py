@@ -242,8 +242,8 @@ def kind(arrangement: Arrangement) -> str:
     return "replicas" if arrangement.replicas > 1 else "alone"
 
 
+# Incremented whenever older files become unreadable.
 FORMAT = 2
-"""Incremented whenever older files become unreadable."""
 
 
 def this_machine() -> Machine:

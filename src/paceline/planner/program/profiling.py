@@ -34,11 +34,11 @@ from paceline.replica.module_utils import preserve_state
 from paceline.replica.pipeline.prepare import parameter_copies
 from paceline.strategy import Strategy
 
+# Progress callback: (the current measurement, the completed share of all).
 Notify: TypeAlias = Callable[[str, float], None]
-"""Progress callback: (the current measurement, the completed share of all)."""
 
+# Name of the only unit of a model that can't be captured.
 WHOLE = "the whole model"
-"""Name of the only unit of a model that can't be captured."""
 
 
 def silent(description: str, done: float) -> None:

@@ -35,25 +35,25 @@ from paceline.planner.search.search import CostCache
 from paceline.planner.search.supported import pipelined
 from paceline.program import Program
 
+# Rounds at the most; in each, every kind runs once: a temporary disturbance of the machine affects all alike. A step
+# of a few milliseconds differs by a tenth from one run to the next.
 ROUNDS = 5
-"""Rounds at the most; in each, every kind runs once: a temporary disturbance of the machine affects all alike. A step
-of a few milliseconds differs by a tenth from one run to the next."""
 
+# Limit of all rounds together, where the first doesn't take longer.
 ROUNDS_S: Seconds = 30.0
-"""Limit of all rounds together, where the first doesn't take longer."""
 
+# Training time of a run, longer where that is not enough for STEPS steps.
 RUN_S: Seconds = 0.7
-"""Training time of a run, longer where that is not enough for :data:`STEPS` steps."""
 
+# Steps that are enough: Δs of several may be in flight at once.
 STEPS = 5
-"""Steps that are enough: Δs of several may be in flight at once."""
 
+# Kinds whose fork server imports the same modules.
 TOGETHER = (("alone", "replicas"), ("stages", "shards"))
-"""Kinds whose fork server imports the same modules."""
 
 
+# Median of a run's steps, and the peak of the worker that used most bytes.
 RunResult: TypeAlias = tuple[Seconds, int]
-"""Median of a run's steps, and the peak of the worker that used most bytes."""
 
 
 def short_runs(program: Program, workers: int, measured: Profile) -> tuple[Mapping[str, ShortRun], Mapping[str, str]]:

@@ -26,9 +26,9 @@ from paceline.planner.search.objective import Objectives
 
 Whole = NDArray[np.int64]
 
+# Limits of replicas with uneven stages: workers of one whose stages differ in replicas or in shards, workers of one
+# whose stages differ in both, and its stages. Larger ones are not searched.
 MAX_UNEVEN_WORKERS, MAX_UNEVEN_BOTH, MAX_UNEVEN_STAGES = 8, 4, 4
-"""Limits of replicas with uneven stages: workers of one whose stages differ in replicas or in shards, workers of one
-whose stages differ in both, and its stages. Larger ones are not searched."""
 
 
 class UnevenStages(NamedTuple):

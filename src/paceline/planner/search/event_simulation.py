@@ -38,17 +38,17 @@ from paceline.planner.cluster import Cluster
 from paceline.planner.stage_division import StageDivision, calls_s
 from paceline.schedule import parse
 
+# A row for each variant of the durations, a column for each worker or part.
 Real: TypeAlias = NDArray[np.float64]
-"""A row for each variant of the durations, a column for each worker or part."""
 
+# Arrival of an input that no action waits for.
 NEVER = -np.inf
-"""Arrival of an input that no action waits for."""
 
+# Relative to the time so far: times that differ by less are rounded sums of the same numbers.
 STEADY = 1e-14
-"""Relative to the time so far: times that differ by less are rounded sums of the same numbers."""
 
+# Slots between two tests for periodicity, where the period is shorter.
 CHECK_EVERY = 8
-"""Slots between two tests for periodicity, where the period is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +238,8 @@ class SteadyState:
 
 # ------------------------------------------------------------------------------------------------------------ by events
 
+# An action: whether it is a forward, its part, its micro-batch; the gradient of a weight has part -1 - j.
 Step = tuple[bool, int, int]
-"""An action: whether it is a forward, its part, its micro-batch; the gradient of a weight has part -1 - j."""
 
 
 @lru_cache(maxsize=64)

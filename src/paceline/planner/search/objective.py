@@ -10,12 +10,12 @@ from paceline.planner.base import Workload
 from paceline.planner.cluster import Cluster
 from paceline.planner.search.supported import EngineName
 
+# Samples a second; effective samples a second, by their statistical efficiency; peak bytes of a worker; time until a
+# loss is reached.
 Objective: TypeAlias = Literal["throughput", "goodput", "memory", "time-to-loss"]
-"""Samples a second; effective samples a second, by their statistical efficiency; peak bytes of a worker; time until a
-loss is reached."""
 
+# Times that the batch is halved and doubled where it may vary.
 FEWER, MORE = 4, 6
-"""Times that the batch is halved and doubled where it may vary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,11 +33,11 @@ from paceline.planner.search.lower_bounds import FrameBounds, OptionBounds, Real
 from paceline.planner.search.objective import Objectives
 from paceline.planner.stage_division import Divisions
 
+# Plans of each kind to simulate where alternatives are shown: closed forms don't order them as a simulation does.
 OF_EACH_KIND = 3
-"""Plans of each kind to simulate where alternatives are shown: closed forms don't order them as a simulation does."""
 
+# Plans without delays of each number of replicas that compete under all policies.
 DELAY_FINALISTS = 8
-"""Plans without delays of each number of replicas that compete under all policies."""
 
 
 class CostCache:
@@ -202,16 +202,16 @@ def kind_of(sizes: Arrangement | Frame, option: Arrangement | Option) -> PlanKin
     return PlanKind(sizes.stages > 1, sizes.shards > 1, uneven, option.schedule, option.recompute, option.divided)
 
 
+# The objective, then peak bytes, then the complexity relative to the plainest strategy: less is better.
 Key: TypeAlias = tuple[float, float, float]
-"""The objective, then peak bytes, then the complexity relative to the plainest strategy: less is better."""
 
+# A key with each number negated, so that a heap's first is the worst; of equal ones the later is the worse.
 Entry: TypeAlias = tuple[tuple[float, ...], int, Arrangement]
-"""A key with each number negated, so that a heap's first is the worst; of equal ones the later is the worse."""
 
 V = TypeVar("V", float, Real)
 
+# Objectives this close, relatively, are equal: sums of the same numbers in another order differ by so much.
 TIE = 1e-9
-"""Objectives this close, relatively, are equal: sums of the same numbers in another order differ by so much."""
 
 
 class Ranking:

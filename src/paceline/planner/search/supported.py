@@ -17,8 +17,8 @@ from paceline.schedule import Schedule, parse
 from paceline.strategy import Recompute, Strategy
 from paceline.support import Case
 
+# Engines of real time that support replicas of several workers.
 EngineName: TypeAlias = Literal["local", "distributed"]
-"""Engines of real time that support replicas of several workers."""
 
 RECOMPUTES: dict[Recomputed, Recompute] = {"none": "none", "full": "all", "stage": "boundaries"}
 

@@ -19,21 +19,21 @@ from paceline.planner.cluster import Device
 from paceline.planner.shapes.gemm_time import DeviceEfficiency, Product, Products
 from paceline.planner.shapes.shape import Shape
 
+# Bytes that head and loss read and write for each logit: to full precision, maximum, exponents, sum, and back.
 LOSS_BYTES = 36
-"""Bytes that head and loss read and write for each logit: to full precision, maximum, exponents, sum, and back."""
 
+# Kernels that a block starts in eager mode, as counted in Megatron's with fused masks and norms.
 FORWARD_KERNELS, BACKWARD_KERNELS = 30, 40
-"""Kernels that a block starts in eager mode, as counted in Megatron's with fused masks and norms."""
 
+# Shards for which call_s was measured; more shards count as this many, since there are no measurements of more.
 WHOLE_HOST = 8
-"""Shards for which ``call_s`` was measured; more shards count as this many, since there are no measurements of more."""
 
+# Elements of two bytes: sizes of heads that are no multiple of it don't go well with tensor cores (NVIDIA's "Matrix
+# Multiplication Background User's Guide").
 ALIGNED, ALIGNED_BYTES = 8, 2
-"""Elements of two bytes: sizes of heads that are no multiple of it don't go well with tensor cores (NVIDIA's "Matrix
-Multiplication Background User's Guide")."""
 
+# The exponent of 2, 4, 8 and infinity that fits runs of Megatron-DeepSpeed best (benchmarks/planner).
 SHARP = 4
-"""The exponent of 2, 4, 8 and infinity that fits runs of Megatron-DeepSpeed best (benchmarks/planner)."""
 
 
 @dataclass(frozen=True, slots=True)

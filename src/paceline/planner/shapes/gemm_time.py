@@ -61,9 +61,9 @@ class DeviceEfficiency:
     """Whether the loss is PyTorch's cross_entropy, whose backward makes more such copies than other unfused losses."""
 
 
+# Rows and columns of results in a tile: of the shapes that libraries use the one that fits 72 products of an H100 best
+# (128 × 256, 64 × 128 and 64 × 64 are 0.3 to 1.4 percentage points worse).
 TILE = 128
-"""Rows and columns of results in a tile: of the shapes that libraries use the one that fits 72 products of an H100 best
-(128 × 256, 64 × 128 and 64 × 64 are 0.3 to 1.4 percentage points worse)."""
 
 
 class Product(NamedTuple):

@@ -44,16 +44,16 @@ from paceline.planner.shapes.blocks import RankShare, TransformerCosts
 from paceline.planner.shapes.gemm_time import DeviceEfficiency
 from paceline.planner.shapes.shape import Shape
 
+# Nine of ten of 268 published runs on GPUs lay within this of what data sheets and shapes say, at most 1.37 times
+# as long or as short (benchmarks/planner/calibration.md).
 DATA_SHEET_SPREAD = 0.37
-"""Nine of ten of 268 published runs on GPUs lay within this of what data sheets and shapes say, at most 1.37 times
-as long or as short (benchmarks/planner/calibration.md)."""
 
+# Sources of times and bytes of a described workload.
 SOURCES: Provenance = {
     "layers' times": "computed from the shape and the device's data sheet; nothing of it was measured",
     "activations": "counted as in 2205.05198, section 4",
     "spread": "nine of ten of 268 published runs lay within this factor of what data sheets alone say",
 }
-"""Sources of times and bytes of a described workload."""
 
 
 @final
@@ -124,10 +124,10 @@ class DescribedWorkload(Workload):
         return _layers(TransformerCosts(self.shape, self.device, self.kernels, part))
 
 
+# Rate of attention's products, which stay at 16 bits, relative to the others.
 _SCORES = {"fp8-mixed": 0.5, "fp4-mixed": 0.25}
-"""Rate of attention's products, which stay at 16 bits, relative to the others."""
+# Bytes per element of a product's cast input: once as it is and once transposed, for the products of backward.
 _CAST = {"fp8-mixed": 2, "fp4-mixed": 1}
-"""Bytes per element of a product's cast input: once as it is and once transposed, for the products of backward."""
 
 
 @lru_cache(maxsize=1024)

@@ -38,10 +38,10 @@ _OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _PYTHON = sysconfig.get_paths()["stdlib"]
 
 
+# The first fields of a paceline.replica.capture.capture.Captured.
 CapturedGraph: TypeAlias = tuple[GraphModule, Mapping[str, str], InputSpec, Rebuild]
-"""The first fields of a :class:`~paceline.replica.capture.capture.Captured`."""
+# Prefix of tensors that the graph holds and the model does not name: torch.tensor(2.0) in forward.
 CONSTANT = "_constant_"
-"""Prefix of tensors that the graph holds and the model does not name: ``torch.tensor(2.0)`` in forward."""
 _ASSERTIONS = ("aten::_assert", "aten::_functional_assert", "aten::sym_constrain", "aten::_functional_sym_constrain")
 
 

@@ -121,8 +121,8 @@ def flatten_tree(tree: Tree, tensors: list[Tensor]) -> Rebuild:
     return lambda _: dropped
 
 
+# A fixed size, or the name of a size that may change; dims of one name have one size.
 Dim = int | str
-"""A fixed size, or the name of a size that may change; dims of one name have one size."""
 
 
 @dataclass(frozen=True)

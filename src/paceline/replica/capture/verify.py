@@ -148,8 +148,8 @@ def check(
             ) from failure
 
 
+# Seed of dropout and of r; any number would do.
 _SEED = 6174
-"""Seed of dropout and of r; any number would do."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from paceline.replica.pipeline.cut import Part, cut
 from paceline.replica.pipeline.cut_groups import group
 from paceline.replica.pipeline.p2p_queue import Value
 
+# Called in a forward pass; returns the context in which it will be run again.
 RecomputeContext: TypeAlias = Callable[[], AbstractContextManager[None]]
-"""Called in a forward pass; returns the context in which it will be run again."""
 
 
 class CheckpointedPart:

@@ -34,11 +34,11 @@ from paceline.schedule.base import Action, Schedule
 from paceline.schedule.simulate import StageTimes, by_end, timeline
 from paceline.trace.recorder import AnyRecorder
 
+# (crossing, consumer, micro-batch, whether it is the gradient): one message.
 MessageKey: TypeAlias = tuple[str, int, int, bool]
-"""(crossing, consumer, micro-batch, whether it is the gradient): one message."""
 
+# More micro-batches than any stream has.
 ENDLESS = sys.maxsize
-"""More micro-batches than any stream has."""
 
 
 class ScheduledAction(NamedTuple):

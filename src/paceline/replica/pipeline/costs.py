@@ -113,8 +113,8 @@ def saving() -> Iterator[dict[int, int]]:
         yield saved
 
 
+# A value for each node that another one reads.
 Values: TypeAlias = Mapping[Node, Any]
-"""A value for each node that another one reads."""
 
 
 class NodeInterpreter:

@@ -26,8 +26,8 @@ from paceline.replica.capture.capture import Captured
 from paceline.replica.pipeline import graph_nodes
 from paceline.replica.pipeline.graph_nodes import inputs, is_item, is_mark
 
+# First and last of a run of nodes.
 Span: TypeAlias = tuple[int, int]
-"""First and last of a run of nodes."""
 
 
 @dataclass(frozen=True)

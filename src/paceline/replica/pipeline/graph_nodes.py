@@ -11,10 +11,11 @@ from torch.fx import GraphModule, Node
 
 MARK = "paceline::cut"
 
+# Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep: they run
+# where the tensors that they read were computed.
 BY_LAYOUT = ("aten::as_strided", "aten::sym_stride", "aten::sym_storage_offset")
-"""Operators whose results depend on a tensor's strides, which a tensor that has been sent does not keep: they run
-where the tensors that they read were computed."""
 
+# Operators that cost about as much as sending their results, in addition to views and pointwise ones.
 _CHEAP = {
     *("aten::__and__", "aten::__or__", "aten::__xor__", "aten::all", "aten::any", "aten::arange", "aten::cat"),
     *("aten::constant_pad_nd", "aten::cumsum", "aten::flip", "aten::full", "aten::full_like", "aten::gather"),
@@ -23,7 +24,6 @@ _CHEAP = {
     *("aten::roll", "aten::scalar_tensor", "aten::stack", "aten::tril", "aten::triu", "aten::zeros"),
     "aten::zeros_like",
 }
-"""Operators that cost about as much as sending their results, in addition to views and pointwise ones."""
 
 
 def schema_name(node: Node) -> str:
@@ -87,8 +87,8 @@ def attribute(node: Node, root: nn.Module) -> object:
     return value
 
 
+# Arguments that normalisations write although their schemas don't say so (torch 2.13).
 _RUNNING = ("running_mean", "running_var")
-"""Arguments that normalisations write although their schemas don't say so (torch 2.13)."""
 
 
 def roots(graph: GraphModule) -> dict[Node, frozenset[Node]]:

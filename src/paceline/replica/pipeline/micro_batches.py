@@ -13,8 +13,8 @@ from paceline.core.errors import InputError
 from paceline.program import Tree, leaves, map_tree
 from paceline.replica.base import Batch
 
+# Shapes and dtypes of the leaves of an input: where they are equal, all that is computed of it has equal shapes.
 Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
-"""Shapes and dtypes of the leaves of an input: where they are equal, all that is computed of it has equal shapes."""
 
 
 @dataclass(frozen=True)

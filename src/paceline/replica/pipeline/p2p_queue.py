@@ -75,8 +75,8 @@ class StageReplicaGroup(ABC):
 
 
 Scalar: TypeAlias = int | float | bool
+# A value that crosses from one part to another.
 Value: TypeAlias = Tensor | Scalar
-"""A value that crosses from one part to another."""
 
 MAX_DIMS = 8
 HEADER_LENGTH = 5 + MAX_DIMS
@@ -189,8 +189,8 @@ class P2PMessage:
         )
 
 
+# (crossing, consumer, the value's sender, its receiver, shapes of the micro-batch's input): one header for each.
 HeaderKey: TypeAlias = tuple[str, int, int, int, Shapes]
-"""(crossing, consumer, the value's sender, its receiver, shapes of the micro-batch's input): one header for each."""
 
 
 class Received(NamedTuple):

@@ -21,17 +21,17 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.partitioning import PartCosts, best_partition
 from paceline.core.types import Seconds
 
+# Computed before the first unit.
 BEFORE = -1
-"""Computed before the first unit."""
 
+# Bytes; float64 has them exactly up to 2^53.
 Vector: TypeAlias = NDArray[np.float64]
-"""Bytes; float64 has them exactly up to 2^53."""
 
+# The units that parts 1, 2, ... begin with, ascending.
 Boundaries: TypeAlias = tuple[int, ...]
-"""The units that parts 1, 2, ... begin with, ascending."""
 
+# Two measurements of one part differ by as much on idle cores, so times closer to each other count as equal.
 NOISE = 0.01
-"""Two measurements of one part differ by as much on idle cores, so times closer to each other count as equal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,8 @@ from paceline.replica.pipeline.partition import Boundaries, MemoryLimit, named_b
 from paceline.schedule import Dependencies, Need, in_flight
 from paceline.strategy import Strategy
 
+# Units of the last place: a loss that is added up in two orders differs by a few.
 ROUNDING = 64
-"""Units of the last place: a loss that is added up in two orders differs by a few."""
 
 
 def check_loss(program: Program, module: nn.Module, batch: Batch, count: int) -> None:
@@ -141,8 +141,8 @@ class PreparedCut:
     costs: Costs | None
 
 
+# Returns on all workers of a replica the boundaries that one of them computes.
 Agree = Callable[[Callable[[], Boundaries]], Boundaries]
-"""Returns on all workers of a replica the boundaries that one of them computes."""
 
 
 def prepare_cut(program: Program, strategy: Strategy, module: nn.Module, batch: Batch, agree: Agree) -> PreparedCut:

@@ -39,11 +39,11 @@ from paceline.replica.pipeline.p2p_queue import P2PMessage, Received, Value
 from paceline.replica.pipeline.split_backward import DeferredWeightGrads, Splitter, replace_ops
 from paceline.replica.single import seed_generators, step_seed
 
+# Begins to send a gradient; returns its bytes.
 SendGradient: TypeAlias = Callable[[P2PMessage, Tensor], int]
-"""Begins to send a gradient; returns its bytes."""
 
+# A sequence number that autograd prefers to all that it gives itself.
 FIRST = 2**62
-"""A sequence number that autograd prefers to all that it gives itself."""
 
 
 class _Portal(torch.autograd.Function):

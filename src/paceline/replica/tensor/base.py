@@ -26,8 +26,8 @@ from paceline.replica.tensor.tp_group import TPCollectives
 
 aten = torch.ops.aten
 
+# Length of a dim -> (blocks, elements that stay together) in which it can be divided; see graph_ops.py.
 Divisions: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
-"""Length of a dim -> (blocks, elements that stay together) in which it can be divided; see graph_ops.py."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def nodes_in(arguments: Any) -> list[Node]:
     return nodes
 
 
+# Placements in which each input of an operator can be without replicating anything that was sharded.
 Available: TypeAlias = Sequence[frozenset[Placement]]
-"""Placements in which each input of an operator can be without replicating anything that was sharded."""
 
 
 @dataclass(frozen=True)

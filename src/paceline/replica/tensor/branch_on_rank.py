@@ -18,12 +18,12 @@ from paceline.replica.tensor.placements import PARTIAL_GRAD, REPLICATE, OnRank, 
 from paceline.replica.tensor.redistribute import with_memory_order
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
+# Name of the strategy of each operator in a branch.
 BRANCH = "branch"
-"""Name of the strategy of each operator in a branch."""
 
+# Key in the metadata of a stand-in's node, which can be left out where it has no user: nodes of the trunk from which
+# its branch is computed.
 STANDS_FOR = "stands_for"
-"""Key in the metadata of a stand-in's node, which can be left out where it has no user: nodes of the trunk from which
-its branch is computed."""
 
 
 @final

@@ -22,9 +22,9 @@ from paceline.replica.tensor.graph_ops import OperatorGraph
 from paceline.replica.tensor.op_times import OpTimes, multiplication_counts
 from paceline.replica.tensor.placements import OnRank
 
+# Load of the busiest shard, relative to an even share, up to which branches are offered to the plan. Above, operators
+# are sharded instead, which sends more and leaves no shard idle; shard_rules may request branches however uneven.
 UNEVEN = 1.25
-"""Load of the busiest shard, relative to an even share, up to which branches are offered to the plan. Above, operators
-are sharded instead, which sends more and leaves no shard idle; ``shard_rules`` may request branches however uneven."""
 
 
 @dataclass(frozen=True)

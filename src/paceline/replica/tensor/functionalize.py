@@ -31,8 +31,8 @@ from torch.fx.node import map_arg
 
 from paceline.replica.tensor.base import aten, nodes_in, rule_of
 
+# Operators of which both forms draw the same random numbers on the CPU.
 _SAME_DRAWS = (aten.dropout_.default,)
-"""Operators of which both forms draw the same random numbers on the CPU."""
 
 
 def functionalize(module: GraphModule) -> None:

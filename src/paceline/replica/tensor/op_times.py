@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.replica.module_utils import preserve_tensors
 from paceline.replica.tensor.base import OpCall, aten
 
+# Operators -> the time of each, in any unit.
 OpTimes: TypeAlias = Callable[[Sequence[OpCall]], Mapping[Node, float]]
-"""Operators -> the time of each, in any unit."""
 
+# Repeats, of which the fastest counts: whatever else the machine does only makes an operator slower.
 REPEATS = 3
-"""Repeats, of which the fastest counts: whatever else the machine does only makes an operator slower."""
 
 _PRODUCTS = (aten.linear.default, aten.addmm.default, aten.mm.default, aten.matmul.default, aten.bmm.default)
 

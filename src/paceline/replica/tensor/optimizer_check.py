@@ -19,18 +19,18 @@ from paceline.replica.flat_optimizer import FlatOptimizer, OptimizerFactory, opt
 from paceline.replica.flat_state import DtypeBuffer, FlatLayout, FlatState
 from paceline.replica.tensor.placements import Placement, Shard, even_sizes, shard_layout
 
+# Number of steps, so that the optimizer's state counts as well.
 STEPS = 3
-"""Number of steps, so that the optimizer's state counts as well."""
 
+# Tolerance relative to the farthest move of an element: some optimizers keep state in float32. The norm of a part
+# differs from that of the whole by far more.
 APART = 1e-5
-"""Tolerance relative to the farthest move of an element: some optimizers keep state in float32. The norm of a part
-differs from that of the whole by far more."""
 
+# Length of the dims that are not sharded, in the trial.
 _OTHER_DIMS = 3
-"""Length of the dims that are not sharded, in the trial."""
 
+# Seed of the trial; any number would do.
 _SEED = 2718
-"""Seed of the trial; any number would do."""
 
 
 def refuse_unless_elementwise(

@@ -30,8 +30,8 @@ from paceline.shard_rules import ShardRules
 
 assert _rules, "importing them registers them"
 
+# (this shard's text, its description) -> each shard's text; all shards call it together.
 GatherText: TypeAlias = Callable[[str, str], Sequence[str]]
-"""(this shard's text, its description) -> each shard's text; all shards call it together."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +192,8 @@ class WithLoss(nn.Module):
         return self
 
 
+# Held by a thread while it patches torch.
 _PATCH_LOCK = threading.Lock()
-"""Held by a thread while it patches torch."""
 
 
 def _refuse_saved_hooks(module: nn.Module, inputs: Any, name: str) -> None:

@@ -36,11 +36,12 @@ from paceline.replica.tensor.base import GraphTensor, OpCall, OpStrategy
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, REPLICATE, OnRank, Placement, Shard, memory_order
 from paceline.replica.tensor.tp_group import CollectiveModule, TPCollectives
 
+# What is done one after the other; nothing leaves the tensor as it is.
 Steps: TypeAlias = tuple[str, ...]
-"""What is done one after the other; nothing leaves the tensor as it is."""
 
 COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "broadcast", "reduce")
 
+# (type before, type after) -> steps forward, steps backward.
 REDISTRIBUTIONS: Mapping[tuple[type, type], tuple[Steps, Steps]] = {
     (placements.Replicate, placements.ReplicatePartialGrad): ((), ("all-reduce",)),
     (placements.Partial, placements.Replicate): (("all-reduce",), ()),
@@ -59,7 +60,6 @@ REDISTRIBUTIONS: Mapping[tuple[type, type], tuple[Steps, Steps]] = {
     (OnRank, placements.ReplicatePartialGrad): (("broadcast",), ("reduce",)),
     (OnRank, placements.Partial): (("one rank",), ()),
 }
-"""(type before, type after) -> steps forward, steps backward."""
 
 
 @final
@@ -140,14 +140,14 @@ def _part_shapes(part: Tensor, split: Shard, shard: int) -> Sequence[tuple[int, 
     return [(*shape[:dim], blocks * size, *shape[dim + 1 :]) for size in split.sizes]
 
 
+# (node, index of its result).
 ValueKey: TypeAlias = tuple[str, int]
-"""(node, index of its result)."""
 
+# Placements in which a tensor is there at the same time.
 Placements: TypeAlias = frozenset[Placement]
-"""Placements in which a tensor is there at the same time."""
 
+# (tensor, from, to).
 Redistribution: TypeAlias = tuple[GraphTensor, Placement, Placement]
-"""(tensor, from, to)."""
 
 
 class RedistributionCost(NamedTuple):

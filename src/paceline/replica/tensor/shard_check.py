@@ -16,14 +16,14 @@ from paceline.replica.tensor.redistribute import gather_parts
 from paceline.replica.tensor.rewrite import ShardGraph
 from paceline.replica.tensor.tp_group import TPCollectives
 
+# Tolerance: shards add up in another order. A sum over n terms then differs by about √n units in the last place, and
+# what follows carries that on, layer by layer. A wrong cut differs by the size of the tensor itself, 2^23 units in
+# float32.
 ULPS = 2.0**12
-"""Tolerance: shards add up in another order. A sum over n terms then differs by about √n units in the last place, and
-what follows carries that on, layer by layer. A wrong cut differs by the size of the tensor itself, 2^23 units in
-float32."""
 
+# Tolerance relative to a tensor's largest element, in half precision or under autocast: a unit in the last place is
+# 2^-7 of it in bf16, and the tolerance must stay below what a wrong cut differs by.
 HALF = 2.0**-3
-"""Tolerance relative to a tensor's largest element, in half precision or under autocast: a unit in the last place is
-2^-7 of it in bf16, and the tolerance must stay below what a wrong cut differs by."""
 
 
 class InputForm(Protocol):

@@ -34,8 +34,8 @@ _UNITS = {"column": "outputs", "row": "inputs", "filters": "filters", "channels"
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
+# Names of placements without the dim or shard.
 _SHORT: Mapping[type, str] = {Shard: "split", OnRank: "owned"}
-"""Names of placements without the dim or shard."""
 
 _TITLES = ("module", "operator", "cut", "parameters", "forward", "backward", "sends", "whole because")
 _RIGHT = ("parameters", "sends")

@@ -8,8 +8,8 @@ from paceline.replica.tensor.base import Available, OpCall, OpStrategy, aten, op
 from paceline.replica.tensor.placements import PARTIAL, Shard
 
 _TRIANGLES = (aten.triu.default, aten.tril.default)
+# Operators of which terms of a sum stay terms.
 _LINEAR = (aten.roll.default, aten.flip.default, aten.cumsum.default, *_TRIANGLES)
-"""Operators of which terms of a sum stay terms."""
 
 
 @op_rule(

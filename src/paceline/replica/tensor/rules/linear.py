@@ -7,8 +7,8 @@ from torch.fx import Node
 from paceline.replica.tensor.base import Available, GraphEmitter, OpCall, OpStrategy, aten, op_rule, shards_among
 from paceline.replica.tensor.placements import PARTIAL, PARTIAL_GRAD, OnRank, Placement, Shard
 
+# Placement of a bias that is added once, by shard 0.
 BIAS_RANK = OnRank(0)
-"""Placement of a bias that is added once, by shard 0."""
 
 
 @op_rule(aten.linear.default)

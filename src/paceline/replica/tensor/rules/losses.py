@@ -13,11 +13,11 @@ from paceline.replica.tensor.placements import PARTIAL, REPLICATE, Placement, Sh
 from paceline.replica.tensor.rules.elementwise import broadcast_inputs
 from paceline.replica.tensor.rules.softmax import ShardedSoftmax
 
+# The reductions, as torch numbers them.
 _NONE, _MEAN, _SUM = range(3)
-"""The reductions, as torch numbers them."""
 
+# Target of a sample whose class is on another shard.
 _ELSEWHERE = -100
-"""Target of a sample whose class is on another shard."""
 
 
 @op_rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, redistributes=False)

@@ -14,8 +14,8 @@ from paceline.replica.tensor.base import Emit, GraphEmitter, OpCall, OpStrategy,
 from paceline.replica.tensor.graph_ops import PIECES, RESHAPES, matching_dims
 from paceline.replica.tensor.placements import PARTIAL, Placement, Shard
 
+# (Sharding of each result, what emits the operator, None: it stays as it is); None: there is no such sharding.
 Moved: TypeAlias = tuple[Shard, Emit | None] | None
-"""(Sharding of each result, what emits the operator, None: it stays as it is); None: there is no such sharding."""
 
 
 def view_rule(*targets: Any) -> Callable[[Callable[[OpCall, Shard], Moved]], base.OpRule]:
