@@ -109,13 +109,13 @@ WHAT_IT_IS = {
 
 FEATURES = {
     "`stages`": "replicas=2 stages=2",
-    "`stages` that never flush": "stages=2 schedule=pipedream",
+    "asynchronous `stages` (PipeDream)": "stages=2 schedule=pipedream",
     "`shards`": "replicas=2 shards=2",
     "`stages` × `shards`": "replicas=2 stages=2 shards=2",
     "`compression`": "replicas=2 compression=fp16",
-    "`shard_optimizer`": "replicas=2 shard_optimizer=true",
-    "`shard_optimizer` of stages and shards": "replicas=2 stages=2 shards=2 shard_optimizer=true",
-    "`shard_parameters`": "replicas=2 shard_parameters=true",
+    "`shard_optimizer` (ZeRO-1), replicas of one worker": "replicas=2 shard_optimizer=true",
+    "`shard_optimizer` over replicas of stages or shards": "replicas=2 stages=2 shards=2 shard_optimizer=true",
+    "`shard_parameters` (FSDP2)": "replicas=2 shard_parameters=true",
     "`device=cuda`": "replicas=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
 }

@@ -1,7 +1,4 @@
-"""The virtual clock: a queue of events in order of time.
-
-Durations of the parts of a step in virtual time, and extra delays of replicas that are slowed down.
-"""
+"""Virtual time: the queue of events, durations of the parts of a step, extra delays of slowed replicas."""
 
 import math
 from collections.abc import Iterator

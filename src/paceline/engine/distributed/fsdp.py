@@ -1,6 +1,6 @@
-"""Validation of models and optimizers under ``shard_parameters=true`` (FSDP2), before anything starts.
+"""Synchronous training under ``shard_parameters=true``: parameters sharded by torch's ``fully_shard`` (FSDP2).
 
-A module whose parameters are sharded by torch's ``fully_shard`` (FSDP2), and synchronous training on it.
+Models and optimizers that it does not suit are refused before anything starts.
 
 ::
 

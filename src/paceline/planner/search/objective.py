@@ -1,4 +1,4 @@
-"""What a plan is objectives for: the objective, and what it has to keep to."""
+"""The objective of a search, and the constraints that a plan has to meet."""
 
 import math
 from dataclasses import dataclass
