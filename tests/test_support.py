@@ -11,7 +11,7 @@ from paceline import support
 from paceline.aggregation import Aggregation, registered
 from paceline.core.errors import InputError
 from paceline.strategy import Strategy
-from paceline.support import ENGINES, Case
+from paceline.support import ENGINE_FEATURES, Case
 from paceline.support.table import TABLE, Row
 
 CASES = [
@@ -84,7 +84,7 @@ def test_each_row_is_the_first_for_some_combination(row: Row, case: tuple[str, s
     assert "; write " in sentence or "; leave " in sentence
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINE_FEATURES)
 def test_one_replica_runs_everywhere(engine: str) -> None:
     assert support.first_row(Case.of(Strategy(), engine)) is None
 

@@ -11,10 +11,10 @@ To add an engine, list in its class the features that it supports (:data:`Featur
 
 from paceline.aggregation import text_of
 from paceline.core.errors import InputError
-from paceline.support.case import ENGINES, Case, Feature
+from paceline.support.case import ENGINE_FEATURES, Case, Feature
 from paceline.support.table import TABLE, Row
 
-__all__ = ["ENGINES", "Case", "Feature", "first_row", "refuse"]
+__all__ = ["ENGINE_FEATURES", "Case", "Feature", "first_row", "refuse"]
 
 
 def refuse(case: Case) -> None:
@@ -24,7 +24,9 @@ def refuse(case: Case) -> None:
         return
     s = case.strategy()
     # Engines of real time only: virtual time does not replace them.
-    engines = [f"'{name}'" for name, features in ENGINES.items() if row.feature in features and name != "virtual"]
+    engines = [
+        f"'{name}'" for name, features in ENGINE_FEATURES.items() if row.feature in features and name != "virtual"
+    ]
     sentence = row.sentence.format(
         s=s,
         feature=row.feature,

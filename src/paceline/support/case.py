@@ -29,7 +29,7 @@ GROUPS = "groups-"
 _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "cuda", "noise_scale"})
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
-ENGINES: Mapping[str, frozenset[Feature]] = {
+ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
     "ray": frozenset({"asynchronous", "cuda"}),
@@ -88,12 +88,12 @@ class Case:
         Args:
             strategy: the strategy.
             engine: name of the engine.
-            features: features of the engine; None: those in :data:`ENGINES`.
+            features: features of the engine; None: those in :data:`ENGINE_FEATURES`.
             options: fields of this class that are no part of a strategy.
         """
         return cls(
             engine,
-            ENGINES[engine] if features is None else features,
+            ENGINE_FEATURES[engine] if features is None else features,
             # Only a refusal needs the strategy itself, for its sentence.
             lambda: strategy,
             strategy.aggregation,

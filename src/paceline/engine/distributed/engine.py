@@ -34,7 +34,7 @@ from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figur
 from paceline.replica.flat_state import FlatLayout, digest_of, write
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
-from paceline.support import ENGINES
+from paceline.support import ENGINE_FEATURES
 
 
 @register("distributed")
@@ -46,7 +46,7 @@ class DistributedEngine(Engine):
     """
 
     name = "distributed"
-    features = ENGINES[name]
+    features = ENGINE_FEATURES[name]
 
     def __init__(self, backend: str | None = None) -> None:
         self._backend = backend

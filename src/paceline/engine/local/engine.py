@@ -17,13 +17,14 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.linux import considerate, prompt
 from paceline.core.delta import Change, Distance, InPlace
 from paceline.core.registry import register
+from paceline.engine import ENGINES
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.local.fault_injection import EventScript
 from paceline.engine.local.local_run import LocalRun
 from paceline.engine.local.worker_processes import ENTRY
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.engine.spmd import launcher
-from paceline.support import ENGINES
+from paceline.support import ENGINE_FEATURES
 
 # Modules that the fork server imports, so that no worker has to.
 PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.evaluation_process")
@@ -32,7 +33,7 @@ PRELOAD = ("torch", "paceline.engine.local.worker_main", "paceline.engine.local.
 WITH_OPTIMIZERS = (*PRELOAD, "torch._dynamo")
 
 # For replicas of several workers, which export a model and have optimizers of their own.
-SPMD = (*launcher.PRELOAD, "paceline.engine.distributed.engine")
+SPMD = (*launcher.PRELOAD, ENGINES.modules["distributed"])
 
 # For replicas of several workers, each at its own pace.
 GROUPS = (*SPMD, "paceline.engine.local.replica_group_worker", "paceline.engine.local.evaluation_process")
@@ -48,7 +49,7 @@ class LocalEngine(Engine):
     """
 
     name = "local"
-    features = ENGINES[name]
+    features = ENGINE_FEATURES[name]
 
     def __init__(self, script: EventScript | None = None, entry: str = ENTRY) -> None:
         self.script, self._entry = script or EventScript(), entry

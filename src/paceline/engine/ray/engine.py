@@ -9,7 +9,7 @@ from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
-from paceline.support import ENGINES
+from paceline.support import ENGINE_FEATURES
 
 if TYPE_CHECKING:
     from paceline.engine.ray.ray_run import ActorPool
@@ -30,7 +30,7 @@ class RayEngine(Engine):
     """
 
     name = "ray"
-    features = ENGINES[name]
+    features = ENGINE_FEATURES[name]
 
     def __init__(self, address: str | None = None, *, replace: bool = False) -> None:
         if importlib.util.find_spec("ray") is None:

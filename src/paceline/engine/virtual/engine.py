@@ -35,7 +35,7 @@ from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
 from paceline.replica.flat_state import FlatState, write
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
-from paceline.support import ENGINES
+from paceline.support import ENGINE_FEATURES
 from paceline.trace.spans import SERVER, Span
 
 
@@ -44,7 +44,7 @@ class VirtualEngine(Engine):
     """Deterministic: the same job gives the same bytes on one machine and build, whatever its load."""
 
     name = "virtual"
-    features = ENGINES[name]
+    features = ENGINE_FEATURES[name]
 
     def refuse(self, job: Job) -> None:
         times = job.times or Times()

@@ -96,7 +96,7 @@ def _combines(
 ) -> bool:
     """Look up replicas, stages, shards and stage replicas; micro-batches and mini-batches."""
     (micro_batches, accumulate), optimizer = batches, True if divided == 1 else None
-    run = engine, support.ENGINES[engine], Strategy, Synchronous()  # of the strategy no sentence is shown
+    run = engine, support.ENGINE_FEATURES[engine], Strategy, Synchronous()  # of the strategy no sentence is shown
     case = Case(*run, *sizes, order is not None, order, micro_batches, recompute, accumulate, device)
     return support.first_row(replace(case, shard_optimizer=optimizer, shard_parameters=divided == 3)) is None
 
