@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.aggregation.synchronous import Synchronous
     from paceline.api.compare import Comparison, compare
     from paceline.api.plan import Plans, plan
-    from paceline.api.predict import predict, predictor
+    from paceline.api.predictor import predict, predictor
     from paceline.api.show import show_mesh, show_shards, show_stages
     from paceline.api.train import launch, train
     from paceline.core.errors import (
@@ -103,7 +103,7 @@ _NAMES = {
     "aggregation.base": "Apply Arrival Cancel Decision Discard Release",
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",
-    "api.predict": "predict predictor",
+    "api.predictor": "predict predictor",
     "api.show": "show_mesh show_shards show_stages",
     "api.train": "launch train",
     "core.errors": "CollectiveError InputError NonFiniteError PacelineError WaitTimeoutError WorkerError",

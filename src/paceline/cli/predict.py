@@ -23,7 +23,7 @@ def predict(
     with session(json_output=json):
         import torch
 
-        from paceline.api.predict import predict, read_inputs
+        from paceline.api.predictor import predict, read_inputs
         from paceline.datasets import load_program
         from paceline.program import leaves, map_tree
 
