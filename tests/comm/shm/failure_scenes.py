@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -98,19 +99,20 @@ def leaves(rank: int, size: int) -> str:
     return told(dist.barrier)
 
 
-def stops(rank: int, size: int, patience_s: float) -> str:
-    """Rank 1 is suspended for longer than the others wait."""
-    dist.barrier()
+def stops(rank: int, size: int) -> str:
+    """Rank 1 is suspended until the others have given up; they call once it is."""
+    pids = torch.zeros(size, dtype=torch.int64)
+    pids[rank] = os.getpid()
+    dist.all_reduce(pids)
     if rank == 1:
-        pid = os.getpid()
-        awake = os.fork()
-        if awake == 0:
-            time.sleep(3 * patience_s)  # nobody but the clock can say that they have waited
-            os.kill(pid, signal.SIGCONT)
-            os._exit(0)
-        os.kill(pid, signal.SIGSTOP)
-        os.waitpid(awake, 0)
-    return told(lambda: dist.all_reduce(torch.ones(3)))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return told(lambda: dist.all_reduce(torch.ones(3)))
+    suspended = psutil.Process(int(pids[1]))
+    while suspended.status() != psutil.STATUS_STOPPED:
+        os.sched_yield()
+    said = told(lambda: dist.all_reduce(torch.ones(3)))
+    suspended.send_signal(signal.SIGCONT)
+    return said
 
 
 def alone(rank: int, size: int) -> str:

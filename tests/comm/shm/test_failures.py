@@ -51,7 +51,7 @@ def test_who_leaves_after_a_call_does_not_spoil_it(ranks: Ranks) -> None:
 
 
 def test_a_suspended_rank_is_named_after_the_timeout(ranks: Ranks) -> None:
-    said = ranks(3, "failure_scenes:stops", timeout_s=1.0, patience_s=1.0)
+    said = ranks(3, "failure_scenes:stops", timeout_s=1.0)
     for text in said:  # the suspended rank is told too, once it goes on
         assert "waited 1 s for rank 1 in all_reduce in group 0" in text
 
