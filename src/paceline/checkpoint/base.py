@@ -1,0 +1,85 @@
+"""A chunk of a tensor: the rectangle of a full tensor that one process holds.
+
+Whoever holds tensors describes them once, as chunks, and both directions follow: a checkpoint is written from chunks,
+and read into them. How a model is split decides only which rectangles there are::
+
+    data parallel   rank 0: all of w        shards   rank 0: w[:, :4]   ZeRO-1   rank 0: w[0:2, :], w[2, 0:3]
+                    rank 1: nothing                  rank 1: w[:, 4:]            rank 1: w[2, 3:], w[3:6, :]
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+# Names of optimizer state begin so: optimizer/<slot>/<full name of the parameter>.
+OPTIMIZER = "optimizer/"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TensorChunk:
+    """A rectangle of a full tensor, and the memory of its values in this process.
+
+    Args:
+        name: of the full tensor.
+        shape: of the full tensor.
+        offset: of the rectangle's first element, one number for each dim.
+        tensor: the values, of the rectangle's shape; may be a view, and is written when a checkpoint is loaded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> "TensorChunk":
+        """Return the chunk that is all of a tensor."""
+        return cls(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+
+    @property
+    def key(self) -> str:
+        """Name of the chunk within a file."""
+        return f"{self.name}@{','.join(map(str, self.offset))}"
+
+
+def slot_name(slot: str, parameter: str) -> str:
+    """Return the name of an optimizer's state tensor.
+
+    >>> slot_name("exp_avg", "head.weight")
+    'optimizer/exp_avg/head.weight'
+    """
+    return f"{OPTIMIZER}{slot}/{parameter}"
+
+
+def chunks_of_range(name: str, shape: Sequence[int], start: int, vector: Tensor) -> Iterator[TensorChunk]:
+    """Yield the chunks of elements ``start``, ``start + 1``, … of a tensor, counted as it lies in memory, row by row.
+
+    Args:
+        name: of the full tensor.
+        shape: of the full tensor.
+        start: number of the first element.
+        vector: the values, with one dim.
+
+    >>> import torch
+    >>> [(c.offset, tuple(c.tensor.shape)) for c in chunks_of_range("w", (4, 3), 2, torch.arange(7))]
+    [((0, 2), (1, 1)), ((1, 0), (2, 3))]
+    """
+    shape, stop = tuple(shape), start + len(vector)
+    if start == stop:
+        return
+    if not shape:
+        yield TensorChunk(name, shape, (), vector.view(()))
+        return
+    at = start
+    while at < stop:
+        # The largest run of whole sub-tensors that begins here: find the outermost dim along which one fits.
+        dim = next(d for d in range(len(shape)) if at % prod(shape[d + 1 :]) == 0 and at + prod(shape[d + 1 :]) <= stop)
+        each = prod(shape[dim + 1 :])
+        index = at // each % shape[dim]
+        count = min(shape[dim] - index, (stop - at) // each)
+        offset = tuple(at // prod(shape[d + 1 :]) % shape[d] for d in range(len(shape)))
+        extent = (1,) * dim + (count,) + shape[dim + 1 :]
+        yield TensorChunk(name, shape, offset, vector[at - start : at - start + count * each].view(extent))
+        at += count * each
