@@ -318,7 +318,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("no space left")
 
     monkeypatch.setattr("paceline.run.save_state", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(InputError, match="no space"):
         example().save(tmp_path / "c")
     assert os.listdir(tmp_path) == []
 

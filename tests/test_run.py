@@ -195,7 +195,7 @@ def test_a_save_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError("no space left")
 
     monkeypatch.setattr(paceline.run, failing, fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(InputError, match=r"a can't be written: no space left"):
         make_run().save(tmp_path / "a")
     assert os.listdir(tmp_path) == []
 

@@ -13,6 +13,9 @@ from math import prod
 
 from torch import Tensor
 
+from paceline.checkpoint.manifest import DTYPES
+from paceline.core.errors import InputError
+
 # Names of optimizer state begin so: optimizer/<slot>/<full name of the parameter>.
 OPTIMIZER = "optimizer/"
 
@@ -51,6 +54,14 @@ def slot_name(slot: str, parameter: str) -> str:
     'optimizer/exp_avg/head.weight'
     """
     return f"{OPTIMIZER}{slot}/{parameter}"
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """Return the name of a tensor's dtype without "torch."; raise InputError if no checkpoint can hold it."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise InputError(f"{name} has dtype {dtype}, which no checkpoint can hold; write one of: {', '.join(DTYPES)}")
+    return dtype
 
 
 def chunks_of_range(name: str, shape: Sequence[int], start: int, vector: Tensor) -> Iterator[TensorChunk]:

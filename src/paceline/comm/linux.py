@@ -28,6 +28,8 @@ _LARGEST_THRESHOLD, _NEVER = 2**25, 2**31 - 1  # glibc takes no larger mmap thre
 _SCHED_SETATTR, _SCHED_GETATTR, _RESET_ON_FORK = 314, 315, 1
 _SCHED_ATTR = struct.Struct("=IIQiIQQQII")
 _MEMFD_CREATE = {"x86_64": 319, "aarch64": 279}
+_RENAMEAT2 = {"x86_64": 316, "aarch64": 276}
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def memfd_create(name: str) -> int:
@@ -50,6 +52,12 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
     else:
         _call("pidfd_send_signal", _PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+
+
+def exchange(first: Path, second: Path) -> None:
+    """Let two files or folders swap their names, in one step; raise OSError (EINVAL) where the file system can't."""
+    number, names = _RENAMEAT2.get(platform.machine()), [ctypes.c_char_p(os.fsencode(path)) for path in (first, second)]
+    _call("renameat2", number, _AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
 
 
 def keep_freed_memory() -> None:

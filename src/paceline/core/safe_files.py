@@ -1,28 +1,91 @@
-"""Files and folders that appear whole or not at all, and JSON in them; no torch."""
+"""Files and folders that appear whole or not at all, and JSON in them; no torch.
 
+What is written is flushed to the disk before it gets its name, so that a crash of the machine leaves the old or the
+new, too. A process that is killed in between leaves a partial file or folder; whoever writes the same path next
+removes it. It is known to be left over by its lock (``flock``), which the kernel releases with the process.
+"""
+
+import csv
+import fcntl
+import glob
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.core.errors import InputError
+
+# Of a file that is read at once.
+LARGEST_BYTES = 1 << 30
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """Open a text file that replaces ``path`` when the block ends, and is removed if the block fails."""
     target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    partial = _new_partial(target)
     try:
-        with partial.open("w", encoding="utf-8", newline="\n") as file:
+        with naming(partial), partial.open("x", encoding="utf-8", newline="\n") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
             yield file
+            file.flush()
+            os.fsync(file.fileno())
         partial.replace(target)
+        sync(target.parent)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def remove_leftover(partial: Path) -> None:
+    """Remove a partial file or folder if the process that wrote it has ended, so that nobody has it locked."""
+    # Another process may remove it at the same time.
+    with suppress(OSError), locked(partial, fcntl.LOCK_EX | fcntl.LOCK_NB):
+        if partial.is_dir():
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            partial.unlink()
+
+
+@contextmanager
+def locked(path: Path, operation: int = fcntl.LOCK_SH) -> Iterator[None]:
+    """Hold a lock on a file or folder for the block; it goes with the process, however that ends.
+
+    Raises:
+        OSError: there is no such path; BlockingIOError: another process has locked it, and ``LOCK_NB`` was asked for.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, operation)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with naming(path):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the path to an OSError of the block that names none, as those of write and fsync."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = str(path)
+        raise
 
 
 def check_out(path: str | Path) -> Path:
@@ -43,19 +106,31 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     """Make a folder to write into, which is renamed to ``path`` when the block ends, and removed if the block fails.
 
     Raises:
-        InputError: ``path`` exists or can't be made.
+        InputError: ``path`` exists or can't be made, or something in it can't be written (the disk is full, say).
     """
     target = check_out(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Next to the target, not in a temporary folder: only within one file system is a rename atomic.
-    partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}.partial"
-    partial.mkdir()
+    partial = _new_partial(target)
     try:
-        yield partial
-        check_out(path)  # once more, since a rename would replace an empty folder that has appeared meanwhile
-        partial.rename(target)
+        partial.mkdir(parents=True)
+        with locked(partial):
+            yield partial
+            for each in (*partial.rglob("*"), partial):
+                sync(each)
+            check_out(path)  # once more, since a rename would replace an empty folder that has appeared meanwhile
+            partial.rename(target)
+        sync(target.parent)
+    except OSError as error:
+        raise InputError(f"{path} can't be written: {error}; write a folder where there is room for it") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _new_partial(target: Path) -> Path:
+    """Return a path to write before it is renamed to the target, and remove those that others have left over there."""
+    for partial in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        remove_leftover(partial)
+    # Next to the target, not in a temporary folder: only within one file system is a rename atomic.
+    return target.with_name(f".{target.name}.{uuid.uuid4().hex[:12]}.partial")
 
 
 @contextmanager
@@ -65,10 +140,31 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise InputError(f"{path} is missing; give a folder that save() wrote") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except RecursionError:
+        raise InputError(f"{path} can't be read: its values are nested too deep") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         # The text of a KeyError is the key alone.
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
         raise InputError(f"{path} can't be read: {reason}") from error
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read it; raise ValueError for FIFOs, devices and folders, which could block or never end."""
+    # O_NONBLOCK: the open of a FIFO that nobody writes would wait.
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ValueError("it is no regular file")
+    return file
+
+
+def read_bytes(path: Path, *, most: int = LARGEST_BYTES) -> bytes:
+    """Return the contents of a regular file; raise ValueError for another, or one of more than ``most`` bytes."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise ValueError(f"it has {size:,} bytes, and {most:,} are the most that it may have")
+        return file.read(most)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -81,7 +177,7 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise InputError, naming the file, if there is none."""
     with reading(path):
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bytes(path).decode())
         if not isinstance(value, dict):
             raise ValueError(f"it holds a {type(value).__name__}, not an object")
         return value

@@ -1,0 +1,67 @@
+"""Where and how often checkpoints are written, and how many are kept; no torch."""
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import InputError, check_int
+from paceline.core.types import Seconds
+
+# Seconds of each unit of time.
+_UNITS = {"s": 1.0, "sec": 1.0, "min": 60.0, "h": 3600.0}
+_INTERVAL = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(s|sec|min|h|steps?)\s*")
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Where and how often checkpoints are written; exactly one of ``every_s`` and ``every_steps`` is set.
+
+    Args:
+        folder: absolute path of the folder of all checkpoints of a run.
+        every_s: seconds of training between two checkpoints.
+        every_steps: steps of each replica between two checkpoints, as a budget counts them.
+        keep: how many sound checkpoints are kept.
+    """
+
+    folder: Path
+    every_s: Seconds | None
+    every_steps: float | None
+    keep: int = 3
+
+    @classmethod
+    def of(
+        cls, checkpoint: str | os.PathLike[str], every: str | float | None = None, keep: int = 3
+    ) -> "CheckpointOptions":
+        """Read what a user writes.
+
+        Args:
+            checkpoint: the folder.
+            every: "90 s", "5min", "1.5h" or "500 steps", or a number of seconds; None: five minutes.
+            keep: at least 1.
+
+        Raises:
+            InputError: one of them can't be read as that.
+
+        >>> CheckpointOptions.of("/ckpt", "500 steps", 2)
+        CheckpointOptions(folder=PosixPath('/ckpt'), every_s=None, every_steps=500.0, keep=2)
+        """
+        check_int("keep", keep, least=1)
+        if not os.fspath(checkpoint):
+            raise InputError("checkpoint='' names no folder; write checkpoint='ckpt'")
+        number, unit = _interval(5 * 60.0 if every is None else every)
+        folder = Path(checkpoint).absolute()
+        return cls(folder, None, number, keep) if unit.startswith("step") else cls(folder, number, None, keep)
+
+
+def _interval(every: str | float) -> tuple[float, str]:
+    """Return seconds and "s", or a number of steps and "steps"."""
+    found = _INTERVAL.fullmatch(every) if isinstance(every, str) else None
+    number, unit = (float(found[1]), found[2]) if found else (every, "s")
+    if isinstance(number, str | bool) or not isinstance(number, int | float) or not 0 < number < math.inf:
+        raise InputError(
+            f"checkpoint_every={every!r} is neither a time nor a number of steps; write checkpoint_every='5min', "
+            "'90 s' or '500 steps', or a number of seconds"
+        )
+    return float(number) * _UNITS.get(unit, 1.0), unit

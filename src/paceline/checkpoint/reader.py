@@ -1,0 +1,198 @@
+"""Checkpoints that are read: found, verified, and read into any split.
+
+Reading intersects the rectangles that are wanted with those that are stored::
+
+    stored by 2 shards      wanted by ZeRO-1 of 3 replicas
+    | part 0 | part 1 |     | w[0:2, :]      |    read from part 0 and from part 1
+    |        |        |     | w[2:4, :]      |
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from paceline.checkpoint.base import TensorChunk, dtype_name
+from paceline.checkpoint.manifest import DTYPES, ChunkEntry, Manifest, checkpoint_folders
+from paceline.core.errors import InputError
+from paceline.core.safe_files import reading
+
+
+class CheckpointStatus(NamedTuple):
+    """One line of ``paceline checkpoints``.
+
+    Args:
+        folder: of the checkpoint.
+        version: of A, as the folder's name says.
+        created: UTC, ISO 8601; None if the manifest is damaged.
+        size_bytes: of all its files but the manifest.
+        error: what is damaged; None if it is sound.
+    """
+
+    folder: Path
+    version: int
+    created: str | None
+    size_bytes: int
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One checkpoint on disk, whose manifest has been read."""
+
+    folder: Path
+    manifest: Manifest
+    _verified: set[str] = field(default_factory=set[str], init=False, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, folder: Path) -> "Checkpoint":
+        """Read the manifest of a checkpoint; its other files are verified when they are read.
+
+        Raises:
+            InputError: the manifest is missing or damaged; names it.
+        """
+        return cls(folder, Manifest.read(folder))
+
+    def verify(self) -> None:
+        """Compare size, SHA-256 and header of every file with the manifest.
+
+        Raises:
+            InputError: a file is damaged or missing; names it.
+        """
+        for name in self.manifest.files:
+            self._verify_file(name)
+
+    def names(self, prefix: str = "") -> list[str]:
+        """Return the names of its tensors that begin with ``prefix``."""
+        return [name for name in self.manifest.tensors if name.startswith(prefix)]
+
+    def read(self, name: str) -> Tensor:
+        """Return a full tensor.
+
+        Raises:
+            InputError: there is none of this name, or its file is damaged.
+        """
+        if name not in self.manifest.tensors:
+            raise self._absent(name)
+        info = self.manifest.tensors[name]
+        for chunk in info.chunks:
+            self._verify_file(chunk.file)  # before so much memory is allocated
+        tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+        self.read_into([TensorChunk.whole(name, tensor)])
+        return tensor
+
+    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
+        """Fill chunks with what is stored, however it was split; each file that is needed is verified first.
+
+        Raises:
+            InputError: a name is absent, a shape or dtype differs, or a file is damaged.
+        """
+        wanted = defaultdict[str, list[tuple[TensorChunk, ChunkEntry]]](list)
+        for chunk in chunks:
+            for stored in self._stored(chunk):
+                wanted[stored.file].append((chunk, stored))
+        for name, pairs in wanted.items():
+            self._verify_file(name)
+            with reading(self.folder / name), safe_open(self.folder / name, framework="pt", device="cpu") as file:
+                for chunk, stored in pairs:
+                    _copy_common(chunk, stored, file.get_tensor(stored.key))
+
+    def _stored(self, chunk: TensorChunk) -> list[ChunkEntry]:
+        """Return the stored chunks that have elements of this one."""
+        if chunk.tensor.numel() == 0:
+            return []
+        info = self.manifest.tensors.get(chunk.name)
+        if info is None:
+            raise self._absent(chunk.name)
+        dtype = dtype_name(chunk.name, chunk.tensor)
+        if (info.shape, info.dtype) != (chunk.shape, dtype):
+            raise InputError(
+                f"{chunk.name} has shape {list(info.shape)} and dtype {info.dtype} in {self.folder}, but "
+                f"{list(chunk.shape)} and {dtype} here; write the program that the checkpoint was made with"
+            )
+        return [stored for stored in info.chunks if all(extent > 0 for _, extent in _common(chunk, stored))]
+
+    def _verify_file(self, name: str) -> None:
+        if name in self._verified:
+            return
+        path = self.folder / name
+        self.manifest.files[name].check(path)
+        with reading(path):
+            stored = {
+                chunk.key: (DTYPES[info.dtype][0], list(chunk.shape))
+                for info in self.manifest.tensors.values()
+                for chunk in info.chunks
+                if chunk.file == name
+            }
+            if stored and stored != _header(path):
+                raise ValueError("its header is not what the manifest says")
+        self._verified.add(name)
+
+    def _absent(self, name: str) -> InputError:
+        return InputError(f"{self.folder} has no {name}; write the program that the checkpoint was made with")
+
+
+def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Find the newest sound checkpoint in a folder.
+
+    Returns:
+        It, verified, or None; and a sentence about each damaged one that is newer, the newest first.
+    """
+    damaged: list[str] = []
+    for folder in checkpoint_folders(directory):
+        try:
+            return _verified(folder), damaged
+        except InputError as error:
+            damaged.append(str(error))
+    return None, damaged
+
+
+def statuses(directory: Path) -> list[CheckpointStatus]:
+    """Verify all checkpoints in a folder, the newest first."""
+    found: list[CheckpointStatus] = []
+    for folder in checkpoint_folders(directory):
+        version, created, size, error = int(folder.name.removeprefix("step-")), None, 0, None
+        try:
+            checkpoint = Checkpoint.open(folder)
+            created = str(checkpoint.manifest.head.get("created"))
+            size = sum(info.size_bytes for info in checkpoint.manifest.files.values())
+            checkpoint.verify()
+        except InputError as failure:
+            error = str(failure)
+        found.append(CheckpointStatus(folder, version, created, size, error))
+    return found
+
+
+def _verified(folder: Path) -> Checkpoint:
+    checkpoint = Checkpoint.open(folder)
+    checkpoint.verify()
+    return checkpoint
+
+
+def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
+    """Return dtype and shape by key."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
+            return {key: (each.get_dtype(), each.get_shape()) for key, each in slices.items()}
+    except SafetensorError as error:
+        raise ValueError(str(error)) from error
+
+
+def _common(chunk: TensorChunk, stored: ChunkEntry) -> list[tuple[int, int]]:
+    """Return for each dim where the rectangle begins that both have, in the full tensor, and its extent."""
+    spans = zip(chunk.offset, chunk.tensor.shape, stored.offset, stored.shape, strict=True)
+    return [(max(a, b), min(a + m, b + n) - max(a, b)) for a, m, b, n in spans]
+
+
+def _copy_common(chunk: TensorChunk, stored: ChunkEntry, values: Tensor) -> None:
+    target = chunk.tensor.detach()
+    for dim, (start, extent) in enumerate(_common(chunk, stored)):
+        target = target.narrow(dim, start - chunk.offset[dim], extent)
+        values = values.narrow(dim, start - stored.offset[dim], extent)
+    target.copy_(values)
