@@ -217,7 +217,7 @@ def _write_hashed(path: Path, header: bytes, values: memoryview) -> FileInfo:
     digest = hashlib.sha256()
     with naming(path), path.open("wb") as file:
         pieces = (values[start : start + _PIECE_BYTES] for start in range(0, len(values), _PIECE_BYTES))
-        for piece in itertools.chain([header], pieces):
+        for piece in itertools.chain([memoryview(header)], pieces):
             digest.update(piece)
             file.write(piece)
         file.flush()
