@@ -20,13 +20,13 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-import paceline
 from paceline.checkpoint.base import TensorChunk, dtype_name
 from paceline.checkpoint.manifest import FORMAT
 from paceline.comm import linux, liveness
@@ -232,7 +232,7 @@ class _Staging:
 
 def _head(version: Version, head: Mapping[str, Any] | None) -> dict[str, Any]:
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
-    versions = {"paceline": paceline.__version__, "torch": torch.__version__}
+    versions = {"paceline": version_of("paceline"), "torch": torch.__version__}
     return {"format": FORMAT, **versions, "created": created, "version": version, **(head or {})}
 
 
