@@ -7,12 +7,15 @@ engine reads the same stream. Below, N samples, P replicas, batch size b::
                          |r0|r1|r2|r0|r1|r2| ... |r0 r1 r2|   last round: what remains, in P pieces as equal as possible
     disjoint   once:     one permutation of N, cut into P subsets as equal as possible; each replica keeps its own
                epoch e:  each replica shuffles its subset and cuts it into chunks of b; the last may be smaller
+
+A run that goes on with another P or b first takes what its begun epochs have left, in their order, cut as a global
+epoch is; then whole epochs follow. So each sample of an epoch is taken exactly once, whatever P and b were before.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, final, get_args
+from typing import Any, Literal, TypeAlias, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,11 +55,17 @@ def _pieces(length: int, pieces: int, piece: int) -> tuple[int, int]:
 
 @final
 class _Global:
-    """Division of a shuffled epoch into batches: one permutation for all replicas."""
+    """Division of a shuffled epoch into batches: one permutation for all replicas.
 
-    def __init__(self, order: "DataOrder") -> None:
-        self._order = order
-        self._full_rounds, self._rest = divmod(order.samples, order.batch_size * order.replicas)
+    Args:
+        order: of the data.
+        left: the samples that are left of the only epoch; None: whole epochs.
+    """
+
+    def __init__(self, order: "DataOrder", left: Indices | None = None) -> None:
+        self._order, self._left = order, left
+        self._samples = order.samples if left is None else len(left)
+        self._full_rounds, self._rest = divmod(self._samples, order.batch_size * order.replicas)
         self._keep = max(_KEPT_EPOCHS, _KEPT_INDICES // order.samples)
         self._epochs: OrderedDict[int, Indices] = OrderedDict()
 
@@ -71,10 +80,12 @@ class _Global:
             start = (round_ * order.replicas + replica) * order.batch_size
             return start, start + order.batch_size
         start, stop = _pieces(self._rest, order.replicas, replica)
-        return order.samples - self._rest + start, order.samples - self._rest + stop
+        return self._samples - self._rest + start, self._samples - self._rest + stop
 
     def shuffled(self, replica: ReplicaId, epoch: int) -> Indices:  # noqa: ARG002 - the same for all
         """Return the samples of an epoch, in the order in which they are cut."""
+        if self._left is not None:
+            return self._left
         if epoch not in self._epochs:
             self._epochs[epoch] = _permutation(self._order.seed, _TAG, epoch)(self._order.samples)
             if len(self._epochs) > self._keep:
@@ -132,6 +143,7 @@ class DataOrder:
         replicas: P.
         seed: of all permutations, 0 or more.
         partition: ``global``, or ``disjoint`` as in the Smooth Switch paper (arXiv 2407.00101).
+        resumed: where another order stopped; what its begun epochs have left comes first. None: from the beginning.
 
     Raises:
         InputError: a number below 1, a negative seed, an unknown partition, or fewer samples than disjoint subsets.
@@ -149,7 +161,12 @@ class DataOrder:
     replicas: int
     seed: int
     partition: Partition = "global"
+    resumed: "DataPosition | None" = None
     _cut: _Global | _Disjoint = field(init=False, repr=False, compare=False)
+    _left: tuple[_Global, ...] = field(init=False, repr=False, compare=False, default=())
+    """Of the epochs that ``resumed`` had begun."""
+    _first_epoch: int = field(init=False, repr=False, compare=False, default=0)
+    """Number of the first whole epoch."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "replicas"):
@@ -165,20 +182,109 @@ class DataOrder:
                 f"{self.samples} samples; write partition=global or replicas={self.samples}."
             )
         object.__setattr__(self, "_cut", _CUTS[self.partition](self))
+        if self.resumed is not None:
+            left, first_epoch = self.resumed.left()
+            object.__setattr__(self, "_left", tuple(_Global(self, indices) for indices in left))
+            object.__setattr__(self, "_first_epoch", first_epoch)
 
     def batch(self, replica: ReplicaId, k: int) -> Indices:
         """Return the samples of the k-th batch of a replica, k = 0, 1, ... over all epochs; the caller's own copy."""
-        epoch, round_ = divmod(k, self.rounds_per_epoch(replica))
-        start, stop = self._cut.bounds(replica, round_)
+        cut, epoch, round_ = self._find(replica, k)
+        start, stop = cut.bounds(replica, round_)
         # A copy, for a view would keep its whole epoch alive for as long as a slow replica holds it.
-        return self._cut.shuffled(replica, epoch)[start:stop].copy()
+        return cut.shuffled(replica, epoch)[start:stop].copy()
 
     def size(self, replica: ReplicaId, k: int) -> int:
         """Return the number of samples of the k-th batch of a replica; shuffles nothing."""
-        start, stop = self._cut.bounds(replica, k % self.rounds_per_epoch(replica))
+        cut, _, round_ = self._find(replica, k)
+        start, stop = cut.bounds(replica, round_)
         return stop - start
 
     def rounds_per_epoch(self, replica: ReplicaId) -> int:
-        """Return the number of batches of a replica in an epoch; ``disjoint`` subsets may differ by one."""
+        """Return the number of batches of a replica in a whole epoch; ``disjoint`` subsets may differ by one."""
         assert 0 <= replica < self.replicas, f"replica {replica} of {self.replicas}"
         return self._cut.rounds(replica)
+
+    def epochs(self, taken: tuple[int, ...]) -> Iterator[tuple[int, list[range]]]:
+        """Yield each epoch that is begun, or left over, and not done: its number, and the batches left of each replica.
+
+        Args:
+            taken: how many batches each replica has taken.
+        """
+        first = [0] * self.replicas
+        numbers = range(-len(self._left), 0)
+        for number, cut in zip(numbers, self._left, strict=True):
+            yield from _left_of_epoch(number, [cut.rounds(r) for r in range(self.replicas)], first, taken)
+        rounds = [self.rounds_per_epoch(r) for r in range(self.replicas)]
+        done = min(max(0, t - f) // n for t, f, n in zip(taken, first, rounds, strict=True))
+        first = [f + done * n for f, n in zip(first, rounds, strict=True)]
+        number = self._first_epoch + done
+        while any(t > f for t, f in zip(taken, first, strict=True)):
+            yield from _left_of_epoch(number, rounds, first, taken)
+            number += 1
+        yield number, []
+
+    def _find(self, replica: ReplicaId, k: int) -> tuple[_Global | _Disjoint, int, int]:
+        """Return the division, the epoch and the round of the k-th batch of a replica."""
+        for left in self._left:
+            if k < left.rounds(replica):
+                return left, 0, k
+            k -= left.rounds(replica)
+        epoch, round_ = divmod(k, self.rounds_per_epoch(replica))
+        return self._cut, self._first_epoch + epoch, round_
+
+
+def _left_of_epoch(
+    number: int, rounds: list[int], first: list[int], taken: tuple[int, ...]
+) -> Iterator[tuple[int, list[range]]]:
+    """Yield an epoch with the batches that are left of it, unless none is; moves ``first`` to the next epoch."""
+    left = [range(max(t, f), f + n) for t, f, n in zip(taken, first, rounds, strict=True)]
+    first[:] = [f + n for f, n in zip(first, rounds, strict=True)]
+    if any(left):
+        yield number, left
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """How far a run has come in its data.
+
+    Args:
+        order: of the data.
+        taken: how many batches each replica has taken of it.
+    """
+
+    order: DataOrder
+    taken: tuple[int, ...]
+
+    def left(self) -> tuple[list[Indices], int]:
+        """Return the samples that are left of each begun epoch, in their order, and the first epoch not begun."""
+        *begun, (first_epoch, _) = self.order.epochs(self.taken)
+        left: list[Indices] = []
+        for _, batches in begun:
+            rounds = max(len(each) for each in batches)
+            # Counted from the end of the epoch, since replicas may have left different numbers of batches.
+            pieces = [
+                self.order.batch(r, each[-i])
+                for i in range(rounds, 0, -1)
+                for r, each in enumerate(batches)
+                if i <= len(each)
+            ]
+            left.append(np.concatenate(pieces))
+        return [indices for indices in left if len(indices)], first_epoch
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as a JSON object."""
+        order = self.order
+        values = {name: getattr(order, name) for name in _ORDER_FIELDS}
+        return values | {"taken": list(self.taken), "resumed": order.resumed and order.resumed.to_json()}
+
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> "DataPosition":
+        """Return the position whose :meth:`to_json` this is; raise InputError or KeyError if it is none."""
+        resumed = None if value["resumed"] is None else cls.of_json(value["resumed"])
+        order = DataOrder(**{name: value[name] for name in _ORDER_FIELDS}, resumed=resumed)
+        return cls(order, tuple(value["taken"]))
+
+
+# Fields of an order that are plain values.
+_ORDER_FIELDS = ("samples", "batch_size", "replicas", "seed", "partition")

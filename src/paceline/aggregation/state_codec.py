@@ -1,0 +1,99 @@
+"""States of policies as JSON, for checkpoints.
+
+A state is made of numbers, texts, tuples, frozensets, mappings, NamedTuples and dataclasses. Classes are written by
+name, and looked up only among those that are defined beside the policy, its threshold or Paceline's own policies; so
+reading a state constructs nothing else.
+"""
+
+import dataclasses
+import inspect
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from paceline.aggregation import text_of
+from paceline.aggregation.base import Aggregation
+from paceline.core.errors import InputError
+
+
+def encode(state: Any) -> Any:
+    """Return a state as JSON.
+
+    Raises:
+        InputError: it holds something that JSON can't say exactly, a tensor for instance.
+
+    >>> encode((1, frozenset({2, 0})))
+    {'tuple': [1, {'set': [0, 2]}]}
+    """
+    if state is None or isinstance(state, (bool, str)) or type(state) is int:
+        return state
+    if isinstance(state, float):
+        return state if math.isfinite(state) else {"float": repr(state)}
+    if _is_record(type(state)):
+        return {"type": type(state).__name__, "fields": [encode(getattr(state, f)) for f in _field_names(type(state))]}
+    if isinstance(state, tuple):
+        return {"tuple": [encode(each) for each in state]}
+    if isinstance(state, frozenset):
+        return {"set": [encode(each) for each in sorted(state)]}
+    if isinstance(state, Mapping):
+        return {"map": [[encode(key), encode(value)] for key, value in state.items()]}
+    raise InputError(
+        f"a policy's state has a {type(state).__name__}, which a checkpoint can't hold; make it of numbers, texts, "
+        "tuples, frozensets, mappings, NamedTuples and frozen dataclasses, or leave checkpoint= out"
+    )
+
+
+def decode(value: Any, policy: Aggregation[Any]) -> Any:
+    """Return the state whose :func:`encode` a value is.
+
+    Raises:
+        InputError: it is no state of this policy.
+    """
+    try:
+        return _decode(value, _classes(policy))
+    except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"this is no state of {text_of(policy)}: {error!r}") from error
+
+
+def _decode(value: Any, classes: Mapping[str, type]) -> Any:
+    if not isinstance(value, Mapping):
+        if isinstance(value, list):
+            raise TypeError("a list")
+        return value
+    if "type" in value:
+        cls, fields = classes[value["type"]], [_decode(each, classes) for each in value["fields"]]
+        return cls(**dict(zip(_field_names(cls), fields, strict=True)))
+    ((kind, inner),) = value.items()
+    if kind == "float":
+        return float(inner)
+    if kind == "map":
+        return {_decode(key, classes): _decode(each, classes) for key, each in inner}
+    return {"tuple": tuple, "set": frozenset}[kind](_decode(each, classes) for each in inner)
+
+
+def _classes(policy: Aggregation[Any]) -> dict[str, type]:
+    """Return the classes that a state of this policy may be made of, by name."""
+    shipped = [name for name in sys.modules if name.startswith(f"{__package__}.")]
+    modules = dict.fromkeys([*shipped, *reversed(_modules(policy))])  # the policy's own are looked up first
+    found = (value for name in modules for value in vars(sys.modules[name]).values())
+    return {value.__name__: value for value in found if isinstance(value, type) and _is_record(value)}
+
+
+def _modules(value: Any) -> list[str]:
+    """Return the modules of a value's class and its bases, and those of values in its fields that are dataclasses."""
+    own = [cls.__module__ for cls in inspect.getmro(type(value)) if cls is not object]
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+    inner = (getattr(value, field.name) for field in fields)
+    return [*own, *(name for each in inner if dataclasses.is_dataclass(each) for name in _modules(each))]
+
+
+def _is_record(cls: type) -> bool:
+    return dataclasses.is_dataclass(cls) or (issubclass(cls, tuple) and hasattr(cls, "_fields"))
+
+
+def _field_names(cls: Any) -> tuple[str, ...]:
+    if dataclasses.is_dataclass(cls):
+        return tuple(field.name for field in dataclasses.fields(cls) if field.init)
+    names: tuple[str, ...] = cls._fields
+    return names

@@ -1,0 +1,103 @@
+"""States of policies go through JSON unchanged, and nothing but states can be read."""
+
+import json
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release, parse
+from paceline.aggregation.state_codec import decode, encode
+from paceline.core.errors import InputError
+
+POLICIES = [
+    "synchronous",
+    "synchronous:backups=1",
+    "asynchronous:damping=staleness",
+    "smooth-switch:every=3",
+    "smooth-switch:adaptive",
+    "smooth-switch:plateau",
+    "smooth-switch:loss-driven",
+    "smooth-switch:throughput",
+    "buffered:k=2",
+    "stale-synchronous:bound=2",
+    "local-steps:period=4",
+    "local-steps:period=2,over=asynchronous",
+    "elastic-averaging",
+    "hogwild",
+]
+
+
+def through_json(state: Any, policy: Aggregation[Any]) -> Any:
+    return decode(json.loads(json.dumps(encode(state), allow_nan=False)), policy)
+
+
+@pytest.mark.parametrize("text", POLICIES)
+def test_every_state_of_a_run_is_the_same_afterwards(text: str) -> None:
+    random = np.random.default_rng(0)
+    policy = parse(text).resolved(learning_rate=0.1, replicas=4)
+    state, computing, clocks, version = policy.start(4), set(range(4)), [0] * 4, 0
+    for i in range(150):
+        replica = sorted(computing)[int(random.integers(len(computing)))]
+        computing.remove(replica)
+        clocks[replica] += 1
+        observed = {"norm": 1.0, "agreement": 0.5, "server": 0.25}
+        loss = float(random.random())
+        arrival = Arrival(replica, version, clocks[replica], 4, 0.1 * i, loss=loss, observed=observed)
+        decision: Decision
+        state, decision = policy.arrived(state, arrival)
+        for action in decision:
+            version += isinstance(action, Apply)
+            if not isinstance(action, Apply) and hasattr(action, "replicas"):
+                computing.update(action.replicas)
+        assert through_json(state, policy) == state
+
+
+class Seen(NamedTuple):
+    losses: tuple[float, ...]
+    by_replica: dict[int, float]
+
+
+class Loose(Aggregation[Seen]):
+    def start(self, replicas: int) -> Seen:
+        return Seen((float("inf"), float("nan")), {0: 1.5, replicas: -0.0})
+
+    def arrived(self, state: Seen, arrival: Arrival) -> tuple[Seen, Decision]:
+        return state, (Release((arrival.replica,)),)
+
+    def left(self, state: Seen, replica: int, reason: Any) -> tuple[Seen, Decision]:
+        return state, ()
+
+    def joined(self, state: Seen, replica: int) -> tuple[Seen, Decision]:
+        return state, ()
+
+    def waits_for(self, state: Seen) -> int:
+        return 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"type": "Path", "fields": ["/"]},
+        {"type": "Arrival", "fields": [1]},
+        {"type": "Aggregation", "fields": []},
+        {"exec": "1"},
+        {"float": "much"},
+        {},
+        [1],
+        {"set": [{"map": []}]},
+    ],
+)
+def test_what_is_no_state_is_refused(value: Any) -> None:
+    with pytest.raises(InputError, match="no state of"):
+        decode(value, parse("synchronous"))
+
+
+def test_a_state_that_json_cannot_hold_is_refused() -> None:
+    with pytest.raises(InputError, match="ndarray"):
+        encode((np.zeros(2),))
+
+
+def test_a_policy_of_ones_own_has_its_classes_beside_it() -> None:
+    state = Loose().start(3)
+    assert repr(through_json(state, Loose())) == repr(state)

@@ -1,0 +1,48 @@
+"""A run that goes on with other replicas and batches takes each sample of an epoch exactly once."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from paceline.core.data_order import DataOrder, DataPosition
+
+
+def through_json(position: DataPosition) -> DataPosition:
+    return DataPosition.of_json(json.loads(json.dumps(position.to_json())))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_each_sample_is_taken_once_an_epoch_however_often_the_split_changes(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    samples = int(random.integers(1, 40))
+
+    def drawn(resumed: DataPosition | None) -> DataOrder:
+        replicas, batch_size = int(random.integers(1, min(4, samples) + 1)), int(random.integers(1, 6))
+        return DataOrder(samples, batch_size, replicas, 5, "global" if random.random() < 0.5 else "disjoint", resumed)
+
+    used = Counter[int]()
+    order = drawn(None)
+    for _ in range(int(random.integers(1, 5))):
+        taken = tuple(random.integers(0, 12, order.replicas).tolist())
+        for replica, count in enumerate(taken):
+            for k in range(count):
+                batch = order.batch(replica, k)
+                assert len(batch) == order.size(replica, k)
+                used.update(batch.tolist())
+        position = DataPosition(order, taken)
+        assert through_json(position) == position
+        order = drawn(through_json(position))
+    left, begun = DataPosition(order, (0,) * order.replicas).left()
+    used.update(i for indices in left for i in indices.tolist())
+    assert used == Counter({i: begun for i in range(samples) if begun})
+
+
+@pytest.mark.parametrize(("replicas", "batch_size"), [(1, 12), (2, 6), (4, 3), (6, 2)])
+def test_with_the_same_global_batch_rounds_have_the_same_samples(replicas: int, batch_size: int) -> None:
+    whole, stop = DataOrder(samples=50, batch_size=3, replicas=4, seed=1), 7
+    order = DataOrder(50, batch_size, replicas, 1, resumed=DataPosition(whole, (stop,) * 4))
+    for k in range(20):
+        old = np.concatenate([whole.batch(replica, stop + k) for replica in range(4)])
+        assert np.concatenate([order.batch(replica, k) for replica in range(replicas)]).tolist() == old.tolist()
