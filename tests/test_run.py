@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import random
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import paceline.run
 from paceline.aggregation import SmoothSwitch
+from paceline.checkpoint.manifest import Manifest
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, Record, ReplicaExit
 from paceline.core.safe_files import check_out, new_folder
@@ -25,7 +28,7 @@ from paceline.run import Run, load, load_state, save_state
 from paceline.strategy import Strategy
 from paceline.trace.spans import Span
 
-FILES = ["history.csv", "model.safetensors", "spans.jsonl", "strategy.toml", "summary.json"]
+FILES = ["history.csv", "manifest.json", "model.safetensors", "spans.jsonl", "strategy.toml", "summary.json"]
 STRATEGY = Strategy.parse("replicas=4 aggregation=smooth-switch:every=300")
 HISTORY = [
     Record(0.0, 0, 0, 1, None, 2.3, 2.4, 0.1, {"f1": 0.05}),
@@ -71,7 +74,7 @@ def test_a_saved_run_comes_back_as_it_was(tmp_path: Path) -> None:
     assert replace(back, state={}) == replace(run, state={}, model=None)
 
 
-def test_a_saved_run_is_five_plain_files_and_nothing_beside(tmp_path: Path) -> None:
+def test_a_saved_run_is_six_plain_files_and_nothing_beside(tmp_path: Path) -> None:
     make_run().save(tmp_path / "a")
     assert sorted(os.listdir(tmp_path / "a")) == FILES
     assert os.listdir(tmp_path) == ["a"]
@@ -243,13 +246,23 @@ def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
         load(tmp_path / "a")
 
 
+def seal(folder: Path) -> None:
+    """Write the manifest that fits the files as they are now, so that only their contents can be wrong."""
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").write_text(Manifest.of_files({}, folder).to_json())
+
+
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [b"", b"\xff\xfe{", b"[1]", b"{}\n{}"])
-def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: bytes) -> None:
-    if (name, damage) == ("spans.jsonl", b""):
-        pytest.skip("nothing was traced, as far as can be told")
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: bytes, sealed: bool) -> None:
     make_run().save(tmp_path / "a")
     (tmp_path / "a" / name).write_bytes(damage)
+    if sealed and name != "manifest.json":
+        seal(tmp_path / "a")
+        if (name, damage) == ("spans.jsonl", b""):
+            assert load(tmp_path / "a").spans == []  # nothing was traced, as far as can be told
+            return
     with pytest.raises(InputError, match=name):
         load(tmp_path / "a")
 
@@ -261,9 +274,18 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, damage: bytes) -> No
         ("history.csv", ",11,", ",eleven,"),
         ("history.csv", ",11,", ",11,12,"),
         ("history.csv", ",7,11,2,", ",7,"),
+        ("history.csv", ",7,11,2,", ',7,11,2,"'),
+        ("history.csv", ",7,11,2,", f",7,11,{'2' * 200_000},"),
         ("summary.json", '"replica": 2', '"replicant": 2'),
         ("summary.json", '"left"', '"right"'),
+        ("summary.json", '"left": [', '"left": ["x", '),
+        ("summary.json", '"updates": 7', f'"updates": {"[" * 200_000}'),
+        ("summary.json", '"updates": 7', '"updates": 7, "updates": 8'),
+        ("summary.json", '"updates": 7', f'"updates": [{"[]," * 500_000}[]]'),
+        ("spans.jsonl", '"step":1', f'"step":{"[" * 200_000}'),
         ("strategy.toml", 'engine = "local"', ""),
+        ("strategy.toml", 'engine = "local"', f"engine = {'[' * 50_000}"),
+        ("strategy.toml", 'engine = "local"', f'engine = "{" " * 200_000}"'),
         ("strategy.toml", '"replicas=4 ', '"replicas=0 '),
     ],
 )
@@ -274,6 +296,65 @@ def test_a_file_with_a_wrong_word_is_named(tmp_path: Path, name: str, old: str, 
     file.write_text(file.read_text().replace(old, new, 1))
     with pytest.raises(InputError, match=name):
         load(tmp_path / "a")
+    seal(tmp_path / "a")
+    with pytest.raises(InputError, match=name):
+        load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("tied", ["[1]", "7", '"read.weight"', '{"a": "nothing"}', "[" * 200_000])
+def test_wrong_ties_are_refused(tmp_path: Path, tied: str) -> None:
+    make_run().save(tmp_path / "a")
+    save_file({"read.weight": torch.zeros(4, 3)}, tmp_path / "a" / "model.safetensors", metadata={"tied": tied})
+    seal(tmp_path / "a")
+    with pytest.raises(InputError, match=r"model\.safetensors can't be read"):
+        load(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    make_run().save(tmp_path / "a")
+    file = tmp_path / "a" / name
+    for replace_it in (lambda: os.mkfifo(file), lambda: file.symlink_to("/dev/zero"), file.mkdir):
+        file.unlink()
+        replace_it()
+        with pytest.raises(InputError, match=rf"{name} can't be read: it is no regular file"):
+            load(tmp_path / "a")
+        if file.is_dir():
+            file.rmdir()
+            file.touch()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path, seed: int) -> None:
+    make_run().save(tmp_path / "a")
+    chance = random.Random(seed)
+    file = tmp_path / "a" / chance.choice(FILES)
+    data = bytearray(file.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    file.write_bytes(data)
+    with pytest.raises(InputError, match=file.name):
+        load(tmp_path / "a")
+
+
+def test_the_model_of_another_run_is_noticed(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        make_run(model=None, state={"w": torch.full((3,), float(ord(name)))}).save(tmp_path / name)
+    (tmp_path / "b" / "model.safetensors").replace(tmp_path / "a" / "model.safetensors")
+    with pytest.raises(InputError, match=r"a/model\.safetensors can't be read: its SHA-256"):
+        load(tmp_path / "a")
+
+
+def test_a_run_saved_without_a_manifest_is_refused_with_the_reason(tmp_path: Path) -> None:
+    make_run().save(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"manifest\.json is missing.*save the run again"):
+        load(tmp_path / "a")
+
+
+def test_files_that_others_add_do_not_matter(tmp_path: Path) -> None:
+    make_run().save(tmp_path / "a")
+    (tmp_path / "a" / "report.html").write_text("<p>")
+    assert load(tmp_path / "a").summary == SUMMARY
 
 
 def test_a_truncated_model_is_named(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@
     spans.jsonl        one line per span; empty if nothing was traced
     summary.json       the summary, and under "left" the replicas that left before the end
     model.safetensors  parameters and buffers by full name
+    manifest.json      size and SHA-256 of each of these
 
 Nothing in it is pickled, so reading the run of a stranger executes none of the stranger's code.
 """
 
 import csv
+import io
 import json
 import tomllib
 from collections.abc import Mapping
@@ -23,9 +25,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, STATISTICS, Record, ReplicaExit
-from paceline.core.safe_files import new_folder, read_json, reading, write_json
+from paceline.core.safe_files import new_folder, open_regular, read_bytes, read_json, reading, write_json
 from paceline.metrics.summary import json_safe
 from paceline.program import Program
 from paceline.strategy import Strategy
@@ -35,6 +38,12 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Run", "load"]
+
+# What every saved run has, beside its manifest.
+FILES = ("strategy.toml", "history.csv", "spans.jsonl", "summary.json", "model.safetensors")
+
+# A strategy has a few lines.
+_LARGEST_TOML_BYTES = 1 << 16
 
 # Parameters and buffers by full name.
 State: TypeAlias = Mapping[str, Tensor]
@@ -97,7 +106,7 @@ class Run:
             tensorboard: also write the history as TensorBoard events.
 
         Raises:
-            InputError: the folder exists or can't be made, or tensorboard is not installed.
+            InputError: the folder exists or can't be written, or tensorboard is not installed.
         """
         if tensorboard:
             require_package("tensorboard", "tensorboard=True")
@@ -127,6 +136,7 @@ class Run:
                         for name, value in record.row().items():
                             if value is not None:
                                 events.add_scalar(name, value, record.updates, walltime=record.time_s)
+            (folder / MANIFEST).write_text(Manifest.of_files(head, folder).to_json(), encoding="utf-8")
 
     def _columns(self) -> list[str]:
         return list(dict.fromkeys([*RECORD_FIELDS, *(key for record in self.history for key in record.row())]))
@@ -151,8 +161,9 @@ def load(path: str | Path, program: Program | None = None) -> Run:
     if (folder / "comparison.json").exists():
         one = next((run.parent for run in sorted(folder.glob("*/round-*/summary.json"))), folder / "…" / "round-0")
         raise InputError(f"{path} holds a comparison, not a run; write the path of one of its runs, {one}")
+    _verify(folder)
     with reading(folder / "strategy.toml"):
-        head = tomllib.loads((folder / "strategy.toml").read_text(encoding="utf-8"))
+        head = tomllib.loads(read_bytes(folder / "strategy.toml", most=_LARGEST_TOML_BYTES).decode())
         name, engine, text = str(head["program"]), str(head["engine"]), str(head["strategy"])
         strategy: Strategy | str = text
         try:
@@ -175,6 +186,20 @@ def load(path: str | Path, program: Program | None = None) -> Run:
     return Run(name, strategy, engine, state, summary, history, left, spans, model)
 
 
+def _verify(folder: Path) -> None:
+    """Compare the files of a run with its manifest; raise InputError, naming the file that is missing or damaged."""
+    if not (folder / MANIFEST).exists() and (folder / "summary.json").exists():
+        raise InputError(
+            f"{folder / MANIFEST} is missing, so that damage to the other files would not be noticed; "
+            "save the run again with this version of Paceline"
+        )
+    manifest = Manifest.read(folder)
+    for name in FILES:
+        if name not in manifest.files:
+            raise InputError(f"{folder / MANIFEST} does not list {name}; write the path of a saved run")
+    manifest.check_files(folder)
+
+
 def save_state(state: State, path: Path) -> None:
     """Write tensors as safetensors; tied ones once, with their other names in the metadata under ``tied``."""
     kept, tied = dict[str, Tensor](), dict[str, str]()
@@ -192,12 +217,16 @@ def save_state(state: State, path: Path) -> None:
         shared = storage in storages
         kept[name] = tensor.clone(memory_format=torch.contiguous_format) if shared else tensor.contiguous()
         storages.add(storage)
-    save_file(kept, path, metadata={"tied": json.dumps(tied)})
+    try:
+        save_file(kept, path, metadata={"tied": json.dumps(tied)})
+    except SafetensorError as error:  # the disk is full, say
+        raise OSError(f"{path}: {error}") from error
 
 
 def load_state(path: Path) -> dict[str, Tensor]:
     """Return the tensors that :func:`save_state` wrote; tied names share one tensor again."""
     with reading(path):
+        open_regular(path).close()
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
@@ -219,8 +248,8 @@ def _read_history(path: Path) -> list[Record]:
 
     readers: dict[str, Any] = {"time_s": float, "updates": int, "gradients": int, "threshold": int}
     records: list[Record] = []
-    with reading(path), path.open(encoding="utf-8", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
+    with reading(path), open_regular(path) as file:
+        rows = csv.DictReader(io.TextIOWrapper(file, encoding="utf-8", newline=""), strict=True)
         if tuple(rows.fieldnames or ())[: len(RECORD_FIELDS)] != RECORD_FIELDS:
             raise ValueError(f"its first line should begin with {','.join(RECORD_FIELDS)}")
         for row in rows:

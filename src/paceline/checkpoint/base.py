@@ -7,17 +7,23 @@ and read into them. How a model is split decides only which rectangles there are
                     rank 1: nothing                  rank 1: w[:, 4:]            rank 1: w[2, 3:], w[3:6, :]
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
-from paceline.checkpoint.manifest import DTYPES
+from paceline.checkpoint.manifest import DTYPES, chunk_key
 from paceline.core.errors import InputError
 
 # Names of optimizer state begin so: optimizer/<slot>/<full name of the parameter>.
 OPTIMIZER = "optimizer/"
+# Names that no parameter may begin with: Δs that are held, versions that attempts read, and what replicas keep.
+RESERVED = (OPTIMIZER, "delta/", "read/", "replica/")
+
+
+_DTYPES = {getattr(torch, name): name for name in DTYPES}
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,7 +50,7 @@ class TensorChunk:
     @property
     def key(self) -> str:
         """Name of the chunk within a file."""
-        return f"{self.name}@{','.join(map(str, self.offset))}"
+        return chunk_key(self.name, self.offset)
 
 
 def slot_name(slot: str, parameter: str) -> str:
@@ -56,11 +62,29 @@ def slot_name(slot: str, parameter: str) -> str:
     return f"{OPTIMIZER}{slot}/{parameter}"
 
 
+def check_saveable(state: Mapping[str, Tensor]) -> None:
+    """Require that checkpoints can hold parameters and buffers, given by full name.
+
+    Raises:
+        InputError: a name begins like those of an optimizer's state, say, or a dtype can't be written.
+    """
+    for name, tensor in state.items():
+        prefix = next(filter(name.startswith, RESERVED), None)
+        if prefix is not None:
+            raise InputError(
+                f"a parameter or buffer is called {name}, but checkpoints have other tensors by names that begin with "
+                f"{prefix}; write another name for the module {name.partition('.')[0]}"
+            )
+        dtype_name(name, tensor)
+
+
 def dtype_name(name: str, tensor: Tensor) -> str:
     """Return the name of a tensor's dtype without "torch."; raise InputError if no checkpoint can hold it."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise InputError(f"{name} has dtype {dtype}, which no checkpoint can hold; write one of: {', '.join(DTYPES)}")
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise InputError(
+            f"{name} has dtype {tensor.dtype}, which safetensors has not; write one of: {', '.join(DTYPES)}"
+        )
     return dtype
 
 

@@ -14,6 +14,7 @@ tensor cover it exactly once.
 import hashlib
 import itertools
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from paceline.core.errors import InputError
-from paceline.core.safe_files import open_regular, read_bytes, reading
+from paceline.core.safe_files import bound_values, open_regular, parse_json, read_bytes, reading
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -51,13 +52,20 @@ DTYPES: Mapping[str, tuple[str, int]] = {
     "bool": ("BOOL", 1),
 }
 
-# A manifest of 2,816 ranks and 300 tensors, each in as many chunks, has 100 MB.
-_LARGEST_BYTES = 1 << 28
 # Corners of all chunks of one tensor; a tensor that is cut along d dims has 2^d for each chunk.
 _MOST_CORNERS = 1 << 20
-_STEP = re.compile(r"step-(\d{1,18})")
+_STEP = re.compile(r"step-(0|[1-9]\d{0,17})")
 _SEAL = re.compile(rb',\n"sha256": "([0-9a-f]{64})"\}\n')
 _SEAL_BYTES = len(',\n"sha256": ""}\n') + 64
+
+
+def chunk_key(name: str, offset: Iterable[int]) -> str:
+    """Return the name of a chunk within a file.
+
+    >>> chunk_key("head.weight", (2, 0))
+    'head.weight@2,0'
+    """
+    return f"{name}@{','.join(map(str, offset))}"
 
 
 class ChunkEntry(NamedTuple):
@@ -153,7 +161,7 @@ class Manifest:
             seal = _SEAL.fullmatch(text, max(0, len(text) - _SEAL_BYTES))
             if seal is None or hashlib.sha256(text[: seal.start()]).hexdigest() != seal[1].decode():
                 raise ValueError("its SHA-256 is not the one that it ends with")
-            head = json.loads(text, object_pairs_hook=_unique)
+            head = parse_json(text)
             if head.get("format") != FORMAT:
                 raise ValueError(f"it has format {head.get('format')!r}, but this version of Paceline reads {FORMAT}")
             tensors, files = head.pop("tensors"), head.pop("files")
@@ -172,15 +180,14 @@ class Manifest:
         """
         path = folder / MANIFEST
         with reading(path):
-            text = read_bytes(path, most=_LARGEST_BYTES)
+            text = read_bytes(path)
+            bound_values(text, sum(file.lstat().st_size for file in folder.iterdir()))
         return cls.parse(text, path)
 
     @classmethod
-    def read_part(cls, path: Path) -> "Manifest":
-        """Read the manifest of one part; raise InputError, naming the file, if it is damaged."""
-        with reading(path):
-            text = read_bytes(path, most=_LARGEST_BYTES)
-        return cls.parse_part(text, path)
+    def of_files(cls, head: Mapping[str, Any], folder: Path) -> "Manifest":
+        """Return a manifest, without tensors, of all files in a folder."""
+        return cls({"format": FORMAT, **head}, {}, {file.name: FileInfo.of(file) for file in sorted(folder.iterdir())})
 
     @classmethod
     def merge(cls, head: Mapping[str, Any], parts: Iterable["Manifest"]) -> "Manifest":
@@ -221,20 +228,14 @@ class Manifest:
 
 def checkpoint_folders(directory: Path) -> list[Path]:
     """Return the folders of complete checkpoints in a folder, sound or not, the newest first."""
-    found = [(int(match[1]), folder) for folder in directory.iterdir() if (match := _STEP.fullmatch(folder.name))]
-    return [folder for _, folder in sorted(found, reverse=True)]
+    names = os.listdir(directory) if os.path.lexists(directory) else []
+    return [
+        directory / f"step-{n}" for n in sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
+    ]
 
 
 def _lines(values: Mapping[str, Any]) -> str:
     return ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in values.items())
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
-    return found
 
 
 def _file_name(name: str) -> str:

@@ -10,6 +10,7 @@ Reading intersects the rectangles that are wanted with those that are stored::
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class CheckpointStatus(NamedTuple):
         folder: of the checkpoint.
         version: of A, as the folder's name says.
         created: UTC, ISO 8601; None if the manifest is damaged.
-        size_bytes: of all its files but the manifest.
+        size_bytes: of all its files.
         error: what is damaged; None if it is sound.
     """
 
@@ -123,15 +124,18 @@ class Checkpoint:
         path = self.folder / name
         self.manifest.files[name].check(path)
         with reading(path):
-            stored = {
-                chunk.key: (DTYPES[info.dtype][0], list(chunk.shape))
-                for info in self.manifest.tensors.values()
-                for chunk in info.chunks
-                if chunk.file == name
-            }
-            if stored and stored != _header(path):
+            if _header(path) != self._headers.get(name, {}):
                 raise ValueError("its header is not what the manifest says")
         self._verified.add(name)
+
+    @cached_property
+    def _headers(self) -> dict[str, dict[str, tuple[str, list[int]]]]:
+        """By file and key: dtype and shape, as they should be."""
+        headers = defaultdict[str, dict[str, tuple[str, list[int]]]](dict)
+        for info in self.manifest.tensors.values():
+            for chunk in info.chunks:
+                headers[chunk.file][chunk.key] = DTYPES[info.dtype][0], list(chunk.shape)
+        return headers
 
     def _absent(self, name: str) -> InputError:
         return InputError(f"{self.folder} has no {name}; write the program that the checkpoint was made with")
@@ -156,20 +160,21 @@ def statuses(directory: Path) -> list[CheckpointStatus]:
     """Verify all checkpoints in a folder, the newest first."""
     found: list[CheckpointStatus] = []
     for folder in checkpoint_folders(directory):
-        version, created, size, error = int(folder.name.removeprefix("step-")), None, 0, None
+        created, error = None, None
         try:
-            checkpoint = Checkpoint.open(folder)
-            created = str(checkpoint.manifest.head.get("created"))
-            size = sum(info.size_bytes for info in checkpoint.manifest.files.values())
-            checkpoint.verify()
+            created = str(_verified(folder).manifest.head.get("created"))
         except InputError as failure:
             error = str(failure)
-        found.append(CheckpointStatus(folder, version, created, size, error))
+        size = sum(file.lstat().st_size for file in folder.rglob("*"))
+        found.append(CheckpointStatus(folder, int(folder.name.removeprefix("step-")), created, size, error))
     return found
 
 
 def _verified(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint.open(folder)
+    version = checkpoint.manifest.head.get("version")
+    if f"step-{version}" != folder.name:
+        raise InputError(f"{folder} holds version {version}; rename it to step-{version}")
     checkpoint.verify()
     return checkpoint
 

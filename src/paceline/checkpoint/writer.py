@@ -12,7 +12,6 @@ Training stands still only while the chunks are copied.
 import json
 import mmap
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -20,7 +19,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
-from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,6 +106,7 @@ class CheckpointWriter:
         try:
             staging = self._staging.copy([chunk.tensor for chunk in chunks])
             if self._process.poll() is not None:
+                self._link.close()
                 self._start()
                 staging = [self._staging.fd]
             with os.fdopen(linux.memfd_create("paceline:request"), "wb") as file:
@@ -127,9 +126,13 @@ class CheckpointWriter:
             return None
         result, self._failed = self._failed, None
         if result is None:
-            if not select.select([self._link], [], [], timeout_s)[0]:
+            self._link.settimeout(timeout_s)
+            try:
+                message = self._link.recv(1 << 16)
+            except (BlockingIOError, TimeoutError):
                 return None
-            message = self._link.recv(1 << 20)
+            except ConnectionError:
+                message = b""
             result = SaveResult(*json.loads(message)) if message else self._ended(self._version)
         self._version = None
         return result
@@ -171,7 +174,6 @@ class CheckpointWriter:
 
     def _ended(self, version: Version) -> SaveResult:
         reason = liveness.describe_exit(self._process.wait())
-        self._link.close()
         self._remove_partial(version)
         return SaveResult(version, 0.0, 0, f"the process that wrote it ended ({reason}): {self._folder}")
 
@@ -232,10 +234,10 @@ class _Staging:
 
 def _head(version: Version, head: Mapping[str, Any] | None) -> dict[str, Any]:
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
-    versions = {"paceline": version_of("paceline"), "torch": torch.__version__}
+    versions = {"paceline": sys.modules["paceline"].__version__, "torch": torch.__version__}
     return {"format": FORMAT, **versions, "created": created, "version": version, **(head or {})}
 
 
 def _row(chunk: TensorChunk) -> tuple[Any, ...]:
     dtype = dtype_name(chunk.name, chunk.tensor)
-    return chunk.name, chunk.key, chunk.shape, dtype, chunk.offset, tuple(chunk.tensor.shape)
+    return chunk.name, chunk.shape, dtype, chunk.offset, tuple(chunk.tensor.shape)

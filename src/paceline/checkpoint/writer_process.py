@@ -39,10 +39,11 @@ from paceline.checkpoint.manifest import (
     Manifest,
     TensorInfo,
     checkpoint_folders,
+    chunk_key,
 )
 from paceline.comm import linux, liveness
 from paceline.core.errors import InputError, PacelineError, WaitTimeoutError
-from paceline.core.safe_files import locked, naming, remove_leftover, sync
+from paceline.core.safe_files import locked, naming, read_bytes, reading, remove_leftover, sync
 from paceline.core.types import Seconds, Version
 
 # Bytes that are hashed and written at a time.
@@ -77,7 +78,7 @@ class PartWriter:
         """Write this part of a checkpoint; as part 0, wait for the others and commit.
 
         Args:
-            request: "version", "head" and "chunks": [name, key, shape, dtype, offset, extent] in the order in which
+            request: "version", "head" and "chunks": [name, shape, dtype, offset, extent] in the order in which
                 they lie in memory.
             staging: the values of the chunks, without gaps.
 
@@ -92,7 +93,10 @@ class PartWriter:
         partial = self.folder / f".step-{version}.{self.run}.partial"
         if self.part == 0:
             self._remove_leftovers(version)
-        partial.mkdir(parents=True, exist_ok=True)
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            sync(self.folder.parent)
+        partial.mkdir(exist_ok=True)
         try:
             with locked(partial):
                 if self.part > 0:
@@ -107,7 +111,8 @@ class PartWriter:
     def _write_part(self, partial: Path, chunks: Sequence[Sequence[Any]], staging: memoryview) -> Manifest:
         path = partial / f"part-{self.part}.safetensors"
         header, tensors, end = dict[str, Any](), dict[str, TensorInfo](), 0
-        for name, key, shape, dtype, offset, extent in chunks:
+        for name, shape, dtype, offset, extent in chunks:
+            key = chunk_key(name, offset)
             begin, end = end, end + prod(extent) * DTYPES[dtype][1]
             header[key] = {"dtype": DTYPES[dtype][0], "shape": extent, "data_offsets": [begin, end]}
             known = tensors.get(name, TensorInfo(tuple(shape), dtype, ()))
@@ -121,7 +126,7 @@ class PartWriter:
     def _write_sidecar(self, partial: Path, request: dict[str, Any], staging: memoryview) -> int:
         """Write this part, and tell part 0 of it or of the error."""
         sidecar = partial / f"part-{self.part}.json"
-        if sidecar.exists() and "error" not in Manifest.read_part(sidecar).head:
+        if sidecar.exists() and "error" not in _read_sidecar(sidecar).head:
             # Part 0 failed, and this is its next try at the same version. The file is right, and may be in use.
             return 0
         try:
@@ -140,7 +145,7 @@ class PartWriter:
         while waiting:
             for part, sidecar in [(part, path) for part, path in waiting.items() if path.exists()]:
                 del waiting[part]
-                manifest = Manifest.read_part(sidecar)
+                manifest = _read_sidecar(sidecar)
                 if "error" in manifest.head:
                     raise PacelineError(f"part {part} failed: {manifest.head['error']}")
                 yield manifest
@@ -154,8 +159,8 @@ class PartWriter:
 
     def _commit(self, partial: Path, version: Version, manifest: Manifest) -> int:
         text = manifest.to_json()
-        Manifest.parse(text.encode(), partial / MANIFEST)  # that chunks cover their tensors, above all
         _write_durably(partial / MANIFEST, text)
+        Manifest.read(partial)  # that chunks cover their tensors, above all
         for part in range(1, self.parts):
             (partial / f"part-{part}.json").unlink()
         sync(partial)
@@ -189,6 +194,11 @@ class PartWriter:
             # Other parts of this run may be ahead of this one.
             if found and (found[2] != self.run or int(found[1]) < version):
                 remove_leftover(partial)
+
+
+def _read_sidecar(path: Path) -> Manifest:
+    with reading(path):
+        return Manifest.parse_part(read_bytes(path), path)
 
 
 def _is_sound(folder: Path) -> bool:
@@ -258,7 +268,7 @@ def main() -> None:
             size = writer.save(request, staging)
         except (OSError, PacelineError) as failure:
             error = str(failure)
-        link.send(json.dumps([request["version"], time.monotonic() - started, size, error]).encode())
+        link.send(json.dumps([request["version"], time.monotonic() - started, size, error and error[:4000]]).encode())
 
 
 if __name__ == "__main__":

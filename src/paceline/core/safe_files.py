@@ -21,8 +21,10 @@ from typing import Any, TextIO
 
 from paceline.core.errors import InputError
 
-# Of a file that is read at once.
-LARGEST_BYTES = 1 << 30
+# Size of a file that is read at once.
+LARGEST_BYTES = 1 << 28
+# Memory that the values of any JSON may take.
+_SMALL_BYTES = 48 << 20
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise InputError(f"{path} is missing; give a folder that save() wrote") from None
+        raise InputError(f"{path} is missing; write the path of a folder that is whole") from None
     except RecursionError:
         raise InputError(f"{path} can't be read: its values are nested too deep") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
@@ -151,11 +153,11 @@ def reading(path: Path) -> Iterator[None]:
 def open_regular(path: Path) -> BufferedReader:
     """Open a file to read it; raise ValueError for FIFOs, devices and folders, which could block or never end."""
     # O_NONBLOCK: the open of a FIFO that nobody writes would wait.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
         raise ValueError("it is no regular file")
-    return file
+    return os.fdopen(handle, "rb")
 
 
 def read_bytes(path: Path, *, most: int = LARGEST_BYTES) -> bytes:
@@ -177,7 +179,32 @@ def write_json(path: Path, value: Any) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; raise InputError, naming the file, if there is none."""
     with reading(path):
-        value = json.loads(read_bytes(path).decode())
-        if not isinstance(value, dict):
-            raise ValueError(f"it holds a {type(value).__name__}, not an object")
-        return value
+        text = read_bytes(path)
+        bound_values(text, len(text))
+        return parse_json(text)
+
+
+def bound_values(text: bytes, stored_bytes: int) -> None:
+    """Require that JSON will not take much more memory than ``stored_bytes``; raise ValueError otherwise.
+
+    Three characters, as of "[],", become an object of 80 bytes.
+    """
+    estimate = 100 * (text.count(b"[") + text.count(b"{")) + 40 * text.count(b",")
+    if estimate > 4 * stored_bytes + _SMALL_BYTES:
+        raise ValueError(f"its {len(text):,} bytes would take {estimate:,} bytes of memory")
+
+
+def parse_json(text: bytes) -> dict[str, Any]:
+    """Return a JSON object whose keys are all different; raise ValueError or RecursionError for anything else."""
+    value = json.loads(text.decode(), object_pairs_hook=_unique)
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in one object")
+    return found

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from paceline.core.errors import InputError
-from paceline.core.safe_files import replacing
+from paceline.core.safe_files import read_bytes, reading, replacing
 from paceline.core.types import Nanoseconds
 
 # Action that computes on one micro-batch.
@@ -84,16 +84,14 @@ def read_spans(path: str | os.PathLike[str]) -> list[Span]:
     Raises:
         InputError: no such file, or a line that is no span; the message names the line and what is wrong with it.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"spans {path} can't be read: {error}; write the path of a spans.jsonl file.") from error
+    with reading(Path(path)):
+        lines = read_bytes(Path(path)).decode().splitlines()
     spans: list[Span] = []
     for number, line in enumerate(lines, start=1):
         where = f"{path}:{number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{where} is no JSON: {error}; write one JSON object a line.") from error
         if not isinstance(record, dict) or record.keys() != set(_KEYS):
             raise InputError(f"{where} is no span; write one JSON object a line, with the keys {', '.join(_KEYS)}.")
