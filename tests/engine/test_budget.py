@@ -24,7 +24,7 @@ from tests.engine import programs
 @given(steps=st.integers(1, 50), micro_steps=st.integers(1, 8), accumulated=st.booleans())
 def test_steps_are_granted_to_each_and_no_more(steps: int, micro_steps: int, accumulated: bool) -> None:
     """All micro-steps of an accumulated gradient make one step; each of its own optimizer's makes one."""
-    allowance = Steps(steps, 2, micro_steps, micro_steps if accumulated else 1)
+    allowance = Steps([steps * (micro_steps if accumulated else 1)] * 2, micro_steps)
     granted = iter(lambda: allowance.grant(1), 0)
     counts = list(granted)
     assert sum(counts) == steps * (micro_steps if accumulated else 1)
@@ -36,7 +36,7 @@ def test_steps_are_granted_to_each_and_no_more(steps: int, micro_steps: int, acc
 @pytest.mark.parametrize("epochs", [0.07, 0.28, 1.1, 2])
 def test_epochs_have_no_batch_too_many_from_rounding(epochs: float) -> None:
     """0.07 · 100 is a little more than 7 in binary."""
-    allowance = Epochs(epochs, DataOrder(100, 1, 1, 0), 1, 100)
+    allowance = Epochs(epochs * 100, DataOrder(100, 1, 1, 0), 1, [0])
     assert len(list(iter(lambda: allowance.grant(0), 0))) == round(epochs * 100)
 
 

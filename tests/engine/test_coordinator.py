@@ -37,7 +37,7 @@ def test_each_delta_is_applied_or_discarded_once(data: st.DataObject, replicas: 
         policy,
         replicas,
         data.draw(st.lists(st.sampled_from(COMPUTE), min_size=replicas, max_size=replicas)),
-        Steps(steps, replicas, each, 1),
+        Steps([steps] * replicas, each),
         samples=lambda r, k: 0 if (r, k) in empty else 2,
         finite=lambda r, k: (r, k) not in infinite,
     ).carry(die=data.draw(st.dictionaries(st.integers(0, 30), st.integers(0, 5), max_size=3), label="deaths"))
@@ -74,7 +74,7 @@ def test_epochs_are_passes_of_all_together(
     order = DataOrder(samples, batch, replicas, 0)
     each = 3 if "local" in aggregation else 1
     run = Weightless(
-        aggregation, replicas, "exponential:mean=1", Epochs(epochs, order, each, samples), order.size
+        aggregation, replicas, "exponential:mean=1", Epochs(epochs * samples, order, each, [0] * replicas), order.size
     ).carry()
     seen = sum(order.size(r, k) for r in range(replicas) for k in range(sum(run.granted[r])))
     assert not run.coordinator.present
@@ -89,7 +89,7 @@ def test_epochs_are_passes_of_all_together(
 @settings(max_examples=60, deadline=None)
 def test_nobody_runs_ahead_of_the_bound(bound: int, replicas: int, data: st.DataObject) -> None:
     compute = data.draw(st.lists(st.sampled_from(COMPUTE), min_size=replicas, max_size=replicas))
-    run = Weightless(f"stale-synchronous:bound={bound}", replicas, compute, Steps(12, replicas, 1, 1)).carry()
+    run = Weightless(f"stale-synchronous:bound={bound}", replicas, compute, Steps([12] * replicas, 1)).carry()
     clocks = [0] * replicas
     for arrival in run.arrived:
         assert arrival.clock - 1 <= min(clocks) + bound
@@ -161,7 +161,7 @@ def test_mean_staleness_is_told_since_it_was_last_asked() -> None:
 
 @pytest.mark.parametrize("aggregation", ["synchronous", "asynchronous", "stale-synchronous:bound=1", "buffered:k=2"])
 def test_a_replica_that_is_back_is_waited_for_again(aggregation: str) -> None:
-    run = Weightless(aggregation, 3, "1", Steps(4, 3, 1, 1))
+    run = Weightless(aggregation, 3, "1", Steps([4] * 3, 1))
     run.coordinator.begin()
     run.coordinator.left(1, "died")
     run.current.pop(1)
@@ -178,7 +178,7 @@ def test_a_replica_that_is_back_is_waited_for_again(aggregation: str) -> None:
 
 
 def test_a_replica_that_is_back_when_its_budget_is_spent_is_dismissed() -> None:
-    run = Weightless("synchronous", 2, "1", Steps(1, 2, 1, 1))
+    run = Weightless("synchronous", 2, "1", Steps([1] * 2, 1))
     run.coordinator.begin()
     run.coordinator.left(1, "died")
     run.coordinator.joined(1)

@@ -14,9 +14,9 @@ that an update is made of, and the large one is theirs together::
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from paceline.core.types import Seconds
 
@@ -210,6 +210,16 @@ class NoiseAccumulator:
         self._reference: float | None = reference
         self._lately, self._overall = Averages(DECAY), Averages()
         self._last: tuple[Seconds, int] = (0.0, 0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the averages as a JSON object."""
+        averages = {"lately": asdict(self._lately), "overall": asdict(self._overall)}
+        return averages | {"reference": self._reference, "last": list(self._last)}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the averages whose :meth:`to_json` this is."""
+        self._lately, self._overall = Averages(**saved["lately"]), Averages(**saved["overall"])
+        self._reference, self._last = saved["reference"], (saved["last"][0], saved["last"][1])
 
     def add_batch(self, samples: float) -> None:
         """Note the mean samples of a Δ's micro-steps."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
-from paceline.core.types import ReplicaId, Seconds
+from paceline.core.types import Clock, ReplicaId, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,17 @@ class ReplicaExit:
     reason: str
     """Text such as ``killed by SIGKILL``."""
     time_s: Seconds
+
+
+class ReplicaPosition(NamedTuple):
+    """How far a replica has come: what it counted, not what it was computing."""
+
+    clock: int = 0
+    """Micro-steps; they number the seeds of dropout and the draws of delays."""
+    batches: int = 0
+    """Batches taken from the present data order."""
+    attempt: Clock = 0
+    """The newest Δ that arrived or was cancelled, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)

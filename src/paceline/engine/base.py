@@ -9,12 +9,14 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from paceline.checkpoint.options import CheckpointOptions
 from paceline.clock.times import Delay, Times
 from paceline.core.errors import unknown
 from paceline.core.records import Account, Record
 from paceline.core.registry import declare
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
+from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.strategy import Strategy
 from paceline.support import Feature
@@ -70,6 +72,10 @@ class Job:
     """The user's own loop; absent: one step per batch."""
     out: Path | None = None
     """Folder of ``workers.json`` while the run lasts."""
+    checkpoint: CheckpointOptions | None = None
+    """Where and how often the run is saved while it lasts; absent: never."""
+    resume: ResumePoint | None = None
+    """Where the run goes on; absent: it begins."""
 
 
 @dataclass(frozen=True, slots=True)

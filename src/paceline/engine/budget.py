@@ -1,6 +1,7 @@
 """The budget of a run: when it is evaluated, and how many micro-steps each replica may still make."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -12,11 +13,16 @@ if TYPE_CHECKING:  # the planner simulates budgets without torch
 
 
 class EvalSchedule:
-    """Evaluation points of a budget, from 0 on, in its unit."""
+    """Evaluation points of a budget, in its unit.
 
-    def __init__(self, budget: "Budget") -> None:
-        self._every, self._passed = budget.evaluate_every, 0
-        self.next = 0.0
+    Args:
+        budget: of the run.
+        passed: number of points that were evaluated before; the first is at 0.
+    """
+
+    def __init__(self, budget: "Budget", passed: int = 0) -> None:
+        self._every, self.passed = budget.evaluate_every, passed
+        self.next = passed * self._every
         """The next evaluation point."""
 
     def reached(self, spent: float) -> bool:
@@ -24,15 +30,15 @@ class EvalSchedule:
         reach = spent * (1 + 1e-12)
         if self.next > reach:
             return False
-        self._passed = int(reach / self._every) + 1
-        self.next = self._passed * self._every
+        self.passed = int(reach / self._every) + 1
+        self.next = self.passed * self._every
         return True
 
     def step_over(self) -> float:
         """Pass the next point and return it."""
         point = self.next
-        self._passed += 1
-        self.next = self._passed * self._every  # a product, since sums would drift
+        self.passed += 1
+        self.next = self.passed * self._every  # a product, since sums would drift
         return point
 
 
@@ -65,15 +71,12 @@ class Steps:
     """Quota of a budget in steps: each replica makes its own number of them.
 
     Args:
-        steps: for each replica.
-        replicas: P.
+        left: micro-steps that each replica may make.
         micro_steps: of one Δ.
-        per_step: micro-steps that count as one step: all of an accumulated gradient's, one of a local step's.
     """
 
-    def __init__(self, steps: int, replicas: int, micro_steps: int, per_step: int) -> None:
-        self._left = [steps * per_step] * replicas
-        self._micro_steps = micro_steps
+    def __init__(self, left: Sequence[int], micro_steps: int) -> None:
+        self._left, self._micro_steps = list(left), micro_steps
 
     def grant(self, replica: ReplicaId) -> int:
         granted = min(self._micro_steps, self._left[replica])
@@ -89,18 +92,24 @@ class Epochs:
 
     A batch is granted while fewer samples have been granted than the passes have, so synchronous replicas make exactly
     that many passes, and free-running ones overshoot by less than a batch.
+
+    Args:
+        left: samples that all replicas together may take.
+        order: of the data.
+        micro_steps: of one Δ.
+        taken: batches that each replica has taken of the order.
     """
 
-    def __init__(self, epochs: float, order: DataOrder, micro_steps: int, samples: int) -> None:
+    def __init__(self, left: float, order: DataOrder, micro_steps: int, taken: Sequence[int]) -> None:
         self._batch_size = order.size
-        self._left = round(epochs * samples, 6)  # 0.07 · 100 is a little more than 7
+        self._left = round(left, 6)  # 0.07 · 100 is a little more than 7
         self._micro_steps = micro_steps
-        self._next: dict[ReplicaId, int] = {}
+        self._next = list(taken)
 
     def grant(self, replica: ReplicaId) -> int:
         granted = 0
         while granted < self._micro_steps and self._left > 0:
-            k = self._next.get(replica, 0)
+            k = self._next[replica]
             self._next[replica] = k + 1
             self._left -= self._batch_size(replica, k)
             granted += 1

@@ -10,15 +10,20 @@ A replica whose share of the budget is spent is dismissed when the policy releas
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
+from paceline.aggregation.state_codec import decode, encode
 from paceline.core.errors import PacelineError
+from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
 from paceline.engine.budget import StepQuota
+
+if TYPE_CHECKING:  # the planner simulates policies without torch
+    from paceline.engine.run_state import ResumePoint
 
 
 class DecisionExecutor(Protocol):
@@ -59,6 +64,12 @@ class Tally:
     recent_staleness: int = 0
     recent_applied: int = 0
 
+    @classmethod
+    def of_json(cls, value: Mapping[str, Any]) -> "Tally":
+        """Return the counts that :func:`~dataclasses.asdict` and JSON have made an object of."""
+        staleness = Counter({int(k): int(n) for k, n in value["staleness"].items()})
+        return cls(**{**value, "staleness": staleness})
+
 
 class Coordinator:
     """One run of one policy.
@@ -68,10 +79,20 @@ class Coordinator:
         replicas: P at the start.
         quota: each replica's share of the budget.
         executor: the engine's.
+        resume: where the run goes on; None: it begins.
+        positions: where each replica begins; None: at 0.
     """
 
-    def __init__(self, policy: Aggregation[Any], replicas: int, quota: StepQuota, executor: DecisionExecutor) -> None:
-        self._policy, self._quota, self._executor = policy, quota, executor
+    def __init__(
+        self,
+        policy: Aggregation[Any],
+        replicas: int,
+        quota: StepQuota,
+        executor: DecisionExecutor,
+        resume: "ResumePoint | None" = None,
+        positions: Sequence[ReplicaPosition] | None = None,
+    ) -> None:
+        self._policy, self._quota, self._executor, self._resume = policy, quota, executor, resume
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
         self._leaving: deque[ReplicaId] = deque()
@@ -86,6 +107,12 @@ class Coordinator:
         """Replicas that take part; empty once all have left."""
         self.version: Version = 0
         self.tally = Tally()
+        self.positions = list(positions or [ReplicaPosition()] * replicas)
+        """How far each replica has come; what is under way does not count."""
+        self.keeps_state = False
+        """Whether the policy goes on with the state that it had before the run was resumed."""
+        if resume is not None:
+            self._restore(resume)
 
     @property
     def threshold(self) -> int:
@@ -105,10 +132,50 @@ class Coordinator:
         )
 
     def begin(self) -> None:
-        """Send A_0 to all replicas."""
-        for replica in sorted(self.present):
+        """Send A to all replicas, or where a run goes on, to those that computed; others join or have left."""
+        run = self._resume.run if self._resume is not None and self.keeps_state else None
+        everyone = set(self.present)
+        if run is not None:
+            self.present = everyone.intersection(run.present)
+        for replica in sorted(self.present if run is None else self.present.intersection(run.computing)):
             self._go_on(replica)
         self._report_left()
+        for replica in sorted(set(run.present) - everyone) if run is not None else ():
+            self._decide(*self._policy.left(self._state, replica, "died"))
+        for replica in sorted(everyone - set(run.present)) if run is not None else ():
+            self.joined(replica)
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields of :class:`~paceline.engine.run_state.RunState` that the coordinator knows.
+
+        Raises:
+            InputError: JSON can't hold the policy's state.
+        """
+        return {
+            "version": self.version,
+            "tally": asdict(self.tally) | {"staleness": {str(k): n for k, n in self.tally.staleness.items()}},
+            "policy": text_of(self._policy),
+            "policy_state": encode(self._state),
+            "present": sorted(self.present),
+            "computing": sorted(self.computing),
+            "positions": tuple(self.positions),
+            "held": tuple(self._held.values()),
+        }
+
+    def _restore(self, resume: "ResumePoint") -> None:
+        """Go on with the counts of a checkpoint, and with the policy's state if the policy is the same.
+
+        Δs that the policy held are held again. If another policy goes on, or other replicas that can't have sent them,
+        the policy starts anew and those Δs count as discarded.
+        """
+        run = resume.run
+        self.version, self.tally = run.version, Tally.of_json(run.tally)
+        self.keeps_state = resume.same_policy and (not run.held or resume.replicas == len(self.positions))
+        if self.keeps_state:
+            self._state = decode(run.policy_state, self._policy)
+            self._held = {(arrival.replica, arrival.clock): arrival for arrival in run.held}
+        else:
+            self.tally.discarded += len(run.held)
 
     def arrived(self, arrival: Arrival) -> None:
         """Have the policy decide on a Δ that has arrived; one that is not finite is discarded and counted."""
@@ -116,7 +183,7 @@ class Coordinator:
         self.computing.discard(replica)
         tally.gradients += 1
         tally.seen_samples += arrival.samples
-        tally.micro_steps += self._granted[replica]
+        self._count(replica)
         self._held[arrival.replica, arrival.clock] = arrival
         if arrival.finite:
             self._decide(*self._policy.arrived(self._state, arrival))
@@ -132,7 +199,7 @@ class Coordinator:
         self.cancelling.discard(replica)
         self.computing.discard(replica)
         self.tally.cancelled += 1
-        self.tally.micro_steps += self._granted[replica]
+        self._count(replica)
         self._go_on(replica)
         self._report_left()
 
@@ -214,6 +281,13 @@ class Coordinator:
                     self._executor.cancel(replica)
                 else:
                     self._go_on(replica)
+
+    def _count(self, replica: ReplicaId) -> None:
+        """Count an attempt that has ended."""
+        micro_steps, position = self._granted[replica], self.positions[replica]
+        self.tally.micro_steps += micro_steps
+        clock, batches, attempt = position
+        self.positions[replica] = ReplicaPosition(clock + micro_steps, batches + micro_steps, attempt + 1)
 
     def _check_held(self, arrivals: Sequence[Arrival]) -> None:
         """Raise unless each of these Δs is held, and named once."""

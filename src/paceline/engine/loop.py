@@ -13,20 +13,23 @@ import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.aggregation.base import Arrival
+from paceline.core.data_order import DataPosition
 from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.base import Progress, Watcher
+from paceline.engine.base import BudgetUnit, Progress, Watcher
 from paceline.engine.budget import EvalSchedule
 from paceline.engine.coordinator import Coordinator, DecisionExecutor
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.run_context import RunContext
+from paceline.engine.run_state import RunState
 
 # Interval of the live display, and of the checks for hangs.
 TICK_S: Seconds = 0.2
@@ -53,17 +56,48 @@ class RunHistory:
     def __init__(
         self, context: RunContext, coordinator: Coordinator, initial_digest: str, noise: NoiseAccumulator | None
     ) -> None:
-        self._budget, self._per_step = context.job.budget, context.per_step
+        self._budget, self._per_step, self._replicas = context.job.budget, context.per_step, context.replicas
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
-        # one unit of the budget: micro-steps of all replicas in a step, samples in an epoch
-        self._per_unit = context.replicas * context.per_step
-        if self._budget.unit == "epochs":
-            assert context.order is not None, "epochs of a data source were not refused"
-            self._per_unit = context.order.samples
+        self._samples = context.order.samples if context.order is not None else None
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
         self.last: tuple[int, int] | None = None
         """Updates and Δs at the last snapshot."""
         self.records: list[Record] = []
+        self._pending: list[SnapshotInfo] = []
+        """Snapshots whose records have not come."""
+        self._before = (0.0, 0)
+        """Steps before the run was resumed with another number of replicas, and the micro-steps of those."""
+        if context.job.resume is not None:
+            self._restore(context)
+
+    def _restore(self, context: RunContext) -> None:
+        resume = context.job.resume
+        assert resume is not None
+        run = resume.run
+        self._digest, self.last = run.start_digest, run.last_snapshot
+        self.records += [Record.of(row) for row in run.records]
+        self._losses.extend(run.losses)
+        if not context.same_steps:
+            self._before = run.spent["steps"], self._coordinator.tally.micro_steps
+        if self._noise is not None and run.noise is not None:
+            self._noise.restore(run.noise)
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields of :class:`~paceline.engine.run_state.RunState` that the history knows."""
+        records = sorted((*self.records, *self._pending), key=lambda record: (record.time_s, record.gradients))
+        return {
+            "records": [record.row() for record in records],
+            "losses": list(self._losses),
+            "last_snapshot": self.last,
+            "noise": self._noise.to_json() if self._noise is not None else None,
+            "start_digest": self._digest,
+        }
+
+    def keep(self, record: Record) -> None:
+        """Add the record of a snapshot that was evaluated."""
+        key = record.time_s, record.updates, record.gradients
+        self._pending = [each for each in self._pending if (each.time_s, each.updates, each.gradients) != key]
+        self.records.append(record)
 
     def add_loss(self, loss: float, samples: int) -> None:
         """Note the mean loss of a Δ and how many samples it was taken on."""
@@ -72,18 +106,21 @@ class RunHistory:
             if self._noise is not None:
                 self._noise.add_batch(samples / self._per_step)
 
-    def spent(self, time_s: Seconds) -> float:
-        """Return how much of the budget is spent, in its unit: seconds, steps or epochs."""
-        if self._budget.unit == "seconds":
+    def spent(self, time_s: Seconds, unit: BudgetUnit | None = None) -> float:
+        """Return how much of the budget is spent in a unit, seconds, steps or epochs; None: in its own."""
+        unit, tally = unit or self._budget.unit, self._coordinator.tally
+        if unit == "seconds":
             return time_s
-        tally = self._coordinator.tally
-        return (tally.micro_steps if self._budget.unit == "steps" else tally.seen_samples) / self._per_unit
+        if unit == "epochs":
+            return tally.seen_samples / self._samples if self._samples else 0.0
+        steps, micro_steps = self._before
+        return steps + (tally.micro_steps - micro_steps) / (self._replicas * self._per_step)
 
     def snapshot(self, time_s: Seconds) -> SnapshotInfo:
         """Return the counts as they are, to go with a snapshot of A."""
         coordinator = self._coordinator
         self.last = coordinator.version, coordinator.tally.gradients
-        return SnapshotInfo(
+        info = SnapshotInfo(
             time_s=time_s,
             updates=coordinator.version,
             gradients=coordinator.tally.gradients,
@@ -92,6 +129,8 @@ class RunHistory:
             train_loss=self._recent_loss(),
             statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
         )
+        self._pending.append(info)
+        return info
 
     def is_current(self, time_s: Seconds) -> bool:
         """Return whether the newest record already describes A as it is at ``time_s``."""
@@ -172,7 +211,10 @@ class RunLoop:
     ) -> None:
         self._job, self._evaluate, self.watch = context.job, evaluate, watch
         self.quota = context.step_quota()
-        self.coordinator = Coordinator(context.policy, context.replicas, self.quota, executor)
+        resume = context.job.resume
+        self.coordinator = Coordinator(
+            context.policy, context.replicas, self.quota, executor, resume, context.positions
+        )
         self.history = RunHistory(context, self.coordinator, initial_digest, noise)
         budget = context.job.budget
         self.timed = budget.unit == "seconds"
@@ -181,8 +223,41 @@ class RunLoop:
         """True once a record has met the condition ``until=`` that ends the run."""
         self.exits: list[ReplicaExit] = []
         self.last_event_s: Seconds = 0.0
-        self._schedule = EvalSchedule(budget)
+        self._context, passed = context, 0
+        if resume is not None:
+            self.exits += [ReplicaExit(**each) for each in resume.run.exits]
+            self.last_event_s = resume.run.seconds
+            interval, passed = resume.run.evaluations
+            if interval != budget.evaluate_every:
+                passed = int(self.history.spent(resume.run.seconds) / budget.evaluate_every) + 1
+        self._schedule = EvalSchedule(budget, passed)
         self._displayed_s: Seconds = -math.inf
+
+    def state(self, now: Seconds, engine: Mapping[str, Any] | None = None) -> RunState:
+        """Return what of the run is no tensor; only between two events.
+
+        Args:
+            now: training time.
+            engine: what only the engine understands.
+
+        Raises:
+            InputError: JSON can't hold the policy's state.
+        """
+        context, units = self._context, get_args(BudgetUnit)
+        coordinator, history = self.coordinator.state(), self.history
+        order = context.order
+        taken = tuple(position.batches for position in coordinator["positions"])
+        return RunState(
+            **coordinator,
+            **history.state(),
+            seconds=now,
+            spent={unit: history.spent(now, unit) for unit in units},
+            per_step=context.per_step,
+            order=DataPosition(order, taken).to_json() if order is not None else None,
+            evaluations=(self._job.budget.evaluate_every, self._schedule.passed),
+            exits=[asdict(each) for each in self.exits],
+            engine=dict(engine or {}),
+        )
 
     # -------------------------------------------------------------------------------------------- budget and evaluation
 
@@ -215,7 +290,7 @@ class RunLoop:
         """Add records to the history; the run is over once one meets its condition."""
         until = self._job.budget.until
         for record in records:
-            self.history.records.append(record)
+            self.history.keep(record)
             self.condition_met |= until is not None and until.met(record)
 
     def display(self, now: Seconds) -> None:

@@ -13,6 +13,7 @@ from paceline.aggregation.base import Aggregation
 from paceline.core.data_order import DataOrder
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.errors import InputError
+from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
@@ -37,8 +38,8 @@ class RunContext:
         strategy = job.strategy
         self.job, self.replicas = job, strategy.replicas
         self.policy: Aggregation[Any] = strategy.aggregation
-        self.order = order_of(job)
-        """None where the data come from the user's function."""
+        self.order, self.positions = _resumed(job, order_of(job))
+        """None where the data come from the user's function; and where each replica begins."""
         self.reference_batch = None if self.order is None else job.program.per_replica_batch(1)
         """m₀, the samples of an update by one replica alone; None where the data have no order."""
         self.delta: Delta = self.policy.delta
@@ -55,14 +56,27 @@ class RunContext:
         budget, each = self.job.budget, micro_steps(self.delta)
         if budget.amount is None or budget.unit == "seconds":
             return Unbounded(each)
+        run = self.job.resume.run if self.job.resume is not None else None
         if budget.unit == "steps":
-            return Steps(int(budget.amount), self.replicas, each, self.per_step)
+            made = [position.clock for position in self.positions]
+            if run is not None and not self.same_steps:  # what is left of the budget, for each alike
+                made = [round(run.spent["steps"] * self.per_step)] * self.replicas
+            return Steps([max(0, int(budget.amount) * self.per_step - each) for each in made], each)
         assert self.order is not None, "epochs of a data source were not refused"
-        return Epochs(budget.amount, self.order, each, self.order.samples)
+        seen = run.spent["epochs"] if run is not None else 0.0
+        taken = [position.batches for position in self.positions]
+        return Epochs((budget.amount - seen) * self.order.samples, self.order, each, taken)
+
+    @property
+    def same_steps(self) -> bool:
+        """Return whether a step is of as many micro-steps and replicas as before the run was resumed."""
+        resume = self.job.resume
+        return resume is None or (resume.replicas, resume.run.per_step) == (self.replicas, self.per_step)
 
     def batches(self, replica: ReplicaId) -> Stream:
-        """Return the endless stream of one replica's batches."""
-        return stream(self.job.program, self.order, replica, self.replicas)
+        """Return the endless stream of one replica's batches, from its first position on."""
+        first = self.positions[replica].batches
+        return stream(self.job.program, self.order, replica, self.replicas, first)
 
     @property
     def delta_slots(self) -> int:
@@ -96,6 +110,24 @@ def order_of(job: Job) -> DataOrder | None:
     batch_size = program.per_replica_batch(strategy.replicas, strategy.accumulate)
     samples = length(cast(Data, program.train))
     return DataOrder(samples, batch_size, strategy.replicas, program.seed, strategy.partition)
+
+
+def _resumed(job: Job, order: DataOrder | None) -> tuple[DataOrder | None, list[ReplicaPosition]]:
+    """Return the data order with which a run goes on, and where each replica begins in it.
+
+    Where samples are divided as before, each replica goes on in the same order; else the order begins with what the
+    begun epochs have left. Data that come from a function are skipped up to where each replica was.
+    """
+    replicas, resume = range(job.strategy.replicas), job.resume
+    if resume is None:
+        return order, [ReplicaPosition() for _ in replicas]
+    before, known = resume.data_position(), resume.run.positions
+    positions = [known[r] if r < len(known) else ReplicaPosition(max(p.clock for p in known)) for r in replicas]
+    if order is None or before is None:
+        return order, positions
+    if order == replace(before.order, resumed=None):
+        return before.order, positions
+    return replace(order, resumed=before), [position._replace(batches=0) for position in positions]
 
 
 def first_batch(job: Job) -> Batch:

@@ -8,25 +8,15 @@ holds are listed in ``held``; their tensors are in the checkpoint, too.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from paceline.aggregation.base import Arrival
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
 from paceline.core.data_order import DataPosition
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, Seconds, Version
-
-
-class ReplicaPosition(NamedTuple):
-    """How far a replica has come: what it counted, not what it was computing."""
-
-    clock: int = 0
-    """Micro-steps; they number the seeds of dropout and the draws of delays."""
-    batches: int = 0
-    """Batches taken from the present data order."""
-    attempt: Clock = 0
-    """The newest Δ that arrived or was cancelled, counted from 1."""
+from paceline.core.records import ReplicaPosition
+from paceline.core.types import Seconds, Version
 
 
 @dataclass(frozen=True)
@@ -50,10 +40,8 @@ class RunState:
     """Replicas that take part."""
     computing: Sequence[int]
     """Those that computed, and compute the same again after a resume."""
-    granted: Sequence[int]
-    """Micro-steps of the newest Δ of each replica."""
     positions: Sequence[ReplicaPosition]
-    """One for each replica."""
+    """Of each replica."""
     order: Mapping[str, Any] | None
     """:meth:`DataPosition.to_json`; None where the data are a function."""
     held: Sequence[Arrival] = ()
@@ -101,11 +89,10 @@ class RunState:
                     "seconds": float(given["seconds"]),
                     "per_step": _count(given["per_step"]),
                     "spent": {unit: float(given["spent"][unit]) for unit in ("seconds", "steps", "epochs")},
-                    "granted": tuple(map(_count, given["granted"])),
                 }
             )
             numbers = [*state.present, *state.computing]
-            if not all(isinstance(r, int) and 0 <= r < replicas for r in numbers) or len(state.granted) != replicas:
+            if not all(isinstance(r, int) and 0 <= r < replicas for r in numbers):
                 raise ValueError(f"replicas {numbers} of {replicas}")
             if state.order is not None:
                 DataPosition.of_json(state.order)

@@ -282,7 +282,8 @@ class ClientWorker(Worker):
         replica: computes its Δ.
         client: of the parameter server.
         metrics: of this worker.
-        first: micro-steps that another worker has made in this replica's place; this one begins where it stopped.
+        first: micro-steps that another worker has made in this replica's place since the run began or was resumed;
+            this one begins where it stopped.
     """
 
     def __init__(
@@ -300,8 +301,10 @@ class ClientWorker(Worker):
         delay = context.job.delay
         self._delays = delay.stream(number, context.replicas, context.job.program.seed) if delay else None
         self._clock = self._skip = 0
-        self._skip_micro_steps(first)
-        self._first = first
+        before = context.positions[number].clock  # the source begins there by itself
+        self._skip_micro_steps(before + first)
+        self._skip -= before
+        self._first = self._clock
 
     @property
     def going(self) -> bool:

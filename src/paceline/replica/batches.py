@@ -41,7 +41,7 @@ def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
     return lambda indices: as_pair(collate([dataset[int(i)] for i in indices]))
 
 
-def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replicas: int) -> Stream:
+def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replicas: int, first: int = 0) -> Stream:
     """Yield the batches of one replica without end.
 
     Args:
@@ -49,6 +49,7 @@ def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replic
         order: of the samples; None where ``program.train`` is a function, which is called again when it is exhausted.
         replica: that takes the batches.
         replicas: all there are.
+        first: number of the first batch; a function is called from the start, and gives those before in vain.
 
     The generator has to be closed where torch's DataLoader may be behind it.
     """
@@ -57,10 +58,13 @@ def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replic
         while True:
             item = None
             for item in source(replica, replicas, program.seed):
-                yield as_batch(item)
+                if first > 0:
+                    first -= 1
+                else:
+                    yield as_batch(item)
             if item is None:
                 raise InputError(f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch")
-    batches = (order.batch(replica, k) for k in itertools.count())
+    batches = (order.batch(replica, k) for k in itertools.count(first))
     if not program.loader.get("num_workers"):
         fetch = fetcher(cast(Data, program.train), program.loader)
         for indices in batches:
