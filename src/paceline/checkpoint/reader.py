@@ -157,7 +157,9 @@ def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
 
 
 def statuses(directory: Path) -> list[CheckpointStatus]:
-    """Verify all checkpoints in a folder, the newest first."""
+    """Verify all checkpoints in a folder, the newest first; raise InputError if it is none."""
+    if not directory.is_dir():
+        raise InputError(f"{directory} is no folder; write the path that checkpoint= named")
     found: list[CheckpointStatus] = []
     for folder in checkpoint_folders(directory):
         created, error = None, None

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from paceline import __version__
-from paceline.cli import compare, plan, predict, report, trace, train
+from paceline.cli import checkpoints, compare, plan, predict, report, trace, train
 
 app = typer.Typer(
     name="paceline",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 for command in (train.train, compare.compare, plan.plan, predict.predict, trace.trace, report.report):
     app.command()(command)
+app.add_typer(checkpoints.app, name="checkpoints")
 
 
 def print_version(version: bool) -> None:
