@@ -5,13 +5,12 @@ again after a resume, from the A of the checkpoint; those that wait for a decisi
 holds are listed in ``held``; their tensors are in the checkpoint, too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from paceline.aggregation.base import Arrival
-from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
 from paceline.core.data_order import DataPosition
 from paceline.core.errors import InputError
@@ -152,6 +151,7 @@ class ResumePoint:
         """Return where the run stopped in its data; None where they are a function."""
         return None if self.run.order is None else DataPosition.of_json(self.run.order)
 
-    def read_into(self, chunks: Iterable[TensorChunk]) -> None:
-        """Read the values of these chunks."""
-        Checkpoint.open(self.folder).read_into(chunks)
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint, opened anew."""
+        return Checkpoint.open(self.folder)

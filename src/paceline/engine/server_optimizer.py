@@ -10,13 +10,16 @@ from torch import Tensor
 
 from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
+from paceline.checkpoint.base import TensorChunk
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds
+from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip
 from paceline.replica.flat_state import FlatState
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
+from paceline.replica.optimizer_state import whole_chunks
 
 # Δs and their weights.
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
@@ -91,6 +94,16 @@ class ServerOptimizer:
                 torch._foreach_neg_(self.combined)
             self.flat_optimizer.step(self.combined, rate, destination)
         self.state = destination
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return A, and the vectors of the optimizer's state."""
+        return [*whole_chunks(self.state), *self.flat_optimizer.chunks()]
+
+    def restore(self, resume: ResumePoint) -> None:
+        """Go on with the A and the optimizer of a checkpoint; A is read into its present vectors."""
+        checkpoint = resume.checkpoint
+        checkpoint.read_into(whole_chunks(self.state))
+        self.flat_optimizer.restore(resume.optimizer, checkpoint, options=resume.options)
 
     def divide(
         self, deltas: Weighted, rate: float, out: FlatState, execute: Callable[[StepKernel, Sequence[float]], None]

@@ -6,7 +6,7 @@ are sharded, each rank adds up ``square_norm`` of what it has, the squares are a
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,10 +14,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.checkpoint.base import OPTIMIZER, TensorChunk, slot_name
+from paceline.checkpoint.reader import Checkpoint
 from paceline.core.errors import PacelineError
 from paceline.program import leaves
-from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState, TensorEntry
 from paceline.replica.optimizer_kernels import StepKernel, has_hooks, kernel_of
+from paceline.replica.optimizer_state import (
+    Describe,
+    describe_whole,
+    groups_to_json,
+    is_scalar,
+    restore_groups,
+    restore_scheduler,
+    scalar_of_json,
+    scalars_to_json,
+    scheduler_to_json,
+    slots_of,
+)
 
 OptimizerFactory: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -68,7 +82,7 @@ class FlatOptimizer:
         """Vectors of optimizer state for each vector of A, where a kernel makes the steps."""
         self.state_vectors = [[torch.zeros_like(v) for _ in range(self.state_count)] for v in state.parameters]
         self.steps = 0
-        """Steps made by a kernel."""
+        """Steps made."""
 
     @property
     def nbytes(self) -> int:
@@ -124,6 +138,7 @@ class FlatOptimizer:
         """
         after = out or self.state
         if self._kernel is None:
+            self.steps += 1
             if after is not self.state:
                 torch._foreach_copy_(after.parameters, self.state.parameters)
                 self.point_at(after)
@@ -151,6 +166,110 @@ class FlatOptimizer:
                 part_of_state = [v[entry.start : entry.stop] for v in state]
                 kernel.step(part, part, next(remaining).reshape(-1), part_of_state, weight)
         self.end_step(self.state)
+
+    def chunks(self, describe: Describe = describe_whole) -> list[TensorChunk]:
+        """Return the tensors of the optimizer's state, by full parameter name; none before the first step.
+
+        Args:
+            describe: returns the chunks of a tensor that belongs to one of the layout's parameters.
+        """
+        found: list[TensorChunk] = []
+        for parameter, entries in self._owned():
+            for slot, value in self._tensors_of(parameter).items():
+                if value.shape != parameter.shape:
+                    found.append(TensorChunk.whole(slot_name(slot, entries[0].name), value))
+                    continue
+                for entry, part in zip(entries, self._parts(entries, value), strict=True):
+                    found += describe(f"{OPTIMIZER}{slot}/", entry, part)
+        return found
+
+    def state_json(self) -> dict[str, Any]:
+        """Return what of the optimizer's state is no vector.
+
+        Raises:
+            InputError: it is neither a tensor nor a number.
+        """
+        scalars: dict[str, dict[str, Any]] = {}
+        for parameter, entries in self._owned():
+            for slot, value in self._optimizer.state.get(parameter, {}).items():
+                if is_scalar(value):
+                    scalars.setdefault(slot, {}).update({entry.name: value for entry in entries})
+        if self.has_kernel and self.adaptive and self.steps:
+            scalars["step"] = {"": torch.tensor(float(self.steps))}
+        return {
+            "class": type(self._optimizer).__qualname__,
+            "steps": self.steps,
+            "scalars": {slot: scalars_to_json(values) for slot, values in scalars.items()},
+            "groups": groups_to_json(self._optimizer),
+            "scheduler": scheduler_to_json(self._scheduler),
+        }
+
+    def restore(
+        self,
+        saved: Mapping[str, Any],
+        checkpoint: Checkpoint,
+        describe: Describe = describe_whole,
+        *,
+        options: bool = True,
+    ) -> None:
+        """Go on from a checkpoint; an optimizer of another class begins anew, but for its scheduler.
+
+        Args:
+            saved: what :meth:`state_json` returned.
+            checkpoint: has the tensors.
+            describe: as for :meth:`chunks`.
+            options: whether the groups' options (learning rate, momentum, ...) become those of the checkpoint.
+
+        Raises:
+            InputError: the checkpoint lacks a tensor, or has it in another shape or dtype.
+        """
+        if saved["class"] == type(self._optimizer).__qualname__:
+            self.steps = saved["steps"]
+            if self._kernel is None:
+                self._create_state(saved["scalars"], checkpoint, describe)
+            elif self.state_count and self._kernel.slots[0] not in slots_of(checkpoint):
+                self.steps = 0  # momentum was 0 before
+            checkpoint.read_into(self.chunks(describe))
+        if self._scheduler is not None:
+            restore_scheduler(self._scheduler, saved["scheduler"] if options else None, saved["steps"])
+        if options and saved["class"] == type(self._optimizer).__qualname__:
+            restore_groups(self._optimizer, saved["groups"])
+
+    def _create_state(self, scalars: Mapping[str, Any], checkpoint: Checkpoint, describe: Describe) -> None:
+        """Create the state that torch.optim makes at its first step, for its values to be read into."""
+        tensors = checkpoint.manifest.tensors
+        for parameter, entries in self._owned():
+            state: dict[str, Any] = {}
+            for slot in slots_of(checkpoint):
+                views = zip(entries, self._parts(entries, parameter.detach()), strict=True)
+                like = next((c for entry, view in views for c in describe(f"{OPTIMIZER}{slot}/", entry, view)), None)
+                if like is not None and (info := tensors.get(like.name)) is not None:
+                    shape = parameter.shape if info.shape == like.shape else info.shape
+                    state[slot] = torch.zeros(shape, dtype=getattr(torch, info.dtype))
+            for slot, values in scalars.items():
+                state[slot] = scalar_of_json(values["all"] if "all" in values else values["each"][entries[0].name])
+            if state:
+                self._optimizer.state[parameter] = state
+
+    def _owned(self) -> list[tuple[nn.Parameter, Sequence[TensorEntry]]]:
+        """Return each parameter of the optimizer with the entries of the layout that it covers."""
+        blocks = self.state.layout.parameters
+        if self._flat:
+            return [(p, block.entries) for p, block in zip(self._parameters, blocks, strict=True)]
+        entries = (entry for block in blocks for entry in block.entries)
+        return [(p, (entry,)) for p, entry in zip(self._parameters, entries, strict=True)]
+
+    def _tensors_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
+        """Return the tensors of a parameter's state by slot."""
+        if self._kernel is None:
+            state = self._optimizer.state.get(parameter, {})
+            return {slot: value for slot, value in state.items() if not is_scalar(value)}
+        index = next(i for i, own in enumerate(self._parameters) if own is parameter)
+        return dict(zip(self._kernel.slots, self.state_vectors[index], strict=False)) if self.steps else {}
+
+    def _parts(self, entries: Sequence[TensorEntry], vector: Tensor) -> list[Tensor]:
+        """Return the views of a vector that belong to these entries."""
+        return [vector[e.start : e.stop].view(e.shape) for e in entries] if self._flat else [vector]
 
     def end_step(self, state: FlatState) -> None:
         """Note that the parameters are in ``state`` now, and step the scheduler."""

@@ -11,7 +11,7 @@ A new kernel is a class of this file, in both of its tables.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class StepKernel(ABC):
     number: int
     lr: float
     weight_decay: float
+    slots: ClassVar[tuple[str, ...]]
+    """Names that torch.optim gives the vectors of state, in their order."""
 
     @classmethod
     @abstractmethod
@@ -65,6 +67,7 @@ class SgdKernel(StepKernel):
     momentum: float
     dampening: float
     nesterov: float
+    slots = ("momentum_buffer",)
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any], number: int, rate: float) -> "SgdKernel":
@@ -99,6 +102,7 @@ class AdamKernel(StepKernel):
     beta2: float
     eps: float
     decoupled: float
+    slots = ("exp_avg", "exp_avg_sq")
     state_count = 2
 
     @classmethod
