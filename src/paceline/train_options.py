@@ -2,7 +2,9 @@
 
 import inspect
 import math
+import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
@@ -11,14 +13,20 @@ from torch.utils.data import DataLoader
 
 from paceline import support
 from paceline.aggregation import text_of
+from paceline.checkpoint.fingerprint import differences, fingerprint
+from paceline.checkpoint.manifest import checkpoint_folders
+from paceline.checkpoint.options import CheckpointOptions
+from paceline.checkpoint.reader import newest
 from paceline.clock.times import Delay, Times
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
 from paceline.core.records import STATISTICS
+from paceline.core.safe_files import check_writable
 from paceline.core.types import Seconds
 from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
 from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch
+from paceline.engine.run_state import ResumePoint
 from paceline.program import Program, is_source
 from paceline.strategy import Strategy
 from paceline.support import Case
@@ -50,6 +58,11 @@ class TrainOptions:
     timeout_s: Seconds = 60.0
     loop: Callable[[Any], None] | None = None
     noise_scale: bool = False
+    checkpoint: str | os.PathLike[str] | None = None
+    checkpoint_every: str | Seconds | None = None
+    keep: int = 3
+    resume: bool = False
+    accept_changes: bool = False
 
     def check(self) -> None:
         """Raise InputError if an option has a value that it can't have."""
@@ -57,8 +70,30 @@ class TrainOptions:
             raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
             raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-        if not isinstance(self.noise_scale, bool):
-            raise InputError(f"noise_scale={self.noise_scale!r} is True or False; write noise_scale=True")
+        for name in ("noise_scale", "resume", "accept_changes"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(f"{name}={value!r} is neither True nor False; write {name}=True")
+        for name in ("checkpoint_every", "resume"):
+            if self.checkpoint is None and getattr(self, name):
+                raise InputError(f"{name}={getattr(self, name)!r} says no folder; write checkpoint='ckpt' too")
+
+    def checkpoints(self) -> CheckpointOptions | None:
+        """Return where and how often the run is saved; None: never.
+
+        Raises:
+            InputError: it can't be read as that, the folder can't be written, or it has checkpoints of another run.
+        """
+        if self.checkpoint is None:
+            return None
+        options = CheckpointOptions.of(self.checkpoint, self.checkpoint_every, self.keep)
+        check_writable(options.folder)
+        if not self.resume and checkpoint_folders(options.folder):
+            raise InputError(
+                f"{self.checkpoint} holds checkpoints of an earlier run; write resume=True to go on with it, or give "
+                "another folder"
+            )
+        return options
 
     def budget(self) -> Budget:
         """Return the budget of the run; raise InputError if there is none, or more than one."""
@@ -132,10 +167,36 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         trace=options.trace,
         timeout_s=options.timeout_s,
         loop=options.loop,
+        checkpoint=options.checkpoints(),
         **same,
     )
     engine.refuse(job)
-    return job
+    return job if job.checkpoint is None else _resumed(job, options)
+
+
+def _resumed(job: Job, options: TrainOptions) -> Job:
+    """Return a job with its fingerprint and, if it is to resume, the newest sound checkpoint.
+
+    Raises:
+        InputError: the checkpoint is of another program, and that was not accepted.
+    """
+    job = replace(job, fingerprint=fingerprint(job.program, job.running_buffers))
+    assert job.checkpoint is not None
+    if not options.resume:
+        return job
+    checkpoint, damaged = newest(job.checkpoint.folder)
+    for sentence in damaged:
+        print(f"paceline: passed over: {sentence}", file=sys.stderr)
+    if checkpoint is None:
+        return job
+    changes = differences(checkpoint.manifest.head["fingerprint"], job.fingerprint, ("the checkpoint", "this program"))
+    if changes and not options.accept_changes:
+        raise InputError(
+            f"{checkpoint.folder} is of another program: {'; '.join(changes)}; write accept_changes=True to go on with "
+            "this one, or checkpoint= another folder"
+        )
+    policy = text_of(job.strategy.aggregation)
+    return replace(job, resume=ResumePoint.of(checkpoint, policy, options=not changes))
 
 
 def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:

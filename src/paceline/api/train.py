@@ -1,5 +1,6 @@
 """train and launch: one program, one strategy, one run."""
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -67,6 +68,11 @@ def train(
     tensorboard: bool = False,
     loop: Callable[[Any], None] | None = None,
     noise_scale: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: str | Seconds | None = None,
+    keep: int = 3,
+    resume: bool = False,
+    accept_changes: bool = False,
 ) -> Run:
     """Train a program under a strategy.
 
@@ -97,9 +103,15 @@ def train(
         noise_scale: estimate from the gradients up to which batch size samples are worth their cost: records, summary
             and display then have the noise scale in samples, the statistical efficiency and the goodput; see
             docs/efficiency.md.
+        checkpoint: folder to save the run in while it lasts, and once at its end; see docs/checkpoints.md.
+        checkpoint_every: "5min", "90 s" or "500 steps" of each replica, or seconds of training; None: five minutes.
+        keep: how many checkpoints are kept.
+        resume: go on from the newest sound checkpoint, in any split and under any policy; where there is none, begin.
+            Budgets are totals: what was spent before counts.
+        accept_changes: go on though the checkpoint is of another program, with this one's own options.
 
     Returns:
-        The run; after Ctrl-C the part up to then, with ``summary["interrupted"]`` true.
+        The run; after Ctrl-C or SIGTERM the part up to then, with ``summary["interrupted"]`` true.
 
     Raises:
         InputError: something can't be done as written; nothing was started.
@@ -107,8 +119,9 @@ def train(
         WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
     options = TrainOptions(
-        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop, noise_scale
-    )
+        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop, noise_scale,
+        checkpoint, checkpoint_every, keep, resume, accept_changes,
+    )  # fmt: skip
     # Refused now rather than after hours of training.
     folder = check_out(out) if out is not None else None
     if tensorboard:

@@ -95,12 +95,18 @@ def check_out(path: str | Path) -> Path:
     target = Path(path).absolute()
     if os.path.lexists(target):
         raise InputError(f"{path} exists, and nothing is overwritten; write another folder, {path}-2 for instance")
-    ancestor = next(parent for parent in target.parents if os.path.lexists(parent))
+    check_writable(target)
+    return target
+
+
+def check_writable(path: str | Path) -> None:
+    """Raise InputError unless files can be written into a folder, which is made where it is missing."""
+    target = Path(path).absolute()
+    ancestor = next(parent for parent in (target, *target.parents) if os.path.lexists(parent))
     if not ancestor.is_dir():
         raise InputError(f"{path} can't be made: {ancestor} is no folder; write a path below a folder")
     if not os.access(ancestor, os.W_OK | os.X_OK):
         raise InputError(f"{path} can't be made: {ancestor} is not writable; write a path below a folder of yours")
-    return target
 
 
 @contextmanager

@@ -76,6 +76,8 @@ class Job:
     """Where and how often the run is saved while it lasts; absent: never."""
     resume: ResumePoint | None = None
     """Where the run goes on; absent: it begins."""
+    fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What tells this program from others."""
 
 
 @dataclass(frozen=True, slots=True)

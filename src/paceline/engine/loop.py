@@ -222,11 +222,12 @@ class RunLoop:
         self.condition_met = False
         """True once a record has met the condition ``until=`` that ends the run."""
         self.exits: list[ReplicaExit] = []
-        self.last_event_s: Seconds = 0.0
+        self.start_s: Seconds = resume.run.seconds if resume is not None else 0.0
+        """Training time before the run was resumed."""
+        self.last_event_s = self.start_s
         self._context, passed = context, 0
         if resume is not None:
             self.exits += [ReplicaExit(**each) for each in resume.run.exits]
-            self.last_event_s = resume.run.seconds
             interval, passed = resume.run.evaluations
             if interval != budget.evaluate_every:
                 passed = int(self.history.spent(resume.run.seconds) / budget.evaluate_every) + 1
@@ -361,6 +362,8 @@ class RunLoop:
 class InterruptGuard:
     """Context manager: the first two Ctrl-C are counted instead of raised, so that a run ends between two events.
 
+    SIGTERM, with which schedulers end a job, counts as a Ctrl-C.
+
     The first one asks to end training, the second one to wait for nothing, a third one is raised. Outside the main
     thread, where Python delivers no signals, none is counted.
 
@@ -369,8 +372,12 @@ class InterruptGuard:
         signals: signals that count as a Ctrl-C.
     """
 
-    def __init__(self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT,)) -> None:
+    def __init__(
+        self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
+    ) -> None:
         self.count = 0
+        self.first: signal.Signals | None = None
+        """The first signal."""
         self._wake, self._signals = wake, signals
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -390,7 +397,8 @@ class InterruptGuard:
                 signal.signal(number, previous)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+        del frame
+        self.first = self.first or signal.Signals(number)
         self.count += 1
         if self.count > 2:
             raise KeyboardInterrupt

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from paceline.aggregation.base import Arrival
+from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
 from paceline.core.data_order import DataPosition
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
-from paceline.core.types import Seconds, Version
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.replica.flat_state import FlatState
+from paceline.replica.optimizer_state import whole_chunks
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,11 @@ def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no count")
     return value
+
+
+def delta_chunks(delta: FlatState, replica: ReplicaId, clock: Clock) -> list[TensorChunk]:
+    """Return the chunks of a Δ that a policy holds."""
+    return whole_chunks(delta, f"delta/{replica}/{clock}/")
 
 
 @dataclass(frozen=True)

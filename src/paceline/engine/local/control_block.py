@@ -17,6 +17,7 @@ For a reader that polls without having been woken this relies on stores becoming
 """
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline.core.types import Nanoseconds, ReplicaId
@@ -185,6 +186,12 @@ class ControlBlock:
         """Return the number of words."""
         each = _WORDS + 7 + COMPLETIONS * COMPLETION_WORDS + 3 * slots
         return replicas * each + 8 + 2 + workers * MetricsBlock.WORDS + TASK_WORDS
+
+    def begin_at(self, attempts: Sequence[int], version: int) -> None:
+        """Let each replica's next attempt follow these, where a run goes on; all steps so far made ``version``."""
+        for replica, attempt in enumerate(attempts):
+            self._words[replica * _WORDS] = self.completed[replica] = attempt
+        self.steps[0] = version
 
     def sleep_flag(self, replica: ReplicaId | None) -> "memoryview[int]":
         """Return the word that says whether a replica sleeps; None: main."""

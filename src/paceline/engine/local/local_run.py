@@ -18,10 +18,12 @@ from dataclasses import replace
 from paceline.aggregation.base import Arrival
 from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
+from paceline.core.errors import WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import ReplicaExit, WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
@@ -35,6 +37,7 @@ from paceline.engine.server_optimizer import ServerOptimizer
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
+from paceline.replica.optimizer_state import whole_chunks
 from paceline.trace.recorder import read_packed
 from paceline.trace.spans import SERVER
 
@@ -77,6 +80,10 @@ class LocalRun:
         self._arena = ParameterArena(ArenaLayout.of(context, state.layout, vectors))
         closing.callback(self._arena.close)
         digest = state.digest()
+        if job.resume is not None and optimizer is not None:
+            optimizer.restore(job.resume)
+        elif job.resume is not None:  # replicas write A in place, with optimizers of their own
+            job.resume.checkpoint.read_into(whole_chunks(state))
         first = self._arena.version(0).copy_(state)
         if optimizer is not None:
             optimizer.state = first
@@ -104,6 +111,8 @@ class LocalRun:
         self._server = SharedMemoryServer(server_context)
         self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise)
         self._coordinator = self._loop.coordinator
+        self._checkpointer = Checkpointer(context, "local", self._loop, self._snapshot)
+        closing.callback(self._checkpointer.close)
         self._began: Nanoseconds = time.monotonic_ns()
         self._polled_s: Seconds = 0.0
 
@@ -111,7 +120,12 @@ class LocalRun:
         """Run to the end."""
         with self._interrupts:
             self._start()
-            seconds = self._train()
+            try:
+                seconds = self._train()
+            except WorkerError:  # A itself is good
+                self._checkpointer.finish(self._now())
+                raise
+            self._checkpointer.finish(seconds)
             self._stop_workers()
             self._finish_evaluation(seconds)
         return self._result(seconds)
@@ -140,8 +154,8 @@ class LocalRun:
     def _train(self) -> Seconds:
         """Train until the budget is spent, the condition met, or Ctrl-C pressed; return the training time."""
         loop, coordinator, interrupts = self._loop, self._coordinator, self._interrupts
-        loop.evaluate_if_due(0.0)
-        self._began = time.monotonic_ns()
+        loop.evaluate_if_due(loop.start_s)
+        self._began = time.monotonic_ns() - int(loop.start_s * 1e9)
         if not interrupts.count:
             coordinator.begin()
         while coordinator.present and not loop.condition_met and not interrupts.count:
@@ -149,6 +163,7 @@ class LocalRun:
             if wait_s is None:
                 return loop.end_s
             self._handle(self._wait(wait_s))
+            self._checkpointer.save_if_due(self._now())
             if coordinator.present:
                 loop.check_hang(
                     self._now(),
@@ -253,6 +268,13 @@ class LocalRun:
         if self._job.budget.until is not None and not self._evaluation.alive:
             self._loop.keep(self._evaluation.evaluate_rest())  # the run waits for it
 
+    def _snapshot(self) -> Snapshot:
+        """Return A, its optimizer, and the Δs that the policy holds."""
+        optimizer, held = self._optimizer, self._server.held_chunks()
+        if optimizer is None:
+            return Snapshot(whole_chunks(self._server.state), {})
+        return Snapshot([*optimizer.chunks(), *held], optimizer.flat_optimizer.state_json())
+
     # ---------------------------------------------------------------------------------------------------------- results
 
     def _result(self, seconds: Seconds) -> Outcome:
@@ -267,6 +289,7 @@ class LocalRun:
             workers.append(replace(row, optimizer_bytes=own_bytes))
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
         notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}
+        notes |= self._checkpointer.notes()
         interrupted = self._interrupts.count > 0
         account = history.account(seconds, workers, self._loop.exits, notes, interrupted=interrupted)
         model = write(self._module, state)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
+from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.local.arena import ParameterArena, VersionPool
@@ -13,6 +14,7 @@ from paceline.engine.local.control_block import BEING_WRITTEN, END, GO, Completi
 from paceline.engine.local.parallel_update import ParallelUpdate
 from paceline.engine.local.worker_processes import WorkerProcesses
 from paceline.engine.run_context import RunContext
+from paceline.engine.run_state import ResumePoint, delta_chunks
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_state import FlatState
@@ -56,23 +58,44 @@ class SharedMemoryServer:
         self._parallel = None if owner is None else ParallelUpdate(context.arena, context.workers, owner)
         self.statistics = DeltaStatistics(policy, owner)
         self._timed = context.run.job.trace or bool(policy.needs)
-        self.version: Version = 0
+        resume = context.run.job.resume
+        self.version: Version = 0 if resume is None else resume.run.version
         self.versions = VersionPool(context.arena)
         """A replica whose worker has exited reads no version any more: release it here."""
-        self.attempts = [0] * replicas
+        self.attempts = [position.attempt for position in context.run.positions]
         """The newest attempt that each replica was granted."""
-        self._read = [0] * replicas
+        self._control.begin_at(self.attempts, self.version)
+        self._read = list(self.attempts)
         """The newest attempt of each replica whose completion was read."""
         self._seen = list(self._read)
         """The newest that was there when main last looked."""
         self._free_slots = [list(reversed(range(self._slots))) for _ in range(replicas)]
         self._undecided: dict[tuple[ReplicaId, Clock], tuple[int, MicroStepNorms | None]] = {}
         """Slot and micro-step norms of each Δ that was neither applied nor discarded."""
+        if resume is not None:
+            self._restore_held(resume)
 
     @property
     def state(self) -> FlatState:
         """A."""
         return self._arena.version(self.versions.current)
+
+    # ----------------------------------------------------------------------------------------------------- checkpoints
+
+    def held_chunks(self) -> list[TensorChunk]:
+        """Return the Δs that the policy holds."""
+        held = [(name, self._arena.delta(name[0], slot)) for name, (slot, _) in self._undecided.items()]
+        return [chunk for (replica, clock), delta in held for chunk in delta_chunks(delta, replica, clock)]
+
+    def _restore_held(self, resume: ResumePoint) -> None:
+        """Read the Δs that the policy held into slots; another number of replicas begins without them."""
+        same = resume.same_policy and resume.replicas == self._context.run.replicas
+        for arrival in resume.run.held if same else ():
+            slot = self._free_slots[arrival.replica].pop()
+            self._arena.commit(f"delta {arrival.replica} {slot}")
+            delta = self._arena.delta(arrival.replica, slot)
+            resume.checkpoint.read_into(delta_chunks(delta, arrival.replica, arrival.clock))
+            self._undecided[arrival.replica, arrival.clock] = slot, None
 
     # ----------------------------------------------------------------------------------------------------- completions
 

@@ -103,7 +103,7 @@ class SharedMemoryClient(GrantedClient):
     """
 
     def __init__(self, arena: ParameterArena, replica: ReplicaId, own_fd: int, main_fd: int) -> None:
-        super().__init__()
+        super().__init__(arena.control.completed[replica])
         self._arena, self._control, self._replica = arena, arena.control, replica
         self._wakeup = Wakeup(EventFd(own_fd), arena.control.sleep_flag(replica))
         self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
