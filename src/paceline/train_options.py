@@ -195,8 +195,7 @@ def _resumed(job: Job, options: TrainOptions) -> Job:
             f"{checkpoint.folder} is of another program: {'; '.join(changes)}; write accept_changes=True to go on with "
             "this one, or checkpoint= another folder"
         )
-    policy = text_of(job.strategy.aggregation)
-    return replace(job, resume=ResumePoint.of(checkpoint, policy, options=not changes))
+    return replace(job, resume=ResumePoint.of(checkpoint, options=not changes))
 
 
 def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:

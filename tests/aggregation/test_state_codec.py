@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from paceline.aggregation.base import Aggregation, Apply, Arrival, Decision, Release, parse
-from paceline.aggregation.state_codec import decode, encode
+from paceline.aggregation import SmoothSwitch
+from paceline.aggregation.base import Aggregation, Apply, Arrival, Cancel, Decision, Release, parse
+from paceline.aggregation.state_codec import decode, encode, kind
 from paceline.core.errors import InputError
 
 POLICIES = [
@@ -78,9 +79,11 @@ class Loose(Aggregation[Seen]):
 @pytest.mark.parametrize(
     "value",
     [
-        {"type": "Path", "fields": ["/"]},
-        {"type": "Arrival", "fields": [1]},
-        {"type": "Aggregation", "fields": []},
+        {"type": "Path", "fields": {}},
+        {"type": "Arrival", "fields": {"replica": 1}},
+        {"type": "Round", "fields": {"buffer": 1, "late": 2, "more": 3}},
+        {"type": "Round", "fields": [1, 2]},
+        {"type": "Aggregation", "fields": {}},
         {"exec": "1"},
         {"float": "much"},
         {},
@@ -101,3 +104,31 @@ def test_a_state_that_json_cannot_hold_is_refused() -> None:
 def test_a_policy_of_ones_own_has_its_classes_beside_it() -> None:
     state = Loose().start(3)
     assert repr(through_json(state, Loose())) == repr(state)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [
+        ("smooth-switch:every=3", "smooth-switch:every=500", True),
+        ("smooth-switch:adaptive", "smooth-switch:plateau", False),
+        ("smooth-switch:adaptive", "smooth-switch:adaptive,combine=sum", False),
+        ("buffered:k=2", "buffered:k=4", True),
+        ("buffered:k=2", "buffered:k=2,hold=false", False),
+        ("local-steps:period=4", "local-steps:period=8", True),
+        ("local-steps:period=4", "local-steps:period=4,over=asynchronous", False),
+        ("synchronous", "asynchronous", False),
+    ],
+)
+def test_policies_that_differ_in_numbers_alone_share_their_state(first: str, second: str, same: bool) -> None:
+    one, other = (parse(text).resolved(learning_rate=0.1, replicas=p) for text, p in ((first, 4), (second, 6)))
+    assert (kind(one) == kind(other)) is same
+
+
+def test_a_function_as_a_threshold_is_known_by_its_class() -> None:
+    assert kind(SmoothSwitch(threshold=lambda u: 1 + u)) == kind(SmoothSwitch(threshold=lambda u: 2 + u))
+
+
+def test_decisions_go_through_json_as_well() -> None:
+    arrival = Arrival(1, 2, 3, 4, 0.5, loss=float("nan"), observed={"norm": 1.0})
+    decision = (Apply(((arrival, 0.5),), 0.25), Cancel((2, 3)), Release((0, 1)))
+    assert repr(through_json(decision, parse("synchronous"))) == repr(decision)

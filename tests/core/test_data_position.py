@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from paceline.core.data_order import DataOrder, DataPosition
+from paceline.core.typed_json import of_json, to_json
 
 
 def through_json(position: DataPosition) -> DataPosition:
-    return DataPosition.of_json(json.loads(json.dumps(position.to_json())))
+    read: DataPosition = of_json(DataPosition, json.loads(json.dumps(to_json(position))), "a position")
+    return read
 
 
 @pytest.mark.parametrize("seed", range(60))

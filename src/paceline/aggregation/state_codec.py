@@ -1,4 +1,4 @@
-"""States of policies as JSON, for checkpoints.
+"""States of policies and their decisions as JSON, for checkpoints.
 
 A state is made of numbers, texts, tuples, frozensets, mappings, NamedTuples and dataclasses. Classes are written by
 name, and looked up only among those that are defined beside the policy, its threshold or Paceline's own policies; so
@@ -10,6 +10,7 @@ import inspect
 import math
 import sys
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any
 
 from paceline.aggregation import text_of
@@ -31,17 +32,33 @@ def encode(state: Any) -> Any:
     if isinstance(state, float):
         return state if math.isfinite(state) else {"float": repr(state)}
     if _is_record(type(state)):
-        return {"type": type(state).__name__, "fields": [encode(getattr(state, f)) for f in _field_names(type(state))]}
+        fields = {name: encode(getattr(state, name)) for name in _field_names(type(state))}
+        return {"type": type(state).__name__, "fields": fields}
     if isinstance(state, tuple):
         return {"tuple": [encode(each) for each in state]}
     if isinstance(state, frozenset):
-        return {"set": [encode(each) for each in sorted(state)]}
+        return {"set": [encode(each) for each in sorted(state, key=repr)]}
     if isinstance(state, Mapping):
         return {"map": [[encode(key), encode(value)] for key, value in state.items()]}
     raise InputError(
         f"a policy's state has a {type(state).__name__}, which a checkpoint can't hold; make it of numbers, texts, "
         "tuples, frozensets, mappings, NamedTuples and frozen dataclasses, or leave checkpoint= out"
     )
+
+
+def kind(policy: Any) -> str:
+    """Return what two policies have in common if one can go on with the state of the other: all but numbers.
+
+    >>> from paceline.aggregation import Buffered
+    >>> kind(Buffered(k=8))
+    "Buffered(combine='mean',hold=True,cancel=False)"
+    """
+    if dataclasses.is_dataclass(policy):
+        fields = ((field.name, getattr(policy, field.name)) for field in dataclasses.fields(policy) if field.init)
+        numbers = (int, float, NoneType)  # None: a number that is chosen by itself
+        parts = (f"{name}={kind(v)}" for name, v in fields if isinstance(v, bool) or not isinstance(v, numbers))
+        return f"{type(policy).__name__}({','.join(parts)})"
+    return repr(policy) if isinstance(policy, bool | str) else type(policy).__name__
 
 
 def decode(value: Any, policy: Aggregation[Any]) -> Any:
@@ -62,8 +79,12 @@ def _decode(value: Any, classes: Mapping[str, type]) -> Any:
             raise TypeError("a list")
         return value
     if "type" in value:
-        cls, fields = classes[value["type"]], [_decode(each, classes) for each in value["fields"]]
-        return cls(**dict(zip(_field_names(cls), fields, strict=True)))
+        cls, fields = classes[value["type"]], value["fields"]
+        if set(fields) != set(_field_names(cls)):
+            raise ValueError(
+                f"the fields of {cls.__name__} are {', '.join(_field_names(cls))}, not {', '.join(fields)}"
+            )
+        return cls(**{name: _decode(each, classes) for name, each in fields.items()})
     ((kind, inner),) = value.items()
     if kind == "float":
         return float(inner)

@@ -13,9 +13,10 @@ epoch is; then whole epochs follow. So each sample of an epoch is taken exactly 
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, final, get_args
+from functools import cached_property
+from typing import Literal, TypeAlias, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,10 +164,6 @@ class DataOrder:
     partition: Partition = "global"
     resumed: "DataPosition | None" = None
     _cut: _Global | _Disjoint = field(init=False, repr=False, compare=False)
-    _left: tuple[_Global, ...] = field(init=False, repr=False, compare=False, default=())
-    """Of the epochs that ``resumed`` had begun."""
-    _first_epoch: int = field(init=False, repr=False, compare=False, default=0)
-    """Number of the first whole epoch."""
 
     def __post_init__(self) -> None:
         for name in ("samples", "batch_size", "replicas"):
@@ -181,11 +178,12 @@ class DataOrder:
                 f"partition=disjoint needs a sample for each replica, but there are {self.replicas} replicas and "
                 f"{self.samples} samples; write partition=global or replicas={self.samples}."
             )
+        if self.resumed is not None and self.resumed.order.samples != self.samples:
+            raise InputError(
+                f"samples={self.samples}, but the run to go on with took its batches of {self.resumed.order.samples}; "
+                "write the same training set"
+            )
         object.__setattr__(self, "_cut", _CUTS[self.partition](self))
-        if self.resumed is not None:
-            left, first_epoch = self.resumed.left()
-            object.__setattr__(self, "_left", tuple(_Global(self, indices) for indices in left))
-            object.__setattr__(self, "_first_epoch", first_epoch)
 
     def batch(self, replica: ReplicaId, k: int) -> Indices:
         """Return the samples of the k-th batch of a replica, k = 0, 1, ... over all epochs; the caller's own copy."""
@@ -212,26 +210,35 @@ class DataOrder:
             taken: how many batches each replica has taken.
         """
         first = [0] * self.replicas
-        numbers = range(-len(self._left), 0)
-        for number, cut in zip(numbers, self._left, strict=True):
+        left, first_epoch = self._left
+        for number, cut in zip(range(-len(left), 0), left, strict=True):
             yield from _left_of_epoch(number, [cut.rounds(r) for r in range(self.replicas)], first, taken)
         rounds = [self.rounds_per_epoch(r) for r in range(self.replicas)]
         done = min(max(0, t - f) // n for t, f, n in zip(taken, first, rounds, strict=True))
         first = [f + done * n for f, n in zip(first, rounds, strict=True)]
-        number = self._first_epoch + done
+        number = first_epoch + done
         while any(t > f for t, f in zip(taken, first, strict=True)):
             yield from _left_of_epoch(number, rounds, first, taken)
             number += 1
         yield number, []
 
+    @cached_property
+    def _left(self) -> tuple[list[_Global], int]:
+        """The divisions of what ``resumed`` has left, one for each begun epoch, and the first epoch that is whole."""
+        if self.resumed is None:
+            return [], 0
+        left, first_epoch = self.resumed.left()
+        return [_Global(self, indices) for indices in left], first_epoch
+
     def _find(self, replica: ReplicaId, k: int) -> tuple[_Global | _Disjoint, int, int]:
         """Return the division, the epoch and the round of the k-th batch of a replica."""
-        for left in self._left:
-            if k < left.rounds(replica):
-                return left, 0, k
-            k -= left.rounds(replica)
+        left, first_epoch = self._left
+        for cut in left:
+            if k < cut.rounds(replica):
+                return cut, 0, k
+            k -= cut.rounds(replica)
         epoch, round_ = divmod(k, self.rounds_per_epoch(replica))
-        return self._cut, self._first_epoch + epoch, round_
+        return self._cut, first_epoch + epoch, round_
 
 
 def _left_of_epoch(
@@ -256,6 +263,10 @@ class DataPosition:
     order: DataOrder
     taken: tuple[int, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.taken) != self.order.replicas:
+            raise InputError(f"{len(self.taken)} counts of batches, but {self.order.replicas} replicas took them")
+
     def left(self) -> tuple[list[Indices], int]:
         """Return the samples that are left of each begun epoch, in their order, and the first epoch not begun."""
         *begun, (first_epoch, _) = self.order.epochs(self.taken)
@@ -272,19 +283,8 @@ class DataPosition:
             left.append(np.concatenate(pieces))
         return [indices for indices in left if len(indices)], first_epoch
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as a JSON object."""
-        order = self.order
-        values = {name: getattr(order, name) for name in _ORDER_FIELDS}
-        return values | {"taken": list(self.taken), "resumed": order.resumed and order.resumed.to_json()}
-
-    @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> "DataPosition":
-        """Return the position whose :meth:`to_json` this is; raise InputError or KeyError if it is none."""
-        resumed = None if value["resumed"] is None else cls.of_json(value["resumed"])
-        order = DataOrder(**{name: value[name] for name in _ORDER_FIELDS}, resumed=resumed)
-        return cls(order, tuple(value["taken"]))
-
-
-# Fields of an order that are plain values.
-_ORDER_FIELDS = ("samples", "batch_size", "replicas", "seed", "partition")
+    @property
+    def samples(self) -> int:
+        """Number of samples that were taken so far, over all epochs."""
+        left, first_epoch = self.left()
+        return first_epoch * self.order.samples - sum(map(len, left))

@@ -14,9 +14,9 @@ that an update is made of, and the large one is theirs together::
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from paceline.core.types import Seconds
 
@@ -199,6 +199,17 @@ def efficiency(noise_scale: float, batch: float, reference: float) -> float:
     return (noise_scale + reference) / (noise_scale + batch)
 
 
+class NoiseState(NamedTuple):
+    """What a :class:`NoiseAccumulator` has accumulated."""
+
+    reference: float | None
+    lately: Averages
+    overall: Averages
+    last_s: Seconds
+    """Training time of the last record."""
+    last_samples: int
+
+
 class NoiseAccumulator:
     """The noise scale of one run: lately, overall, and what follows from it for efficiency.
 
@@ -211,15 +222,14 @@ class NoiseAccumulator:
         self._lately, self._overall = Averages(DECAY), Averages()
         self._last: tuple[Seconds, int] = (0.0, 0)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the averages as a JSON object."""
-        averages = {"lately": asdict(self._lately), "overall": asdict(self._overall)}
-        return averages | {"reference": self._reference, "last": list(self._last)}
+    def state(self) -> "NoiseState":
+        """Return what it has accumulated."""
+        return NoiseState(self._reference, self._lately, self._overall, *self._last)
 
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the averages whose :meth:`to_json` this is."""
-        self._lately, self._overall = Averages(**saved["lately"]), Averages(**saved["overall"])
-        self._reference, self._last = saved["reference"], (saved["last"][0], saved["last"][1])
+    def restore(self, state: "NoiseState") -> None:
+        """Go on with what was accumulated before."""
+        self._reference, self._lately, self._overall = state.reference, state.lately, state.overall
+        self._last = state.last_s, state.last_samples
 
     def add_batch(self, samples: float) -> None:
         """Note the mean samples of a Δ's micro-steps."""

@@ -76,6 +76,13 @@ class ReplicaPosition(NamedTuple):
     """Batches taken from the present data order."""
     attempt: Clock = 0
     """The newest Δ that arrived or was cancelled, counted from 1."""
+    spent: int = 0
+    """Micro-steps of a budget in steps."""
+
+    def after(self, micro_steps: int) -> "ReplicaPosition":
+        """Return the position after one more Δ."""
+        clock, batches, attempt, spent = self
+        return ReplicaPosition(clock + micro_steps, batches + micro_steps, attempt + 1, spent + micro_steps)
 
 
 @dataclass(frozen=True, slots=True)

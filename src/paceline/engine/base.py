@@ -50,6 +50,19 @@ class Budget:
     evaluate_every: float
     until: Condition | None = None
 
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :func:`~paceline.train` that say the same.
+
+        >>> Budget("steps", 10, 2.0, Condition("test_accuracy", above=True, bound=0.97)).arguments()
+        {'evaluate_every': 2.0, 'steps': 10, 'until': 'test_accuracy>=0.97'}
+        """
+        arguments: dict[str, Any] = {"evaluate_every": self.evaluate_every}
+        if self.amount is not None:
+            arguments[self.unit] = self.amount
+        if self.until is not None:
+            arguments["until"] = f"{self.until.field}{'>=' if self.until.above else '<='}{self.until.bound!r}"
+        return arguments
+
 
 @dataclass(frozen=True)
 class Job:

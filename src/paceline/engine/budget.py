@@ -48,6 +48,9 @@ class StepQuota(Protocol):
     def grant(self, replica: ReplicaId) -> int:
         """Return how many micro-steps this replica's next Δ takes; 0: its share of the budget is spent."""
 
+    def spent(self, replica: ReplicaId) -> bool:
+        """Return whether a replica would be granted nothing."""
+
     def guaranteed(self, replica: ReplicaId) -> int:
         """Return how many further Δs it will at least be granted, whatever the other replicas do until then."""
 
@@ -61,6 +64,10 @@ class Unbounded:
     def grant(self, replica: ReplicaId) -> int:
         del replica
         return self.micro_steps
+
+    def spent(self, replica: ReplicaId) -> bool:
+        del replica
+        return False
 
     def guaranteed(self, replica: ReplicaId) -> int:
         del replica
@@ -82,6 +89,9 @@ class Steps:
         granted = min(self._micro_steps, self._left[replica])
         self._left[replica] -= granted
         return granted
+
+    def spent(self, replica: ReplicaId) -> bool:
+        return self._left[replica] <= 0
 
     def guaranteed(self, replica: ReplicaId) -> int:
         return self._left[replica] // self._micro_steps
@@ -114,6 +124,10 @@ class Epochs:
             self._left -= self._batch_size(replica, k)
             granted += 1
         return granted
+
+    def spent(self, replica: ReplicaId) -> bool:
+        del replica
+        return self._left <= 0
 
     def guaranteed(self, replica: ReplicaId) -> int:
         del replica

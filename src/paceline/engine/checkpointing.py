@@ -141,7 +141,7 @@ class Checkpointer:
                 "program": job.program.name,
                 "strategy": str(job.strategy),
                 "engine": self._engine,
-                "budget": {job.budget.unit: job.budget.amount, "evaluate_every": job.budget.evaluate_every},
+                "budget": job.budget.arguments(),
                 "fingerprint": dict(job.fingerprint),
                 "run": self._loop.state(now, snapshot.engine).to_json(),
                 "optimizer": dict(snapshot.optimizer),

@@ -10,20 +10,17 @@ A replica whose share of the budget is spent is dismissed when the policy releas
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
-from paceline.aggregation.state_codec import decode, encode
-from paceline.core.errors import PacelineError
+from paceline.aggregation.state_codec import decode, encode, kind
+from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
 from paceline.engine.budget import StepQuota
-
-if TYPE_CHECKING:  # the planner simulates policies without torch
-    from paceline.engine.run_state import ResumePoint
 
 
 class DecisionExecutor(Protocol):
@@ -64,11 +61,37 @@ class Tally:
     recent_staleness: int = 0
     recent_applied: int = 0
 
-    @classmethod
-    def of_json(cls, value: Mapping[str, Any]) -> "Tally":
-        """Return the counts that :func:`~dataclasses.asdict` and JSON have made an object of."""
-        staleness = Counter({int(k): int(n) for k, n in value["staleness"].items()})
-        return cls(**{**value, "staleness": staleness})
+
+@dataclass(frozen=True)
+class CoordinatorState:
+    """The state of a :class:`Coordinator`, for a checkpoint."""
+
+    version: Version
+    """Updates of A."""
+    tally: Tally
+    policy: str
+    """Text of the policy."""
+    policy_kind: str
+    """What a policy must have in common with it to go on with its state."""
+    policy_state: Any
+    """As :mod:`~paceline.aggregation.state_codec` encodes it."""
+    unfinished: Any
+    """The rest of a decision that the end of the run has broken off, encoded likewise."""
+    leaving: tuple[ReplicaId, ...]
+    """Replicas that are done, of which the policy does not know yet."""
+    present: tuple[ReplicaId, ...]
+    """Replicas that take part."""
+    computing: tuple[ReplicaId, ...]
+    """Those that computed, in the order in which they were sent A."""
+    positions: tuple[ReplicaPosition, ...]
+    """Of each replica; what is under way does not count."""
+    held: tuple[Arrival, ...]
+    """Δs that the policy holds."""
+
+    def __post_init__(self) -> None:
+        numbers = {*self.leaving, *self.present, *self.computing}
+        if not numbers <= set(range(len(self.positions))) or not set(self.computing) <= set(self.present):
+            raise InputError(f"it has replicas {sorted(numbers)} of {len(self.positions)}")
 
 
 class Coordinator:
@@ -79,8 +102,9 @@ class Coordinator:
         replicas: P at the start.
         quota: each replica's share of the budget.
         executor: the engine's.
-        resume: where the run goes on; None: it begins.
         positions: where each replica begins; None: at 0.
+        resumed: state of the run that goes on; None: it begins.
+        restored: names (replica, clock) of the Δs held then that the executor has.
     """
 
     def __init__(
@@ -89,16 +113,19 @@ class Coordinator:
         replicas: int,
         quota: StepQuota,
         executor: DecisionExecutor,
-        resume: "ResumePoint | None" = None,
         positions: Sequence[ReplicaPosition] | None = None,
+        resumed: CoordinatorState | None = None,
+        restored: Collection[tuple[ReplicaId, Clock]] = (),
     ) -> None:
-        self._policy, self._quota, self._executor, self._resume = policy, quota, executor, resume
+        self._policy, self._quota, self._executor = policy, quota, executor
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
         self._leaving: deque[ReplicaId] = deque()
         """Replicas that are done, of which the policy does not know yet."""
-        self._granted = [0] * replicas
-        self._executing = False
+        self._granted: dict[ReplicaId, int] = {}
+        """Micro-steps of the newest Δ of each replica, in the order in which they were granted."""
+        self._unfinished: deque[Action] = deque()
+        """The action that is being executed, and those of its decision that come after it."""
         self.computing: set[ReplicaId] = set()
         """Replicas at work on a Δ; only the coordinator changes it."""
         self.cancelling: set[ReplicaId] = set()
@@ -109,10 +136,10 @@ class Coordinator:
         self.tally = Tally()
         self.positions = list(positions or [ReplicaPosition()] * replicas)
         """How far each replica has come; what is under way does not count."""
-        self.keeps_state = False
-        """Whether the policy goes on with the state that it had before the run was resumed."""
-        if resume is not None:
-            self._restore(resume)
+        self.kept: CoordinatorState | None = None
+        """The state with which a policy goes on; None: it has started anew."""
+        if resumed is not None:
+            self._restore(resumed, restored)
 
     @property
     def threshold(self) -> int:
@@ -132,50 +159,68 @@ class Coordinator:
         )
 
     def begin(self) -> None:
-        """Send A to all replicas, or where a run goes on, to those that computed; others join or have left."""
-        run = self._resume.run if self._resume is not None and self.keeps_state else None
-        everyone = set(self.present)
-        if run is not None:
-            self.present = everyone.intersection(run.present)
-        for replica in sorted(self.present if run is None else self.present.intersection(run.computing)):
+        """Send A to all replicas."""
+        if self.kept is not None:
+            self._go_on_with(self.kept)
+            return
+        if self._held:
+            self._execute(Discard(tuple(self._held.values())))
+        for replica in sorted(self.present):
             self._go_on(replica)
         self._report_left()
-        for replica in sorted(set(run.present) - everyone) if run is not None else ():
-            self._decide(*self._policy.left(self._state, replica, "died"))
-        for replica in sorted(everyone - set(run.present)) if run is not None else ():
-            self.joined(replica)
 
-    def state(self) -> dict[str, Any]:
-        """Return the fields of :class:`~paceline.engine.run_state.RunState` that the coordinator knows.
+    def state(self) -> CoordinatorState:
+        """Return the state as it is, between two events or after the end of the run.
 
         Raises:
             InputError: JSON can't hold the policy's state.
         """
-        return {
-            "version": self.version,
-            "tally": asdict(self.tally) | {"staleness": {str(k): n for k, n in self.tally.staleness.items()}},
-            "policy": text_of(self._policy),
-            "policy_state": encode(self._state),
-            "present": sorted(self.present),
-            "computing": sorted(self.computing),
-            "positions": tuple(self.positions),
-            "held": tuple(self._held.values()),
-        }
+        return CoordinatorState(
+            self.version,
+            replace(self.tally, staleness=Counter(self.tally.staleness)),
+            text_of(self._policy),
+            kind(self._policy),
+            encode(self._state),
+            encode(tuple(self._unfinished)),
+            tuple(self._leaving),
+            tuple(sorted(self.present)),
+            tuple(replica for replica in self._granted if replica in self.computing),
+            tuple(self.positions),
+            tuple(self._held.values()),
+        )
 
-    def _restore(self, resume: "ResumePoint") -> None:
-        """Go on with the counts of a checkpoint, and with the policy's state if the policy is the same.
+    def _restore(self, state: CoordinatorState, restored: Collection[tuple[ReplicaId, Clock]]) -> None:
+        """Go on with the counts of another run, and with its policy's state if the policy is of the same kind.
 
-        Δs that the policy held are held again. If another policy goes on, or other replicas that can't have sent them,
-        the policy starts anew and those Δs count as discarded.
+        If the executor has not all Δs that were held, the policy starts anew as well. Then they are discarded.
         """
-        run = resume.run
-        self.version, self.tally = run.version, Tally.of_json(run.tally)
-        self.keeps_state = resume.same_policy and (not run.held or resume.replicas == len(self.positions))
-        if self.keeps_state:
-            self._state = decode(run.policy_state, self._policy)
-            self._held = {(arrival.replica, arrival.clock): arrival for arrival in run.held}
-        else:
-            self.tally.discarded += len(run.held)
+        self.version, self.tally = state.version, replace(state.tally, staleness=Counter(state.tally.staleness))
+        self._held = {(a.replica, a.clock): a for a in state.held if (a.replica, a.clock) in restored}
+        lost = len(state.held) - len(self._held)
+        self.tally.discarded += lost
+        if state.policy_kind != kind(self._policy) or lost:
+            return
+        self.kept, self._state = state, decode(state.policy_state, self._policy)
+        self.present &= set(state.present)
+        self._leaving.extend(state.leaving)
+
+    def _go_on_with(self, state: CoordinatorState) -> None:
+        """Begin where a run stopped: replicas that computed compute the same again, those that waited wait.
+
+        Then replicas that are no more leave, and new ones join, or those whose share of the budget has grown.
+        """
+        replicas = range(len(self.positions))
+        for replica in state.computing:
+            self._go_on(replica)
+        self._decide(self._state, decode(state.unfinished, self._policy))
+        self._report_left()
+        for replica in state.present:
+            if replica not in replicas:
+                self._decide(*self._policy.left(self._state, replica, "died"))
+                self._report_left()
+        for replica in replicas:
+            if replica not in state.present and not self._quota.spent(replica):
+                self.joined(replica)
 
     def arrived(self, arrival: Arrival) -> None:
         """Have the policy decide on a Δ that has arrived; one that is not finite is discarded and counted."""
@@ -242,13 +287,12 @@ class Coordinator:
     # ------------------------------------------------------------------------------------------------------ decisions
 
     def _decide(self, state: Any, decision: Decision) -> None:
-        self._state = state
-        outermost, self._executing = not self._executing, True
-        try:
-            for action in decision:
-                self._execute(action)
-        finally:
-            self._executing = not outermost
+        self._state, rest = state, self._unfinished
+        outer = len(rest)
+        rest.extendleft(reversed(decision))
+        while len(rest) > outer:
+            self._execute(rest[0])
+            rest.popleft()
 
     def _execute(self, action: Action) -> None:
         if isinstance(action, Apply):
@@ -284,10 +328,9 @@ class Coordinator:
 
     def _count(self, replica: ReplicaId) -> None:
         """Count an attempt that has ended."""
-        micro_steps, position = self._granted[replica], self.positions[replica]
+        micro_steps = self._granted[replica]
         self.tally.micro_steps += micro_steps
-        clock, batches, attempt = position
-        self.positions[replica] = ReplicaPosition(clock + micro_steps, batches + micro_steps, attempt + 1)
+        self.positions[replica] = self.positions[replica].after(micro_steps)
 
     def _check_held(self, arrivals: Sequence[Arrival]) -> None:
         """Raise unless each of these Δs is held, and named once."""
@@ -310,6 +353,7 @@ class Coordinator:
                 f"{text_of(self._policy)} released replica {replica}, which is computing; release those that wait, "
                 "cancel others"
             )
+        self._granted.pop(replica, None)  # so that the newest grant comes last
         micro_steps = self._granted[replica] = self._quota.grant(replica)
         if micro_steps:
             self.computing.add(replica)
@@ -320,5 +364,5 @@ class Coordinator:
 
     def _report_left(self) -> None:
         """Tell the policy which replicas are done, once the decision that released them is executed whole."""
-        while self._leaving and not self._executing:
+        while self._leaving and not self._unfinished:
             self._decide(*self._policy.left(self._state, self._leaving.popleft(), "done"))

@@ -13,8 +13,7 @@ import math
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any, Literal, get_args
 
@@ -29,7 +28,7 @@ from paceline.engine.budget import EvalSchedule
 from paceline.engine.coordinator import Coordinator, DecisionExecutor
 from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.run_context import RunContext
-from paceline.engine.run_state import RunState
+from paceline.engine.run_state import HistoryState, RunState
 
 # Interval of the live display, and of the checks for hangs.
 TICK_S: Seconds = 0.2
@@ -58,40 +57,38 @@ class RunHistory:
     ) -> None:
         self._budget, self._per_step, self._replicas = context.job.budget, context.per_step, context.replicas
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
-        self._samples = context.order.samples if context.order is not None else None
+        self._samples = context.order.samples if context.order is not None else 1
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
         self.last: tuple[int, int] | None = None
         """Updates and Δs at the last snapshot."""
         self.records: list[Record] = []
         self._pending: list[SnapshotInfo] = []
         """Snapshots whose records have not come."""
-        self._before = (0.0, 0)
-        """Steps before the run was resumed with another number of replicas, and the micro-steps of those."""
+        self._before: dict[BudgetUnit, tuple[float, int]] = {"steps": (0.0, 0), "epochs": (0.0, 0)}
+        """What was spent before a step or an epoch became that of other replicas or data, and the count by then."""
+        self._notes: dict[str, str | int | float] = {}
         if context.job.resume is not None:
-            self._restore(context)
+            self._resume(context, context.job.resume.run)
 
-    def _restore(self, context: RunContext) -> None:
-        resume = context.job.resume
-        assert resume is not None
-        run = resume.run
-        self._digest, self.last = run.start_digest, run.last_snapshot
-        self.records += [Record.of(row) for row in run.records]
-        self._losses.extend(run.losses)
-        if not context.same_steps:
-            self._before = run.spent["steps"], self._coordinator.tally.micro_steps
-        if self._noise is not None and run.noise is not None:
-            self._noise.restore(run.noise)
+    def _resume(self, context: RunContext, run: RunState) -> None:
+        """Go on with the history of another run."""
+        history, tally = run.history, self._coordinator.tally
+        self._digest, self.last = history.start_digest, history.last_snapshot
+        self.records += history.records
+        self._losses.extend(history.losses)
+        if (run.replicas, run.per_step) != (self._replicas, self._per_step):
+            self._before["steps"] = run.spent["steps"], tally.micro_steps
+        if context.epochs_before:
+            self._before["epochs"] = run.spent["epochs"], tally.seen_samples
+        if self._noise is not None and history.noise is not None:
+            self._noise.restore(history.noise)
+        self._notes["resumed"] = _resume_note(context, run, self._coordinator)
 
-    def state(self) -> dict[str, Any]:
-        """Return the fields of :class:`~paceline.engine.run_state.RunState` that the history knows."""
+    def state(self) -> HistoryState:
+        """Return the history as it is; what was not evaluated yet has no test figures."""
         records = sorted((*self.records, *self._pending), key=lambda record: (record.time_s, record.gradients))
-        return {
-            "records": [record.row() for record in records],
-            "losses": list(self._losses),
-            "last_snapshot": self.last,
-            "noise": self._noise.to_json() if self._noise is not None else None,
-            "start_digest": self._digest,
-        }
+        noise = self._noise.state() if self._noise is not None else None
+        return HistoryState(tuple(records), tuple(self._losses), self.last, noise, self._digest)
 
     def keep(self, record: Record) -> None:
         """Add the record of a snapshot that was evaluated."""
@@ -111,10 +108,11 @@ class RunHistory:
         unit, tally = unit or self._budget.unit, self._coordinator.tally
         if unit == "seconds":
             return time_s
+        counted, per_unit = tally.micro_steps, self._replicas * self._per_step
         if unit == "epochs":
-            return tally.seen_samples / self._samples if self._samples else 0.0
-        steps, micro_steps = self._before
-        return steps + (tally.micro_steps - micro_steps) / (self._replicas * self._per_step)
+            counted, per_unit = tally.seen_samples, self._samples
+        before, count = self._before[unit]
+        return before + (counted - count) / per_unit
 
     def snapshot(self, time_s: Seconds) -> SnapshotInfo:
         """Return the counts as they are, to go with a snapshot of A."""
@@ -179,13 +177,28 @@ class RunHistory:
             workers=tuple(workers),
             left=tuple(exits),
             start_digest=self._digest,
-            notes=notes,
+            notes=self._notes | notes,
             interrupted=interrupted,
             statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
         )
 
     def _recent_loss(self) -> float | None:
         return sum(self._losses) / len(self._losses) if self._losses else None
+
+
+def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -> str:
+    """Say in a sentence where a run has gone on, and with what."""
+    assert context.job.resume is not None
+    saved = run.coordinator
+    parts = [f"went on from update {saved.version} of {context.job.resume.folder}"]
+    if run.replicas != context.replicas:
+        parts.append(f"with {context.replicas} replicas instead of {run.replicas}")
+    if coordinator.kept is None:
+        held = f", and {len(saved.held)} Δs held by {saved.policy} were discarded" if saved.held else ""
+        parts.append(f"with the policy begun anew{held}")
+    if context.epochs_before:
+        parts.append("with a new epoch of data of another length")
+    return ", ".join(parts)
 
 
 class RunLoop:
@@ -198,6 +211,7 @@ class RunLoop:
         evaluate: takes a snapshot of A at a training time and has it evaluated.
         watch: receives the progress of the run; None: another process displays it.
         noise: accumulates the gradient noise scale; None: it is not measured.
+        restored: names (replica, clock) of the Δs held at the point where the run goes on that the executor has.
     """
 
     def __init__(
@@ -208,12 +222,14 @@ class RunLoop:
         evaluate: Callable[[Seconds], None],
         watch: Watcher | None = None,
         noise: NoiseAccumulator | None = None,
+        restored: Collection[tuple[ReplicaId, Clock]] = (),
     ) -> None:
         self._job, self._evaluate, self.watch = context.job, evaluate, watch
         self.quota = context.step_quota()
-        resume = context.job.resume
+        run = context.job.resume.run if context.job.resume is not None else None
+        saved = run.coordinator if run is not None else None
         self.coordinator = Coordinator(
-            context.policy, context.replicas, self.quota, executor, resume, context.positions
+            context.policy, context.replicas, self.quota, executor, context.positions, saved, restored
         )
         self.history = RunHistory(context, self.coordinator, initial_digest, noise)
         budget = context.job.budget
@@ -221,21 +237,23 @@ class RunLoop:
         self.end_s: Seconds = budget.amount if self.timed and budget.amount is not None else math.inf
         self.condition_met = False
         """True once a record has met the condition ``until=`` that ends the run."""
-        self.exits: list[ReplicaExit] = []
-        self.start_s: Seconds = resume.run.seconds if resume is not None else 0.0
+        self.start_s: Seconds = run.seconds if run is not None else 0.0
         """Training time before the run was resumed."""
-        self.last_event_s = self.start_s
+        self.exits: list[ReplicaExit] = list(run.exits) if run is not None else []
+        self.last_event_s: Seconds = self.start_s
         self._context, passed = context, 0
-        if resume is not None:
-            self.exits += [ReplicaExit(**each) for each in resume.run.exits]
-            interval, passed = resume.run.evaluations
-            if interval != budget.evaluate_every:
-                passed = int(self.history.spent(resume.run.seconds) / budget.evaluate_every) + 1
+        if run is not None:
+            *interval, passed = run.evaluations
+            if interval != [budget.unit, budget.evaluate_every]:
+                passed = int(self.history.spent(self.start_s) / budget.evaluate_every) + 1
+            self.condition_met = any(budget.until is not None and budget.until.met(r) for r in self.history.records)
         self._schedule = EvalSchedule(budget, passed)
         self._displayed_s: Seconds = -math.inf
+        if context.job.checkpoint is not None:
+            self.coordinator.state()  # a policy whose state can't be saved is refused now
 
     def state(self, now: Seconds, engine: Mapping[str, Any] | None = None) -> RunState:
-        """Return what of the run is no tensor; only between two events.
+        """Return what of the run is no tensor; only between two events, or after the last.
 
         Args:
             now: training time.
@@ -244,20 +262,19 @@ class RunLoop:
         Raises:
             InputError: JSON can't hold the policy's state.
         """
-        context, units = self._context, get_args(BudgetUnit)
-        coordinator, history = self.coordinator.state(), self.history
-        order = context.order
-        taken = tuple(position.batches for position in coordinator["positions"])
+        coordinator, order = self.coordinator.state(), self._context.order
+        taken = tuple(position.batches for position in coordinator.positions)
+        units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
         return RunState(
-            **coordinator,
-            **history.state(),
             seconds=now,
-            spent={unit: history.spent(now, unit) for unit in units},
-            per_step=context.per_step,
-            order=DataPosition(order, taken).to_json() if order is not None else None,
-            evaluations=(self._job.budget.evaluate_every, self._schedule.passed),
-            exits=[asdict(each) for each in self.exits],
-            engine=dict(engine or {}),
+            spent={unit: self.history.spent(now, unit) for unit in units},
+            per_step=self._context.per_step,
+            coordinator=coordinator,
+            data=None if order is None else DataPosition(order, taken),
+            history=self.history.state(),
+            evaluations=(self._job.budget.unit, self._job.budget.evaluate_every, self._schedule.passed),
+            exits=tuple(self.exits),
+            engine=engine or {},
         )
 
     # -------------------------------------------------------------------------------------------- budget and evaluation

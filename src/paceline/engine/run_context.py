@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 from paceline.aggregation.base import Aggregation
-from paceline.core.data_order import DataOrder
+from paceline.core.data_order import DataOrder, DataPosition
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
+from paceline.engine.run_state import RunState
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
 from paceline.replica.batches import Stream, stream
@@ -38,8 +39,8 @@ class RunContext:
         strategy = job.strategy
         self.job, self.replicas = job, strategy.replicas
         self.policy: Aggregation[Any] = strategy.aggregation
-        self.order, self.positions = _resumed(job, order_of(job))
-        """None where the data come from the user's function; and where each replica begins."""
+        self.order = order_of(job)
+        """None where the data come from the user's function."""
         self.reference_batch = None if self.order is None else job.program.per_replica_batch(1)
         """m₀, the samples of an update by one replica alone; None where the data have no order."""
         self.delta: Delta = self.policy.delta
@@ -50,28 +51,38 @@ class RunContext:
         """True if replicas step on parameters and optimizers of their own."""
         self.per_step = self.delta.micro_steps if isinstance(self.delta, Accumulated) else 1
         """Micro-steps in one step: all of an accumulated gradient's, one of a replica's own optimizer's."""
+        self.positions = [ReplicaPosition()] * self.replicas
+        """Where each replica begins."""
+        self.epochs_before = 0.0
+        """Epochs over a training set of another length, before the run was resumed."""
+        if job.resume is not None:
+            self._resume(job.resume.run)
+
+    def _resume(self, run: RunState) -> None:
+        """Begin where another run stopped.
+
+        Where samples are divided as before, each replica goes on in the same order; else the order begins with what the
+        begun epochs have left, each sample once. Data of another length begin with a new epoch. Of data that come from
+        a function each replica skips as many batches as the one of its number has taken.
+        """
+        order = self.order
+        self.order, same_order = resumed_order(order, run)
+        self.positions = resumed_positions(run, self.replicas, self.per_step, same_order=same_order)
+        if order is not None and self.order == order and not same_order:
+            self.epochs_before = run.spent["epochs"]
 
     def step_quota(self) -> StepQuota:
         """Return what each replica may spend of the budget."""
         budget, each = self.job.budget, micro_steps(self.delta)
         if budget.amount is None or budget.unit == "seconds":
             return Unbounded(each)
-        run = self.job.resume.run if self.job.resume is not None else None
         if budget.unit == "steps":
-            made = [position.clock for position in self.positions]
-            if run is not None and not self.same_steps:  # what is left of the budget, for each alike
-                made = [round(run.spent["steps"] * self.per_step)] * self.replicas
-            return Steps([max(0, int(budget.amount) * self.per_step - each) for each in made], each)
+            left = (int(budget.amount) * self.per_step - position.spent for position in self.positions)
+            return Steps([max(0, rest) for rest in left], each)
         assert self.order is not None, "epochs of a data source were not refused"
-        seen = run.spent["epochs"] if run is not None else 0.0
-        taken = [position.batches for position in self.positions]
-        return Epochs((budget.amount - seen) * self.order.samples, self.order, each, taken)
-
-    @property
-    def same_steps(self) -> bool:
-        """Return whether a step is of as many micro-steps and replicas as before the run was resumed."""
-        resume = self.job.resume
-        return resume is None or (resume.replicas, resume.run.per_step) == (self.replicas, self.per_step)
+        position = DataPosition(self.order, tuple(position.batches for position in self.positions))
+        samples = (budget.amount - self.epochs_before) * self.order.samples - position.samples
+        return Epochs(samples, self.order, each, position.taken)
 
     def batches(self, replica: ReplicaId) -> Stream:
         """Return the endless stream of one replica's batches, from its first position on."""
@@ -112,22 +123,36 @@ def order_of(job: Job) -> DataOrder | None:
     return DataOrder(samples, batch_size, strategy.replicas, program.seed, strategy.partition)
 
 
-def _resumed(job: Job, order: DataOrder | None) -> tuple[DataOrder | None, list[ReplicaPosition]]:
-    """Return the data order with which a run goes on, and where each replica begins in it.
+def resumed_order(order: DataOrder | None, run: RunState) -> tuple[DataOrder | None, bool]:
+    """Return the data order with which a run goes on, and whether replicas keep their positions in it.
 
-    Where samples are divided as before, each replica goes on in the same order; else the order begins with what the
-    begun epochs have left. Data that come from a function are skipped up to where each replica was.
+    Args:
+        order: of the job, from its beginning.
+        run: that goes on.
     """
-    replicas, resume = range(job.strategy.replicas), job.resume
-    if resume is None:
-        return order, [ReplicaPosition() for _ in replicas]
-    before, known = resume.data_position(), resume.run.positions
-    positions = [known[r] if r < len(known) else ReplicaPosition(max(p.clock for p in known)) for r in replicas]
+    before = run.data.order if run.data is not None else None
     if order is None or before is None:
-        return order, positions
-    if order == replace(before.order, resumed=None):
-        return before.order, positions
-    return replace(order, resumed=before), [position._replace(batches=0) for position in positions]
+        return order, order is before
+    if order == replace(before, resumed=None):
+        return replace(before), True  # a new one: the run's state stays small
+    return replace(order, resumed=run.data if order.samples == before.samples else None), False
+
+
+def resumed_positions(run: RunState, replicas: int, per_step: int, *, same_order: bool) -> list[ReplicaPosition]:
+    """Return where each replica begins.
+
+    New ones begin after the newest of all counts, so that no seed is drawn and no Δ is named twice. If another number
+    of replicas makes the steps, each is taken to have made the mean of them.
+    """
+    known, held = run.coordinator.positions, run.coordinator.held
+    attempt = max([position.attempt for position in known] + [arrival.clock for arrival in held])
+    new = ReplicaPosition(max(position.clock for position in known), 0, attempt)
+    positions = [*known, *[new] * (replicas - len(known))][:replicas]
+    if not same_order:
+        positions = [position._replace(batches=0) for position in positions]
+    if (run.replicas, run.per_step) != (replicas, per_step):
+        positions = [position._replace(spent=round(run.spent["steps"] * per_step)) for position in positions]
+    return positions
 
 
 def first_batch(job: Job) -> Batch:

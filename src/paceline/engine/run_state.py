@@ -1,117 +1,101 @@
 """What of a run is no tensor, as JSON in a checkpoint: counts, the policy's state, positions in the data, history.
 
-It is taken between two decisions of the coordinator. Replicas that compute at that moment compute the same batches
-again after a resume, from the A of the checkpoint; those that wait for a decision still wait. The Δs that the policy
-holds are listed in ``held``; their tensors are in the checkpoint, too.
+It is taken between two decisions of the coordinator. After a resume with the same policy
+
+- replicas that computed at that moment compute the same batches again, from the A of the checkpoint,
+- those that waited for a decision still wait, and the Δs that the policy held are held again: their tensors are in the
+  checkpoint too, ``delta/<replica>/<clock>/<name>``,
+- those that had left join again, unless their share of the budget is spent.
+
+Another policy starts anew: all replicas compute from the A of the checkpoint, and Δs that were held count as discarded.
+So it is where the engine has not restored them all. A user's own loop is called anew; its ``worker.batches()`` go on
+after as many batches as it had made steps.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.aggregation.base import Arrival
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.reader import Checkpoint
 from paceline.core.data_order import DataPosition
 from paceline.core.errors import InputError
-from paceline.core.records import ReplicaPosition
-from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.core.noise_scale import NoiseState
+from paceline.core.records import Record, ReplicaExit
+from paceline.core.typed_json import of_json, to_json
+from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.coordinator import CoordinatorState
 from paceline.replica.flat_state import FlatState
 from paceline.replica.optimizer_state import whole_chunks
+
+# Names of held Δs begin so.
+_DELTA = "delta/"
+
+
+@dataclass(frozen=True)
+class HistoryState:
+    """The state of a run's history."""
+
+    records: tuple[Record, ...]
+    """What had not been evaluated has no test figures."""
+    losses: tuple[float, ...]
+    """Of the newest Δs."""
+    last_snapshot: tuple[int, int] | None
+    """Updates and Δs at the newest evaluation point."""
+    noise: NoiseState | None
+    start_digest: str
+    """Digest of A_0."""
 
 
 @dataclass(frozen=True)
 class RunState:
     """The state of a run that is no tensor."""
 
-    version: Version
-    """Updates of A."""
     seconds: Seconds
     """Training time."""
     spent: Mapping[str, float]
     """Of a budget in each unit: seconds, steps, epochs."""
     per_step: int
     """Micro-steps that count as one step."""
-    tally: Mapping[str, Any]
-    """Counts of the coordinator."""
-    policy: str
-    policy_state: Any
-    """As :mod:`~paceline.aggregation.state_codec` encodes it."""
-    present: Sequence[int]
-    """Replicas that take part."""
-    computing: Sequence[int]
-    """Those that computed, and compute the same again after a resume."""
-    positions: Sequence[ReplicaPosition]
-    """Of each replica."""
-    order: Mapping[str, Any] | None
-    """:meth:`DataPosition.to_json`; None where the data are a function."""
-    held: Sequence[Arrival] = ()
-    """Δs that the policy holds."""
-    records: Sequence[Mapping[str, Any]] = ()
-    """The history; what had not been evaluated has no test figures."""
-    losses: Sequence[float] = ()
-    """Of the newest Δs."""
-    evaluations: tuple[float, int] = (0.0, 0)
-    """Interval of the evaluation points, and how many were passed."""
-    last_snapshot: tuple[int, int] | None = None
-    """Updates and Δs at the newest evaluation point."""
-    noise: Mapping[str, Any] | None = None
-    """Averages of the gradient noise scale."""
-    start_digest: str = ""
-    """Digest of A_0."""
-    exits: Sequence[Mapping[str, Any]] = ()
+    coordinator: CoordinatorState
+    data: DataPosition | None
+    """None where the data are a function."""
+    history: HistoryState
+    evaluations: tuple[str, float, int]
+    """Unit and interval of the evaluation points, and how many were passed."""
+    exits: tuple[ReplicaExit, ...]
     """Replicas that ended before they were done."""
-    engine: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    engine: Mapping[str, Any]
     """What only one engine understands."""
 
     def to_json(self) -> dict[str, Any]:
         """Return it as a JSON object."""
-        held = [arrival._asdict() | {"observed": dict(arrival.observed)} for arrival in self.held]
-        return asdict(self) | {"positions": [list(each) for each in self.positions], "held": held}
+        value: dict[str, Any] = to_json(self)
+        return value
 
     @classmethod
     def of_json(cls, value: Mapping[str, Any]) -> "RunState":
-        """Return the state whose :meth:`to_json` this is.
-
-        Raises:
-            InputError: it is none.
-        """
-        try:
-            given = {each.name: value[each.name] for each in fields(cls)}
-            replicas = len(given["positions"])
-            state = cls(
-                **given
-                | {
-                    "positions": tuple(ReplicaPosition(*map(_count, each)) for each in given["positions"]),
-                    "held": tuple(Arrival(**each) for each in given["held"]),
-                    "evaluations": (float(given["evaluations"][0]), _count(given["evaluations"][1])),
-                    "last_snapshot": given["last_snapshot"] and tuple(map(_count, given["last_snapshot"])),
-                    "version": _count(given["version"]),
-                    "seconds": float(given["seconds"]),
-                    "per_step": _count(given["per_step"]),
-                    "spent": {unit: float(given["spent"][unit]) for unit in ("seconds", "steps", "epochs")},
-                }
+        """Return the state whose :meth:`to_json` this is; raise InputError if it is none."""
+        state: RunState = of_json(cls, value, "the checkpoint's state of the run")
+        if set(state.spent) != {"seconds", "steps", "epochs"} or not state.per_step:
+            raise InputError(f"the checkpoint's state of the run can't be read: it has spent {dict(state.spent)}")
+        if state.data is not None and state.data.order.replicas != state.replicas:
+            raise InputError(
+                f"the checkpoint's state of the run can't be read: it is of {state.replicas} replicas, but "
+                f"{state.data.order.replicas} took data"
             )
-            numbers = [*state.present, *state.computing]
-            if not all(isinstance(r, int) and 0 <= r < replicas for r in numbers):
-                raise ValueError(f"replicas {numbers} of {replicas}")
-            if state.order is not None:
-                DataPosition.of_json(state.order)
-            return state
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
-            raise InputError(f"the checkpoint's state of the run can't be read: {error!r}") from error
+        return state
 
-
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no count")
-    return value
+    @property
+    def replicas(self) -> int:
+        """Number of replicas, P."""
+        return len(self.coordinator.positions)
 
 
 def delta_chunks(delta: FlatState, replica: ReplicaId, clock: Clock) -> list[TensorChunk]:
     """Return the chunks of a Δ that a policy holds."""
-    return whole_chunks(delta, f"delta/{replica}/{clock}/")
+    return whole_chunks(delta, f"{_DELTA}{replica}/{clock}/")
 
 
 @dataclass(frozen=True)
@@ -122,23 +106,20 @@ class ResumePoint:
         folder: of the checkpoint, which has been verified.
         run: its state.
         optimizer: the optimizer's scalars, options and scheduler.
-        same_policy: whether the policy is the same; another one starts anew.
         options: whether the optimizer's options are those of the checkpoint; False: the program's own.
     """
 
     folder: Path
     run: RunState
     optimizer: Mapping[str, Any]
-    same_policy: bool = True
     options: bool = True
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, policy: str, *, options: bool = True) -> "ResumePoint":
+    def of(cls, checkpoint: Checkpoint, *, options: bool = True) -> "ResumePoint":
         """Return the point at which a checkpoint was taken.
 
         Args:
             checkpoint: verified.
-            policy: text of the policy that goes on.
             options: see the class.
 
         Raises:
@@ -147,19 +128,18 @@ class ResumePoint:
         head = checkpoint.manifest.head
         if "run" not in head:
             raise InputError(f"{checkpoint.folder} holds no state of a run; give a folder that checkpoint= wrote")
-        run = RunState.of_json(head["run"])
-        return cls(checkpoint.folder, run, head.get("optimizer", {}), run.policy == policy, options)
-
-    @property
-    def replicas(self) -> int:
-        """Number of replicas before."""
-        return len(self.run.positions)
-
-    def data_position(self) -> DataPosition | None:
-        """Return where the run stopped in its data; None where they are a function."""
-        return None if self.run.order is None else DataPosition.of_json(self.run.order)
+        return cls(checkpoint.folder, RunState.of_json(head["run"]), head.get("optimizer", {}), options)
 
     @property
     def checkpoint(self) -> Checkpoint:
         """Return the checkpoint, opened anew."""
         return Checkpoint.open(self.folder)
+
+    def deltas(self) -> list[tuple[ReplicaId, Clock]]:
+        """Return the names of the Δs that the policy held, as far as they are in the checkpoint.
+
+        An engine that restores them hands their names to :class:`~paceline.engine.loop.RunLoop`.
+        """
+        stored = {tuple(name.split("/")[1:3]) for name in self.checkpoint.names(_DELTA)}
+        names = [(arrival.replica, arrival.clock) for arrival in self.run.coordinator.held]
+        return [(replica, clock) for replica, clock in names if (str(replica), str(clock)) in stored]

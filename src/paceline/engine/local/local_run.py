@@ -109,7 +109,7 @@ class LocalRun:
             before_grant=self._faults.inject,
         )
         self._server = SharedMemoryServer(server_context)
-        self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise)
+        self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise, self._server.held)
         self._coordinator = self._loop.coordinator
         self._checkpointer = Checkpointer(context, "local", self._loop, self._snapshot)
         closing.callback(self._checkpointer.close)

@@ -1,7 +1,8 @@
 """Holds A, and executes the log of decisions in the run's shared memory."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from paceline.aggregation import text_of
@@ -59,7 +60,7 @@ class SharedMemoryServer:
         self.statistics = DeltaStatistics(policy, owner)
         self._timed = context.run.job.trace or bool(policy.needs)
         resume = context.run.job.resume
-        self.version: Version = 0 if resume is None else resume.run.version
+        self.version: Version = 0 if resume is None else resume.run.coordinator.version
         self.versions = VersionPool(context.arena)
         """A replica whose worker has exited reads no version any more: release it here."""
         self.attempts = [position.attempt for position in context.run.positions]
@@ -87,15 +88,21 @@ class SharedMemoryServer:
         held = [(name, self._arena.delta(name[0], slot)) for name, (slot, _) in self._undecided.items()]
         return [chunk for (replica, clock), delta in held for chunk in delta_chunks(delta, replica, clock)]
 
+    @property
+    def held(self) -> Collection[tuple[ReplicaId, Clock]]:
+        """Names of the Δs that the policy holds."""
+        return self._undecided.keys()
+
     def _restore_held(self, resume: ResumePoint) -> None:
-        """Read the Δs that the policy held into slots; another number of replicas begins without them."""
-        same = resume.same_policy and resume.replicas == self._context.run.replicas
-        for arrival in resume.run.held if same else ():
-            slot = self._free_slots[arrival.replica].pop()
-            self._arena.commit(f"delta {arrival.replica} {slot}")
-            delta = self._arena.delta(arrival.replica, slot)
-            resume.checkpoint.read_into(delta_chunks(delta, arrival.replica, arrival.clock))
-            self._undecided[arrival.replica, arrival.clock] = slot, None
+        """Read the Δs that the policy held into slots of their replicas, unless there are too few."""
+        held = resume.deltas()
+        if any(r >= len(self._free_slots) or n > self._slots for r, n in Counter(r for r, _ in held).items()):
+            return
+        for replica, clock in held:
+            slot = self._free_slots[replica].pop()
+            self._arena.commit(f"delta {replica} {slot}")
+            resume.checkpoint.read_into(delta_chunks(self._arena.delta(replica, slot), replica, clock))
+            self._undecided[replica, clock] = slot, None
 
     # ----------------------------------------------------------------------------------------------------- completions
 
