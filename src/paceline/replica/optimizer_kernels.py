@@ -10,7 +10,7 @@ A new kernel is a class of this file, in both of its tables.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any, ClassVar, TypeAlias
 
 import torch
@@ -140,7 +140,7 @@ def decode(numbers: Sequence[float]) -> StepKernel:
     0.9
     """
     kind = KERNELS[int(numbers[0])]
-    return kind(int(numbers[1]), *numbers[2 : len(kind.__dataclass_fields__) + 1])
+    return kind(int(numbers[1]), *numbers[2 : len(fields(kind)) + 1])
 
 
 def kernel_of(optimizer: Optimizer, vectors: Sequence[Tensor]) -> type[StepKernel] | None:
