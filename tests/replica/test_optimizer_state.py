@@ -60,6 +60,7 @@ class Steps:
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], schedule: Any = None) -> None:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3, dtype=torch.float64))
+        module.scale = nn.Parameter(torch.tensor(1.5))  # its state has no dims, as counts of steps
         layout = FlatLayout.of(module)
         self.state: FlatState = read(module, layout.new())
         self.gradient = layout.new()

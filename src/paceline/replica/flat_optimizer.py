@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint.base import OPTIMIZER, TensorChunk, slot_name
 from paceline.checkpoint.reader import Checkpoint
+from paceline.checkpoint.scalars import is_scalar, scalar_of_json, scalar_to_json, scalars_to_json
 from paceline.core.errors import PacelineError
 from paceline.program import leaves
 from paceline.replica.flat_state import FlatLayout, FlatState, TensorEntry
@@ -24,11 +25,8 @@ from paceline.replica.optimizer_state import (
     Describe,
     describe_whole,
     groups_to_json,
-    is_scalar,
     restore_groups,
     restore_scheduler,
-    scalar_of_json,
-    scalars_to_json,
     scheduler_to_json,
     slots_of,
 )
@@ -194,13 +192,19 @@ class FlatOptimizer:
             for slot, value in self._optimizer.state.get(parameter, {}).items():
                 if is_scalar(value):
                     scalars.setdefault(slot, {}).update({entry.name: value for entry in entries})
+        as_json = {slot: scalars_to_json(v, self.state.layout.parameter_names) for slot, v in scalars.items()}
         if self.has_kernel and self.adaptive and self.steps:
-            scalars["step"] = {"": torch.tensor(float(self.steps))}
+            as_json["step"] = {"all": scalar_to_json(torch.tensor(float(self.steps)))}
+        names = {id(parameter): [entry.name for entry in entries] for parameter, entries in self._owned()}
         return {
             "class": type(self._optimizer).__qualname__,
             "steps": self.steps,
-            "scalars": {slot: scalars_to_json(values) for slot, values in scalars.items()},
+            "scalars": as_json,
             "groups": groups_to_json(self._optimizer),
+            "parameters": [
+                [name for parameter in group["params"] for name in names.get(id(parameter), ())]
+                for group in self._optimizer.param_groups
+            ],
             "scheduler": scheduler_to_json(self._scheduler),
         }
 
@@ -247,7 +251,8 @@ class FlatOptimizer:
                     shape = parameter.shape if info.shape == like.shape else info.shape
                     state[slot] = torch.zeros(shape, dtype=getattr(torch, info.dtype))
             for slot, values in scalars.items():
-                state[slot] = scalar_of_json(values["all"] if "all" in values else values["each"][entries[0].name])
+                if "all" in values or entries[0].name in values["each"]:
+                    state[slot] = scalar_of_json(values["all"] if "all" in values else values["each"][entries[0].name])
             if state:
                 self._optimizer.state[parameter] = state
 
