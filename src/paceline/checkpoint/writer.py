@@ -101,7 +101,7 @@ class CheckpointWriter:
         """
         assert self._version is None, "a save is under way"
         chunks = sorted(chunks, key=lambda chunk: -chunk.tensor.itemsize)  # so that each lies at a multiple of its own
-        request = {"version": version, "head": _head(version, head), "chunks": [_row(chunk) for chunk in chunks]}
+        request = {"version": version, "head": new_head(version, head), "chunks": [_row(chunk) for chunk in chunks]}
         self._version = version
         try:
             staging = self._staging.copy([chunk.tensor for chunk in chunks])
@@ -232,7 +232,8 @@ class _Staging:
             self._memory = None
 
 
-def _head(version: Version, head: Mapping[str, Any] | None) -> dict[str, Any]:
+def new_head(version: Version, head: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the head of a manifest that is written now."""
     created = datetime.now(UTC).isoformat(timespec="milliseconds")
     versions = {"paceline": sys.modules["paceline"].__version__, "torch": torch.__version__}
     return {"format": FORMAT, **versions, "created": created, "version": version, **(head or {})}
