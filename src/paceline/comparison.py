@@ -33,12 +33,17 @@ class Comparison:
     Args:
         runs: text of a strategy -> its runs, round by round; strategies in the order in which they were given.
         baseline: text of the strategy from which differences are taken.
-        interrupted: True if Ctrl-C ended the comparison; its last round is then complete for the first strategies only.
+        signal: name of the signal that ended the comparison, ``SIGINT`` after Ctrl-C.
     """
 
     runs: Mapping[str, Sequence[Run]]
     baseline: str
-    interrupted: bool = False
+    signal: str | None = None
+
+    @property
+    def interrupted(self) -> bool:
+        """Return whether a signal ended it; its last round is then complete for the first strategies only."""
+        return self.signal is not None
 
     @property
     def strategies(self) -> list[str]:

@@ -80,10 +80,10 @@ def compare(
     with opened(engine) as engine:
         folder = Path(out) if out is not None and is_main(engine.name) else None
         running = RunningComparison(against, folder, tensorboard, {text: [] for text in chosen})
-        complete = running.run(program, chosen, engine, rounds, budget | {"progress": progress})
+        signal = running.run(program, chosen, engine, rounds, budget | {"progress": progress})
     if not any(running.runs.values()):
         raise KeyboardInterrupt("no run was complete")
-    return Comparison(running.runs, against, interrupted=not complete)
+    return Comparison(running.runs, against, signal)
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class RunningComparison:
 
     def run(
         self, program: Program, strategies: dict[str, Strategy], engine: Engine, rounds: int, options: dict[str, Any]
-    ) -> bool:
-        """Make all runs; return False if Ctrl-C ended them."""
+    ) -> str | None:
+        """Make all runs; return the name of the signal that ended them, if one did."""
         for number in range(rounds):
             # Rounds are the outer loop: a disturbance of the machine affects all strategies of a round alike, and
             # Ctrl-C leaves as many runs of each.
@@ -107,7 +107,7 @@ class RunningComparison:
                 try:
                     run = train(job, strategy, engine=engine, **options)
                 except KeyboardInterrupt:
-                    return False
+                    return "SIGINT"
                 interrupted = bool(run.summary["interrupted"])
                 if not interrupted:
                     self.runs[text].append(run)
@@ -118,14 +118,14 @@ class RunningComparison:
                     if not interrupted:
                         Comparison(self.runs, self.baseline).write(self.folder)
                 if interrupted:
-                    return False
+                    return run.summary.get("signal") or "SIGINT"
             # Different starts would be compared instead of strategies.
             digests = {text: runs[number].summary["start_digest"] for text, runs in self.runs.items()}
             if len(set(digests.values())) > 1:
                 raise PacelineError(
                     f"round {number} did not start all strategies from the same A_0; their digests: {digests}"
                 )
-        return True
+        return None
 
 
 def _checked(strategies: Sequence[Strategy | str]) -> dict[str, Strategy]:

@@ -38,4 +38,4 @@ def compare(
         echo(comparison.table(baseline=baseline))
         if shared.out is not None:
             echo(f"Report: {shared.out / 'report.html'}")
-    end(interrupted=comparison.interrupted)
+    end(interrupted=comparison.interrupted, signal=comparison.signal)

@@ -13,10 +13,12 @@ import typer
 
 from paceline.core.errors import InputError, PacelineError
 
-# Exit codes. REFUSED: nothing was started, because the request can't be done as written; 130 is 128 + SIGINT.
+# Exit codes. REFUSED: nothing was started, because the request can't be done as written; the others are 128 +
+# the signal that ended the run.
 REFUSED = 2
 FAILED = 1
 INTERRUPTED = 130
+TERMINATED = 143
 
 
 @contextlib.contextmanager
@@ -54,11 +56,11 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
-def end(*, interrupted: bool) -> None:
-    """Exit with code 130 if a run was interrupted."""
+def end(*, interrupted: bool, signal: str | None = None) -> None:
+    """Exit with code 130 if a run was interrupted, with 143 if by SIGTERM."""
     if interrupted:
         typer.secho("interrupted: the results are those up to then", fg="yellow", err=True)
-        raise typer.Exit(INTERRUPTED)
+        raise typer.Exit(TERMINATED if signal == "SIGTERM" else INTERRUPTED)
 
 
 def write_target(option: str, path: Path) -> Path:

@@ -112,7 +112,7 @@ def train(
             print_json(run.to_json())
         else:
             print_summary(run)
-    end(interrupted=run.summary["interrupted"])
+    end(interrupted=run.summary["interrupted"], signal=run.summary.get("signal"))
 
 
 def _show(option: str, shared: Shared, program: str, strategy: str, hosts: int | None) -> tuple[str, dict[str, Any]]:

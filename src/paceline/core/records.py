@@ -132,5 +132,7 @@ class Account:
     notes: Mapping[str, str | int | float] = field(default_factory=dict[str, str | int | float])
     """Rules the engine followed that a reader of the figures should know."""
     interrupted: bool = False
+    signal: str | None = None
+    """The first signal that asked this process to end, ``SIGTERM``, say; None: there was none."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """Gradient statistics over the whole run, if they were requested."""

@@ -160,6 +160,7 @@ class RunHistory:
         notes: dict[str, str | int | float],
         *,
         interrupted: bool,
+        signal: str | None = None,
     ) -> Account:
         """Return the account of the run; each Δ that arrived must have been applied or discarded by now."""
         tally = self._coordinator.tally
@@ -179,6 +180,7 @@ class RunHistory:
             start_digest=self._digest,
             notes=self._notes | notes,
             interrupted=interrupted,
+            signal=signal,
             statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
         )
 
@@ -393,8 +395,8 @@ class InterruptGuard:
         self, wake: Callable[[], None], signals: Sequence[signal.Signals] = (signal.SIGINT, signal.SIGTERM)
     ) -> None:
         self.count = 0
-        self.first: signal.Signals | None = None
-        """The first signal."""
+        self.first: str | None = None
+        """Name of the first signal."""
         self._wake, self._signals = wake, signals
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -415,7 +417,7 @@ class InterruptGuard:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         del frame
-        self.first = self.first or signal.Signals(number)
+        self.first = self.first or signal.Signals(number).name
         self.count += 1
         if self.count > 2:
             raise KeyboardInterrupt

@@ -82,7 +82,8 @@ def summarize(
         figures[SAVED] = [w.peak_saved_bytes for w in workers]
     figures |= account.statistics
     figures |= _scores([record.row() for record in history])
-    figures |= {"interrupted": account.interrupted, "start_digest": account.start_digest, "notes": dict(account.notes)}
+    figures |= {"interrupted": account.interrupted} | ({"signal": account.signal} if account.signal else {})
+    figures |= {"start_digest": account.start_digest, "notes": dict(account.notes)}
     return {key: json_safe(value) for key, value in figures.items()}
 
 

@@ -22,16 +22,15 @@ def assert_saved(it: Command, *, interrupted: bool) -> None:
 # ------------------------------------------------------------------------------------------------------ main is killed
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_main_killed_while_it_trains(tmp_path: Path, number: signal.Signals) -> None:
+def test_main_killed_while_it_trains(tmp_path: Path) -> None:
     with command(tmp_path) as it:
         it.until("training")
         assert {row["role"] for row in it.roster()} == {"coordinator", "scorer", "replica"}
         it.know_family()
-        it.process.send_signal(number)
+        it.process.kill()
         it.assert_nothing_left(WITHIN_S)
         assert not it.out.exists()
-        assert it.ended()[0] == -number
+        assert it.ended()[0] == -signal.SIGKILL
 
 
 def test_main_killed_while_it_starts(tmp_path: Path) -> None:
@@ -97,15 +96,16 @@ def test_all_workers_killed_is_an_error_in_words(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
-def test_ctrl_c_at_the_terminal(tmp_path: Path) -> None:
-    """It reaches the whole foreground group."""
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_at_the_terminal_and_a_scheduler(tmp_path: Path, number: signal.Signals, expected: int) -> None:
+    """They reach the whole group."""
     with command(tmp_path) as it:
         it.until("training")
         it.know_family()
-        os.killpg(it.process.pid, signal.SIGINT)
+        os.killpg(it.process.pid, number)
         code, printed, err = it.ended()
-        assert code == 130, err
-        assert printed["summary"]["interrupted"]
+        assert code == expected, err
+        assert (printed["summary"]["interrupted"], printed["summary"]["signal"]) == (True, number.name)
         assert printed["left"] == []
         assert "Traceback" not in err
         assert_saved(it, interrupted=True)

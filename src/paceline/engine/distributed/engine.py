@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import gc
-import signal
 import threading
 import time
 import traceback
@@ -121,11 +120,14 @@ class DistributedRun:
         closing.callback(self._spans.close)
         self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
         self._coordinator.loop.watch = watch
+        self._stop_event = threading.Event()
+        """Set by the first Ctrl-C."""
+        self._interrupts = InterruptGuard(self._stop_event.set)
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        shard, coordinator, stop_event = self._shard, self._coordinator, threading.Event()
-        with InterruptGuard(stop_event.set, (signal.SIGINT, signal.SIGTERM)) as interrupts:
+        shard, coordinator = self._shard, self._coordinator
+        with self._interrupts as interrupts:
             self._watch(Progress("starting", 0.0))
             if self._context.world.rank == 0:
                 mesh = self._job.strategy.mesh
@@ -133,7 +135,7 @@ class DistributedRun:
                     mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
                 }
                 self._closing.enter_context(workers_file(self._job.out, {}, processes))
-            client, worker = self._client_and_worker(interrupts, stop_event)
+            client, worker = self._client_and_worker()
             self._clock.began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
             coordinator.begin()
             with batchnorm_over(shard.batchnorm_group):
@@ -163,9 +165,7 @@ class DistributedRun:
                         "the same arguments, and model() must draw its numbers from torch alone"
                     )
 
-    def _client_and_worker(
-        self, interrupts: InterruptGuard, stop_event: threading.Event
-    ) -> tuple[AllReduceClient | AsyncPipelineClient, ClientWorker]:
+    def _client_and_worker(self) -> tuple[AllReduceClient | AsyncPipelineClient, ClientWorker]:
         shard, run_context, replica = self._shard, self._run_context, self._shard.coordinate.replica
         context = ClientContext(
             coordinator=self._coordinator,
@@ -174,8 +174,8 @@ class DistributedRun:
             metrics=self._metrics,
             shadow_passes=self._shadow_passes,
             store_signals=self._context.store_signals,
-            interrupts=interrupts,
-            stop_event=stop_event,
+            interrupts=self._interrupts,
+            stop_event=self._stop_event,
             timeout_s=self._job.timeout_s,
         )
         client: AllReduceClient | AsyncPipelineClient
@@ -231,8 +231,9 @@ class DistributedRun:
             "backend": self._backend if context.world.size > 1 else "none",
             **shard.notes(),
         }
+        workers = [figures for figures, _, _ in gathered]
         account = history.account(
-            seconds, [figures for figures, _, _ in gathered], (), notes, interrupted=coordinator.interrupted
+            seconds, workers, (), notes, interrupted=coordinator.interrupted, signal=self._interrupts.first
         )
         state = shard.full_state(wanted=True)
         assert state is not None, "it is wanted here"

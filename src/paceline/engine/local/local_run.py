@@ -290,8 +290,8 @@ class LocalRun:
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
         notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}
         notes |= self._checkpointer.notes()
-        interrupted = self._interrupts.count > 0
-        account = history.account(seconds, workers, self._loop.exits, notes, interrupted=interrupted)
+        first, exits = self._interrupts.first, self._loop.exits
+        account = history.account(seconds, workers, exits, notes, interrupted=first is not None, signal=first)
         model = write(self._module, state)
         records = sorted(history.records, key=lambda record: record.time_s)
         recorded = [span for fd in self._workers.traces for span in read_packed(fd)]

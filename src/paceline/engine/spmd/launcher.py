@@ -20,6 +20,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -114,6 +115,8 @@ def run_ranks(job: Job, engine: str, fork_server: ForkServer, watch: Watcher) ->
             raise failure
         if outcome is None:
             raise ranks.silent_exit()
+        if interrupts.first is not None:  # the ranks know of SIGINT alone
+            outcome = replace(outcome, account=replace(outcome.account, signal=interrupts.first))
         return outcome
 
 

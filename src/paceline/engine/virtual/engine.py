@@ -109,14 +109,14 @@ class VirtualRun:
     def outcome(self) -> Outcome:
         """Run to the end."""
         with closing(self._streams), self._user_loops or nullcontext():
-            interrupted = self._train()
+            signal = self._train()
         self._coordinator.finish()
         if not self._loop.history.is_current(self._now):
             self._record(self._now)
-        return self._result(interrupted)
+        return self._result(signal)
 
-    def _train(self) -> bool:
-        """Handle all arrivals; return whether Ctrl-C ended the run."""
+    def _train(self) -> str | None:
+        """Handle all arrivals; return the name of the signal that ended the run, if one did."""
         with InterruptGuard(lambda: None) as interrupts:
             try:
                 if not self._loop.timed:
@@ -127,8 +127,8 @@ class VirtualRun:
             except _TimeUp:
                 self._now = self._loop.end_s
             except KeyboardInterrupt:
-                return True
-            return interrupts.count > 0
+                return interrupts.first or "SIGINT"
+            return interrupts.first
 
     def _next_arrival(self) -> None:
         if not self._events:
@@ -265,7 +265,7 @@ class VirtualRun:
 
     # ----------------------------------------------------------------------------------------------- the end, the start
 
-    def _result(self, interrupted: bool) -> Outcome:
+    def _result(self, signal: str | None) -> Outcome:
         per_step, timing = self._context.per_step, self._timing
         workers = [
             WorkerFigures(r, 0, 0, timeline.micro_steps // per_step, timeline.busy_s, None, None, None, None)
@@ -279,7 +279,7 @@ class VirtualRun:
         if self._durations.measured_s is not None:
             notes["compute_measured_s"] = self._durations.measured_s
         history = self._loop.history
-        account = history.account(self._now, workers, (), notes, interrupted=interrupted)
+        account = history.account(self._now, workers, (), notes, interrupted=signal is not None, signal=signal)
         model = write(self._job.program.build(), self._optimizer.state)
         spans = [s for s in self._spans if s.start_ns < self._now * 1e9]
         return Outcome(model.state_dict(), model, history.records, account, spans)
