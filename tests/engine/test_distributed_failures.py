@@ -53,7 +53,8 @@ def test_a_score_that_fails(folder: Path) -> None:
 def test_ranks_that_start_from_different_words(folder: Path) -> None:
     kind, text = told(folder, "unequal")
     assert kind == "PacelineError"
-    assert "rank 1 has seed 1, but rank 0 has 0; all ranks must run one script" in text
+    assert "seed is 0 in rank 0, but 1 in rank 1; " in text
+    assert "all ranks must run one script" in text
 
 
 def test_a_gradient_that_is_not_finite_is_named(folder: Path) -> None:

@@ -171,6 +171,16 @@ class Mesh:
             stage += 1
         return Coordinate(replica, stage, shard)
 
+    @property
+    def parts(self) -> list[tuple[int, int]]:
+        """Stage and shard of each rank; ranks that have both in common have the same part of the model.
+
+        >>> Mesh(1, (4, 1), (2, 1)).parts
+        [(0, 0), (0, 1), (0, 0), (0, 1), (1, 0)]
+        """
+        places = map(self.coordinate, range(self.workers))
+        return [(place.stage, self.shard(place)) for place in places]
+
     def rank(self, coordinate: Coordinate) -> int:
         """Return the rank at a position.
 

@@ -13,7 +13,7 @@ never the run.
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from paceline.checkpoint.writer import CheckpointWriter, SaveResult
 from paceline.core.types import Seconds
 from paceline.engine.loop import RunLoop
 from paceline.engine.run_context import RunContext
+from paceline.replica.optimizer_state import merged_json
 
 # Longest time that an interrupted run waits for its last checkpoint. Schedulers kill 30 s after their signal.
 LAST_SAVE_S: Seconds = 25.0
@@ -33,7 +34,7 @@ class Snapshot:
 
     Args:
         chunks: its tensors; copied before the next event.
-        optimizer: what of the optimizer's state is no tensor.
+        optimizer: what of the optimizer's state is no tensor, as far as this process has it.
         engine: what only the engine understands.
     """
 
@@ -50,9 +51,10 @@ class Checkpointer:
         engine: name of the engine.
         loop: of the run.
         take: returns what this process holds.
-        part: number of this process among those that write a part each.
+        part: number of this process among those that write a part each; None: it has nothing to write.
         parts: how many there are.
         run: a token of hexadecimal digits that all of them share; absent: there is one.
+        gather: returns the value of each process of a run that several control; they call it together.
     """
 
     def __init__(
@@ -62,57 +64,105 @@ class Checkpointer:
         loop: RunLoop,
         take: Callable[[], Snapshot],
         *,
-        part: int = 0,
+        part: int | None = 0,
         parts: int = 1,
         run: str | None = None,
+        gather: Callable[[Any], Sequence[Any]] = lambda value: [value],
     ) -> None:
         self._job, self._engine, self._loop, self._take, self._part = context.job, engine, loop, take, part
+        self._gather = gather
         self._options = context.job.checkpoint
         self._writer: CheckpointWriter | None = None
         self._saved: tuple[int, int] | None = None
-        """Updates and Δs at the newest save."""
-        self.count, self.failures = 0, 0
+        """Updates and Δs at the newest save, here or where the run went on."""
+        resume = context.job.resume
+        if self._options is not None and resume is not None and resume.folder.parent == self._options.folder:
+            self._saved = resume.run.coordinator.version, resume.run.coordinator.tally.gradients
+        self.count, self.failures, self.skipped = 0, 0, 0
         self.stall_s: Seconds = 0.0
         """Time in which training stood still for it."""
         if self._options is not None:
+            self._next = 0.0
+            self._advance(loop.start_s)
+        if self._options is not None and part is not None:
             options, token = self._options, run or uuid.uuid4().hex
             self._writer = CheckpointWriter(
                 options.folder, part=part, parts=parts, run=token, keep=options.keep, timeout_s=context.job.timeout_s
             )
-            self._next = 0.0
-            self._advance(loop.start_s)
 
-    def save_if_due(self, now: Seconds) -> None:
-        """Save if the interval is over; note how an earlier save has ended."""
-        if self._writer is None:
-            return
-        if self._writer.busy and (result := self._writer.poll()) is not None:
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way; notes how an earlier one has ended."""
+        if self._writer is not None and self._writer.busy and (result := self._writer.poll()) is not None:
             self._note(result)
-        if self._spent(now) >= self._next:
-            self._advance(now)
-            if self._writer.busy:
-                self._say(f"no checkpoint at update {self._loop.coordinator.version}: the last is still being written")
-            else:
-                self._save(now)
+        return self._writer is not None and self._writer.busy
+
+    def save_if_due(self, now: Seconds, *, busy: bool | None = None) -> None:
+        """Save if it :meth:`is_due`."""
+        if self.is_due(now, busy=busy):
+            self.save(now)
+
+    def is_due(self, now: Seconds, *, busy: bool | None = None) -> bool:
+        """Return whether the interval is over, and the last save as well; then another interval begins.
+
+        Args:
+            now: training time.
+            busy: whether a save is under way in any process of the run; None: there is this one alone.
+        """
+        if self._options is None:
+            return False
+        busy = self.busy if busy is None else busy
+        if self._spent(now) < self._next:
+            return False
+        self._advance(now)
+        if busy:
+            self.skipped += 1
+            if self.skipped == 1:
+                self._say(
+                    f"no checkpoint at update {self._loop.coordinator.version}: the last is still being written, as it "
+                    "may be again without a message; write a longer checkpoint_every="
+                )
+        return not busy
+
+    def save(self, now: Seconds, snapshot: Snapshot | None = None) -> None:
+        """Save, as it was a moment ago or is now; not while a save is under way."""
+        began, job, coordinator = time.monotonic(), self._job, self._loop.coordinator
+        snapshot, head = snapshot or self._take(), None
+        optimizer = merged_json(self._gather(snapshot.optimizer))
+        if self._part == 0:
+            head = {
+                "program": job.program.name,
+                "strategy": str(job.strategy),
+                "engine": self._engine,
+                "budget": job.budget.arguments(),
+                "fingerprint": dict(job.fingerprint),
+                "run": self._loop.state(now, snapshot.engine).to_json(),
+                "optimizer": optimizer,
+            }
+        if self._writer is not None:
+            self._writer.begin(coordinator.version, snapshot.chunks, head)
+        self._saved = coordinator.version, coordinator.tally.gradients
+        self.stall_s += time.monotonic() - began
 
     def finish(self, now: Seconds) -> None:
         """Save the end of training, and wait until it is written."""
-        if self._writer is None:
+        if self._options is None:
             return
         deadline = time.monotonic() + LAST_SAVE_S
         self._wait(deadline)
-        tally = self._loop.coordinator.tally
-        if self._saved != (self._loop.coordinator.version, tally.gradients) and not self._writer.busy:
-            self._save(now)
+        reached = self._loop.coordinator.version, self._loop.coordinator.tally.gradients
+        if any(self._gather(self._saved != reached)) and not any(self._gather(self.busy)):
+            self.save(now)
             self._wait(deadline)
 
     def notes(self) -> dict[str, str | int | float]:
         """Return notes for the run's summary."""
-        if self._writer is None:
+        if self._options is None:
             return {}
         return {
             "checkpoints": self.count,
             "checkpoint_failures": self.failures,
+            "checkpoints_skipped": self.skipped,
             "checkpoint_stall_s": round(self.stall_s, 6),
         }
 
@@ -132,27 +182,8 @@ class Checkpointer:
         assert every is not None
         self._next = (self._spent(now) // every + 1) * every
 
-    def _save(self, now: Seconds) -> None:
-        assert self._writer is not None
-        began, job, coordinator = time.monotonic(), self._job, self._loop.coordinator
-        snapshot, head = self._take(), None
-        if self._part == 0:
-            head = {
-                "program": job.program.name,
-                "strategy": str(job.strategy),
-                "engine": self._engine,
-                "budget": job.budget.arguments(),
-                "fingerprint": dict(job.fingerprint),
-                "run": self._loop.state(now, snapshot.engine).to_json(),
-                "optimizer": dict(snapshot.optimizer),
-            }
-        self._writer.begin(coordinator.version, snapshot.chunks, head)
-        self._saved = coordinator.version, coordinator.tally.gradients
-        self.stall_s += time.monotonic() - began
-
     def _wait(self, deadline: float) -> None:
-        assert self._writer is not None
-        if self._writer.busy:
+        if self._writer is not None and self._writer.busy:
             result = self._writer.wait(max(0.0, deadline - time.monotonic()))
             if result is not None:
                 self._note(result)

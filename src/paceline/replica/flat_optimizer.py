@@ -174,28 +174,33 @@ class FlatOptimizer:
         found: list[TensorChunk] = []
         for parameter, entries in self._owned():
             for slot, value in self._tensors_of(parameter).items():
-                if value.shape != parameter.shape:
-                    found.append(TensorChunk.whole(slot_name(slot, entries[0].name), value))
+                if value.shape != parameter.shape:  # it is no part of a tensor: all of it, from who has the parameter
+                    names = self._names(parameter, entries, describe)
+                    found += [TensorChunk.whole(slot_name(slot, name), value) for name in names]
                     continue
                 for entry, part in zip(entries, self._parts(entries, value), strict=True):
                     found += describe(f"{OPTIMIZER}{slot}/", entry, part)
         return found
 
-    def state_json(self) -> dict[str, Any]:
+    def state_json(self, describe: Describe = describe_whole) -> dict[str, Any]:
         """Return what of the optimizer's state is no vector.
+
+        Args:
+            describe: as for :meth:`chunks`.
 
         Raises:
             InputError: it is neither a tensor nor a number.
         """
         scalars: dict[str, dict[str, Any]] = {}
-        for parameter, entries in self._owned():
+        names = {id(parameter): self._names(parameter, entries, describe) for parameter, entries in self._owned()}
+        for parameter, _ in self._owned():
             for slot, value in self._optimizer.state.get(parameter, {}).items():
                 if is_scalar(value):
-                    scalars.setdefault(slot, {}).update({entry.name: value for entry in entries})
-        as_json = {slot: scalars_to_json(v, self.state.layout.parameter_names) for slot, v in scalars.items()}
+                    scalars.setdefault(slot, {}).update(dict.fromkeys(names[id(parameter)], value))
+        every = [name for each in names.values() for name in each]
+        as_json = {slot: scalars_to_json(by_name, every) for slot, by_name in scalars.items() if by_name}
         if self.has_kernel and self.adaptive and self.steps:
             as_json["step"] = {"all": scalar_to_json(torch.tensor(float(self.steps)))}
-        names = {id(parameter): [entry.name for entry in entries] for parameter, entries in self._owned()}
         return {
             "class": type(self._optimizer).__qualname__,
             "steps": self.steps,
@@ -248,11 +253,15 @@ class FlatOptimizer:
                 views = zip(entries, self._parts(entries, parameter.detach()), strict=True)
                 like = next((c for entry, view in views for c in describe(f"{OPTIMIZER}{slot}/", entry, view)), None)
                 if like is not None and (info := tensors.get(like.name)) is not None:
-                    shape = parameter.shape if info.shape == like.shape else info.shape
-                    state[slot] = torch.zeros(shape, dtype=getattr(torch, info.dtype))
+                    dtype = getattr(torch, info.dtype)
+                    same = info.shape == like.shape
+                    state[slot] = (
+                        torch.zeros_like(parameter, dtype=dtype) if same else torch.zeros(info.shape, dtype=dtype)
+                    )
             for slot, values in scalars.items():
-                if "all" in values or entries[0].name in values["each"]:
-                    state[slot] = scalar_of_json(values["all"] if "all" in values else values["each"][entries[0].name])
+                own = next(iter(self._names(parameter, entries, describe)), None)
+                if "all" in values or own in values["each"]:
+                    state[slot] = scalar_of_json(values["all"] if "all" in values else values["each"][own])
             if state:
                 self._optimizer.state[parameter] = state
 
@@ -263,6 +272,11 @@ class FlatOptimizer:
             return [(p, block.entries) for p, block in zip(self._parameters, blocks, strict=True)]
         entries = (entry for block in blocks for entry in block.entries)
         return [(p, (entry,)) for p, entry in zip(self._parameters, entries, strict=True)]
+
+    def _names(self, parameter: nn.Parameter, entries: Sequence[TensorEntry], describe: Describe) -> list[str]:
+        """Return the full names of the tensors of A that a parameter of the optimizer has elements of."""
+        views = zip(entries, self._parts(entries, parameter.detach()), strict=True)
+        return list(dict.fromkeys(chunk.name for entry, view in views for chunk in describe("", entry, view)))
 
     def _tensors_of(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return the tensors of a parameter's state by slot."""

@@ -78,6 +78,11 @@ class FlatLayout:
         """Names of the trainable parameters, in order."""
         return [e.name for block in self.parameters for e in block.entries]
 
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, parameters first."""
+        return [e.name for block in (*self.parameters, *self.buffers) for e in block.entries]
+
     def part(self, names: Collection[str]) -> "FlatLayout":
         """Return the layout of these tensors alone, in the same order; there may be none."""
         return self.reshaped(lambda name, shape: shape if name in names else None)

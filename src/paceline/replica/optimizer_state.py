@@ -10,7 +10,8 @@ A scheduler and the options of each group are JSON, too.
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -57,6 +58,31 @@ def restore_groups(optimizer: Optimizer, saved: Iterable[Mapping[str, Any]]) -> 
                 before.copy_(torch.as_tensor(new))
             else:
                 group[key] = tuple(new) if isinstance(before, tuple) else new
+
+
+def merged_json(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the state of one optimizer that several processes have parts of, each as JSON; {} is that of none.
+
+    >>> one, two = {"parameters": [["w"]], "scalars": {"step": {"all": 3}}}, {"parameters": [["b"]], "scalars": {}}
+    >>> merged_json([{}, one, two])
+    {'parameters': [['w', 'b']], 'scalars': {'step': {'each': {'w': 3}}}}
+    """
+    parts = [part for part in parts if part]
+    if len(parts) < 2:
+        return dict(parts[0]) if parts else {}
+    groups = [list(dict.fromkeys(chain(*own))) for own in zip(*(part["parameters"] for part in parts), strict=True)]
+    scalars: dict[str, Any] = {}
+    for slot in dict.fromkeys(slot for part in parts for slot in part["scalars"]):
+        found = [part["scalars"].get(slot) for part in parts]
+        if all(values is not None and values == found[0] and "all" in values for values in found):
+            scalars[slot] = found[0]
+            continue
+        each: dict[str, Any] = {}
+        for part, values in zip(parts, found, strict=True):
+            if values is not None:
+                each |= values["each"] if "each" in values else dict.fromkeys(chain(*part["parameters"]), values["all"])
+        scalars[slot] = {"each": each}
+    return {**parts[0], "parameters": groups, "scalars": scalars}
 
 
 def scheduler_to_json(scheduler: LRScheduler | None) -> Any:

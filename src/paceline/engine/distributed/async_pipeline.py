@@ -26,9 +26,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.core.types import Clock
+from paceline.core.types import Clock, Version
 from paceline.engine.budget import StepQuota
+from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.client import ClientContext, RankClient
+from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, part_tensors
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.reduce_buffer import FIELDS, RankStatus, ReduceBuffer, StatusKind, by_replica, of_step
 from paceline.engine.distributed.update import Update
@@ -63,7 +65,9 @@ class AsyncStageShard(RankShard, Update):
         self.update, self.reduced_vectors = self, []
         self.lag = -(-(workers - 1) // self._m) + 1
         """L: the last stage makes a step p - 1 micro-batches after the first, and one step is for the exchange."""
-        self.read_version = lambda update: pipeline.order.version(update * self._m, 0, workers)
+        resume = setup.run_context.job.resume
+        first = 0 if resume is None else resume.run.coordinator.version
+        self.read_version = lambda update: first + pipeline.order.version((update - first) * self._m, 0, workers)
         """The version that the first stage's gradient was computed on, the oldest."""
         self.full_state = self._gather
 
@@ -88,6 +92,14 @@ class AsyncStageShard(RankShard, Update):
             self.state.take(self.stage.stash.state)
         return self.pipeline.full_state(wanted=wanted)
 
+    def held(self) -> HeldTensors:
+        pipeline, stage = self.pipeline, self.stage
+        stage.adopt(self.state)
+        assert stage.stash is not None, "A has been adopted"
+        state = FlatState(self.state.layout, stage.stash.state.parameters, self.state.buffers)
+        part = PartChunks(pipeline.whole, {}, 0)
+        return part_tensors(part, part.of(state), stage.stash.optimizer, pipeline.names())
+
     def notes(self) -> Mapping[str, str | int | float]:
         stale = self.pipeline.context.gather(self.stage.staleness, "the others' staleness")
         return {
@@ -109,8 +121,13 @@ class AsyncPipelineClient(RankClient):
     def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota) -> None:
         super().__init__(context)
         self._shard, self._quota, self._granted = shard, quota, 0
+        self.attempt = context.coordinator.attempts[self._replica]
         self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
         """Status tables whose all-reduce is not complete, and their steps."""
+        self._first = context.coordinator.decisions.version
+        """Updates before this stream."""
+        self._copied: tuple[Version, Snapshot | None] | None = None
+        """An update at which each rank copies its part for a checkpoint, and the copy; None: there is none due."""
 
     def wait_for_grant(self) -> bool:
         """Return whether to go on, by the exchanges that are complete: the same on all ranks."""
@@ -148,7 +165,8 @@ class AsyncPipelineClient(RankClient):
     def _begin(self, kind: StatusKind, measured: Measured) -> None:
         """Begin the exchange of the statuses of a step."""
         now, stop = self._context.clock.now_ns(), self._context.interrupts.count > 0
-        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now)
+        saving = self._context.checkpointer.busy
+        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, saving=saving)
         table = torch.zeros(self._shard.pipeline.mesh.workers, FIELDS, dtype=torch.float64)
         table[self._shard.pipeline.rank] = torch.tensor(status.encode(), dtype=torch.float64)
         # With NCCL too, the table goes through the host's memory: nothing there waits for the device.
@@ -166,3 +184,28 @@ class AsyncPipelineClient(RankClient):
         rows = [RankStatus.decode(row) for row in table.tolist()]
         self._context.metrics.waited(began, self.attempt)
         self._coordinator.take(by_replica(rows, self._shard.pipeline.mesh.replicas))
+        self._save_if_due(busy=any(row.saving for row in rows))
+
+    def _save_if_due(self, *, busy: bool) -> None:
+        """Save the A of one update, which the ranks make at different times.
+
+        ::
+
+            rank 0   update 7 | 8 | 9, copy | 10                    statuses of 9 are complete: write the copy
+            rank 1   update 8 | 9, copy | 10 | 11                   likewise
+                            ^ a checkpoint is due, and no rank has made update 9
+        """
+        coordinator, checkpointer = self._coordinator, self._context.checkpointer
+        version = coordinator.decisions.version
+        if self._copied is not None:
+            due, snapshot = self._copied
+            if version == due and snapshot is not None:
+                checkpointer.save(coordinator.now, snapshot)
+                self._copied = None
+        elif checkpointer.is_due(coordinator.now, busy=busy):
+            due = version + self._shard.lag + 2
+            self._copied = due, None
+            self._shard.stage.call_after(due - self._first, lambda: self._copy(due))
+
+    def _copy(self, due: Version) -> None:
+        self._copied = due, self._shard.held().copied()

@@ -24,6 +24,8 @@ from paceline.aggregation.synchronous import Synchronous
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
+from paceline.engine.checkpointing import Checkpointer
+from paceline.engine.distributed.agreement import DivergenceCheck
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus, StatusKind, of_step
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
@@ -93,7 +95,7 @@ class ReplicatedCoordinator:
         self._usual_samples = float(context.order.batch_size * micro_steps(context.delta)) if context.order else 1.0
         self.may_repeat = context.job.on_nonfinite == "skip"
         """True where an exchange may have to be repeated for a Δ that was discarded."""
-        self.attempts = [0] * context.replicas
+        self.attempts = [position.attempt for position in context.positions]
         """Number of the Δ that each replica is at."""
         self.granted = [0] * context.replicas
         """Micro-steps of the Δ that each replica is at."""
@@ -101,7 +103,7 @@ class ReplicatedCoordinator:
         noise = shard.noise.accumulator if shard.noise else None
         self.loop = RunLoop(context, self, initial_digest, self._evaluate, noise=noise)
         self.decisions = self.loop.coordinator
-        self.now: Seconds = 0.0
+        self.now = self.loop.start_s
         """Training time at which the newest exchange was complete."""
         self.over = self.interrupted = False
 
@@ -217,6 +219,8 @@ class ClientContext:
         store_signals: of all ranks; None: there is a single one.
         interrupts: counts how often this process was asked to end, by Ctrl-C say.
         stop_event: set when it is asked.
+        checkpointer: saves the run.
+        divergence: compares A among the ranks.
     """
 
     coordinator: ReplicatedCoordinator
@@ -228,6 +232,8 @@ class ClientContext:
     interrupts: InterruptGuard
     stop_event: threading.Event
     timeout_s: Seconds
+    checkpointer: Checkpointer
+    divergence: DivergenceCheck
 
 
 class RankClient:
@@ -330,7 +336,8 @@ class AllReduceClient(RankClient, GradientSink):
             computing = coordinator.decisions.computing
             context.shadow_passes.catch_up(max((coordinator.granted[r] for r in computing), default=0))
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
-        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm)
+        saving = context.checkpointer.busy
+        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm, saving)
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()
@@ -346,3 +353,6 @@ class AllReduceClient(RankClient, GradientSink):
         updating = time.monotonic_ns()
         coordinator.take(statuses)
         context.metrics.spent("apply", updating, step)
+        context.divergence.check_if_due(coordinator.decisions.version)
+        if not coordinator.decisions.waiting:  # a replica that waits has a Δ that no checkpoint would have
+            context.checkpointer.save_if_due(coordinator.now, busy=any(status.saving for status in statuses))

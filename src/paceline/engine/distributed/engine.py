@@ -6,8 +6,11 @@ import gc
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -18,6 +21,8 @@ from paceline.core.mesh import Coordinate
 from paceline.core.records import Record
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
+from paceline.engine.checkpointing import Checkpointer, Snapshot
+from paceline.engine.distributed.agreement import DivergenceCheck, check_job
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.fsdp import refuse_model
@@ -30,6 +35,7 @@ from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_la
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
 from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
+from paceline.replica.base import Replica
 from paceline.replica.flat_state import FlatLayout, digest_of, write
 from paceline.replica.module_utils import materialize
 from paceline.replica.single import Single
@@ -105,7 +111,7 @@ class DistributedRun:
         with model as module:
             layout = FlatLayout.of(module, job.running_buffers)
             digest = digest_of(module, layout)
-            self._check_agreement(digest)
+            check_job(job, digest, context)
             flushes = not job.strategy.pipelined or job.strategy.order.flushes
             build = (ModelParallelShard if flushes else AsyncStageShard) if job.strategy.spread else WholeModelShard
             self._shard: RankShard = build(RankSetup(run_context, context, backend, module, layout))
@@ -135,8 +141,14 @@ class DistributedRun:
                     mesh.coordinate(p.rank): {"pid": p.pid, "node": p.host} for p in self._context.registry.peers
                 }
                 self._closing.enter_context(workers_file(self._job.out, {}, processes))
-            client, worker = self._client_and_worker()
-            self._clock.began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
+            replica = shard.replica(coordinator.weight, self._spans.recorder)
+            if self._job.resume is not None:
+                shard.held().restore(self._job.resume)
+            self._checkpointer = self._new_checkpointer()
+            self._closing.callback(self._checkpointer.close)
+            client, worker = self._client_and_worker(replica)
+            began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
+            self._clock.began_ns = began_ns - int(coordinator.loop.start_s * 1e9)
             coordinator.begin()
             with batchnorm_over(shard.batchnorm_group):
                 with self._named(client):
@@ -148,24 +160,39 @@ class DistributedRun:
                         "the first of them already; end it after the last"
                     )
                 client.leave()
+            self._checkpointer.finish(coordinator.now)
             coordinator.finish()
             self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
             return self._gather_outcome(coordinator.evaluate_rest(lambda: interrupts.insisted))
 
-    def _check_agreement(self, digest: str) -> None:
-        """Raise unless all ranks are about to do the same."""
-        local = (str(self._job.strategy), str(self._job.budget), self._job.program.seed, digest)
-        names = ("strategy", "budget", "seed", "digest of A_0")
-        gathered = self._context.gather(local, "the others' start")
-        for rank, values in enumerate(gathered):
-            for name, first, value in zip(names, gathered[0], values, strict=True):
-                if first != value:
-                    raise PacelineError(
-                        f"rank {rank} has {name} {value}, but rank 0 has {first}; all ranks must run one script with "
-                        "the same arguments, and model() must draw its numbers from torch alone"
-                    )
+    def _new_checkpointer(self) -> Checkpointer:
+        """Return what saves this rank's part of a checkpoint; of the ranks with something to write, each writes one."""
+        context, coordinator, run_context = self._context, self._coordinator, self._run_context
 
-    def _client_and_worker(self) -> tuple[AllReduceClient | AsyncPipelineClient, ClientWorker]:
+        def gather(value: Any) -> list[Any]:
+            return context.gather(value, "the others' checkpoint")
+
+        def take() -> Snapshot:
+            held = self._shard.held()
+            return Snapshot(held.written(), held.state_json())
+
+        writers, token = [True] * context.world.size, uuid.uuid4().hex
+        if self._job.checkpoint is not None:
+            gathered = gather((self._shard.held().writes_any, token))
+            writers, token = [writes for writes, _ in gathered], gathered[0][1]
+        part = sum(writers[: context.world.rank]) if writers[context.world.rank] else None
+        return Checkpointer(
+            run_context,
+            "distributed",
+            coordinator.loop,
+            take,
+            part=part,
+            parts=sum(writers),
+            run=token,
+            gather=gather,
+        )
+
+    def _client_and_worker(self, inner: Replica) -> tuple[AllReduceClient | AsyncPipelineClient, ClientWorker]:
         shard, run_context, replica = self._shard, self._run_context, self._shard.coordinate.replica
         context = ClientContext(
             coordinator=self._coordinator,
@@ -177,13 +204,14 @@ class DistributedRun:
             interrupts=self._interrupts,
             stop_event=self._stop_event,
             timeout_s=self._job.timeout_s,
+            checkpointer=self._checkpointer,
+            divergence=DivergenceCheck(self._context, shard.state.vectors, self._job.strategy.mesh.parts),
         )
         client: AllReduceClient | AsyncPipelineClient
         if isinstance(shard, AsyncStageShard):
             client = AsyncPipelineClient(context, shard, run_context.step_quota())
         else:
             client = AllReduceClient(context)
-        inner = shard.replica(self._coordinator.weight, self._spans.recorder)
         if shard.overlap is not None:
             assert isinstance(inner, Single), "synchronous training sends gradients"
             assert isinstance(client, AllReduceClient), "an asynchronous pipeline sends no Δ"
@@ -224,16 +252,17 @@ class DistributedRun:
             peak_saved_bytes=shard.worker.memory.peak_bytes if shard.worker is not None else None,
             optimizer_bytes=0 if optimizer is None else optimizer.nbytes,
         )
-        gathered = context.gather((local_figures, local_records, spans), "the others' scores and figures")
-        records = [*history.records, *(record for _, each, _ in gathered for record in each)]
+        own = (local_figures, local_records, spans, self._interrupts.first, self._checkpointer.notes())
+        gathered = context.gather(own, "the others' scores and figures")
+        workers, scored, recorded, signals, saved = zip(*gathered, strict=True)
         notes: dict[str, str | int | float] = {
             "threads": threads(self._job.strategy, context.world.local_size),
             "backend": self._backend if context.world.size > 1 else "none",
             **shard.notes(),
+            **saved[0],
         }
-        workers = [figures for figures, _, _ in gathered]
         account = history.account(
-            seconds, workers, (), notes, interrupted=coordinator.interrupted, signal=self._interrupts.first
+            seconds, workers, (), notes, interrupted=coordinator.interrupted, signal=next(filter(None, signals), None)
         )
         state = shard.full_state(wanted=True)
         assert state is not None, "it is wanted here"
@@ -241,7 +270,7 @@ class DistributedRun:
         return Outcome(
             model.state_dict(),
             model,
-            sorted(records, key=lambda record: (record.time_s, record.gradients)),
+            sorted([*history.records, *chain(*scored)], key=lambda record: (record.time_s, record.gradients)),
             account,
-            training_spans([span for _, _, each in gathered for span in each], self._clock.began_ns),
+            training_spans(list(chain(*recorded)), self._clock.began_ns),
         )

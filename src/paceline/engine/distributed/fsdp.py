@@ -43,6 +43,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.checkpoint.base import TensorChunk
 from paceline.core.errors import InputError
 from paceline.core.types import Clock
 from paceline.engine.distributed.reduce_buffer import ReduceBuffer
@@ -164,12 +165,16 @@ class FsdpModule:
     Args:
         module: whole, with the values of A_0; it is changed in place.
         layout: of A.
+        rank: this one's number.
         ranks: number of ranks.
         communicator: of all ranks.
     """
 
-    def __init__(self, module: nn.Module, layout: FlatLayout, ranks: int, communicator: Communicator) -> None:
-        self._layout, self._ranks, self._communicator = layout, ranks, communicator
+    def __init__(
+        self, module: nn.Module, layout: FlatLayout, rank: int, ranks: int, communicator: Communicator
+    ) -> None:
+        self._layout, self._rank, self._ranks, self._communicator = layout, rank, ranks, communicator
+        self._entries = [entry for block in layout.parameters for entry in block.entries]
         self.absent = False
         """Whether this rank makes a shadow pass: its gradients don't count."""
         self.finite = True
@@ -199,6 +204,19 @@ class FsdpModule:
                 vector.copy_(_local(parameter.grad).reshape(-1))
                 parameter.grad = None
         return self.gradient.parameters
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return this rank's part of A."""
+        parts = zip(self.shard.layout.parameters, self.shard.parameters, strict=True)
+        return [c for block, vector in parts for c in self.describe("", block.entries[0], block.views(vector)[0])]
+
+    def describe(self, prefix: str, entry: TensorEntry, tensor: Tensor) -> Iterator[TensorChunk]:
+        """Yield the chunk of a tensor of the shape of this rank's part of a parameter."""
+        whole, local = self._entries[int(entry.name)], _local(tensor) if hasattr(tensor, "to_local") else tensor
+        first = self._rank * -(-whole.shape[0] // self._ranks)
+        if local.numel():
+            offset = (first, *(0 for _ in whole.shape[1:]))
+            yield TensorChunk(prefix + whole.name, tuple(whole.shape), offset, local)
 
     @torch.no_grad()
     def full_state(self, running: FlatState, *, wanted: bool) -> FlatState | None:

@@ -10,6 +10,7 @@ from paceline.compression import parse
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Version
 from paceline.engine.distributed.fsdp import FsdpModule, FsdpReplica, FsdpUpdate
+from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, among, part_tensors, zero_tensors
 from paceline.engine.distributed.norms import DeltaNorms, NoiseObserver
 from paceline.engine.distributed.overlap import Overlap, build_overlap
 from paceline.engine.distributed.reduce_buffer import GradientSync, ModelParallelSync, ReduceBuffer
@@ -69,6 +70,10 @@ class RankShard(ABC):
         """
 
     @abstractmethod
+    def held(self) -> HeldTensors:
+        """Return the tensors of this rank, for a checkpoint."""
+
+    @abstractmethod
     def notes(self) -> Mapping[str, str | int | float]:
         """Return notes on this run's communication for its summary; all ranks call it together."""
 
@@ -84,7 +89,7 @@ class WholeModelShard(RankShard):
         self.state, self.parameter_bytes = read(setup.module, setup.layout.new()), setup.layout.parameter_bytes
         self.full_state = lambda *, wanted: self.state.clone() if wanted else None
         if communicator is not None and strategy.shard_parameters:  # with a single rank they stay whole
-            self.fsdp = FsdpModule(setup.module, setup.layout, world.size, communicator)
+            self.fsdp = FsdpModule(setup.module, setup.layout, world.rank, world.size, communicator)
             self.parameter_bytes = self.fsdp.shard.layout.nbytes
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
             self.full_state = functools.partial(self.fsdp.full_state, self.state)
@@ -134,6 +139,20 @@ class WholeModelShard(RankShard):
             return context.replica(rank, module, self._setup.layout, recorder)
         autograd = Autograd(context.job.program, module, self.state.layout, rank, context.device(rank), recorder)
         return FsdpReplica(autograd, self.fsdp, weight)
+
+    def held(self) -> HeldTensors:
+        setup, first = self._setup, self.coordinate.replica == 0
+        part = PartChunks(setup.layout, {}, 0)
+        if self.fsdp is not None:
+            state = [*self.fsdp.chunks(), *part.of(self.state)]
+            has = among(self.state.layout.names)
+            describe = self.fsdp.describe
+            writes = lambda name: first or not has(name)  # noqa: E731
+            return HeldTensors(state, self.update.optimizer, describe, writes, lambda *_: True)
+        state = part.of(self.state)
+        if isinstance(self.update, ZeroOptimizer):
+            return zero_tensors(self.update, part, state, first=first, owned=setup.layout.names)
+        return HeldTensors(state, self.update.optimizer, part, lambda _: first, lambda *_: first, first)
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, nbytes = self._setup.context.world.size, self._setup.layout.parameter_bytes
@@ -191,6 +210,16 @@ class ModelParallelShard(RankShard):
         handoff = self.update.handoff if isinstance(self.update, ModelParallelUpdate) else None
         self.worker = self._ranks.worker(micro_steps(self._ranks.run_context.delta), recorder, handoff)
         return self.worker
+
+    def held(self) -> HeldTensors:
+        ranks, place = self._ranks, self._ranks.place
+        part = PartChunks(ranks.whole, ranks.stages[place.stage].placements, ranks.shard)
+        state = part.of(self.state)
+        first = ranks.mesh.stage_replica(place).copy == 0 and place.replica == 0
+        owned = ranks.names()
+        if isinstance(self.update, ZeroOptimizer):
+            return zero_tensors(self.update, part, state, first=first, owned=owned)
+        return part_tensors(part, state, self.update.optimizer, owned if first else ())
 
     def notes(self) -> Mapping[str, str | int | float]:
         ranks, zero = self._ranks, isinstance(self.update, ZeroOptimizer)

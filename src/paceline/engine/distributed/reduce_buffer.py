@@ -88,6 +88,7 @@ class RankStatus(NamedTuple):
 
     Args:
         stop: whether the process was asked to end the run.
+        saving: whether the process is still writing a checkpoint.
         entered_ns: when it entered the exchange, in training time.
         norm: of its Δ; None: norms are not measured in this run.
     """
@@ -99,10 +100,11 @@ class RankStatus(NamedTuple):
     loss: float
     entered_ns: Nanoseconds
     norm: DeltaNorm | None = None
+    saving: bool = False
 
     def encode(self) -> list[float]:
         """Return the row of the status table."""
-        flags = int(self.kind) + 4 * self.finite + 8 * self.stop
+        flags = int(self.kind) + 4 * self.finite + 8 * self.stop + 16 * self.saving
         row = [flags, self.loss, *to_digits(self.samples), *to_digits(self.entered_ns)]
         if self.norm is not None:
             # Roots, since squares may exceed float32; what float32 rounds off a root is a second number.
@@ -124,7 +126,7 @@ class RankStatus(NamedTuple):
             norm = DeltaNorm(square, int(parts), combined, previous, int(previous_samples))
         kind, finite, stop = StatusKind(int(flags) & 3), bool(int(flags) & 4), bool(int(flags) & 8)
         samples, entered_ns = from_digits(integers[:DIGITS]), from_digits(integers[DIGITS:])
-        return cls(kind, samples, finite, stop, loss, entered_ns, norm)
+        return cls(kind, samples, finite, stop, loss, entered_ns, norm, bool(int(flags) & 16))
 
     @staticmethod
     def merge(parts: Sequence["RankStatus"]) -> "RankStatus":
@@ -137,9 +139,8 @@ class RankStatus(NamedTuple):
             )
             norm = DeltaNorm(square, norms[-1].parts, combined, previous, norms[-1].previous_samples)
         finite, stop = all(part.finite for part in parts), any(part.stop for part in parts)
-        return RankStatus(
-            last.kind, last.samples, finite, stop, last.loss, max(part.entered_ns for part in parts), norm
-        )
+        saving, entered_ns = any(part.saving for part in parts), max(part.entered_ns for part in parts)
+        return RankStatus(last.kind, last.samples, finite, stop, last.loss, entered_ns, norm, saving)
 
 
 def to_digits(number: int) -> list[int]:

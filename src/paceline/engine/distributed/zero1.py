@@ -214,6 +214,12 @@ class ZeroOptimizer(Update):
             make = of_vectors if anywhere else optimizer_of_part(program.optimizer, full, flat)
             states = FlatState(flat, [piece.state for piece in slices], []), FlatState(flat, self._gradients, [])
             self.optimizer = FlatOptimizer(make, program.scheduler, *states)
+        self.slices: dict[int, tuple[DtypeBuffer, int]] = {}
+        """Layout of the vector, and offset in it, of each slice that is cut anywhere, by its only entry's identity."""
+        if anywhere and self._group is not None:
+            self.slices = {id(piece.block.entries[0]): (blocks[piece.block.dtype], piece.start) for piece in slices}
+        self.shared_entries = {id(entry) for piece in shared for entry in piece.block.entries}
+        """Identities of the entries of slices that all ranks of the group step on."""
 
     def apply(self, factor: float, rate: float) -> None:
         group = self._group

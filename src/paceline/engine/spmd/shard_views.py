@@ -80,18 +80,24 @@ def owned_names(stages: Sequence[StageSharding], mesh: Mesh, place: Coordinate) 
     """
     if mesh.stage_replica(place).copy:
         return set()
-    shard = mesh.shard(place)
-    earlier = {name for stage in stages[: place.stage] for part in stage.parts for name in _names(part)}
-    own = stages[place.stage]
+    return names_of_part(stages, place.stage, mesh.shard(place))
+
+
+def names_of_part(stages: Sequence[StageSharding], stage: int, shard: int) -> set[str]:
+    """Return the tensors that the workers with one shard of one stage write; what several parts have, the first does.
+
+    Args:
+        stages: of the replica.
+        stage: number of the stage.
+        shard: number of the shard.
+    """
+    earlier = {name for each in stages[:stage] for part in each.parts for name in part.names}
+    own = stages[stage]
     return {
         name
-        for name in _names(own.parts[shard])
+        for name in own.parts[shard].names
         if name not in earlier and is_counted_on(own.placements.get(name), shard)
     }
-
-
-def _names(layout: FlatLayout) -> list[str]:
-    return [entry.name for block in (*layout.parameters, *layout.buffers) for entry in block.entries]
 
 
 def _view(whole: Tensor, placement: Placement | None, shard: int) -> Tensor:

@@ -15,7 +15,7 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.engine.run_context import first_batch
 from paceline.engine.spmd.communicator import Communicator, ring_bytes
 from paceline.engine.spmd.rank_context import RankSetup, SubGroups, extended_timeout
-from paceline.engine.spmd.shard_views import ShardViews, StageSharding
+from paceline.engine.spmd.shard_views import ShardViews, StageSharding, names_of_part
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.module_utils import tensors_of
 from paceline.replica.pipeline.pipelined import Pipelined
@@ -156,6 +156,10 @@ class ModelParallelRank(ABC):
             for name in self.layout.parameter_names
             if self._first_stage.get(name, stage) == stage and is_counted_on(placements.get(name), self.shard)
         ]
+
+    def names(self) -> set[str]:
+        """Return the tensors of this rank's part that are written from it, by the first rank that has this part."""
+        return names_of_part(self.stages, self.place.stage, self.shard)
 
     def full_state(self, *, wanted: bool) -> FlatState | None:
         """Gather A from all ranks' parts, one after the other, where it is wanted; all ranks call it together."""

@@ -139,6 +139,8 @@ class AsyncStage(Replica):
         """This worker's weights, once A_0 has been adopted."""
         self.staleness = 0
         """The most updates between the weights that a gradient was computed with and those that it was applied to."""
+        self._after: tuple[Version, Callable[[], None]] | None = None
+        """What to call after which update."""
 
     def adopt(self, state: FlatState) -> None:
         """Take A_0; from then on this worker's part of A is in :attr:`stash`."""
@@ -185,6 +187,10 @@ class AsyncStage(Replica):
         self._run()
         self._runtime.queue.wait_sends()
         return self._finite
+
+    def call_after(self, version: Version, act: Callable[[], None]) -> None:
+        """Call ``act`` once, when this worker has made so many updates in this stream; it has not made them yet."""
+        self._after = version, act
 
     def _run(self) -> None:
         """Run all actions up to the first one that needs a batch that hasn't been given."""
@@ -233,6 +239,9 @@ class AsyncStage(Replica):
         self._gradient_version = None
         self._finite &= stash.update(self._tensors.take_gradients(), keep=keep)
         self._runtime.record("apply", self._step, began, micro_batch)
+        if self._after is not None and self._after[0] == stash.newest:
+            self._after[1]()
+            self._after = None
 
     def _version_of(self, micro_batch: int) -> Version:
         """Return the version of the weights that a micro-batch reads on this worker."""
