@@ -50,6 +50,7 @@ class AsyncStageShard(RankShard, Update):
 
     def __init__(self, setup: RankSetup) -> None:
         self.pipeline = pipeline = PipelineRank(setup)
+        self.state_json = pipeline.state_json
         self.communicator, strategy = setup.context.communicator, setup.run_context.job.strategy
         for name, holders in pipeline.holders.items():
             if len(holders) > 1:
@@ -208,4 +209,4 @@ class AsyncPipelineClient(RankClient):
             self._shard.stage.call_after(due - self._first, lambda: self._copy(due))
 
     def _copy(self, due: Version) -> None:
-        self._copied = due, self._shard.held().copied()
+        self._copied = due, self._shard.held().copied(self._shard.state_json)

@@ -174,7 +174,7 @@ class DistributedRun:
 
         def take() -> Snapshot:
             held = self._shard.held()
-            return Snapshot(held.written(), held.state_json())
+            return Snapshot(held.written(), held.state_json(), self._shard.state_json)
 
         writers, token = [True] * context.world.size, uuid.uuid4().hex
         if self._job.checkpoint is not None:

@@ -63,9 +63,10 @@ class HeldTensors:
         if self.optimizer is not None:
             self.optimizer.restore(resume.optimizer, checkpoint, self.describe, options=resume.options)
 
-    def copied(self) -> Snapshot:
-        """Return copies of what this rank writes."""
-        return Snapshot([replace(chunk, tensor=chunk.tensor.clone()) for chunk in self.written()], self.state_json())
+    def copied(self, engine: Mapping[str, Any]) -> Snapshot:
+        """Return copies of what this rank writes; ``engine`` is what only the engine understands."""
+        chunks = [replace(chunk, tensor=chunk.tensor.clone()) for chunk in self.written()]
+        return Snapshot(chunks, self.state_json(), engine)
 
 
 @dataclass(frozen=True)

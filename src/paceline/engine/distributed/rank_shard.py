@@ -3,7 +3,8 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import final
+from types import MappingProxyType
+from typing import Any, final
 
 from paceline.aggregation import Synchronous
 from paceline.compression import parse
@@ -57,6 +58,8 @@ class RankShard(ABC):
     """Ranks whose samples BatchNorm layers normalise together; None: each rank alone."""
     fsdp: FsdpModule | None = None
     """Parameters that all ranks gather in each pass; None: this rank has those that it needs."""
+    state_json: Mapping[str, Any] = MappingProxyType({})
+    """What a run that goes on must have of the division into parts, for a checkpoint."""
     noise: NoiseObserver | None = None
     """None: the gradient noise scale is not measured."""
 
@@ -175,6 +178,7 @@ class ModelParallelShard(RankShard):
         job, communicator = setup.run_context.job, setup.context.communicator
         zero = bool(job.strategy.shard_optimizer)
         self._ranks = ranks = PipelineRank(setup) if job.strategy.pipelined else TensorParallelRank(setup)
+        self.state_json = ranks.state_json
         counted = ranks.counted(of_each_copy=zero)
         self.coordinate, self.state = ranks.place, ranks.state
         self.parameter_bytes = ranks.state.layout.parameter_bytes

@@ -27,7 +27,17 @@ from paceline.replica.single import GradientHandoff
 from paceline.replica.tensor.optimizer_check import refuse_unless_elementwise
 from paceline.replica.tensor.placements import PARTIAL_GRAD, shard_layout
 from paceline.replica.tensor.tp_group import PartialGrads
+from paceline.strategy import Strategy
 from paceline.trace.recorder import AnyRecorder
+
+# Key of the cut among what a checkpoint has of the engine.
+_CUT = "cut"
+
+
+def _cut_options(strategy: Strategy) -> str:
+    """Return the options of a strategy that a cut depends on, besides measured times."""
+    options = strategy.stages, strategy.shards, strategy.schedule, strategy.micro_batch_count, strategy.cuts
+    return str((*options, strategy.stage_memory_bytes))
 
 
 @final
@@ -67,12 +77,14 @@ class PipelineRank(ModelParallelRank):
         """Collectives with the other replicas of this stage; None: it has one replica."""
         batch = first_batch(job)
         with extended_timeout(self.context):
-            self.cut = prepare_cut(job.program, job.strategy, module, batch, self._agreement()).cut
+            prepared = prepare_cut(job.program, job.strategy, module, batch, self._agreement())
+            self.cut = prepared.cut
             self.needs = part_dependencies(job.program, self.cut, module, batch)
             """Parts whose values each part needs."""
             self._stage_of = [self.order.worker_of(p.number, len(mesh.stage_workers)) for p in self.cut.parts]
             names = [list(tensors_of(part.module)) for part in self.cut.parts]
             division = self._shard_parts(module, batch)
+        self.state_json = {_CUT: {"of": _cut_options(job.strategy), "boundaries": list(prepared.boundaries)}}
         self.holders = {n: sorted({self._stage_of[p] for p in parts}) for n, parts in self.cut.tied.items()}
         """The stages that have a parameter of several parts, by its name."""
         self._first_stage = {name: stages[0] for name, stages in self.holders.items()}
@@ -160,7 +172,15 @@ class PipelineRank(ModelParallelRank):
                 )
 
     def _agreement(self) -> Agree:
-        """Return how all ranks agree on rank 0's partition; if cores are few, the others start after it has chosen."""
+        """Return how all ranks agree on rank 0's partition; if cores are few, the others start after it has chosen.
+
+        A run that goes on keeps the cut that it had: measured times might say another, and dropout draws by stage.
+        """
+        job = self.run_context.job
+        if job.resume is not None and job.resume.options:
+            saved = job.resume.run.engine.get(_CUT, {})
+            if saved.get("of") == _cut_options(job.strategy):
+                return lambda _: tuple(saved["boundaries"])
 
         def first_choice(own: Boundaries) -> Boundaries:
             chosen: Boundaries = self.context.gather(own, "where the model is cut")[0]

@@ -5,6 +5,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from types import MappingProxyType
 from typing import Any, TypeVar, final
 
 import torch
@@ -115,6 +116,8 @@ class ModelParallelRank(ABC):
     """Layout of this rank's part of A."""
     state: FlatState
     """Initial values of that part."""
+    state_json: Mapping[str, Any] = MappingProxyType({})
+    """What a run that goes on must have of it, for a checkpoint."""
 
     def __init__(self, rank_setup: RankSetup) -> None:
         self.run_context, self.context, self.mesh = rank_setup.run_context, rank_setup.context, rank_setup.mesh
