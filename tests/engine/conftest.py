@@ -17,7 +17,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[Watcher]:
 
     @contextlib.contextmanager
     def watcher(*_: Any) -> Iterator[Watcher]:
-        yield watchers.pop()
+        yield watchers.pop() if watchers else lambda _: None
 
     monkeypatch.setattr(importlib.import_module("paceline.api.train"), "watcher", watcher)
     return watchers

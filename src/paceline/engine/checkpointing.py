@@ -43,6 +43,11 @@ class Snapshot:
     engine: Mapping[str, Any] | None = None
 
 
+def tell(sentence: str) -> None:
+    """Print a sentence for the user on stderr."""
+    print(f"paceline: {sentence}", file=sys.stderr)
+
+
 class Checkpointer:
     """Saves a run while it lasts, and once at its end; does nothing where no checkpoints were asked for.
 
@@ -55,6 +60,7 @@ class Checkpointer:
         parts: how many there are.
         run: a token of hexadecimal digits that all of them share; absent: there is one.
         gather: returns the value of each process of a run that several control; they call it together.
+        say: tells the user what failed.
     """
 
     def __init__(
@@ -68,9 +74,10 @@ class Checkpointer:
         parts: int = 1,
         run: str | None = None,
         gather: Callable[[Any], Sequence[Any]] = lambda value: [value],
+        say: Callable[[str], None] = tell,
     ) -> None:
         self._job, self._engine, self._loop, self._take, self._part = context.job, engine, loop, take, part
-        self._gather = gather
+        self._gather, self._tell = gather, say
         self._options = context.job.checkpoint
         self._writer: CheckpointWriter | None = None
         self._saved: tuple[int, int] | None = None
@@ -145,8 +152,8 @@ class Checkpointer:
         self.stall_s += time.monotonic() - began
 
     def finish(self, now: Seconds) -> None:
-        """Save the end of training, and wait until it is written."""
-        if self._options is None:
+        """Save the end of training, unless it never began, and wait until it is written."""
+        if self._options is None or not self._loop.coordinator.begun:
             return
         deadline = time.monotonic() + LAST_SAVE_S
         self._wait(deadline)
@@ -200,4 +207,4 @@ class Checkpointer:
 
     def _say(self, sentence: str) -> None:
         if self._part == 0:
-            print(f"paceline: {sentence}", file=sys.stderr)
+            self._tell(sentence)

@@ -132,6 +132,8 @@ class Coordinator:
         """Replicas whose attempt was cancelled: if its Δ still arrives, that counts as its stopping."""
         self.present = set(range(replicas))
         """Replicas that take part; empty once all have left."""
+        self.begun = False
+        """Whether A was sent: before that there is no state to go on with."""
         self.version: Version = 0
         self.tally = Tally()
         self.positions = list(positions or [ReplicaPosition()] * replicas)
@@ -160,6 +162,7 @@ class Coordinator:
 
     def begin(self) -> None:
         """Send A to all replicas."""
+        self.begun = True
         if self.kept is not None:
             self._go_on_with(self.kept)
             return

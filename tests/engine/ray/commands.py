@@ -1,4 +1,9 @@
-"""Programs of their own process: one that is killed, and one on Ray's cluster of two nodes on this host."""
+"""Programs of their own process: two that are ended, and one on Ray's cluster of two nodes on this host."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 ENDLESS = """
 import functools, sys, torch
@@ -9,6 +14,13 @@ program = Program(model=lambda: torch.nn.Linear(4, 3), loss=torch.nn.functional.
                   optimizer=functools.partial(torch.optim.SGD, lr=0.1), train=(inputs, targets))
 train(program, "replicas=1", engine="ray", steps=10**9, out=sys.argv[1], progress=False)
 """
+
+SAVED = (
+    ENDLESS.replace("out=sys.argv[1]", "checkpoint=sys.argv[1], checkpoint_every='20 steps'")
+    .replace("train(program", "run = train(program")
+    .replace("import functools", "import functools, json")
+    + "print(json.dumps({name: run.summary[name] for name in ('interrupted', 'updates')}))"
+)
 
 TWO_NODES = """
 import contextlib, functools, json, sys, torch
@@ -66,3 +78,21 @@ said["connected"] = ray.is_initialized()
 cluster.shutdown()
 print(json.dumps(said))
 """
+
+
+def started(program: str, folder: Path, *words: str) -> "subprocess.Popen[str]":
+    """Start a program in a session of its own, with passing files in a folder."""
+    environment = os.environ | {
+        "TMPDIR": str(folder),
+        "RAY_TMPDIR": str(folder),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+    }
+    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    )

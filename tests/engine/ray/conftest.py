@@ -1,5 +1,6 @@
 """One Ray for all of this folder's tests: starting it and its actors costs some ten seconds, a run a few tenths."""
 
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,13 @@ def engine() -> RayEngine:
 def no_ray() -> None:
     """This process is connected to no Ray."""
     SHARED.close()
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A folder for passing files, with a path that Ray's sockets can have."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture

@@ -5,10 +5,6 @@ import ipaddress
 import json
 import os
 import signal
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +17,9 @@ from paceline.engine.ray import cluster
 from paceline.engine.ray.engine import RayEngine
 from tests.engine import programs
 from tests.engine.local.commands import PATIENCE_S, eventually
-from tests.engine.ray.commands import ENDLESS, TWO_NODES
+from tests.engine.ray.commands import ENDLESS, TWO_NODES, started
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A folder for passing files, with a path that Ray's sockets can have."""
-    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as folder:
-        yield Path(folder)
-
-
-def started(program: str, folder: Path, *words: str) -> "subprocess.Popen[str]":
-    environment = os.environ | {
-        "TMPDIR": str(folder),
-        "RAY_TMPDIR": str(folder),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-    }
-    environment |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
 
 
 def listening(processes: list[psutil.Process]) -> set[str]:
@@ -153,7 +125,14 @@ def test_a_node_without_paceline() -> None:
 
 def test_signals_mean_what_they_meant(no_ray: None) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    environment = dict(os.environ)
-    cluster.Cluster(None).close()
-    assert signal.getsignal(signal.SIGTERM) is before
+    environment, seen = dict(os.environ), list[int]()
+    try:
+        signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+        connection = cluster.Cluster(None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        connection.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM] * 2
     assert dict(os.environ) == environment

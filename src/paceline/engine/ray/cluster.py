@@ -68,7 +68,6 @@ class Cluster:
         self.janitor = Janitor()
         """Removes files when the connection is closed, or this process is killed."""
         self._connected = False
-        self._sigterm = signal.getsignal(signal.SIGTERM)  # Ray installs its own handler, and leaves it
         before = {*os.environ}
         self._added: set[str] = set()
         """Environment variables of Ray, which are removed so that another Ray can be started or joined later."""
@@ -76,7 +75,8 @@ class Cluster:
             if address is None:
                 self._start()
             elif not ray.is_initialized():
-                ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+                with _kept_sigterm():
+                    ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
                 self._connected = True
             self._added = os.environ.keys() - before
         except BaseException as error:
@@ -100,10 +100,9 @@ class Cluster:
         import ray
 
         if self._connected:
-            ray.shutdown()
+            with _kept_sigterm():
+                ray.shutdown()
             self._connected = False
-            if threading.current_thread() is threading.main_thread():
-                signal.signal(signal.SIGTERM, self._sigterm)
             for name in self._added:
                 os.environ.pop(name, None)
         self.janitor.close()
@@ -121,7 +120,7 @@ class Cluster:
         folder = tempfile.mkdtemp(prefix="ray-", dir=usual if len(usual) < LONGEST_FOLDER else "/tmp")
         self.janitor.remove_on_exit(folder)
         self._connected = True
-        with _local_environment():
+        with _local_environment(), _kept_sigterm():
             ray.init(
                 num_cpus=len(os.sched_getaffinity(0)),
                 include_dashboard=False,
@@ -153,6 +152,27 @@ def _local_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _kept_sigterm() -> Iterator[None]:
+    """Context manager: a Ray that starts or ends inside leaves SIGTERM to its present handler.
+
+    Ray 2.60 installs two handlers of its own: one in Python that exits, then one in C++ that aborts, which Python does
+    not know of; at the end it puts back the system's default.
+    """
+    from ray._private import utils
+
+    private: Any = utils
+    theirs = private.set_sigterm_handler
+    private.set_sigterm_handler = lambda _: None
+    try:
+        yield
+    finally:
+        private.set_sigterm_handler = theirs
+        handler = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is threading.main_thread() and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
 
 
 def missing_package(error: BaseException) -> PacelineError | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from paceline.core.errors import InputError
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.loop import InterruptGuard
 from paceline.engine.ray.cluster import Cluster
 from paceline.engine.run_context import refuse_absent_gpu, refuse_torchrun
 from paceline.support import ENGINE_FEATURES
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 @register("ray")
 class RayEngine(Engine):
     """Runs jobs on Ray; keeps its connection and its actors from one run to the next.
+
+    The server's actor runs on the host of the driver, and writes the checkpoints there: no other host reads or writes
+    their folder.
 
     Args:
         address: ``auto`` or ``HOST:PORT`` of a cluster that is running, on whose nodes paceline is installed; it is
@@ -61,12 +65,12 @@ class RayEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         from paceline.engine.ray.ray_run import ActorPool, RayRun
 
-        self._cluster = self._cluster or Cluster(self._address)
-        self._pool = self._pool or ActorPool()
-        self._runs += 1
-        with ExitStack() as closing:
-            run = RayRun(job, self._cluster, self._pool, watch, closing, number=self._runs, replace=self._replace)
-            return run.outcome()
+        with InterruptGuard(lambda: None) as interrupts, ExitStack() as closing:
+            self._cluster = self._cluster or Cluster(self._address)
+            self._pool = self._pool or ActorPool()
+            self._runs += 1
+            parts = job, self._cluster, self._pool, watch, interrupts, closing
+            return RayRun(*parts, number=self._runs, replace=self._replace).outcome()
 
     def close(self) -> None:
         if self._pool is not None:

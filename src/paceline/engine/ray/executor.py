@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.aggregation.base import Apply, Arrival
+from paceline.checkpoint.base import TensorChunk
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.ray.messages import CONTROL, END, RayGrant, Reply, arrays_of
 from paceline.engine.run_context import RunContext, first_state
+from paceline.engine.run_state import delta_chunks
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.worker_metrics import Figures, SpanLog
 from paceline.replica.flat_state import FlatState
@@ -25,12 +27,13 @@ class ReplicaRecord:
     Args:
         run: number of the run.
         actor: of the replica; None: it has not been started.
+        attempt: the newest before the run was resumed; 0: the run begins.
     """
 
-    def __init__(self, run: int, actor: Any) -> None:
+    def __init__(self, run: int, actor: Any, attempt: Clock) -> None:
         self._run, self.actor = run, actor
-        self.attempt = self.micro_steps = 0
-        """The newest grant, and the micro-steps of all grants."""
+        self.attempt, self.micro_steps = attempt, 0
+        """The newest grant, and the micro-steps of all grants since the run began or was resumed."""
         self.ready = self.finished = self.dead = False
         """Whether its model is built; its loop has ended; it has died, and no other actor has replaced it."""
         self.excused_s: Seconds = 0.0
@@ -89,15 +92,26 @@ class RayExecutor:
 
     def __init__(self, context: RunContext, replicas: Sequence[ReplicaRecord]) -> None:
         self._replicas = replicas
-        self._version: Version = 0
+        resume = context.job.resume
+        self._version: Version = 0 if resume is None else resume.run.coordinator.version
         _, state = first_state(context.job.program, context.job.running_buffers)
         self.owner = ServerOptimizer(context.job.program, context.policy, state)
         """A and its optimizer; the vectors of an A are never written again."""
         self.statistics = DeltaStatistics(context.policy, self.owner)
         self.undecided: dict[tuple[ReplicaId, Clock], FlatState] = {}
         """Δs that were neither applied nor discarded."""
+        if resume is not None:
+            self.owner.restore(resume)
+            for name in resume.deltas():
+                self.undecided[name] = delta = state.layout.new()
+                resume.checkpoint.read_into(delta_chunks(delta, *name))
         self.spans = SpanLog(context.job.trace, SERVER)
         """Of the updates."""
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return A, its optimizer's state, and the Δs that the policy holds."""
+        held = [chunk for name, delta in self.undecided.items() for chunk in delta_chunks(delta, *name)]
+        return [*self.owner.chunks(), *held]
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
         record = self._replicas[replica]

@@ -77,9 +77,9 @@ class ReplicaAssignment(NamedTuple):
     """Number of the run of its engine."""
     replica: ReplicaId
     attempt: Clock
-    """The newest attempt under this replica's number: 0, but for an actor that replaces another."""
+    """The newest attempt of the actor that this one replaces; 0: it replaces none."""
     micro_steps: int
-    """Micro-steps of these attempts."""
+    """Micro-steps of the actors before it since the run began or was resumed."""
     server: WorkerLocation
 
 
@@ -125,6 +125,8 @@ class RunStatus(NamedTuple):
     failure: PacelineError | None
     waiting: tuple[ReplicaId, ...]
     """Replicas that have not built their model."""
+    sentences: tuple[str, ...] = ()
+    """For the user, those that main does not know yet."""
 
 
 class Result(NamedTuple):
@@ -136,3 +138,5 @@ class Result(NamedTuple):
     spans: list[Span]
     began_ns: Nanoseconds
     """By the server's clock."""
+    sentences: tuple[str, ...]
+    """As above."""

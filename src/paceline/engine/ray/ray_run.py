@@ -4,6 +4,7 @@ Main starts the actors, watches for deaths and Ctrl-C, and gathers the results. 
 main never waits for a Δ.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from paceline.core.errors import WaitTimeoutError, WorkerError, failure_text
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Clock, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
+from paceline.engine.checkpointing import LAST_SAVE_S, tell
 from paceline.engine.loop import TICK_S, InterruptGuard
 from paceline.engine.ray import messages
 from paceline.engine.ray.cluster import Cluster, missing_package
@@ -162,6 +164,7 @@ class RayRun:
         cluster: where it runs.
         actors: the engine's actors.
         watch: receives progress.
+        interrupts: counts how often this process was asked to end.
         closing: what has to be released, however the run ends; for the caller to close.
         number: number of the run in its engine.
         replace: True if another actor takes the place of a replica that dies.
@@ -173,6 +176,7 @@ class RayRun:
         cluster: Cluster,
         actors: ActorPool,
         watch: Watcher,
+        interrupts: InterruptGuard,
         closing: ExitStack,
         *,
         number: int,
@@ -191,33 +195,39 @@ class RayRun:
         self._status_request: Any = None
         self._requested_s = 0.0
         self._begun = self._interrupted = False
-        self._interrupts = InterruptGuard(lambda: None)
+        self._interrupts = interrupts
+        # The server answers nobody while it writes the last checkpoint.
+        self._patience_s = job.timeout_s + (LAST_SAVE_S if job.checkpoint is not None else 0.0)
+        self._told = 0
+        """How many of the server's sentences the user was told."""
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with self._interrupts as interrupts:
-            self._watch(Progress("starting", 0.0))
-            try:
-                self._start()
-                self._poll(lambda: self._status.phase in ("scoring", "done"))
-                self._poll(lambda: not self._running, until=time.monotonic() + self._job.timeout_s)
-                running = sorted(self._running.values())  # they did not end by themselves in time
-                self._dead += [self._actors.replicas[replica] for replica in running]
-                self._running.clear()
-                late = [] if interrupts.insisted else running
-                enough = min(interrupts.count, 1) + 1
-                self._poll(lambda: self._status.phase == "done", enough=enough)
-                result: messages.Result = self._get(self._ask("result", late, interrupts.count > 0))
-            finally:
-                # Keep the actors that have finished for the next run, and end the others.
-                grace_s, actors = 0.0 if interrupts.insisted else GRACE_S, self._actors
-                if self._running:
-                    self._ask("interrupt")
-                actors.settle({ref: actors.replicas[replica] for ref, replica in self._running.items()}, grace_s)
-                actors.drop(self._dead)
-                actors.settle(
-                    {actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s
-                )
+        self._watch(Progress("starting", 0.0))
+        interrupts = self._interrupts
+        try:
+            self._start()
+            self._poll(lambda: self._status.phase in ("scoring", "done"))
+            self._poll(lambda: not self._running, until=time.monotonic() + self._job.timeout_s)
+            running = sorted(self._running.values())  # they did not end by themselves in time
+            self._dead += [self._actors.replicas[replica] for replica in running]
+            self._running.clear()
+            late = [] if interrupts.insisted else running
+            enough = min(interrupts.count, 1) + 1
+            self._poll(lambda: self._status.phase == "done", enough=enough)
+            result: messages.Result = self._get(self._ask("result", late, interrupts.first, self._told))
+            self._tell(result.sentences)
+        except WorkerError:
+            self._save_end()
+            raise
+        finally:
+            # Keep the actors that have finished for the next run, and end the others.
+            grace_s, actors = 0.0 if interrupts.insisted else GRACE_S, self._actors
+            if self._running:
+                self._ask("interrupt")
+            actors.settle({ref: actors.replicas[replica] for ref, replica in self._running.items()}, grace_s)
+            actors.drop(self._dead)
+            actors.settle({actor.close.remote(): actor for actor in (actors.server, actors.scorer) if actor}, grace_s)
         model = write(self._module, messages.state_of(self._layout, result.state))
         spans = training_spans([*self._spans, *result.spans], result.began_ns) if self._job.trace else []
         return Outcome(model.state_dict(), model, result.history, result.account, spans)
@@ -261,7 +271,7 @@ class RayRun:
                 self._interrupted = True
                 self._get(self._ask("interrupt"))
             if self._status_request is None:
-                self._status_request, self._requested_s = self._ask("stand"), time.monotonic()
+                self._status_request, self._requested_s = self._ask("stand", self._told), time.monotonic()
             ready, _ = ray.wait([self._status_request, *self._running], timeout=GLANCE_S)
             for ref in ready:
                 if ref != self._status_request:
@@ -269,12 +279,13 @@ class RayRun:
                     continue
                 self._status_request, self._requested_s = None, time.monotonic()
                 self._status = self._get(ref)
+                self._tell(self._status.sentences)
                 if self._status.failure is not None:
                     raise self._status.failure
                 self._watch(self._status.progress)
-            if time.monotonic() - self._requested_s > self._job.timeout_s + TICK_S:
+            if time.monotonic() - self._requested_s > self._patience_s + TICK_S:
                 raise WaitTimeoutError(
-                    f"main waited {self._job.timeout_s:g} s for the server to report the state of the run, and "
+                    f"main waited {self._patience_s:g} s for the server to report the state of the run, and "
                     "received nothing; write a larger timeout_s= if an update of A takes so long"
                 )
 
@@ -307,6 +318,18 @@ class RayRun:
         )
         self._running[actors.replicas[replica].run.remote(self._job_parts, assignment, actors.server)] = replica
 
+    def _save_end(self) -> None:
+        """Have the server save the run after a worker has failed, for A itself is good; do nothing where it is lost."""
+        if self._begun and self._job.checkpoint is not None:
+            with contextlib.suppress(WorkerError, WaitTimeoutError):
+                self._tell(self._get(self._ask("save_end", self._told)))
+
+    def _tell(self, sentences: Sequence[str]) -> None:
+        """Tell the user what the server says."""
+        self._told += len(sentences)
+        for sentence in sentences:
+            tell(sentence)
+
     def _ask(self, method: str, *args: Any) -> Any:
         """Call a method of the server's session; return the future result."""
         return self._actors.server.ask.remote(method, *args)
@@ -314,14 +337,14 @@ class RayRun:
     def _get(self, ref: Any) -> Any:
         """Wait for a result of the server."""
         try:
-            return ray.get(ref, timeout=self._job.timeout_s)
+            return ray.get(ref, timeout=self._patience_s)
         except ray.exceptions.RayTaskError as error:
             raise WorkerError(f"the server failed: {error.cause}\n\n{error}") from error
         except ray.exceptions.RayActorError as error:
             raise WorkerError(f"the server died, and A with it: {exit_reason(error)}") from error
         except ray.exceptions.GetTimeoutError as error:
             raise WaitTimeoutError(
-                f"main waited {self._job.timeout_s:g} s for the server's answer; write a larger timeout_s="
+                f"main waited {self._patience_s:g} s for the server's answer; write a larger timeout_s="
             ) from error
 
 

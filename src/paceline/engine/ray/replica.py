@@ -11,7 +11,7 @@ import ray
 
 from paceline.comm.linux import keep_freed_memory
 from paceline.core.errors import encode_failure
-from paceline.core.types import Clock, Nanoseconds, Seconds, Version
+from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.base import Job
 from paceline.engine.ray import messages
 from paceline.engine.ray.messages import ReplicaAssignment
@@ -60,7 +60,8 @@ class RayClient(GrantedClient):
 
     Args:
         server: the server's actor.
-        assignment: of this replica.
+        replica: number of this replica.
+        attempt: the newest under this number; 0: there was none.
         layout: of A.
         cancel: flag of this replica.
         metrics: sent with each Δ.
@@ -70,14 +71,15 @@ class RayClient(GrantedClient):
     def __init__(
         self,
         server: Any,
-        assignment: ReplicaAssignment,
+        replica: ReplicaId,
+        attempt: Clock,
         layout: FlatLayout,
         cancel: CancelFlag,
         metrics: InMemorySink,
         timeout_s: Seconds,
     ) -> None:
-        super().__init__(assignment.attempt)
-        self._call, self._replica, self._layout = server.ask.remote, assignment.replica, layout
+        super().__init__(attempt)
+        self._call, self._replica, self._layout = server.ask.remote, replica, layout
         self._cancel, self._metrics, self._timeout_s = cancel, metrics, timeout_s
         self._delta = layout.new()
         self._state: FlatState | None = None
@@ -174,7 +176,8 @@ def _run_loop(job: Job, assignment: ReplicaAssignment, server: Any, cancel: Canc
     module, sink, spans = job.program.build(), InMemorySink(), SpanLog(job.trace, replica)
     try:
         layout = FlatLayout.of(module, job.running_buffers)
-        client = RayClient(server, assignment, layout, cancel, sink, job.timeout_s)
+        attempt = max(assignment.attempt, context.positions[replica].attempt)
+        client = RayClient(server, replica, attempt, layout, cancel, sink, job.timeout_s)
         metrics = WorkerMetrics(sink, replica, spans.recorder, 2 * layout.parameter_bytes, context.per_step)
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, spans.recorder)

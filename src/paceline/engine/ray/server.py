@@ -13,6 +13,9 @@ the loop itself wakes for evaluation points, the end of the budget and late repl
 
     starting --> training --> scoring --> done
                         \\ ends early: the budget is spent, the condition met, Ctrl-C, a failure
+
+The server saves the run: its process holds A, the optimizer and the Δs that wait, and begins each save within the call
+that brings a Δ, so that no other event comes between. At the end of training it does nothing else until all is written.
 """
 
 import asyncio
@@ -32,6 +35,7 @@ from paceline.core.mesh import Coordinate
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Progress
+from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.ray import messages
 from paceline.engine.ray.evaluation_actor import RayEvaluation
@@ -44,21 +48,32 @@ START_S: Seconds = 60.0
 
 
 class RunState:
-    """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver."""
+    """Phase, first failure and clock of a run at the server, and the events that wake its loop and the driver.
 
-    def __init__(self) -> None:
+    Args:
+        start_s: training time before the run was resumed.
+    """
+
+    def __init__(self, start_s: Seconds) -> None:
+        self._start_s = start_s
         self.phase: messages.Phase = "starting"
         self.failure: PacelineError | None = None
+        self.sound = True
+        """False once A or the counts may be wrong: what failed was no replica."""
         self.over = False
         """True once training is to end."""
         self.began: Nanoseconds = 0
-        """When training began; 0: it has not."""
+        """When training would have begun without a break; 0: it has not."""
         self.wake, self.changed = asyncio.Event(), asyncio.Event()
         """Set to wake the training loop; to answer the driver that waits for a change."""
 
     def now(self) -> Seconds:
         """Return how long training has lasted."""
-        return (time.monotonic_ns() - self.began) * 1e-9 if self.began else 0.0
+        return (time.monotonic_ns() - self.began) * 1e-9 if self.began else self._start_s
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self.began = time.monotonic_ns() - int(self._start_s * 1e9)
 
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
@@ -70,6 +85,7 @@ class RunState:
 
     def fail(self, error: BaseException) -> None:
         """End the run with an error, unless it has failed before."""
+        self.sound &= isinstance(error, WorkerError)
         if not isinstance(error, PacelineError):
             text = "".join(traceback.format_exception(error))
             error = WorkerError(f"the server failed: {type(error).__name__}: {error}\n\n{text}")
@@ -106,17 +122,23 @@ class ServerRun:
     """
 
     def __init__(self, job: Job, number: int, replicas: Sequence[Any], scorer: Any) -> None:
-        self._job, self._run, context = job, RunState(), RunContext(job)
+        self._job, context = job, RunContext(job)
         actors = [*replicas, *[None] * (context.replicas - len(replicas))]
-        self._replicas = [ReplicaRecord(number, actor) for actor in actors]
+        pairs = zip(actors, context.positions, strict=True)
+        self._replicas = [ReplicaRecord(number, actor, position.attempt) for actor, position in pairs]
         self._executor = RayExecutor(context, self._replicas)
         state = self._executor.owner.state
-        self._loop = RunLoop(context, self._executor, state.digest(), self._evaluate)
-        self._coordinator = self._loop.coordinator
+        held = self._executor.undecided.keys()
+        self._loop = RunLoop(context, self._executor, state.digest(), self._evaluate, restored=held)
+        self._coordinator, self._run = self._loop.coordinator, RunState(self._loop.start_s)
+        self._sentences: list[str] = []
+        """All that the user was to be told."""
+        self._checkpointer = Checkpointer(context, "ray", self._loop, self._snapshot, say=self._sentences.append)
         self._evaluation = RayEvaluation(job, scorer, self._keep, self._run.fail, state.layout.nbytes)
         self._awaited: dict[ReplicaId, Seconds] = {}
         """Replicas that are started in the place of dead ones -> until when they have to be ready."""
-        self._seconds: Seconds = 0.0
+        self._end_saved = False
+        self._seconds = self._loop.start_s
         self._task: asyncio.Task[None] | None = None
 
     # ----------------------------------------------------------------------------------------------- calls of replicas
@@ -158,6 +180,7 @@ class ServerRun:
             else:
                 coordinator.cancelled(replica)
             self._loop.handled(run.now())  # an update may have taken time
+            self._save_if_due()
             if not coordinator.present:
                 run.wake.set()
         return await reply
@@ -214,8 +237,8 @@ class ServerRun:
         """Call this actor from now on in place of one that has died."""
         self._replicas[replica].actor = actor
 
-    async def stand(self) -> messages.RunStatus:
-        """Return the state of the run, at its next change or after a tick."""
+    async def stand(self, known: int) -> messages.RunStatus:
+        """Return the state of the run, at its next change or after a tick; main knows so many sentences."""
         run = self._run
         await wait_for(run.changed, TICK_S)
         waiting = tuple(r for r, record in enumerate(self._replicas) if not record.ready)
@@ -223,10 +246,15 @@ class ServerRun:
             progress = Progress("starting", 1 - len(waiting) / len(self._replicas))
         else:
             progress = self._loop.history.progress("training" if run.phase == "training" else "scoring", run.now())
-        return messages.RunStatus(run.phase, progress, run.failure, waiting)
+        return messages.RunStatus(run.phase, progress, run.failure, waiting, tuple(self._sentences[known:]))
 
-    async def result(self, late: Sequence[ReplicaId], interrupted: bool) -> messages.Result:
-        """Return the result, also where the run is broken off now; the replicas ``late`` did not end in time."""
+    async def save_end(self, known: int) -> tuple[str, ...]:
+        """Save the run as it is now, for a worker has failed; return the sentences that main does not know."""
+        self._save_end()
+        return tuple(self._sentences[known:])
+
+    async def result(self, late: Sequence[ReplicaId], signal: str | None, known: int) -> messages.Result:
+        """Return the result, also where a signal breaks the run off; the replicas ``late`` did not end in time."""
         loop, state = self._loop, self._executor.owner.state
         if self._run.phase in ("starting", "training"):
             self._finish()
@@ -237,15 +265,19 @@ class ServerRun:
             worker_figures(Coordinate(r), record.figures, record.step_times, nbytes, self._seconds)
             for r, record in enumerate(self._replicas)
         ]
-        notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy)}
-        account = loop.history.account(self._seconds, workers, loop.exits, notes, interrupted=interrupted)
+        notes: dict[str, str | int | float] = {"threads": threads(self._job.strategy), **self._checkpointer.notes()}
+        account = loop.history.account(
+            self._seconds, workers, loop.exits, notes, interrupted=signal is not None, signal=signal
+        )
         records = sorted(loop.history.records, key=lambda record: record.time_s)
         spans = self._executor.spans.read()
-        return messages.Result(messages.arrays_of(state), records, account, spans, self._run.began)
+        said = tuple(self._sentences[known:])
+        return messages.Result(messages.arrays_of(state), records, account, spans, self._run.began, said)
 
     def close(self) -> None:
         """Break the run off and release its resources."""
         self._break_off()
+        self._checkpointer.close()
         self._executor.spans.close()
 
     def _break_off(self) -> None:
@@ -260,8 +292,8 @@ class ServerRun:
         run, loop, coordinator = self._run, self._loop, self._coordinator
         try:
             run.pass_to("training")
-            loop.evaluate_if_due(0.0)
-            run.began = time.monotonic_ns()
+            loop.evaluate_if_due(run.now())
+            run.begin()
             if not run.over:
                 coordinator.begin()
             # A loop that makes no step may have ended before training began.
@@ -273,6 +305,7 @@ class ServerRun:
                 if wait_s is None:
                     break
                 self._check_late(now)
+                self._save_if_due()
                 await wait_for(run.wake, wait_s)
             else:  # not the end of the budget
                 if all(record.dead for record in self._replicas) and not run.over:
@@ -282,6 +315,7 @@ class ServerRun:
                 await asyncio.wait([self._evaluation.task])
         except Exception as error:
             run.fail(error)
+            self._save_end()
         run.pass_to("done")
 
     def _check_late(self, now: Seconds) -> None:
@@ -304,6 +338,7 @@ class ServerRun:
     def _finish(self) -> None:
         """End training: no replica computes any more."""
         self._seconds = min(self._run.now(), self._loop.end_s)
+        self._save_end()
         self._coordinator.finish()
         for record in self._replicas:
             record.reply(messages.END)
@@ -311,6 +346,19 @@ class ServerRun:
         if self._run.failure is None:
             self._loop.evaluate_final(self._seconds)
         self._run.pass_to("scoring")
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._executor.chunks(), self._executor.owner.flat_optimizer.state_json())
+
+    def _save_if_due(self) -> None:
+        if self._run.sound and not self._end_saved:
+            self._checkpointer.save_if_due(self._run.now())
+
+    def _save_end(self) -> None:
+        """Save the end of training, once, unless the server itself has failed; return when it is written."""
+        if self._run.sound and not self._end_saved:
+            self._end_saved = True
+            self._checkpointer.finish(min(self._run.now(), self._loop.end_s))
 
     def _evaluate(self, now: Seconds) -> None:
         self._evaluation.hand_in(self._executor.owner.state, self._loop.history.snapshot(now))
