@@ -9,7 +9,7 @@ Reading intersects the rectangles that are wanted with those that are stored::
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +71,13 @@ class Checkpoint:
     def names(self, prefix: str = "") -> list[str]:
         """Return the names of its tensors that begin with ``prefix``."""
         return [name for name in self.manifest.tensors if name.startswith(prefix)]
+
+    def under(self, prefix: str) -> "Checkpoint":
+        """Return the tensors whose names begin with ``prefix``, by the rest of their names."""
+        own = {
+            name.removeprefix(prefix): info for name, info in self.manifest.tensors.items() if name.startswith(prefix)
+        }
+        return _Part(self.folder, replace(self.manifest, tensors=own), whole=self)
 
     def read(self, name: str) -> Tensor:
         """Return a full tensor.
@@ -139,6 +146,16 @@ class Checkpoint:
 
     def _absent(self, name: str) -> InputError:
         return InputError(f"{self.folder} has no {name}; write the program that the checkpoint was made with")
+
+
+@dataclass(frozen=True)
+class _Part(Checkpoint):
+    """Some tensors of a checkpoint, by other names; its files are verified as those of the whole."""
+
+    whole: Checkpoint = field(kw_only=True)
+
+    def _verify_file(self, name: str) -> None:
+        self.whole._verify_file(name)
 
 
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:

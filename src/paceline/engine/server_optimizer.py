@@ -11,15 +11,19 @@ from torch import Tensor
 from paceline.aggregation.base import NOTHING, Aggregation
 from paceline.aggregation.local_steps import LocalSteps, Outer
 from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import Checkpoint
 from paceline.core.delta import Change, Distance
 from paceline.core.types import Seconds
 from paceline.engine.run_state import ResumePoint
 from paceline.program import Program
 from paceline.replica.flat_optimizer import FlatOptimizer, clip
-from paceline.replica.flat_state import FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState
 from paceline.replica.noise_estimator import NoiseEstimator, Preconditioner
 from paceline.replica.optimizer_kernels import StepKernel
 from paceline.replica.optimizer_state import whole_chunks
+
+# Names of the last update begin so.
+_LAST = "delta/last/"
 
 # Δs and their weights.
 Weighted: TypeAlias = Sequence[tuple[FlatState, float]]
@@ -191,6 +195,27 @@ class DeltaStatistics:
             statistics["server"] = min(1.0, self._busy / elapsed) if elapsed > 0 else 0.0
             self._busy, self._since_s = 0.0, now_s
         return statistics
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return the last update, if a Δ is compared with it."""
+        return [] if self._last is None else whole_chunks(self._as_state(self._last), _LAST)
+
+    def state_json(self) -> dict[str, Any]:
+        """Return what is no tensor."""
+        return {"busy_s": self._busy, "since_s": self._since_s, "last": self._last is not None}
+
+    def restore(self, saved: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+        """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned."""
+        self._busy, self._since_s = saved["busy_s"], saved["since_s"]
+        if saved["last"] and "agreement" in self._needs:
+            assert self._optimizer is not None, "it has had an update"
+            last = [torch.zeros_like(v) for v in self._optimizer.combined]
+            checkpoint.read_into(whole_chunks(self._as_state(last), _LAST))
+            self._last = last
+
+    def _as_state(self, vectors: list[Tensor]) -> FlatState:
+        assert self._optimizer is not None, "it has had an update"
+        return FlatState(FlatLayout(self._optimizer.state.layout.parameters, ()), vectors, [])
 
     def applied(self, busy_s: Seconds) -> None:
         """Note that an update took this long."""

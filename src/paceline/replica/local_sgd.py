@@ -1,18 +1,21 @@
 """Replicas with an optimizer of their own, which make some steps before they push: local SGD, elastic SGD, Hogwild."""
 
 import math
-from collections.abc import Callable, Collection
-from typing import final
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
+from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import Checkpoint
 from paceline.core.delta import Adopt, Keep, Mix
 from paceline.core.types import Clock
 from paceline.program import Program
 from paceline.replica.base import Batch, Measured, Replica
 from paceline.replica.flat_optimizer import FlatOptimizer, clip, clip_by_square, optimizer_of_part, square_norm
 from paceline.replica.flat_state import FlatLayout, FlatState, finite
+from paceline.replica.optimizer_state import whole_chunks
 from paceline.replica.single import Autograd
 
 
@@ -101,6 +104,25 @@ class LocalSGD(_SteppingReplica):
             self._read.copy_(self._own)
         self._autograd.bind(self._own)
         self._losses, self._samples = 0.0, 0
+
+    def chunks(self) -> list[TensorChunk]:
+        """Return its own parameters, buffers and optimizer state, between two Δs; none before the first A."""
+        if self._own is None or self._flat_optimizer is None:
+            return []
+        return [*whole_chunks(self._own), *self._flat_optimizer.chunks()]
+
+    def state_json(self) -> dict[str, Any] | None:
+        """Return what of its own optimizer is no tensor; None: it has nothing of its own, and begins with an A."""
+        return None if self._own is None or self._flat_optimizer is None else self._flat_optimizer.state_json()
+
+    def restore(self, saved: Mapping[str, Any], checkpoint: Checkpoint, layout: FlatLayout) -> None:
+        """Go on from a checkpoint; ``saved`` is what :meth:`state_json` returned, and ``layout`` that of A."""
+        own = layout.new()
+        checkpoint.read_into(whole_chunks(own))
+        self._own, self._read = own, own.clone()
+        self._begin(own)
+        if self._flat_optimizer is not None:
+            self._flat_optimizer.restore(saved, checkpoint)
 
     def finish(self, out: FlatState) -> Measured:
         assert self._own is not None, "finish before adopt"

@@ -4,17 +4,20 @@ Norms are those of gradients as they are, or as Adam preconditions them. The for
 :mod:`paceline.core.noise_scale`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from paceline.checkpoint.base import TensorChunk
+from paceline.checkpoint.reader import Checkpoint
 from paceline.core.noise_scale import NoiseAccumulator, Part, differenced, observation
 from paceline.core.types import Version
 from paceline.replica.base import MicroStepNorms
 from paceline.replica.flat_optimizer import FlatOptimizer
-from paceline.replica.flat_state import FlatState
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.optimizer_state import whole_chunks
 
 # Updates of Adam before its second moments are used, as in AdaptDL: the first ones say little.
 WARM_STEPS = 5
@@ -22,6 +25,9 @@ WARM_STEPS = 5
 # Elements whose squares are summed in their own precision before float64 sums the rest: as fast as one norm of all,
 # whose relative error in float32 is 3.6e-4 at 10^7 elements, where that of this is 1e-9 (torch 2.13 on a CPU).
 ROW = 1024
+
+# Names of the Δ that is kept begin so.
+_KEPT = "delta/kept/"
 
 # Divisors of the elements, for each vector of a state.
 Scales: TypeAlias = Sequence[Tensor]
@@ -174,6 +180,30 @@ class NoiseEstimator:
             biased = len({version for _, version in self._parts}) > 1
             self._accumulator.add(observation([part for part, _ in self._parts], self._square, biased=biased))
             self._kept = None
+
+    def chunks(self, layout: FlatLayout) -> list[TensorChunk]:
+        """Return the Δ that is kept until the next has come."""
+        return [] if self._kept is None else whole_chunks(FlatState(layout, self._kept[0], []), _KEPT)
+
+    def state_json(self) -> dict[str, Any]:
+        """Return what is no tensor; what was accumulated is in the history's state."""
+        kept = None if self._kept is None else [list(self._kept[1]), self._kept[2]]
+        return {"updates": self._updates, "kept": kept}
+
+    def restore(self, saved: Mapping[str, Any], checkpoint: Checkpoint, layout: FlatLayout) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            saved: what :meth:`state_json` returned.
+            checkpoint: has the Δ that was kept.
+            layout: of the parameters of A.
+        """
+        self._updates = saved["updates"]
+        if saved["kept"] is not None:
+            part, version = saved["kept"]
+            delta = layout.new()
+            checkpoint.read_into(whole_chunks(delta, _KEPT))
+            self._kept = delta.parameters, Part(*part), version
 
     def _observe(self, seen: ObservedDelta, *, alone: bool) -> None:
         norm = square(seen.delta.parameters, self._scales)

@@ -1,7 +1,7 @@
 """How long everything takes in virtual time: sampled from given distributions, or from measurements of a step."""
 
 from collections.abc import Iterator
-from itertools import repeat
+from itertools import islice, repeat
 from statistics import median
 from typing import NamedTuple, final
 
@@ -54,6 +54,17 @@ class SampledDurations:
         self._transfer = [times.stream("transfer", seed, replica) for replica in replicas]
         self._delay = _delays(context)
 
+    def skip(self, replica: ReplicaId, attempts: int, micro_steps: int) -> None:
+        """Draw those of a replica's attempts before a run was resumed."""
+        _skip(self._transfer[replica], 2 * attempts)
+        _skip(self._compute[replica], micro_steps)
+        _skip(self._delay[replica], micro_steps)
+
+    def skip_updates(self, updates: int, gradients: int) -> None:
+        """Draw those of the updates before a run was resumed, of so many gradients together."""
+        _skip(self._apply, updates)
+        _skip(self._gradient, gradients)
+
     def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
         """Return the durations of a replica's next attempt."""
         computing, delays, transfer = self._compute[replica], self._delay[replica], self._transfer[replica]
@@ -84,6 +95,14 @@ class MeasuredDurations:
         self._rngs = [np.random.default_rng([seed, _SEED_TAG, replica]) for replica in range(context.replicas)]
         self._updates: dict[int, Seconds] = {}
 
+    def skip(self, replica: ReplicaId, attempts: int, micro_steps: int) -> None:
+        """Draw the delays of a replica's attempts before a run was resumed; passes were measured anew."""
+        del attempts
+        _skip(self._delay[replica], micro_steps)
+
+    def skip_updates(self, updates: int, gradients: int) -> None:
+        """Do nothing: updates all take the same time."""
+
     def attempt(self, replica: ReplicaId, micro_steps: int) -> AttemptTimes:
         """Return the durations of a replica's next attempt."""
         rng, delays, passes = self._rngs[replica], self._delay[replica], self._forecast.compute_s
@@ -96,6 +115,11 @@ class MeasuredDurations:
         if gradients not in self._updates:
             self._updates[gradients] = update_s(self._job, gradients, self._forecast.steps_on)
         return self._updates[gradients]
+
+
+def _skip(draws: Iterator[Seconds], count: int) -> None:
+    if not isinstance(draws, repeat):
+        next(islice(draws, count, count), None)
 
 
 def _delays(context: RunContext) -> list[Iterator[Seconds]]:

@@ -21,8 +21,10 @@ from paceline.core.errors import InputError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import WorkerFigures
 from paceline.core.registry import register
+from paceline.core.typed_json import to_json
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.base import Engine, Job, Outcome, Watcher
+from paceline.engine.checkpointing import Checkpointer, Snapshot
 from paceline.engine.evaluation import Evaluator
 from paceline.engine.loop import InterruptGuard, RunLoop
 from paceline.engine.run_context import RunContext, first_state, own_settings
@@ -30,10 +32,28 @@ from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.engine.step_profile.compute import micro_step_s
 from paceline.engine.step_profile.forecast import forecast, replica_timing, virtual_span
 from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
-from paceline.engine.virtual.pending_delta import DeltaComputer, PendingDelta, ReplicaTimeline, Streams, ordered_batches
+from paceline.engine.virtual.pending_delta import (
+    DeltaComputer,
+    NumberedBatches,
+    PendingDelta,
+    ReplicaTimeline,
+    Streams,
+    ordered_batches,
+)
+from paceline.engine.virtual.saved_state import (
+    KEY,
+    VirtualState,
+    attempt_chunks,
+    attempt_state,
+    held_attempts,
+    replica_chunks,
+    replica_prefix,
+    restored_attempts,
+)
 from paceline.engine.virtual.user_loops import UserLoops
 from paceline.engine.virtual.vmap_gradients import VmapComputer, stacked_gradient
-from paceline.replica.flat_state import FlatState, write
+from paceline.replica.flat_state import FlatLayout, FlatState, write
+from paceline.replica.local_sgd import LocalSGD
 from paceline.replica.noise_estimator import NoiseEstimator, ObservedDelta
 from paceline.support import ENGINE_FEATURES
 from paceline.trace.spans import SERVER, Span
@@ -77,7 +97,13 @@ class VirtualRun:
         self._estimator = NoiseEstimator(noise) if noise else None
         self._optimizer = ServerOptimizer(job.program, context.policy, state, self._estimator)
         self._observer = DeltaStatistics(context.policy, self._optimizer)
+        digest, positions = state.digest(), context.positions
+        if job.resume is not None:
+            self._optimizer.restore(job.resume)
+        self._batches = NumberedBatches(context.order, positions) if context.order is not None else None
         self._streams = Streams(context.batches)
+        for replica, position in enumerate(positions):
+            self._streams.skip(replica, position.clock)
         self._user_loops = UserLoops(job.loop, context.replicas, self._streams.of) if job.loop else None
         self._computer = self._delta_computer()
         times = job.times or Times()
@@ -90,7 +116,26 @@ class VirtualRun:
             self._timing = replica_timing(job, measured=compute_measured)
             measured_s = micro_step_s(context) if compute_measured else None
             self._durations = SampledDurations(context, times, measured_s, self._timing.factor)
-        self._loop = RunLoop(context, self, state.digest(), self._evaluate, noise=noise)
+        self._now: Seconds = 0.0
+        self._events: EventQueue[PendingDelta] = EventQueue()
+        self._timelines = [ReplicaTimeline(position) for position in positions]
+        self._arrived: dict[tuple[ReplicaId, int], PendingDelta] = {}
+        self._under_way: dict[PendingDelta, None] = {}
+        """Attempts that were neither applied nor dropped, in the order in which they began."""
+        self._resumed: set[ReplicaId] = set()
+        """Replicas that are at work on an attempt that began before the run was resumed."""
+        self._snapshot: FlatState | None = None
+        """Copy of A as it is, shared by all attempts that read this version."""
+        self._spans: list[Span] = []
+        self._last_s: Seconds | None = None
+        """Time of the last event, once the budget's time is over."""
+        self._consistent = True
+        """False once an event was broken off."""
+        self._restore(VirtualState.of(context))
+        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, restored=[*self._arrived])
+        for timeline in self._timelines:
+            timeline.count_busy_time(self._loop.end_s)
+        self._checkpointer = Checkpointer(context, "virtual", self._loop, self._take_snapshot)
         self._coordinator = self._loop.coordinator
         self._evaluator = Evaluator(job.program, job.program.build())
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or
@@ -98,18 +143,13 @@ class VirtualRun:
         depends = "loss" in context.policy.needs or self._observer.looks_inside or job.on_nonfinite == "skip"
         ordered = context.local_sgd or context.order is None or self._user_loops is not None
         self._eager = depends or ordered or bool(job.program.loader.get("num_workers"))
-        self._now: Seconds = 0.0
-        self._events: EventQueue[PendingDelta] = EventQueue()
-        self._timelines = [ReplicaTimeline() for _ in range(context.replicas)]
-        self._arrived: dict[tuple[ReplicaId, int], PendingDelta] = {}
-        self._snapshot: FlatState | None = None
-        """Copy of A as it is, shared by all attempts that read this version."""
-        self._spans: list[Span] = []
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with closing(self._streams), self._user_loops or nullcontext():
+        with closing(self._checkpointer), closing(self._streams), self._user_loops or nullcontext():
             signal = self._train()
+            if self._consistent:
+                self._checkpointer.finish(self._now)
         self._coordinator.finish()
         if not self._loop.history.is_current(self._now):
             self._record(self._now)
@@ -119,14 +159,17 @@ class VirtualRun:
         """Handle all arrivals; return the name of the signal that ended the run, if one did."""
         with InterruptGuard(lambda: None) as interrupts:
             try:
+                if self._loop.condition_met:
+                    raise _TimeUp
                 if not self._loop.timed:
-                    self._loop.evaluate_if_due(0.0)
+                    self._loop.evaluate_if_due(self._now)
                 self._coordinator.begin()
                 while self._coordinator.present and not interrupts.count:
                     self._next_arrival()
             except _TimeUp:
-                self._now = self._loop.end_s
+                self._last_s, self._now = self._now, self._loop.end_s
             except KeyboardInterrupt:
+                self._consistent = False
                 return interrupts.first or "SIGINT"
             return interrupts.first
 
@@ -149,8 +192,8 @@ class VirtualRun:
         if measured is not None:
             samples = measured.samples
         else:
-            assert self._context.order is not None, "Δs of a data source are computed as they arrive"
-            size, first = self._context.order.size, attempt.first_micro_step
+            assert self._batches is not None, "Δs of a data source are computed as they arrive"
+            size, first = self._batches.size, attempt.first_micro_step
             samples = sum(size(attempt.replica, first + i) for i in range(attempt.micro_steps))
         arrival = Arrival(
             replica=attempt.replica,
@@ -164,15 +207,17 @@ class VirtualRun:
         )
         self._loop.arrived(arrival)
         self._loop.handled(self._now)
+        self._checkpointer.save_if_due(self._now)
 
     # --------------------------------------------------------------------------------- execution of decisions, in order
 
     def send(self, replica: ReplicaId, micro_steps: int) -> None:
+        if replica in self._resumed:
+            self._resumed.remove(replica)
+            return
         timeline = self._timelines[replica]
-        if self._snapshot is None:
-            self._snapshot = self._optimizer.state.clone()
         version, first = self._coordinator.version, timeline.micro_clock
-        attempt = PendingDelta(replica, timeline.clock + 1, version, self._snapshot, first, micro_steps)
+        attempt = PendingDelta(replica, timeline.clock + 1, version, self._shared_state(), first, micro_steps)
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
             for _ in range(micro_steps):
@@ -187,7 +232,13 @@ class VirtualRun:
             self._trace(attempt, timeline.arrived_s, times)
         timeline.begin(attempt, times.compute + times.delay, self._now + times.pull, self._loop.end_s)
         self._computer.begin(attempt)
+        self._under_way[attempt] = None
         self._events.push(attempt.arrives_s, attempt)
+
+    def _shared_state(self) -> FlatState:
+        if self._snapshot is None:
+            self._snapshot = self._optimizer.state.clone()
+        return self._snapshot
 
     def _trace(self, attempt: PendingDelta, waited_from: Seconds | None, times: AttemptTimes) -> None:
         """Record the spans of a replica, and of its workers where it is a pipeline."""
@@ -203,10 +254,11 @@ class VirtualRun:
 
     def apply(self, action: Apply) -> None:
         began = self._now
-        self._now += self._durations.update(len(action.deltas))
-        self._loop.evaluate_before(self._now)
-        if self._now > self._loop.end_s:
+        ends = began + self._durations.update(len(action.deltas))
+        self._loop.evaluate_before(ends)
+        if ends > self._loop.end_s:
             raise _TimeUp
+        self._now = ends
         # Generators: each Δ is computed when it is added to the sum, and let go before the next one.
         seen = (self._take(arrival, weight) for arrival, weight in action.deltas)
         if self._estimator is None:
@@ -222,6 +274,7 @@ class VirtualRun:
 
     def _take(self, arrival: Arrival, weight: float) -> ObservedDelta:
         attempt = self._arrived.pop((arrival.replica, arrival.clock))
+        del self._under_way[attempt]
         if not self._eager:
             self._computer.compute(attempt)
         assert attempt.out is not None
@@ -236,11 +289,13 @@ class VirtualRun:
             attempt = self._arrived.pop((arrival.replica, arrival.clock), None)
             if attempt is not None:  # None: taken by an update that Ctrl-C broke off
                 self._computer.forget(attempt)
+                del self._under_way[attempt]
 
     def cancel(self, replica: ReplicaId) -> None:
         timeline = self._timelines[replica]
         if timeline.attempt is not None:
             timeline.attempt.void = True
+            del self._under_way[timeline.attempt]
             self._computer.forget(timeline.attempt)
             timeline.stop(timeline.attempt, self._now, self._loop.end_s)
         self._coordinator.cancelled(replica)
@@ -263,6 +318,64 @@ class VirtualRun:
         self._loop.keep([self._evaluator.score(self._optimizer.state, history.snapshot(time_s))])
         self._watch(history.progress("training", time_s))
 
+    # ------------------------------------------------------------------------------------------------------ checkpoints
+
+    def _take_snapshot(self) -> Snapshot:
+        """Return all that the run has, between two events."""
+        attempts, optimizer, version = [*self._under_way], self._optimizer, self._coordinator.version
+        own = {r: each for r, each in self._computer.replicas.items() if isinstance(each, LocalSGD)}
+        saved = {r: json for r, each in own.items() if (json := each.state_json()) is not None}
+        state = VirtualState(
+            self._now if self._last_s is None else self._last_s,
+            tuple(attempt_state(each, arrived=(each.replica, each.clock) in self._arrived) for each in attempts),
+            tuple(timeline.state(self._loop.end_s) for timeline in self._timelines),
+            self._observer.state_json(),
+            self._estimator.state_json() if self._estimator else None,
+            saved,
+        )
+        chunks = [*optimizer.chunks(), *attempt_chunks(attempts, version), *self._observer.chunks()]
+        if self._estimator is not None:
+            chunks += self._estimator.chunks(FlatLayout(optimizer.state.layout.parameters, ()))
+        chunks += [chunk for r in saved for chunk in replica_chunks(r, own[r])]
+        return Snapshot(chunks, optimizer.flat_optimizer.state_json(), {KEY: to_json(state)})
+
+    def _restore(self, state: VirtualState | None) -> None:
+        """Go on where a run stopped; without a ``state`` all replicas begin with the A of the checkpoint."""
+        resume, layout = self._job.resume, self._optimizer.state.layout
+        if resume is None:
+            return
+        counts = resume.run.coordinator
+        self._durations.skip_updates(counts.version, counts.tally.applied)
+        if state is None:
+            self._now = resume.run.seconds
+            for replica, position in enumerate(self._context.positions):
+                self._durations.skip(replica, position.attempt, position.clock)
+            for attempt in held_attempts(resume, layout):
+                self._arrived[attempt.replica, attempt.clock] = attempt
+                self._under_way[attempt] = None
+            return
+        self._now = state.now_s
+        for replica, (timeline, saved) in enumerate(zip(self._timelines, state.timelines, strict=True)):
+            timeline.restore(saved)
+            self._durations.skip(replica, saved.clock, saved.micro_clock)
+        for attempt, arrived in restored_attempts(state.attempts, resume, layout, self._shared_state):
+            self._under_way[attempt] = None
+            if attempt.measured is None:
+                self._computer.begin(attempt)
+            if arrived:
+                self._arrived[attempt.replica, attempt.clock] = attempt
+            else:
+                self._events.push(attempt.arrives_s, attempt)
+                self._timelines[attempt.replica].attempt = attempt
+                self._resumed.add(attempt.replica)
+        self._observer.restore(state.observer, resume.checkpoint)
+        if self._estimator is not None and state.noise is not None:
+            self._estimator.restore(state.noise, resume.checkpoint, FlatLayout(layout.parameters, ()))
+        for replica, json in state.replicas.items():
+            own = self._computer.replica(replica)
+            assert isinstance(own, LocalSGD), "the policy is the same"
+            own.restore(json, resume.checkpoint.under(replica_prefix(replica)), layout)
+
     # ----------------------------------------------------------------------------------------------- the end, the start
 
     def _result(self, signal: str | None) -> Outcome:
@@ -271,7 +384,7 @@ class VirtualRun:
             WorkerFigures(r, 0, 0, timeline.micro_steps // per_step, timeline.busy_s, None, None, None, None)
             for r, timeline in enumerate(self._timelines)
         ]
-        notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule}
+        notes: dict[str, str | int | float] = {"gradient_batching": self._computer.rule, **self._checkpointer.notes()}
         if self._job.strategy.spread and not (self._job.times or Times()).all_measured:
             notes["time_of_one_process"] = timing.factor
         if timing.needs is not None:
@@ -288,11 +401,12 @@ class VirtualRun:
         job, context = self._job, self._context
         layout, stop, order = self._optimizer.state.layout, job.on_nonfinite == "stop", context.order
         build = partial(context.replica, module=self._module, layout=layout)
-        if order is None or job.program.loader.get("num_workers"):
+        batches = self._batches
+        if order is None or batches is None or job.program.loader.get("num_workers"):
             return DeltaComputer(build, self._streams.at, stop=stop)
-        batch_at = ordered_batches(job.program, order)
+        batch_at = ordered_batches(job.program, batches)
         if isinstance(context.delta, Gradient) and self._user_loops is None:
             gradient = stacked_gradient(self._module, job.program, layout, order)
             if gradient is not None:
-                return VmapComputer(gradient, order, build, batch_at, stop=stop)
+                return VmapComputer(gradient, batches, build, batch_at, stop=stop)
         return DeltaComputer(build, batch_at, stop=stop)

@@ -5,14 +5,18 @@ time later. Most policies depend on nothing but the order of arrivals; their Δs
 and those that are discarded or cancelled never.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
+
+import numpy as np
+from numpy.typing import NDArray
 
 from paceline.core.data_order import DataOrder
 from paceline.core.errors import PacelineError, WorkerError
+from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.loop import nonfinite_error
 from paceline.program import Data, Program
@@ -78,7 +82,8 @@ class DeltaComputer:
 
     def __init__(self, build: Callable[[ReplicaId], Replica], batch_at: BatchAt, *, stop: bool) -> None:
         self._build, self._batch_at, self._stop = build, batch_at, stop
-        self._replicas: dict[ReplicaId, Replica] = {}
+        self.replicas: dict[ReplicaId, Replica] = {}
+        """Those that have computed something."""
 
     def begin(self, attempt: PendingDelta) -> None:
         """Note that an attempt has begun."""
@@ -95,11 +100,15 @@ class DeltaComputer:
         assert attempt.out is not None
         return attempt.out
 
+    def replica(self, number: ReplicaId) -> Replica:
+        """Return a replica, always the same."""
+        if number not in self.replicas:
+            self.replicas[number] = self._build(number)
+        return self.replicas[number]
+
     def step(self, attempt: PendingDelta, batch: Batch) -> float:
         """Make one micro-step of an attempt and return its loss."""
-        replica = self._replicas.get(attempt.replica)
-        if replica is None:
-            replica = self._replicas[attempt.replica] = self._build(attempt.replica)
+        replica = self.replica(attempt.replica)
         with named_failure(attempt):
             loss = step(replica, attempt, batch, attempt.first_micro_step + attempt.done)
         if self._stop and attempt.measured is not None and not attempt.measured.finite:
@@ -120,7 +129,31 @@ def named_failure(attempt: PendingDelta) -> Iterator[None]:
         ) from error
 
 
-def ordered_batches(program: Program, order: DataOrder) -> BatchAt:
+@dataclass(frozen=True)
+class NumberedBatches:
+    """Batches of a data order by micro-step: after a resume the order may have begun anew, but seeds go on.
+
+    Args:
+        order: of the data.
+        first: position of each replica where the run begins.
+    """
+
+    order: DataOrder
+    first: Sequence[ReplicaPosition]
+
+    def size(self, replica: ReplicaId, micro_step: Clock) -> int:
+        """Return the number of samples of a micro-step."""
+        return self.order.size(replica, self._number(replica, micro_step))
+
+    def batch(self, replica: ReplicaId, micro_step: Clock) -> NDArray[np.int64]:
+        """Return the indices of the samples of a micro-step."""
+        return self.order.batch(replica, self._number(replica, micro_step))
+
+    def _number(self, replica: ReplicaId, micro_step: Clock) -> int:
+        return micro_step - self.first[replica].clock + self.first[replica].batches
+
+
+def ordered_batches(program: Program, order: NumberedBatches) -> BatchAt:
     """Return the batches of a data set with an order, which can be read at any time."""
     fetch = fetcher(cast(Data, program.train), program.loader)
 
@@ -154,29 +187,66 @@ class Streams:
         self._next[replica] = k + 1
         return next(islice(self.of(replica), k - begin, None))
 
+    def skip(self, replica: ReplicaId, batches: int) -> None:
+        """Count those that a replica has taken before the run was resumed: its stream begins after them."""
+        self._next[replica] = batches
+
     def close(self) -> None:
         for stream in self._open.values():
             stream.close()
 
 
-class ReplicaTimeline:
-    """Attempts of one replica in virtual time, and how long it was busy."""
+class TimelineState(NamedTuple):
+    """The state of a replica's timeline."""
 
-    def __init__(self) -> None:
-        self.clock = self.micro_clock = 0
+    clock: Clock
+    micro_clock: Clock
+    micro_steps: int
+    busy_s: Seconds
+    """Of attempts that have ended."""
+    arrived_s: Seconds | None
+    work: tuple[Seconds, Seconds]
+
+
+class ReplicaTimeline:
+    """Attempts of one replica in virtual time from a position on, and how long it was busy."""
+
+    def __init__(self, position: ReplicaPosition) -> None:
+        self.clock, self.micro_clock = position.attempt, position.clock
         self.micro_steps = 0
         """Micro-steps of attempts that have ended."""
         self.busy_s: Seconds = 0.0
         self.attempt: PendingDelta | None = None
         self.arrived_s: Seconds | None = None
-        self._work = (0.0, 0.0)
+        self.work = (0.0, 0.0)
+        """When the newest attempt begins to be busy, and ends."""
 
     def begin(self, attempt: PendingDelta, busy_s: Seconds, from_s: Seconds, end_s: Seconds) -> None:
         """Begin an attempt that is busy for ``busy_s`` from ``from_s`` on, as far as the run lasts."""
         self.clock, self.micro_clock = attempt.clock, self.micro_clock + attempt.micro_steps
         self.attempt = attempt
-        self._work = from_s, from_s + busy_s
-        self.busy_s += max(0.0, min(self._work[1], end_s) - from_s)
+        self.work = from_s, from_s + busy_s
+        self.busy_s += self.busy_until(end_s)
+
+    def state(self, end_s: Seconds) -> TimelineState:
+        """Return the timeline between two events of a run that lasts until ``end_s``."""
+        under_way = self.busy_until(end_s) if self.attempt is not None else 0.0
+        return TimelineState(
+            self.clock, self.micro_clock, self.micro_steps, self.busy_s - under_way, self.arrived_s, self.work
+        )
+
+    def restore(self, saved: TimelineState) -> None:
+        """Go on from a checkpoint, but for the attempt under way."""
+        self.clock, self.micro_clock, self.micro_steps, self.busy_s, self.arrived_s, self.work = saved
+
+    def count_busy_time(self, end_s: Seconds) -> None:
+        """Count the time that the attempt under way, which a checkpoint has had, is busy."""
+        if self.attempt is not None:
+            self.busy_s += self.busy_until(end_s)
+
+    def busy_until(self, end_s: Seconds) -> Seconds:
+        """Return how long the attempt is busy, as far as the run lasts."""
+        return max(0.0, min(self.work[1], end_s) - self.work[0])
 
     def arrive(self, attempt: PendingDelta) -> None:
         """End an attempt whose Δ has arrived."""
@@ -185,7 +255,7 @@ class ReplicaTimeline:
 
     def stop(self, attempt: PendingDelta, at_s: Seconds, end_s: Seconds) -> None:
         """End a cancelled attempt: the time that it would still have been busy does not count."""
-        from_s, to_s = self._work
+        from_s, to_s = self.work
         self.busy_s -= max(0.0, min(to_s, end_s) - max(from_s, at_s))
         self.attempt, self.arrived_s = None, at_s
         self.micro_steps += attempt.micro_steps

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.core.data_order import DataOrder
 from paceline.core.types import ReplicaId
 from paceline.engine.loop import nonfinite_error
-from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, PendingDelta
+from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, NumberedBatches, PendingDelta
 from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
@@ -51,7 +51,7 @@ class VmapComputer(DeltaComputer):
     def __init__(
         self,
         gradient: "StackedGradient",
-        order: DataOrder,
+        order: NumberedBatches,
         build: Callable[[ReplicaId], Replica],
         batch_at: BatchAt,
         *,

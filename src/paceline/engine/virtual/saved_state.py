@@ -1,0 +1,177 @@
+"""What of a virtual run is under way, for a checkpoint: attempts, timelines, replicas with parameters of their own.
+
+::
+
+    read/<version>/<name>           an A that attempts have read, and that is no more
+    delta/<replica>/<clock>/<name>  a Δ that is computed, and has not arrived or is held by the policy
+    delta/kept/<name>               the Δ that waits for another one, for the gradient noise scale
+    delta/last/<name>               the last update, of which policies ask how far a Δ agrees with it
+    replica/<number>/<name>         what a replica keeps: its parameters, its optimizer's state
+
+With these a run goes on bit for bit under any policy: all else follows from counts. What is drawn (durations, delays,
+dropout, the order of the data) is drawn again from its seed, from the place that the counts say.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from paceline.aggregation.state_codec import kind
+from paceline.checkpoint.base import TensorChunk
+from paceline.core.typed_json import of_json
+from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.engine.run_context import RunContext
+from paceline.engine.run_state import ResumePoint, delta_chunks
+from paceline.engine.virtual.pending_delta import PendingDelta, TimelineState
+from paceline.replica.base import Measured, MicroStepNorms
+from paceline.replica.flat_state import FlatLayout, FlatState
+from paceline.replica.local_sgd import LocalSGD
+from paceline.replica.optimizer_state import whole_chunks
+
+# Key of this state among what a checkpoint has of the engine.
+KEY = "virtual"
+
+
+class AttemptState(NamedTuple):
+    """An attempt that has begun and was neither applied nor discarded."""
+
+    replica: ReplicaId
+    clock: Clock
+    version: Version
+    first_micro_step: Clock
+    micro_steps: int
+    arrives_s: Seconds
+    arrived: bool
+    computed: bool
+    loss: float | None
+    """None where it is NaN, or not computed."""
+    samples: int
+    finite: bool
+    micro: MicroStepNorms | None
+
+
+@dataclass(frozen=True)
+class VirtualState:
+    """What a virtual run has under way that is no tensor."""
+
+    now_s: Seconds
+    attempts: tuple[AttemptState, ...]
+    """In the order in which they began."""
+    timelines: tuple[TimelineState, ...]
+    observer: Mapping[str, Any]
+    """Of the statistics that policies ask for."""
+    noise: Mapping[str, Any] | None
+    """Of the gradient noise scale."""
+    replicas: Mapping[int, Mapping[str, Any]]
+    """Of replicas with parameters of their own."""
+
+    @classmethod
+    def of(cls, context: RunContext) -> "VirtualState | None":
+        """Return the state with which a run goes on; None: it begins, or it goes on with replicas that begin anew.
+
+        That is so after a run of another engine or policy, with other data or another number of replicas, and of users'
+        loops, which are called anew.
+        """
+        resume = context.job.resume
+        if resume is None or not resume.options or KEY not in resume.run.engine or context.job.loop is not None:
+            return None
+        run = resume.run
+        same = run.replicas == context.replicas and run.coordinator.policy_kind == kind(context.policy)
+        if not same or tuple(context.positions) != run.coordinator.positions:
+            return None
+        state: VirtualState = of_json(cls, run.engine[KEY], "the checkpoint's state of virtual time")
+        return state
+
+
+def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
+    """Return the state of an attempt."""
+    measured = attempt.measured or Measured(math.nan, 0, True)
+    return AttemptState(
+        attempt.replica,
+        attempt.clock,
+        attempt.version,
+        attempt.first_micro_step,
+        attempt.micro_steps,
+        attempt.arrives_s,
+        arrived,
+        attempt.measured is not None,
+        measured.loss if math.isfinite(measured.loss) else None,
+        measured.samples,
+        measured.finite,
+        measured.micro,
+    )
+
+
+def attempt_chunks(attempts: Iterable[PendingDelta], current: Version) -> Iterator[TensorChunk]:
+    """Yield the Δs of attempts that are computed, and the A that the others have read, each once."""
+    seen = {current}
+    for attempt in attempts:
+        if attempt.measured is not None:
+            assert attempt.out is not None, "its Δ is computed"
+            yield from delta_chunks(attempt.out, attempt.replica, attempt.clock)
+        elif attempt.version not in seen:
+            seen.add(attempt.version)
+            yield from whole_chunks(attempt.pull(), _read_prefix(attempt.version))
+
+
+def restored_attempts(
+    states: Sequence[AttemptState], resume: ResumePoint, layout: FlatLayout, current: Callable[[], FlatState]
+) -> Iterator[tuple[PendingDelta, bool]]:
+    """Yield attempts as they were, and whether each has arrived.
+
+    Args:
+        states: of them.
+        resume: where the run goes on.
+        layout: of A.
+        current: returns the A of the checkpoint, shared by all attempts that have read it.
+    """
+    checkpoint, version = resume.checkpoint, resume.run.coordinator.version
+    read: dict[Version, FlatState] = {}
+    for state in states:
+        attempt = PendingDelta(
+            state.replica, state.clock, state.version, None, state.first_micro_step, state.micro_steps
+        )
+        attempt.arrives_s = state.arrives_s
+        if state.computed:
+            attempt.out = layout.new()
+            checkpoint.read_into(delta_chunks(attempt.out, state.replica, state.clock))
+            loss = math.nan if state.loss is None else state.loss
+            attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
+            attempt.done = state.micro_steps
+        elif state.version == version:
+            attempt.read = current()
+        else:
+            if state.version not in read:
+                read[state.version] = layout.new()
+                checkpoint.read_into(whole_chunks(read[state.version], _read_prefix(state.version)))
+            attempt.read = read[state.version]
+        yield attempt, state.arrived
+
+
+def replica_prefix(replica: ReplicaId) -> str:
+    """Return what the names of a replica's own tensors begin with."""
+    return f"replica/{replica}/"
+
+
+def replica_chunks(replica: ReplicaId, own: LocalSGD) -> Iterator[TensorChunk]:
+    """Yield what a replica keeps."""
+    for chunk in own.chunks():
+        yield replace(chunk, name=replica_prefix(replica) + chunk.name)
+
+
+def held_attempts(resume: ResumePoint, layout: FlatLayout) -> Iterator[PendingDelta]:
+    """Yield the Δs that a policy held in a run of another engine."""
+    checkpoint, names = resume.checkpoint, set(resume.deltas())
+    for arrival in resume.run.coordinator.held:
+        if (arrival.replica, arrival.clock) in names:
+            attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, 0)
+            attempt.out = layout.new()
+            checkpoint.read_into(delta_chunks(attempt.out, arrival.replica, arrival.clock))
+            loss = math.nan if arrival.loss is None else arrival.loss
+            attempt.measured = Measured(loss, arrival.samples, arrival.finite)
+            yield attempt
+
+
+def _read_prefix(version: Version) -> str:
+    return f"read/{version}/"

@@ -1,0 +1,142 @@
+"""Runs in virtual time that a signal has cut go on bit for bit, under any policy."""
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Program, Run, train
+from paceline.aggregation.base import Arrival
+from paceline.checkpoint.reader import newest
+from paceline.engine.coordinator import Coordinator
+from tests.engine import programs
+
+Cut = Callable[..., Run]
+
+POLICIES = {
+    "synchronous": {},
+    "synchronous:backups=1": {},
+    "asynchronous": {"noise_scale": True},
+    "smooth-switch:every=7": {"on_nonfinite": "skip"},
+    "smooth-switch:adaptive": {"noise_scale": True},
+    "smooth-switch:loss-driven": {},
+    "buffered:k=2,hold=false": {},
+    "buffered:k=2,cancel=true": {},
+    "stale-synchronous:bound=2": {},
+    "local-steps:period=3": {},
+    "elastic-averaging:period=2": {},
+}
+TIMES = "compute=normal:mean=0.01,std=0.005 transfer=exponential:mean=0.001 apply=exponential:mean=0.001"
+OPTIONS: dict[str, Any] = {"delay": "fraction=0.5 normal:mean=0,std=0.02", "times": TIMES, "progress": False}
+SAMPLES = 96
+
+
+class Normed(nn.Module):
+    """With running buffers, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
+        self.dropout, self.outer = nn.Dropout(0.2), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.dropout(torch.tanh(self.norm(self.inner(x)))))
+
+
+def program(model: Callable[[], nn.Module] = programs.mlp) -> Program:
+    optimizer = functools.partial(torch.optim.NAdam, lr=0.02)
+    schedule = functools.partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=60)
+    data = programs.data(samples=SAMPLES)
+    return programs.program(
+        model=model, optimizer=optimizer, scheduler=schedule, clip_norm=0.5, train=data, test=data, batch_size=4
+    )
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cut:
+    """``train`` with checkpoints, which gets a SIGTERM at so many arrivals."""
+    arrived, seen, at = Coordinator.arrived, list[int](), [0]
+
+    def counting(coordinator: Coordinator, arrival: Arrival) -> None:
+        arrived(coordinator, arrival)
+        seen.append(1)
+        if len(seen) == at[0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run(*arguments: Any, arrivals: int, **options: Any) -> Run:
+        seen.clear()
+        at[0] = arrivals
+        return train(*arguments, engine="virtual", checkpoint=tmp_path, resume=True, **options)
+
+    monkeypatch.setattr(Coordinator, "arrived", counting)
+    return run
+
+
+def assert_equal(one: Run, other: Run) -> None:
+    assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
+    assert [repr(record) for record in one.history] == [repr(record) for record in other.history]
+    figures = [{key: value for key, value in run.summary.items() if key != "notes"} for run in (one, other)]
+    assert repr(figures[0]) == repr(figures[1])
+
+
+@pytest.mark.parametrize("model", [programs.mlp, Normed], ids=["computed together", "one at a time"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_any_policy(cut: Cut, policy: str, model: Callable[[], nn.Module]) -> None:
+    job = program(model), f"replicas=3 aggregation={policy}"
+    options = OPTIONS | POLICIES[policy] | {"seconds": 0.25, "evaluate_every": 0.05}
+    whole = train(*job, engine="virtual", **options)
+    for arrivals in (5, 4):
+        assert cut(*job, arrivals=arrivals, **options).summary["signal"] == "SIGTERM"
+    assert_equal(whole, cut(*job, arrivals=0, **options))
+
+
+def test_a_budget_in_steps(cut: Cut) -> None:
+    job, options = (program(), "replicas=3 aggregation=asynchronous accumulate=2"), OPTIONS | {"steps": 12}
+    whole = train(*job, engine="virtual", **options)
+    cut(*job, arrivals=16, **options)
+    assert_equal(whole, cut(*job, arrivals=0, **options))
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.153])
+def test_a_longer_budget(cut: Cut, seconds: float) -> None:
+    """Time was up between two events, or while the server was updating A."""
+    job, options = (program(), "replicas=3 aggregation=asynchronous"), OPTIONS | {"evaluate_every": 0.05}
+    whole = train(*job, engine="virtual", seconds=0.3, **options)
+    cut(*job, arrivals=0, seconds=seconds, **options)
+    resumed = cut(*job, arrivals=0, seconds=0.3, **options)
+    assert all(torch.equal(value, resumed.state[name]) for name, value in whole.state.items())
+    assert resumed.summary["updates"] == whole.summary["updates"]
+
+
+@pytest.mark.parametrize("strategy", ["replicas=2 aggregation=asynchronous", "replicas=3 aggregation=synchronous"])
+def test_other_replicas_and_policies_begin_with_the_same_parameters(cut: Cut, strategy: str, tmp_path: Path) -> None:
+    """Those of the epoch's samples that were not used are."""
+    options = OPTIONS | {"epochs": 1, "evaluate_every": 1}
+    before = cut(program(), "replicas=3 aggregation=asynchronous", arrivals=10, **options)
+    checkpoint, _ = newest(tmp_path)
+    assert checkpoint is not None
+    assert all(torch.equal(value, checkpoint.read(name)) for name, value in before.state.items())
+    after = cut(program(), strategy, arrivals=0, **options)
+    last, _ = newest(tmp_path)
+    assert last is not None
+    assert last.manifest.head["run"]["coordinator"]["tally"]["samples"] == SAMPLES
+    assert after.summary["notes"]["resumed"].startswith("went on from update 10 of ")
+
+
+def test_a_users_loop_is_called_anew(cut: Cut) -> None:
+    def loop(worker: Any) -> None:
+        for batch in worker.batches():
+            worker.step(batch)
+
+    job, options = (program(), "replicas=1"), OPTIONS | {"steps": 12, "loop": loop}
+    whole = train(*job, engine="virtual", **options)
+    cut(*job, arrivals=5, **options)
+    resumed = cut(*job, arrivals=0, **options)
+    assert all(torch.equal(value, resumed.state[name]) for name, value in whole.state.items())
