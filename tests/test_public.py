@@ -47,6 +47,7 @@ PUBLIC = [
     "predict",
     "predictor",
     "register",
+    "resume",
     "scaled_learning_rate",
     "show_mesh",
     "show_shards",

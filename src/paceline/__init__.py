@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from paceline.api.compare import Comparison, compare
     from paceline.api.plan import Plans, plan
     from paceline.api.predictor import predict, predictor
+    from paceline.api.resume import resume
     from paceline.api.show import show_mesh, show_shards, show_stages
     from paceline.api.train import launch, train
     from paceline.core.errors import (
@@ -87,6 +88,7 @@ __all__ = [
     "predict",
     "predictor",
     "register",
+    "resume",
     "scaled_learning_rate",
     "show_mesh",
     "show_shards",
@@ -104,6 +106,7 @@ _NAMES = {
     "api.compare": "Comparison compare",
     "api.plan": "Plans plan",
     "api.predictor": "predict predictor",
+    "api.resume": "resume",
     "api.show": "show_mesh show_shards show_stages",
     "api.train": "launch train",
     "core.errors": "CollectiveError InputError NonFiniteError PacelineError WaitTimeoutError WorkerError",

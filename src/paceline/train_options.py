@@ -7,16 +7,17 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from torch.utils.data import DataLoader
 
 from paceline import support
 from paceline.aggregation import text_of
-from paceline.checkpoint.fingerprint import differences, fingerprint
+from paceline.checkpoint.fingerprint import differences
 from paceline.checkpoint.manifest import checkpoint_folders
 from paceline.checkpoint.options import CheckpointOptions
-from paceline.checkpoint.reader import newest
+from paceline.checkpoint.reader import Checkpoint, find
 from paceline.clock.times import Delay, Times
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError, unknown
@@ -61,7 +62,7 @@ class TrainOptions:
     checkpoint: str | os.PathLike[str] | None = None
     checkpoint_every: str | Seconds | None = None
     keep: int = 3
-    resume: bool = False
+    resume: bool | str | os.PathLike[str] = False
     accept_changes: bool = False
 
     def check(self) -> None:
@@ -70,13 +71,16 @@ class TrainOptions:
             raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
         if not (_is_number(self.timeout_s) and self.timeout_s > 0):
             raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
-        for name in ("noise_scale", "resume", "accept_changes"):
+        if not isinstance(self.resume, (bool, str, os.PathLike)):
+            raise InputError(f"resume={self.resume!r} is neither True nor a folder of checkpoints; write resume=True")
+        for name in ("noise_scale", "accept_changes"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InputError(f"{name}={value!r} is neither True nor False; write {name}=True")
         for name in ("checkpoint_every", "resume"):
-            if self.checkpoint is None and getattr(self, name):
-                raise InputError(f"{name}={getattr(self, name)!r} says no folder; write checkpoint='ckpt' too")
+            value = getattr(self, name)
+            if self.checkpoint is None and (value if name != "resume" else value is True):
+                raise InputError(f"{name}={value!r} says no folder; write checkpoint='ckpt' too")
 
     def checkpoints(self) -> CheckpointOptions | None:
         """Return where and how often the run is saved; None: never.
@@ -88,12 +92,29 @@ class TrainOptions:
             return None
         options = CheckpointOptions.of(self.checkpoint, self.checkpoint_every, self.keep)
         check_writable(options.folder)
-        if not self.resume and checkpoint_folders(options.folder):
+        goes_on = self.resume is True or (self.resume and Path(self.resume).absolute() == options.folder)
+        if not goes_on and checkpoint_folders(options.folder):
             raise InputError(
                 f"{self.checkpoint} holds checkpoints of an earlier run; write resume=True to go on with it, or give "
                 "another folder"
             )
         return options
+
+    def resumed(self) -> Checkpoint | None:
+        """Return the checkpoint to go on from, verified; None where there is none in ``checkpoint=``, or none is asked.
+
+        Raises:
+            InputError: ``resume`` is a folder without a sound checkpoint.
+        """
+        if self.resume is False:
+            return None
+        folder = Path(self.checkpoint if self.resume is True else self.resume)  # type: ignore[arg-type]
+        checkpoint, damaged = find(folder)
+        for sentence in damaged:
+            print(f"paceline: passed over: {sentence}", file=sys.stderr)
+        if checkpoint is None and self.resume is not True:
+            raise InputError(f"{folder} has no sound checkpoint; write the folder that checkpoint= named")
+        return checkpoint
 
     def budget(self) -> Budget:
         """Return the budget of the run; raise InputError if there is none, or more than one."""
@@ -162,40 +183,35 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         program=replace(program, metrics=seen.metrics),
         strategy=replace(strategy, aggregation=aggregation),
         running_buffers=seen.running_buffers,
+        engine=engine.name,
         delay=_parsed(Delay, "delay", options.delay),
         times=_parsed(Times, "times", options.times),
         trace=options.trace,
         timeout_s=options.timeout_s,
         loop=options.loop,
         checkpoint=options.checkpoints(),
+        fingerprint=seen.fingerprint,
         **same,
     )
     engine.refuse(job)
-    return job if job.checkpoint is None else _resumed(job, options)
+    checkpoint = options.resumed()
+    return job if checkpoint is None else _resumed(job, checkpoint, accept_changes=options.accept_changes)
 
 
-def _resumed(job: Job, options: TrainOptions) -> Job:
-    """Return a job with its fingerprint and, if it is to resume, the newest sound checkpoint.
+def _resumed(job: Job, checkpoint: Checkpoint, *, accept_changes: bool) -> Job:
+    """Return the job as it goes on from a checkpoint, which has been verified.
 
     Raises:
-        InputError: the checkpoint is of another program, and that was not accepted.
+        InputError: it is of another program, and that was not accepted.
     """
-    job = replace(job, fingerprint=fingerprint(job.program, job.running_buffers))
-    assert job.checkpoint is not None
-    if not options.resume:
-        return job
-    checkpoint, damaged = newest(job.checkpoint.folder)
-    for sentence in damaged:
-        print(f"paceline: passed over: {sentence}", file=sys.stderr)
-    if checkpoint is None:
-        return job
-    changes = differences(checkpoint.manifest.head["fingerprint"], job.fingerprint, ("the checkpoint", "this program"))
-    if changes and not options.accept_changes:
+    point = ResumePoint.of(checkpoint)
+    changes = differences(point.fingerprint, job.fingerprint, ("the checkpoint", "this program"))
+    if changes and not accept_changes:
         raise InputError(
-            f"{checkpoint.folder} is of another program: {'; '.join(changes)}; write accept_changes=True to go on with "
+            f"{checkpoint.folder} is of another program: {changes}; write accept_changes=True to go on with "
             "this one, or checkpoint= another folder"
         )
-    return replace(job, resume=ResumePoint.of(checkpoint, options=not changes))
+    return replace(job, resume=replace(point, options=not changes))
 
 
 def _parsed(kind: type[V], name: str, value: V | str | None) -> V | None:

@@ -1,6 +1,7 @@
 """Stand-ins for what the commands call, so that a test sees exactly what a command asked for."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -23,6 +24,7 @@ SUMMARY: dict[str, Any] = {
     "samples_per_s": 4321.0,
     "test_loss": None,
     "interrupted": False,
+    "notes": {},
 }
 
 
@@ -31,7 +33,7 @@ class FakeRun:
     """What a command uses of a Run."""
 
     strategy: str = "replicas=4"
-    summary: dict[str, Any] = field(default_factory=lambda: dict(SUMMARY))
+    summary: dict[str, Any] = field(default_factory=lambda: deepcopy(SUMMARY))
     left: list[ReplicaExit] = field(default_factory=list[ReplicaExit])
 
     def to_json(self) -> dict[str, Any]:
@@ -53,6 +55,7 @@ class FakeComparison:
     """What a command uses of a Comparison."""
 
     interrupted: bool = False
+    signal: str | None = None
 
     def table(self, baseline: str | None = None) -> str:
         return f"the table against {baseline}"

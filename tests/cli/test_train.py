@@ -29,6 +29,11 @@ ALONE = {
     "trace": False,
     "tensorboard": False,
     "progress": None,
+    "checkpoint": None,
+    "checkpoint_every": None,
+    "keep": 3,
+    "resume": False,
+    "accept_changes": False,
 }
 
 
@@ -65,6 +70,11 @@ def test_the_default_strategy_is_a_replica_a_core_at_most_four(
         (["--tensorboard"], {"tensorboard": True}),
         (["--progress"], {"progress": True}),
         (["--no-progress"], {"progress": False}),
+        (["--checkpoint", "ckpt"], {"checkpoint": Path("ckpt")}),
+        (["--checkpoint-every", "500 steps"], {"checkpoint_every": "500 steps"}),
+        (["--keep", "5"], {"keep": 5}),
+        (["--resume"], {"resume": True}),
+        (["--accept-changes"], {"accept_changes": True}),
     ],
 )
 def test_each_option_reaches_train(invoke: Any, calls: Any, words: list[str], expected: dict[str, Any]) -> None:
@@ -112,6 +122,40 @@ def test_an_interrupted_run_is_printed_and_ends_with_130(invoke: Any, calls: Any
     assert done.exit_code == 130
     assert "97.12%" in done.stdout
     assert "interrupted" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("signal", "saved", "options", "code"),
+    [
+        ("SIGTERM", 1200, (), 143),
+        ("SIGTERM", 1200, ("--preemptible", "--checkpoint", "ckpt"), 0),
+        ("SIGTERM", 1100, ("--preemptible", "--checkpoint", "ckpt"), 143),
+        ("SIGTERM", None, ("--preemptible", "--checkpoint", "ckpt"), 143),
+        ("SIGINT", 1200, ("--preemptible", "--checkpoint", "ckpt"), 130),
+    ],
+)
+def test_a_preempted_run_that_is_saved_ends_with_0(
+    invoke: Any, calls: Any, signal: str, saved: int | None, options: tuple[str, ...], code: int
+) -> None:
+    calls.results["train"].summary |= {"interrupted": True, "signal": signal}
+    if saved is not None:
+        calls.results["train"].summary["notes"]["checkpoint_updates"] = saved
+    done = invoke("train", "digits", *options)
+    assert done.exit_code == code
+    assert "97.12%" in done.stdout
+
+
+def test_a_preemptible_run_is_to_be_saved(invoke: Any, calls: Any) -> None:
+    done = invoke("train", "digits", "--preemptible")
+    assert done.exit_code == 2
+    assert "--checkpoint DIR" in done.stderr
+
+
+def test_a_run_that_could_not_be_saved_is_printed_and_ends_with_1(invoke: Any, calls: Any) -> None:
+    calls.results["train"].summary["not_saved"] = "the disk is full"
+    done = invoke("train", "digits", "--out", "runs/a")
+    assert done.exit_code == 1
+    assert "97.12%" in done.stdout
 
 
 def test_shared_options_are_listed_in_the_help_of_both_commands(invoke: Any) -> None:

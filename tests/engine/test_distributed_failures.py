@@ -57,6 +57,28 @@ def test_ranks_that_start_from_different_words(folder: Path) -> None:
     assert "all ranks must run one script" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("rate", "lr of the optimizer is 0.1 in rank 0, but 0.2 in rank 1"),
+        ("optimizer", "optimizer is SGD in rank 0, but Adam in rank 1"),
+        ("batch", "batch size is 4 per replica in rank 0, but 8 per replica in rank 1"),
+        ("clip", "clip_norm is None in rank 0, but 1.0 in rank 1"),
+        ("length", "training set is 50 samples (digest "),
+        ("samples", "training set is 50 samples (digest "),
+        ("loss", "code of the loss (Python 3."),
+        ("activation", "layers is 1 Linear, 1 ReLU in rank 0, but 1 Linear, 1 Tanh in rank 1"),
+        ("attribute", "code of the model (Python 3."),
+        ("shape", "weight is float64 [3, 6] in rank 0, but float64 [4, 6] in rank 1"),
+        ("scheduler", "scheduler is StepLR (digest "),
+    ],
+)
+def test_ranks_that_are_about_to_do_different_jobs(folder: Path, name: str, named: str) -> None:
+    kind, text = told(folder, f"wrong {name}")
+    assert kind == "PacelineError"
+    assert named in text
+
+
 def test_a_gradient_that_is_not_finite_is_named(folder: Path) -> None:
     kind, text = told(folder, "not finite")
     assert kind == "NonFiniteError"

@@ -57,6 +57,11 @@ def compare(
         PacelineError: two strategies of a round did not start from the same A_0.
         KeyboardInterrupt: Ctrl-C before any run was complete.
     """
+    if budget.get("checkpoint") is not None:
+        raise InputError(
+            "checkpoint= is the folder of one run, but compare makes several; write out= to have each saved when it is "
+            "complete, or train(…, checkpoint=…) for each"
+        )
     if not isinstance(strategies, str) and (auto := [each for each in [*strategies, baseline] if is_auto(each)]):
         with opened(engine) as planning:
             best = Strategy.coerce(resolve_auto(program, auto[0], planning, TrainOptions(**budget), progress))

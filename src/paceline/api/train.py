@@ -71,7 +71,7 @@ def train(
     checkpoint: str | os.PathLike[str] | None = None,
     checkpoint_every: str | Seconds | None = None,
     keep: int = 3,
-    resume: bool = False,
+    resume: bool | str | os.PathLike[str] = False,
     accept_changes: bool = False,
 ) -> Run:
     """Train a program under a strategy.
@@ -106,12 +106,15 @@ def train(
         checkpoint: folder to save the run in while it lasts, and once at its end; see docs/checkpoints.md.
         checkpoint_every: "5min", "90 s" or "500 steps" of each replica, or seconds of training; None: five minutes.
         keep: how many checkpoints are kept.
-        resume: go on from the newest sound checkpoint, in any split and under any policy; where there is none, begin.
-            Budgets are totals: what was spent before counts.
+        resume: go on from the newest sound checkpoint in ``checkpoint``, in any split and under any policy; where there
+            is none, begin. Or another folder of checkpoints, or one of them, to go on from. Budgets are totals: what
+            was spent before counts.
         accept_changes: go on though the checkpoint is of another program, with this one's own options.
 
     Returns:
-        The run; after Ctrl-C or SIGTERM the part up to then, with ``summary["interrupted"]`` true.
+        The run; after Ctrl-C or SIGTERM the part up to then, with ``summary["interrupted"]`` true. If ``out`` can't be
+        written at the end (the disk is full, say), ``summary["not_saved"]`` says why, and :meth:`Run.save` can still
+        save it.
 
     Raises:
         InputError: something can't be done as written; nothing was started.
@@ -141,7 +144,11 @@ def train(
     run = Run(program.name, strategy, engine.name, state, summary, history, left, spans, outcome.model)
     # Under torchrun every rank has the run; one of them saves it.
     if folder is not None and is_main(engine.name):
-        run.save(folder, tensorboard=tensorboard)
+        try:
+            run.save(folder, tensorboard=tensorboard)
+        except InputError as error:  # the disk is full, say: what was trained must not be lost
+            run.summary["not_saved"] = str(error)
+            print(f"paceline: not saved: {error}; the returned run has it all, save it elsewhere", file=sys.stderr)
     return run
 
 

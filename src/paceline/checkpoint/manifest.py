@@ -228,7 +228,10 @@ class Manifest:
 
 def checkpoint_folders(directory: Path) -> list[Path]:
     """Return the folders of complete checkpoints in a folder, sound or not, the newest first."""
-    names = os.listdir(directory) if os.path.lexists(directory) else []
+    if not directory.is_dir():
+        return []
+    with reading(directory):
+        names = os.listdir(directory)
     return [
         directory / f"step-{n}" for n in sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
     ]

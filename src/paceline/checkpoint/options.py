@@ -5,6 +5,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import InputError, check_int
 from paceline.core.types import Seconds
@@ -29,6 +30,15 @@ class CheckpointOptions:
     every_s: Seconds | None
     every_steps: float | None
     keep: int = 3
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of :func:`~paceline.train` other than the folder that say the same.
+
+        >>> CheckpointOptions.of("/ckpt", "500 steps", 2).arguments()
+        {'checkpoint_every': '500 steps', 'keep': 2}
+        """
+        every = f"{self.every_s:g} s" if self.every_s is not None else f"{self.every_steps:g} steps"
+        return {"checkpoint_every": every, "keep": self.keep}
 
     @classmethod
     def of(

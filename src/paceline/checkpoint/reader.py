@@ -158,6 +158,16 @@ class _Part(Checkpoint):
         self.whole._verify_file(name)
 
 
+def find(path: Path) -> tuple[Checkpoint | None, list[str]]:
+    """Return the checkpoint that a path names, ``ckpt/step-1200``, or else the :func:`newest` sound one in it.
+
+    Raises:
+        InputError: the path names a checkpoint that is damaged.
+    """
+    path = path.absolute()
+    return (_verified(path), []) if path in checkpoint_folders(path.parent) else newest(path)
+
+
 def newest(directory: Path) -> tuple[Checkpoint | None, list[str]]:
     """Find the newest sound checkpoint in a folder.
 

@@ -56,11 +56,12 @@ def print_json(value: dict[str, Any]) -> None:
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
-def end(*, interrupted: bool, signal: str | None = None) -> None:
-    """Exit with code 130 if a run was interrupted, with 143 if by SIGTERM."""
+def end(*, interrupted: bool, signal: str | None = None, preempted: bool = False) -> None:
+    """Exit with code 130 if a run was interrupted, with 143 if by SIGTERM, unless it was preempted: saved, to go on."""
     if interrupted:
         typer.secho("interrupted: the results are those up to then", fg="yellow", err=True)
-        raise typer.Exit(TERMINATED if signal == "SIGTERM" else INTERRUPTED)
+        if not preempted:
+            raise typer.Exit(TERMINATED if signal == "SIGTERM" else INTERRUPTED)
 
 
 def write_target(option: str, path: Path) -> Path:

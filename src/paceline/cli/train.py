@@ -1,20 +1,24 @@
 """``paceline train``: one program under one strategy, and the summary of the run as a table."""
 
+import functools
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from typer import Option, echo
+from typer import Exit, Option, echo
 
-from paceline.cli.console import end, print_json, session
+from paceline.cli.console import FAILED, end, print_json, session
 from paceline.cli.options import Json, ProgramName, Shared, with_shared
 from paceline.core.errors import InputError
 from paceline.metrics.efficiency import verdict
 
 if TYPE_CHECKING:
     from paceline.run import Run
+
+_checkpoints = functools.partial(Option, rich_help_panel="Checkpoints")
 
 ROWS = (
     ("test accuracy", "test_accuracy", "{:.2%}"),
@@ -82,6 +86,23 @@ def train(
         bool, Option("--show-mesh", help="Print ranks, hosts and which of them communicate, and train nothing.")
     ] = False,
     hosts: Annotated[int | None, Option(help="With --show-mesh: over how many hosts the ranks are spread.")] = None,
+    checkpoint: Annotated[
+        Path | None, _checkpoints(help="Folder to save the run in while it lasts, and once at its end.")
+    ] = None,
+    checkpoint_every: Annotated[
+        str | None, _checkpoints(help='"5min", "90 s" or "500 steps" of each replica.', show_default="5min")
+    ] = None,
+    keep: Annotated[int, _checkpoints(help="How many checkpoints are kept.")] = 3,
+    resume: Annotated[
+        bool,
+        _checkpoints("--resume", help="Go on from the newest sound checkpoint; where there is none, begin."),
+    ] = False,
+    accept_changes: Annotated[
+        bool, _checkpoints("--accept-changes", help="Go on though the checkpoint is of another program.")
+    ] = False,
+    preemptible: Annotated[
+        bool, _checkpoints("--preemptible", help="After SIGTERM exit with 0, if all is saved, instead of 143.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train PROGRAM under one strategy and print what it reached."""
@@ -99,7 +120,11 @@ def train(
             from paceline.api.train import train
             from paceline.engine.run_context import is_main
 
-            run = train(shared.program(program), strategy, **shared.keywords())
+            if preemptible and checkpoint is None:
+                raise InputError("--preemptible is for runs that are saved; write --checkpoint DIR too")
+            saving: dict[str, Any] = {"checkpoint": checkpoint, "checkpoint_every": checkpoint_every, "keep": keep}
+            saving |= {"resume": resume, "accept_changes": accept_changes}
+            run = train(shared.program(program), strategy, **shared.keywords(), **saving)
     if options:
         if json:
             print_json({"strategy": strategy, **values})
@@ -112,7 +137,15 @@ def train(
             print_json(run.to_json())
         else:
             print_summary(run)
-    end(interrupted=run.summary["interrupted"], signal=run.summary.get("signal"))
+    signal = run.summary.get("signal")
+    saved = run.summary["notes"].get("checkpoint_updates", 0) == run.summary["updates"]
+    end(
+        interrupted=run.summary["interrupted"],
+        signal=signal,
+        preempted=preemptible and saved and signal == "SIGTERM",
+    )
+    if "not_saved" in run.summary:
+        raise Exit(FAILED)
 
 
 def _show(option: str, shared: Shared, program: str, strategy: str, hosts: int | None) -> tuple[str, dict[str, Any]]:

@@ -71,6 +71,8 @@ class Job:
     program: Program
     strategy: Strategy
     budget: Budget
+    engine: str = "local"
+    """Name of the engine that was asked for; ranks of a local run have this one, too."""
     running_buffers: tuple[str, ...] = ()
     """Names of the buffers that a training step writes; they are part of Δ and A."""
     delay: Delay | None = None

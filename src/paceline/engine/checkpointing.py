@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline.checkpoint.base import TensorChunk
 from paceline.checkpoint.writer import CheckpointWriter, SaveResult
-from paceline.core.types import Seconds
+from paceline.core.types import Seconds, Version
 from paceline.engine.loop import RunLoop
 from paceline.engine.run_context import RunContext
 from paceline.replica.optimizer_state import merged_json
@@ -53,7 +53,6 @@ class Checkpointer:
 
     Args:
         context: of the run.
-        engine: name of the engine.
         loop: of the run.
         take: returns what this process holds.
         part: number of this process among those that write a part each; None: it has nothing to write.
@@ -66,7 +65,6 @@ class Checkpointer:
     def __init__(
         self,
         context: RunContext,
-        engine: str,
         loop: RunLoop,
         take: Callable[[], Snapshot],
         *,
@@ -76,15 +74,18 @@ class Checkpointer:
         gather: Callable[[Any], Sequence[Any]] = lambda value: [value],
         say: Callable[[str], None] = tell,
     ) -> None:
-        self._job, self._engine, self._loop, self._take, self._part = context.job, engine, loop, take, part
+        self._job, self._loop, self._take, self._part = context.job, loop, take, part
         self._gather, self._tell = gather, say
         self._options = context.job.checkpoint
         self._writer: CheckpointWriter | None = None
         self._saved: tuple[int, int] | None = None
         """Updates and Δs at the newest save, here or where the run went on."""
         resume = context.job.resume
+        self._newest: Version | None = None
+        """Version of the newest complete checkpoint."""
         if self._options is not None and resume is not None and resume.folder.parent == self._options.folder:
             self._saved = resume.run.coordinator.version, resume.run.coordinator.tally.gradients
+            self._newest = self._saved[0]
         self.count, self.failures, self.skipped = 0, 0, 0
         self.stall_s: Seconds = 0.0
         """Time in which training stood still for it."""
@@ -140,8 +141,9 @@ class Checkpointer:
             head = {
                 "program": job.program.name,
                 "strategy": str(job.strategy),
-                "engine": self._engine,
+                "engine": job.engine,
                 "budget": job.budget.arguments(),
+                "interval": self._options.arguments() if self._options is not None else {},
                 "fingerprint": dict(job.fingerprint),
                 "run": self._loop.state(now, snapshot.engine).to_json(),
                 "optimizer": optimizer,
@@ -166,7 +168,9 @@ class Checkpointer:
         """Return notes for the run's summary."""
         if self._options is None:
             return {}
+        newest = {} if self._newest is None else {"checkpoint_updates": self._newest}
         return {
+            **newest,
             "checkpoints": self.count,
             "checkpoint_failures": self.failures,
             "checkpoints_skipped": self.skipped,
@@ -200,6 +204,7 @@ class Checkpointer:
     def _note(self, result: SaveResult) -> None:
         if result.error is None:
             self.count += 1
+            self._newest = result.version
             return
         self.failures += 1
         self._saved = None

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from paceline.checkpoint.fingerprint import fingerprint, scheduler_text
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program, Tree, accuracy, call, leaves
@@ -31,6 +33,8 @@ class DryRun:
     """Names of the trainable parameters that forward or backward wrote."""
     learning_rate: float | None
     """Learning rate of the optimizer's first group."""
+    fingerprint: Mapping[str, str]
+    """What tells this program from others."""
 
 
 def dry_run(program: Program, batch: Batch) -> DryRun:
@@ -52,12 +56,22 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
         # Digests instead of copies: a model may fill most of the memory.
         buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
         parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
+        optimizer = _optimizer(program, [p for p in module.parameters() if p.requires_grad])
+        fields = fingerprint(program, module, optimizer)
+        scheduler = _scheduler(program, optimizer)
+        # With the scheduler: it has set the rate of the first step.
+        rate = optimizer.param_groups[0].get("lr")
         output, loss = _forward(program, module, batch)
         _backward(module, loss)
         metrics = _metrics(program, output, batch.target)
         written = _changed(module.named_parameters(), parameters)
-        learning_rate = _learning_rate(program, [p for p in module.parameters() if p.requires_grad])
-    return DryRun(metrics, _changed(module.named_buffers(), buffers), written, learning_rate)
+    return DryRun(
+        metrics,
+        _changed(module.named_buffers(), buffers),
+        written,
+        None if rate is None else float(rate),
+        {**fields, "scheduler": scheduler_text(scheduler)},
+    )
 
 
 def _forward(program: Program, module: nn.Module, batch: Batch) -> tuple[Tree, Tensor]:
@@ -118,29 +132,33 @@ def _metrics(program: Program, output: Tree, target: Tree) -> Mapping[str, Calla
     return program.metrics
 
 
-def _learning_rate(program: Program, parameters: Sequence[Tensor]) -> float | None:
-    """Return the learning rate of the optimizer's first group; optimizer and scheduler can be made."""
+def _optimizer(program: Program, parameters: Sequence[Tensor]) -> Optimizer:
     optimizer: Any
     with _named("optimizer(parameters) failed"):
         optimizer = program.optimizer(parameters)
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"optimizer(parameters) returned {type(optimizer).__name__}, not a torch optimizer; "
             "write optimizer=functools.partial(torch.optim.SGD, lr=0.01)"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise InputError("LBFGS calls the loss several times a step, which no engine supports; write torch.optim.SGD")
-    if program.scheduler is not None:
-        scheduler: Any
-        with _named("scheduler(optimizer) failed"):
-            scheduler = program.scheduler(optimizer)
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
-            raise InputError(
-                f"scheduler {type(scheduler).__name__} can't be stepped once per update; write one that counts steps, "
-                "such as torch.optim.lr_scheduler.CosineAnnealingLR"
-            )
-    rate = optimizer.param_groups[0].get("lr")
-    return None if rate is None else float(rate)
+    return optimizer
+
+
+def _scheduler(program: Program, optimizer: Optimizer) -> Any:
+    """Return the scheduler, or None; it counts steps alone."""
+    if program.scheduler is None:
+        return None
+    scheduler: Any
+    with _named("scheduler(optimizer) failed"):
+        scheduler = program.scheduler(optimizer)
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "step"):
+        raise InputError(
+            f"scheduler {type(scheduler).__name__} can't be stepped once per update; write one that counts steps, "
+            "such as torch.optim.lr_scheduler.CosineAnnealingLR"
+        )
+    return scheduler
 
 
 @contextmanager

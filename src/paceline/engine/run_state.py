@@ -106,21 +106,19 @@ class ResumePoint:
         folder: of the checkpoint, which has been verified.
         run: its state.
         optimizer: the optimizer's scalars, options and scheduler.
+        fingerprint: of the program that was trained.
         options: whether the optimizer's options are those of the checkpoint; False: the program's own.
     """
 
     folder: Path
     run: RunState
     optimizer: Mapping[str, Any]
+    fingerprint: Mapping[str, str]
     options: bool = True
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, *, options: bool = True) -> "ResumePoint":
-        """Return the point at which a checkpoint was taken.
-
-        Args:
-            checkpoint: verified.
-            options: see the class.
+    def of(cls, checkpoint: Checkpoint) -> "ResumePoint":
+        """Return the point at which a checkpoint, which has been verified, was taken.
 
         Raises:
             InputError: the checkpoint holds no state of a run.
@@ -128,7 +126,11 @@ class ResumePoint:
         head = checkpoint.manifest.head
         if "run" not in head:
             raise InputError(f"{checkpoint.folder} holds no state of a run; give a folder that checkpoint= wrote")
-        return cls(checkpoint.folder, RunState.of_json(head["run"]), head.get("optimizer", {}), options)
+        optimizer, fingerprint = head.get("optimizer", {}), head.get("fingerprint", {})
+        for name, value in (("optimizer", optimizer), ("fingerprint", fingerprint)):
+            if not isinstance(value, dict):
+                raise InputError(f"{checkpoint.folder} can't be read: its {name} is no object")
+        return cls(checkpoint.folder, RunState.of_json(head["run"]), optimizer, fingerprint)
 
     @property
     def checkpoint(self) -> Checkpoint:

@@ -1,5 +1,6 @@
 """What all ranks must have in common: the job before the first step, and A after each update."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 
@@ -31,9 +32,10 @@ def check_job(job: Job, start_digest: str, context: RankContext) -> None:
         context: of this rank.
     """
     own = {
+        "version of Paceline": sys.modules["paceline"].__version__,
+        "version of torch": torch.__version__,
         "strategy": str(job.strategy),
         "budget": str(job.budget),
-        "seed": str(job.program.seed),
         "checkpoint": str(job.checkpoint),
         "the checkpoint to go on from": str(job.resume and job.resume.folder),
         **job.fingerprint,
@@ -43,7 +45,7 @@ def check_job(job: Job, start_digest: str, context: RankContext) -> None:
     for rank, values in enumerate(gathered):
         if found := differences(gathered[0], values, ("rank 0", f"rank {rank}")):
             raise PacelineError(
-                f"{'; '.join(found)}; all ranks must run one script with the same arguments and data, and model() must "
+                f"{found}; all ranks must run one script with the same arguments and data, and model() must "
                 "draw its numbers from torch alone"
             )
 

@@ -183,7 +183,6 @@ class DistributedRun:
         part = sum(writers[: context.world.rank]) if writers[context.world.rank] else None
         return Checkpointer(
             run_context,
-            "distributed",
             coordinator.loop,
             take,
             part=part,

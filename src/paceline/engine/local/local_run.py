@@ -111,7 +111,7 @@ class LocalRun:
         self._server = SharedMemoryServer(server_context)
         self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise, self._server.held)
         self._coordinator = self._loop.coordinator
-        self._checkpointer = Checkpointer(context, "local", self._loop, self._snapshot)
+        self._checkpointer = Checkpointer(context, self._loop, self._snapshot)
         closing.callback(self._checkpointer.close)
         self._began: Nanoseconds = time.monotonic_ns()
         self._polled_s: Seconds = 0.0

@@ -133,7 +133,7 @@ class ServerRun:
         self._coordinator, self._run = self._loop.coordinator, RunState(self._loop.start_s)
         self._sentences: list[str] = []
         """All that the user was to be told."""
-        self._checkpointer = Checkpointer(context, "ray", self._loop, self._snapshot, say=self._sentences.append)
+        self._checkpointer = Checkpointer(context, self._loop, self._snapshot, say=self._sentences.append)
         self._evaluation = RayEvaluation(job, scorer, self._keep, self._run.fail, state.layout.nbytes)
         self._awaited: dict[ReplicaId, Seconds] = {}
         """Replicas that are started in the place of dead ones -> until when they have to be ready."""

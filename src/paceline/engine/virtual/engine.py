@@ -135,7 +135,7 @@ class VirtualRun:
         self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, restored=[*self._arrived])
         for timeline in self._timelines:
             timeline.count_busy_time(self._loop.end_s)
-        self._checkpointer = Checkpointer(context, "virtual", self._loop, self._take_snapshot)
+        self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
         self._coordinator = self._loop.coordinator
         self._evaluator = Evaluator(job.program, job.program.build())
         # Δs are computed as they arrive, rather than when an update needs them, where a decision depends on them, or

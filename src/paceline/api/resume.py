@@ -1,0 +1,74 @@
+"""resume: a run goes on from a checkpoint, by default as it was, or under another strategy and on another engine."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.api.train import train
+from paceline.checkpoint.reader import find
+from paceline.core.errors import InputError
+from paceline.engine.base import Engine
+from paceline.program import Program
+from paceline.run import Run
+from paceline.strategy import Strategy
+
+_BUDGET = ("steps", "epochs", "seconds", "until")
+
+
+def resume(
+    folder: str | os.PathLike[str],
+    program: Program,
+    strategy: Strategy | str | None = None,
+    *,
+    engine: str | Engine | None = None,
+    **settings: Any,
+) -> Run:
+    """Go on from the newest sound checkpoint of a folder.
+
+    Args:
+        folder: the one that ``checkpoint=`` named, in which the run is saved further; or one checkpoint in it,
+            ``ckpt/step-1200``, to go back to, after which the run is saved where ``settings`` say.
+        program: the program of the run.
+        strategy: how training is split and paced from now on; None: as before.
+        engine: name of an engine, or an open engine; None: that of the run.
+        settings: keyword arguments of :func:`~paceline.train`. Without a budget it is that of the run; budgets are
+            totals: what was spent before counts.
+
+    Returns:
+        The run, with its history from the beginning.
+
+    Raises:
+        InputError: no sound checkpoint is there, it is of another program, or something can't be done as written.
+
+    After a run of ``train(program, "replicas=4", steps=1000, checkpoint="ckpt")`` that was killed::
+
+        paceline.resume("ckpt", program)
+        paceline.resume("ckpt", program, "replicas=2 stages=2", engine="ray", steps=2000)
+    """
+    path = Path(folder)
+    found, _ = find(path)  # train finds it once more, and says what was passed over
+    if found is None:
+        raise InputError(f"{path} has no sound checkpoint; write the folder that checkpoint= named")
+    head = found.manifest.head
+    strategy = _text(head, "strategy") if strategy is None else strategy
+    engine = _text(head, "engine") if engine is None else engine
+    defaults: dict[str, Any] = {}
+    if all(settings.get(unit) is None for unit in _BUDGET):
+        defaults |= _values(head.get("budget"), (*_BUDGET, "evaluate_every"))
+    if path.absolute() != found.folder:
+        defaults |= {"checkpoint": path} | _values(head.get("interval"), ("checkpoint_every", "keep"))
+    return train(program, strategy, engine=engine, resume=path, **defaults | settings)
+
+
+def _text(head: Mapping[str, Any], name: str) -> str:
+    """Return a text of a manifest, which anybody may have written."""
+    if not isinstance(head.get(name), str):
+        raise InputError(f"the checkpoint does not say its {name}; write resume(…, {name}=…)")
+    return str(head[name])
+
+
+def _values(given: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return the arguments of these names that a manifest has, as far as they can be any."""
+    values = given if isinstance(given, Mapping) else {}
+    return {name: values[name] for name in names if isinstance(values.get(name), (int, float, str))}
