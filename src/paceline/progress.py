@@ -124,7 +124,10 @@ class LiveProgress:
             "" if fraction is None else f"{min(fraction, 1.0):4.0%}",
             "" if left_s is None else f"{clock(left_s)} left",
         )
-        self._live.update(Group(Text(self._title, style="bold"), row, Text(figures(self._newest))), refresh=True)
+        remarks = [Text(remark, style="yellow") for remark in self._newest.remarks]
+        self._live.update(
+            Group(Text(self._title, style="bold"), row, Text(figures(self._newest)), *remarks), refresh=True
+        )
 
 
 @contextlib.contextmanager

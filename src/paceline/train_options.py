@@ -24,7 +24,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.records import STATISTICS
 from paceline.core.safe_files import check_writable
 from paceline.core.types import Seconds
-from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnNonFinite
+from paceline.engine.base import Budget, BudgetUnit, Condition, Engine, Job, OnDeath, OnNonFinite
 from paceline.engine.dry_run import DryRun, dry_run
 from paceline.engine.run_context import first_batch
 from paceline.engine.run_state import ResumePoint
@@ -56,6 +56,8 @@ class TrainOptions:
     times: Times | str | None = None
     trace: bool = False
     on_nonfinite: OnNonFinite = "stop"
+    on_death: OnDeath | None = None
+    suspect_after_s: Seconds = 5.0
     timeout_s: Seconds = 60.0
     loop: Callable[[Any], None] | None = None
     noise_scale: bool = False
@@ -69,8 +71,12 @@ class TrainOptions:
         """Raise InputError if an option has a value that it can't have."""
         if self.on_nonfinite not in get_args(OnNonFinite):
             raise unknown("on_nonfinite", str(self.on_nonfinite), get_args(OnNonFinite))
-        if not (_is_number(self.timeout_s) and self.timeout_s > 0):
-            raise InputError(f"timeout_s={self.timeout_s!r} must be a number of seconds above 0; write timeout_s=60")
+        if self.on_death is not None and self.on_death not in get_args(OnDeath):
+            raise unknown("on_death", str(self.on_death), get_args(OnDeath))
+        for name, usual in (("timeout_s", 60), ("suspect_after_s", 5)):
+            value = getattr(self, name)
+            if not (_is_number(value) and value > 0):
+                raise InputError(f"{name}={value!r} must be a number of seconds above 0; write {name}={usual}")
         if not isinstance(self.resume, (bool, str, os.PathLike)):
             raise InputError(f"resume={self.resume!r} is neither True nor a folder of checkpoints; write resume=True")
         for name in ("noise_scale", "accept_changes"):
@@ -158,7 +164,8 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     if not isinstance(strategy, Strategy):
         raise InputError(f"strategy is {type(strategy).__name__}, not a Strategy or its text; write 'replicas=4'")
     options.check()
-    same: dict[str, Any] = {"on_nonfinite": options.on_nonfinite, "noise_scale": options.noise_scale}
+    names = ("on_nonfinite", "on_death", "noise_scale")
+    same: dict[str, Any] = {name: getattr(options, name) for name in names}
     with_times = options.times is not None
     case = Case.of(strategy, engine.name, engine.features, clip_norm=program.clip_norm, times=with_times, **same)
     support.refuse(case)
@@ -187,6 +194,7 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
         delay=_parsed(Delay, "delay", options.delay),
         times=_parsed(Times, "times", options.times),
         trace=options.trace,
+        suspect_after_s=options.suspect_after_s,
         timeout_s=options.timeout_s,
         loop=options.loop,
         checkpoint=options.checkpoints(),

@@ -77,12 +77,32 @@ def test_it_is_the_same_for_the_same_program_made_again() -> None:
     assert changed(name="another", test=programs.data(samples=10)) == []
 
 
-@pytest.mark.parametrize("first", [1, 2, 3])
+def test_the_number_of_a_rank_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scripts print in one rank alone, and models know which they are in."""
+
+    class Told(nn.Linear):
+        def __init__(self, rank: int) -> None:
+            super().__init__(6, 3, dtype=torch.float64)
+            self.rank = rank
+
+    def losing(rank: int) -> Callable[[Tensor, Tensor], Tensor]:
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            if rank == 0:
+                print(output)
+            return scaled(output, target)
+
+        return loss
+
+    first, second = (fields(programs.program(model=lambda n=n: Told(n), loss=losing(n))) for n in (0, 1))
+    assert first == second
+
+
+@pytest.mark.parametrize("first", [1.0, 2.0, 3.0])
 def test_values_that_a_function_uses_count(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
     def times(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
         return lambda output, target: factor * scaled(output, target)
 
-    assert code_digest(times(first)) == code_digest(times(first)) != code_digest(times(first + 1))
+    assert code_digest(times(first)) == code_digest(times(first)) != code_digest(times(first + 1.0))
     before = code_digest(times(first))
     monkeypatch.setattr(sys.modules[__name__], "SCALE", 3.0)
     assert code_digest(times(first)) != before, "of a global that a function names that it calls"

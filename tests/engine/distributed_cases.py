@@ -279,7 +279,7 @@ def torchrun(script: Path, *words: str, ranks: int, folder: Path) -> "subprocess
     )
 
 
-def ended(process: "subprocess.Popen[str]", within_s: float = 100.0) -> str:
+def ended(process: "subprocess.Popen[str]", within_s: float = 300.0) -> str:
     """What it printed; it does not outlive the call."""
     try:
         return process.communicate(timeout=within_s)[0]

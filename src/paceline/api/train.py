@@ -13,7 +13,7 @@ from paceline.core.errors import InputError, unknown
 from paceline.core.safe_files import check_out
 from paceline.core.types import Seconds
 from paceline.engine import ENGINES
-from paceline.engine.base import Engine, OnNonFinite
+from paceline.engine.base import Engine, OnDeath, OnNonFinite
 from paceline.engine.run_context import is_main
 from paceline.metrics.summary import summarize
 from paceline.program import Program
@@ -64,6 +64,8 @@ def train(
     progress: bool | None = None,
     out: str | Path | None = None,
     on_nonfinite: OnNonFinite = "stop",
+    on_death: OnDeath | None = None,
+    suspect_after_s: Seconds = 5.0,
     timeout_s: Seconds = 60.0,
     tensorboard: bool = False,
     loop: Callable[[Any], None] | None = None,
@@ -97,6 +99,11 @@ def train(
         progress: show a live display; None: if stderr is a terminal.
         out: folder to save the run in; it must not exist.
         on_nonfinite: ``stop`` at a loss or gradient that is not finite, or ``skip`` it: discard and count.
+        on_death: ``continue`` without a replica that dies, ``replace`` it by another that makes its step anew, or
+            ``stop``; with the first two an exception in a worker counts as its death. None: ``continue`` where the
+            engine can, and exceptions end the run.
+        suspect_after_s: silence in seconds after which a replica that computes, and usually takes much less for a step,
+            is named; if ``on_death`` is ``continue`` or ``replace``, it is killed, and so dead. Engine ``local``.
         timeout_s: bound in seconds on start-up and on every wait for a worker that should answer at once.
         tensorboard: also write TensorBoard events to ``out``.
         loop: the user's own loop, called with a worker on every replica; see :func:`launch`.
@@ -122,8 +129,8 @@ def train(
         WorkerError: the model, the loss, the data or the loop failed in a worker.
     """
     options = TrainOptions(
-        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, timeout_s, loop, noise_scale,
-        checkpoint, checkpoint_every, keep, resume, accept_changes,
+        steps, epochs, seconds, until, evaluate_every, delay, times, trace, on_nonfinite, on_death,
+        suspect_after_s, timeout_s, loop, noise_scale, checkpoint, checkpoint_every, keep, resume, accept_changes,
     )  # fmt: skip
     # Refused now rather than after hours of training.
     folder = check_out(out) if out is not None else None

@@ -61,6 +61,15 @@ def value_text(value: Any, depth: int = 8) -> str:
     return type(value).__qualname__
 
 
+def is_rank(name: str, value: Any) -> bool:
+    """Return whether a value says which process this is: it is there for messages, and for what one rank does for all.
+
+    >>> is_rank("local_rank", 1), is_rank("is_main", True), is_rank("steps", 3)
+    (True, True, False)
+    """
+    return isinstance(value, int) and (isinstance(value, bool) or name.lower().endswith("rank"))
+
+
 def _readable(value: Tensor | np.ndarray) -> bool:
     if isinstance(value, np.ndarray):
         return value.dtype.kind != "O"
@@ -121,10 +130,17 @@ def _function(function: FunctionType, seen: set[int]) -> Iterator[str]:
     if _of_library(function):
         return
     yield from _code(function.__code__)
-    closure = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    used = [function.__globals__[name] for name in _names(function.__code__) if name in function.__globals__]
-    own = [each for each in used if not callable(each) or getattr(each, "__module__", None) == function.__module__]
-    for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *closure, *own):
+    code, names = function.__code__, function.__globals__
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    closure = {name: cell.cell_contents for name, cell in cells if _filled(cell)}
+    used = {name: names[name] for name in _names(code) if name in names}
+    own = {
+        name: value
+        for name, value in used.items()
+        if not callable(value) or getattr(value, "__module__", None) == function.__module__
+    }
+    around = [value for name, value in (*closure.items(), *own.items()) if not is_rank(name, value)]
+    for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values(), *around):
         yield from _texts(each, seen)
 
 

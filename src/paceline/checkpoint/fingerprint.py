@@ -30,13 +30,12 @@ _MOST = 5
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
-def fingerprint(program: Program, module: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+def fingerprint(program: Program, module: nn.Module) -> dict[str, str]:
     """Return short texts by field that differ where two programs do, and are the same in every process.
 
     Args:
         program: model, loss, optimizer and data.
         module: that it makes.
-        optimizer: over the module's parameters, before a scheduler has changed its options.
     """
     return {
         "seed": str(program.seed),
@@ -48,9 +47,6 @@ def fingerprint(program: Program, module: nn.Module, optimizer: Optimizer) -> di
         _code_of("model"): _model(module),
         "loss": call_text(program.loss),
         _code_of("loss"): code_digest(program.loss),
-        "optimizer": type(optimizer).__qualname__,
-        **_options(optimizer),
-        _code_of("optimizer"): code_digest(type(optimizer)),
         "training set": _data(program.train),
     }
 
@@ -110,14 +106,18 @@ def _model(module: nn.Module) -> str:
 
 
 def _settings(module: nn.Module) -> str:
-    own = {name: value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE}
+    attributes = vars(module).items()
+    own = {name: value for name, value in attributes if name not in _OF_EVERY_MODULE and not name.endswith("rank")}
     return value_text(own)
 
 
-def _options(optimizer: Optimizer) -> dict[str, str]:
-    """Return each option of the optimizer: one value, or those of its groups."""
+def optimizer_fields(optimizer: Optimizer) -> dict[str, str]:
+    """Return the fields of a program's optimizer, before a scheduler has changed its options; see fingerprint.
+
+    An option has one value, or those of its groups.
+    """
     groups = [{name: value_text(value) for name, value in group.items()} for group in optimizer.param_groups]
-    texts: dict[str, str] = {}
+    texts = {"optimizer": type(optimizer).__qualname__, _code_of("optimizer"): code_digest(type(optimizer))}
     for name in dict.fromkeys(name for group in groups for name in group):
         values = [group.get(name, "absent") for group in groups]
         if name not in ("params", "initial_lr"):  # a scheduler adds the latter

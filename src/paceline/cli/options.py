@@ -59,6 +59,15 @@ class Shared:
         bool, _output("--noise-scale", help="Estimate the largest useful batch: noise scale, efficiency, goodput.")
     ] = False
     on_nonfinite: Annotated[str, _pace(help="stop, or skip and count a loss or gradient that is not finite.")] = "stop"
+    on_death: Annotated[
+        str | None,
+        _pace(
+            help="continue without a replica that dies, replace it, or stop.", show_default="continue if the engine can"
+        ),
+    ] = None
+    suspect_after_s: Annotated[
+        float, _pace(help="Silence in seconds after which a replica is named, and may be replaced.")
+    ] = 5.0
     data: Annotated[Path | None, _data(help="Folder of the data set's standard files.")] = None
     batch_size: Annotated[int | None, _data(help="Samples per replica and step instead of the program's.")] = None
     seed: Annotated[

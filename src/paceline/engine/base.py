@@ -24,6 +24,7 @@ from paceline.trace.spans import Span
 
 BudgetUnit: TypeAlias = Literal["steps", "epochs", "seconds"]
 OnNonFinite: TypeAlias = Literal["stop", "skip"]
+OnDeath: TypeAlias = Literal["stop", "continue", "replace"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ class Job:
     """Simulated durations, of the virtual engine."""
     trace: bool = False
     on_nonfinite: OnNonFinite = "stop"
+    on_death: OnDeath | None = None
+    """What becomes of a run whose replica dies; None: it goes on without it where the engine can, and what a worker
+    raises ends it."""
+    suspect_after_s: Seconds = 5.0
+    """Silence after which a replica that computes is suspected to be stopped."""
     timeout_s: Seconds = 60.0
     noise_scale: bool = False
     """True to estimate the gradient noise scale."""
@@ -113,6 +119,8 @@ class Progress:
     """The newest scored record."""
     statistics: Mapping[str, float | None] = field(default_factory=dict[str, float | None])
     """Statistics of gradients, if requested."""
+    remarks: tuple[str, ...] = ()
+    """Sentences about replicas that are silent or slow."""
 
 
 Watcher: TypeAlias = Callable[[Progress], None]

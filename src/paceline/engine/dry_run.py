@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from paceline.checkpoint.fingerprint import fingerprint, scheduler_text
+from paceline.checkpoint.fingerprint import fingerprint, optimizer_fields, scheduler_text
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.errors import InputError, PacelineError
 from paceline.program import Program, Tree, accuracy, call, leaves
@@ -56,21 +56,22 @@ def dry_run(program: Program, batch: Batch) -> DryRun:
         # Digests instead of copies: a model may fill most of the memory.
         buffers = {name: digest([buffer]) for name, buffer in module.named_buffers()}
         parameters = {name: digest([p]) for name, p in module.named_parameters() if p.requires_grad}
-        optimizer = _optimizer(program, [p for p in module.parameters() if p.requires_grad])
-        fields = fingerprint(program, module, optimizer)
-        scheduler = _scheduler(program, optimizer)
-        # With the scheduler: it has set the rate of the first step.
-        rate = optimizer.param_groups[0].get("lr")
+        fields = fingerprint(program, module)
         output, loss = _forward(program, module, batch)
         _backward(module, loss)
         metrics = _metrics(program, output, batch.target)
         written = _changed(module.named_parameters(), parameters)
+        optimizer = _optimizer(program, [p for p in module.parameters() if p.requires_grad])
+        fields |= optimizer_fields(optimizer)
+        fields["scheduler"] = scheduler_text(_scheduler(program, optimizer))
+        # With the scheduler: it has set the rate of the first step.
+        rate = optimizer.param_groups[0].get("lr")
     return DryRun(
         metrics,
         _changed(module.named_buffers(), buffers),
         written,
         None if rate is None else float(rate),
-        {**fields, "scheduler": scheduler_text(scheduler)},
+        fields,
     )
 
 

@@ -14,6 +14,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Literal, get_args
 
@@ -242,6 +243,8 @@ class RunLoop:
         self.start_s: Seconds = run.seconds if run is not None else 0.0
         """Training time before the run was resumed."""
         self.exits: list[ReplicaExit] = list(run.exits) if run is not None else []
+        self.remarks: tuple[str, ...] = ()
+        """Sentences about replicas, for the display."""
         self.last_event_s: Seconds = self.start_s
         self._context, passed = context, 0
         if run is not None:
@@ -317,7 +320,7 @@ class RunLoop:
         """Show the progress of training, at most once every TICK_S."""
         if self.watch is not None and now - self._displayed_s >= TICK_S:
             self._displayed_s = now
-            self.watch(self.history.progress("training", now))
+            self.watch(replace(self.history.progress("training", now), remarks=self.remarks))
 
     # --------------------------------------------------------------------------------------------------------- arrivals
 

@@ -76,6 +76,10 @@ class ProcessSupervisor:
         self.running.discard(number)
         self.poller.remove(self.processes[number].pidfd)
 
+    def forget(self, number: int) -> None:
+        """Release what is kept of a process that has ended and was retired, before another takes its number."""
+        self._fork_server.forget(self.processes.pop(number))
+
     def signal(self, numbers: Iterable[int], signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to some processes; those that have ended are skipped."""
         for number in numbers:

@@ -128,6 +128,8 @@ class WorkerMetrics:
         self._step_bytes, self._per_step = step_bytes, per_step
         self._micro_steps = self._waited_ns = self._payload = self._peak = 0
         self._next_peak_check = 1
+        self._before = sink.figures(replica)
+        """Of processes that did this worker's work before it, and have died."""
         self._traced = not isinstance(recorder, NullRecorder)
         self._began = self._last = time.monotonic_ns()
 
@@ -157,7 +159,9 @@ class WorkerMetrics:
         if self._micro_steps >= self._next_peak_check:  # reading it takes milliseconds, so ever more rarely
             self._peak, self._next_peak_check = max(self._peak, peak_bytes()), 2 * self._micro_steps
         steps, rest = divmod(self._micro_steps, self._per_step)
-        figures = Figures(steps, busy, self._payload, self._peak)
+        before = self._before
+        peak = max(before.peak_memory_bytes, self._peak)
+        figures = Figures(before.steps + steps, before.busy_ns + busy, before.payload_bytes + self._payload, peak)
         self._sink.measure(self._replica, figures, None if rest else (now - self._last) * 1e-9)
         self._last = self._last if rest else now
 
@@ -167,7 +171,8 @@ class WorkerMetrics:
         if self._micro_steps < _SETTLED:
             self._peak = max(self._peak, peak_bytes())
         figures = self._sink.figures(self._replica)
-        self._sink.measure(self._replica, figures._replace(peak_memory_bytes=self._peak))
+        peak = max(self._before.peak_memory_bytes, self._peak)
+        self._sink.measure(self._replica, figures._replace(peak_memory_bytes=peak))
         self._recorder.close()
 
 

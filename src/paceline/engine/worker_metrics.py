@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from paceline.comm.linux import memfd_create
+from paceline.core.errors import InputError
 from paceline.core.mesh import Coordinate
 from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
@@ -116,14 +117,31 @@ def workers_file(
         return
     rows: list[dict[str, Any]] = [{"role": role, **info} for role, info in others.items()]
     rows += [{"role": "replica", **place._asdict(), **info} for place, info in workers.items()]
-    folder.mkdir(parents=True, exist_ok=True)
     partial, whole = folder / PARTIAL_NAME, folder / "workers.json"
-    partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    partial.replace(whole)  # a reader finds all of it, or nothing
     try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+            partial.replace(whole)  # a reader finds all of it, or nothing
+        except OSError as error:
+            raise InputError(
+                f"{folder} can't be written: {error}; write out= a folder where there is room for it"
+            ) from error
         yield partial, whole
     finally:
         remove_workers_file(folder)
+
+
+def update_workers_file(folder: Path | None, place: Coordinate, info: ProcessInfo) -> None:
+    """Write down that another process is a replica's worker now; a full disk leaves the file as it was."""
+    if folder is None:
+        return
+    partial, whole = folder / PARTIAL_NAME, folder / "workers.json"
+    with contextlib.suppress(OSError, ValueError):
+        rows = json.loads(whole.read_text(encoding="utf-8"))
+        rows = [row | info if all(row.get(k) == v for k, v in place._asdict().items()) else row for row in rows]
+        partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        partial.replace(whole)
 
 
 def remove_workers_file(folder: Path) -> None:

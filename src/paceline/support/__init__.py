@@ -35,6 +35,7 @@ def refuse(case: Case) -> None:
         engines=" or ".join(engines),
         policy=text_of(case.policy),
         clip_norm=case.clip_norm,
+        on_death=case.on_death,
         copies=list(s.copies),
         most=max(s.copies),
         enough=2 * s.stage_count * max(s.copies),

@@ -21,6 +21,7 @@ Feature: TypeAlias = Literal[
     "shard_parameters",
     "noise_scale",
     "virtual-time",
+    "on_death",  # replicas whose death the run survives
 ]
 
 # Beginning of a feature that an engine supports only where a replica is several workers.
@@ -30,9 +31,9 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
-    "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer"},
+    "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
-    "ray": frozenset({"asynchronous", "cuda"}),
+    "ray": frozenset({"asynchronous", "cuda", "on_death"}),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
 }
 
@@ -78,6 +79,7 @@ class Case:
     batchnorm: str = "micro-batch"
     clip_norm: float | None = None
     on_nonfinite: str = "stop"
+    on_death: str | None = None
     noise_scale: bool = False
     times: bool = False
 
@@ -113,6 +115,11 @@ class Case:
     def lockstep(self) -> bool:
         """True if all replicas make one update together."""
         return isinstance(self.policy, Synchronous) and not self.policy.backups
+
+    @property
+    def served(self) -> bool:
+        """True if A is kept apart from replicas, each of which goes its own pace, or may die."""
+        return not self.lockstep or self.on_death in ("continue", "replace")
 
     @property
     def several_workers(self) -> bool:

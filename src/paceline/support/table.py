@@ -110,6 +110,27 @@ TABLE: tuple[Row, ...] = (
         "aggregation={policy}: under engine={engine} all ranks make one update of all gradients; write "
         "aggregation=synchronous, or engine='ray' (many hosts) or engine='local' (one)",
     ),
+    # ----------------------------------------------------------------- replicas that die while the run goes on
+    Row(
+        lambda c: c.on_death is not None and "virtual-time" in c.features,
+        "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
+    ),
+    Row(
+        lambda c: c.on_death in ("continue", "replace") and "on_death" not in c.features,
+        "on_death={on_death}: under engine={engine} each rank has the only copy of its part of A, or waits for all "
+        "others; write engine={engines}, or checkpoint='ckpt', resume=True under torchrun --max-restarts=3",
+        "on_death",
+    ),
+    Row(
+        lambda c: c.on_death in ("continue", "replace") and not c.flushes,
+        "on_death={on_death} keeps A where it outlives replicas, but under schedule={s.schedule} each stage moves its "
+        "weights by itself; write schedule=1f1b, or on_death='stop'",
+    ),
+    Row(
+        lambda c: c.on_death in ("continue", "replace") and bool(c.shard_optimizer) and c.several_workers,
+        "on_death={on_death} keeps the optimizer's state where it outlives replicas, but shard_optimizer=True divides "
+        "it among them; leave shard_optimizer out, or write on_death='stop'",
+    ),
     # ------------------------------------------------ the gradient noise scale: whole Δs and their sum must be visible
     Row(
         lambda c: c.noise_scale and not isinstance(c.policy.delta, Gradient),
@@ -298,7 +319,7 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(
         # An engine with the feature in-place keeps A in memory that all its workers share.
-        lambda c: c.device != "cpu" and "in-place" in c.features and c.several_workers and not c.lockstep,
+        lambda c: c.device != "cpu" and "in-place" in c.features and c.several_workers and c.served,
         "device={s.device}: A is in the host's memory, and under aggregation={policy} each worker of a replica of "
         "several reads its part there; write device=cpu",
     ),

@@ -277,3 +277,26 @@ def test_while_it_starts(on_ray: OnRay, watched: list[Watcher]) -> None:
     assert run.summary["interrupted"]
     assert run.summary["updates"] == run.summary["gradients"] == 0
     assert all(torch.equal(run.state[n], v) for n, v in programs.program().build().state_dict().items())
+
+
+def raising(folder: Path, worker: Any) -> None:
+    """The plain loop, in which replica 1 raises once, at its third step."""
+    for k, batch in enumerate(worker.batches()):
+        if (worker.replica, k) == (1, 2) and not (folder / "raised").exists():
+            (folder / "raised").touch()
+            raise MemoryError("out of it")
+        worker.step(batch)
+
+
+@pytest.mark.parametrize(("on_death", "gradients"), [("replace", 2 * STEPS - 1), ("continue", STEPS + 2)])
+def test_an_exception_is_a_death_where_asked(on_ray: OnRay, tmp_path: Path, on_death: str, gradients: int) -> None:
+    loop = functools.partial(raising, tmp_path)
+    run = on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, on_death=on_death)
+    assert [(d.replica, d.reason) for d in run.left] == [(1, "raised MemoryError: out of it")]
+    assert run.summary["gradients"] == gradients
+
+
+def test_a_death_ends_the_run_where_asked(on_ray: OnRay) -> None:
+    loop = functools.partial(moments.loop, replica=1, step=3, prepare=lambda _: moments.die())
+    with pytest.raises(WorkerError, match=r"replica 1 died: its process ended .* write on_death='replace'"):
+        on_ray(programs.program(), "replicas=2", steps=STEPS, loop=loop, on_death="stop")

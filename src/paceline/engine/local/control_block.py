@@ -270,6 +270,10 @@ class ControlBlock:
             return None
         return UpdateSlice._make(_SLICE.unpack_from(self._bytes, 8 * at))
 
+    def drop_slice(self, replica: ReplicaId) -> None:
+        """Take back the slice of a replica that has died: main has computed it."""
+        self.finished_slices[replica] = self._words[replica * _WORDS + _SLICE_AT]
+
     def finish_slice(self, replica: ReplicaId, part: UpdateSlice, square: float) -> None:
         """Mark a slice as finished; ``square`` is the squared norm of its Σ weight·Δ."""
         self.slice_squares[replica] = square

@@ -4,7 +4,8 @@
 
     replicas of one worker            LocalRun: server in main, a worker process each (worker_main.py)
     replicas of several, own pace     LocalRun: the same, with a leader and followers each (replica_group_worker.py)
-    replicas of several, synchronous  run_ranks: ranks of the distributed engine, main only waits
+    replicas of several, synchronous  run_ranks: ranks of the distributed engine, main only waits; unless replicas that
+                                      die are to be replaced or left out
 """
 
 import os
@@ -63,7 +64,8 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         strategy = job.strategy
         policy = strategy.aggregation
-        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups:
+        outlives = job.on_death in ("continue", "replace")  # then A is in main, which outlives replicas
+        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups and not outlives:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
             return launcher.run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
         own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))

@@ -32,9 +32,10 @@ from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
+from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
+from paceline.engine.worker_metrics import SpanLog, training_spans, update_workers_file, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_state import whole_chunks
@@ -43,6 +44,9 @@ from paceline.trace.spans import SERVER
 
 # How often main polls for what is no completion, a worker's end for instance, while completions keep coming.
 POLL_S: Seconds = 0.01
+
+# Deaths in a row at one step, after which a replica is replaced no more; and kills, which come from outside.
+MOST_DEATHS, MOST_KILLS = 3, 30
 
 
 class LocalRun:
@@ -115,6 +119,13 @@ class LocalRun:
         closing.callback(self._checkpointer.close)
         self._began: Nanoseconds = time.monotonic_ns()
         self._polled_s: Seconds = 0.0
+        self._pace = ReplicaPace(context.replicas, job.suspect_after_s, job.timeout_s)
+        self._looked_s: Seconds = 0.0
+        """When main last looked for silent replicas."""
+        self._lost: set[ReplicaId] = set()
+        """Replicas that have died, and were not replaced."""
+        self._deaths: dict[ReplicaId, tuple[int, int]] = {}
+        """Of replaced replicas: the Δs that were complete at the last death, and how many deaths there were since."""
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -158,6 +169,7 @@ class LocalRun:
         self._began = time.monotonic_ns() - int(loop.start_s * 1e9)
         if not interrupts.count:
             coordinator.begin()
+            self._pace.handled(coordinator.computing, self._now())
         while coordinator.present and not loop.condition_met and not interrupts.count:
             wait_s = loop.tick(self._now())
             if wait_s is None:
@@ -165,14 +177,15 @@ class LocalRun:
             self._handle(self._wait(wait_s))
             self._checkpointer.save_if_due(self._now())
             if coordinator.present:
+                self._check_pace()
                 loop.check_hang(
                     self._now(),
                     "main",
-                    excused_until=lambda r: (self._arena.control.paused_until_ns[r] - self._began) * 1e-9,
+                    excused_until=self._paused_until,
                     attempt=lambda r: self._server.attempts[r],
                     busy=lambda: bool(self._server.pending()),  # main itself may have been suspended
                 )
-        if len(loop.exits) == self._context.replicas:
+        if len(self._lost) == self._context.replicas:
             raise loop.all_died()
         return min(self._now(), loop.end_s)
 
@@ -234,15 +247,85 @@ class LocalRun:
             if ended is None:  # main has ended it, or others of its replica still run
                 continue
             replica, status = ended
-            self._server.versions.release(replica)
-            if replica in self._coordinator.present:
-                if status != EXIT_OK:
-                    self._loop.exits.append(ReplicaExit(replica, status, self._now()))
-                self._coordinator.left(replica, "done" if status == EXIT_OK else "died")
+            if replica not in self._coordinator.present or status == EXIT_OK:
+                self._server.versions.release(replica)
+                self._coordinator.left(replica, "done")
+            else:
+                self._died(replica, status)
         if "scored" in kinds:
             self._loop.keep(self._evaluation.collect())
             if not self._evaluation.alive:
                 self._workers.poller.remove(self._evaluation.link.fileno())
+
+    def _paused_until(self, replica: ReplicaId) -> Seconds:
+        """Return the training time at which the last delay of a replica that was asked for ends."""
+        return (self._arena.control.paused_until_ns[replica] - self._began) * 1e-9
+
+    def _check_pace(self) -> None:
+        """Name replicas that are silent or slow; end the silent ones where the run survives their death."""
+        now, pace = self._now(), self._pace
+        if now - self._looked_s < TICK_S:
+            return
+        self._looked_s, remarks = now, list[str]()
+        for replica, silence_s in pace.silent(now, self._paused_until).items():
+            if self._server.unread(replica):
+                continue
+            text = f"replica {replica} silent for {silence_s:.1f} s at its step {self._server.attempts[replica]}"
+            remarks.append(text)
+            pace.remark("silent", replica, f"{text}, until {now:.1f} s")
+            if self._job.on_death in ("continue", "replace"):
+                self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
+        for replica, times in pace.stragglers().items():
+            remarks.append(f"replica {replica} takes {times:.1f} times as long for a step as the others")
+            pace.remark("stragglers", replica, f"{remarks[-1]}, at {now:.1f} s")
+        self._loop.remarks = tuple(remarks)
+
+    def _died(self, replica: ReplicaId, status: str) -> None:
+        """Let a run go on without a replica that has died, or with other workers in its place, or end it."""
+        on_death, exits = self._job.on_death, self._loop.exits
+        if on_death == "stop":
+            exits.append(ReplicaExit(replica, status, self._now()))
+            raise WorkerError(
+                f"replica {replica} died at its step {self._server.attempts[replica]}: {status}; write "
+                "on_death='replace' to have others take its place"
+            )
+        if on_death == "replace" and not self._interrupts.count:
+            exits.append(ReplicaExit(replica, f"{status}; replaced", self._now()))
+            self._replace(replica, status)
+            return
+        exits.append(ReplicaExit(replica, status, self._now()))
+        self._lost.add(replica)
+        self._pace.left(replica)
+        self._server.versions.release(replica)
+        self._coordinator.left(replica, "died")
+
+    def _replace(self, replica: ReplicaId, status: str) -> None:
+        """Spawn workers that make the attempt of a dead replica anew, from the version that it was granted.
+
+        The policy sees a slow replica: Δ, data, random numbers and decisions are those of a run without a death.
+        """
+        for pending in self._server.pending():  # one may have been published while the rest of its replica was killed
+            self._take(*pending)
+        if replica not in self._coordinator.present:  # it was its last
+            self._server.versions.release(replica)
+            return
+        completed = self._server.attempts[replica] - (replica in self._coordinator.computing)
+        before, count = self._deaths.get(replica, (-1, 0))
+        self._deaths[replica] = completed, count + 1 if completed == before else 1
+        most = MOST_KILLS if status.startswith("killed by SIGKILL") else MOST_DEATHS
+        if self._deaths[replica][1] > most:
+            raise WorkerError(
+                f"replica {replica} died {most + 1} times at its step {completed + 1}: {status}; it would die there "
+                "again"
+            )
+        self._arena.control.drop_slice(replica)
+        self._arena.control.paused_until_ns[replica] = 0
+        first = self._coordinator.positions[replica].clock - self._context.positions[replica].clock
+        self._workers.replace(replica, first)
+        self._pace.restarted(replica, self._now())
+        processes, mesh = self._workers.supervisor.processes, self._job.strategy.mesh
+        for worker in mesh.replica_ranks(replica):
+            update_workers_file(self._job.out, mesh.coordinate(worker), {"pid": processes[worker].pid})
 
     def _take(self, replica: ReplicaId, done: Completion) -> None:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
@@ -252,6 +335,7 @@ class LocalRun:
         delta = self._server.read(replica, done, keep=arrives)
         if not present:
             return
+        self._pace.arrived(replica, now)
         if arrives:
             observed = self._server.statistics.observe(delta, now)
             loss = done.loss if done.samples else None
@@ -261,6 +345,7 @@ class LocalRun:
         else:
             coordinator.cancelled(replica)
         self._loop.handled(self._now())  # an update may have taken time
+        self._pace.handled(coordinator.computing, self._now())
         self._faults.inject(replica, done.attempt, "taken")
 
     def _evaluate(self, now: Seconds) -> None:
@@ -289,7 +374,7 @@ class LocalRun:
             workers.append(replace(row, optimizer_bytes=own_bytes))
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
         notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}
-        notes |= self._checkpointer.notes()
+        notes |= self._checkpointer.notes() | self._pace.notes()
         first, exits = self._interrupts.first, self._loop.exits
         account = history.account(seconds, workers, exits, notes, interrupted=first is not None, signal=first)
         model = write(self._module, state)

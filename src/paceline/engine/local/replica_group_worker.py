@@ -46,7 +46,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
 
     Args:
         args: ``place``, of this worker; ``store``, the path of the file by which its replica's workers rendezvous;
-            ``remembers``, vectors of optimizer state in the arena; ``traced``, whether there is a file for spans.
+            ``remembers``, vectors of optimizer state in the arena; ``traced``, whether there is a file for spans;
+            ``first``, micro-steps of replicas before it that have died, and ``kept``, what those had chosen.
         fds: arena, job, eventfds of the replica and of main, link to main, the file for spans, then pipes: the
             leader's to each follower, a follower's to its leader.
     """
@@ -68,15 +69,16 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
                     layout = FlatLayout.of(module, job.running_buffers)
                     run = RunContext(job)
                     arena = ParameterArena(ArenaLayout.of(run, layout, args["remembers"]), arena_fd)
-                    setup = RankSetup(run, context, BACKEND, module, layout, place.replica)
+                    setup = RankSetup(run, context, BACKEND, module, layout, place.replica, args["kept"])
                     member = _Member(setup, place, arena, recorder)
                 others = [other for other in ranks if other != worker] if rank == 0 else [ranks.start]
                 names = [f"replica {label(mesh.coordinate(other))}" for other in others] if rest else []
                 peers = zip(rest, names, strict=True)
                 pipes = [replica_group.CommandPipe(Connection(fd), name, job.timeout_s) for fd, name in peers]
-                ready = functools.partial(link.send, json.dumps({"ready": worker, "pid": os.getpid()}).encode())
+                told = {"ready": worker, "pid": os.getpid(), "kept": dict(member.kept)}
+                ready = functools.partial(link.send, json.dumps(told).encode())
                 if rank == 0:
-                    member.lead(pipes, own_fd, main_fd, ready)
+                    member.lead(pipes, own_fd, main_fd, ready, args["first"])
                 else:
                     member.follow(pipes[0], ready)
         finally:
@@ -95,7 +97,7 @@ def _message(place: Coordinate, error: BaseException) -> bytes | None:
         text = f"replica {place.replica}: {text}"
     if len(text) > errors.LONGEST_TRACEBACK:
         text = f"{text[:1000]}\n...\n{text[-errors.LONGEST_TRACEBACK :]}"
-    return json.dumps({"kind": type(error).__name__, "said": text}).encode()
+    return json.dumps({"kind": type(error).__name__, "said": text, "replica": place.replica}).encode()
 
 
 @contextlib.contextmanager
@@ -134,6 +136,8 @@ class _Member:
         self._worker, self._staged = strategy.mesh.rank(place), len(strategy.mesh.stage_workers) > 1
         ranks = PipelineRank(setup) if strategy.pipelined else TensorParallelRank(setup)
         self._bytes = ranks.layout.parameter_bytes
+        self.kept = ranks.state_json
+        """What other workers need to take the place of this one."""
         arena.control.metrics.parameter_bytes[self._worker] = self._bytes
 
         steps = 1 if run.local_sgd else micro_steps(run.delta)
@@ -154,14 +158,19 @@ class _Member:
         self._part = replica_group.ShardIO(arena, place, ranks, inner, reset)
 
     def lead(
-        self, pipes: Sequence[replica_group.CommandPipe], own_fd: int, main_fd: int, ready: Callable[[], object]
+        self,
+        pipes: Sequence[replica_group.CommandPipe],
+        own_fd: int,
+        main_fd: int,
+        ready: Callable[[], object],
+        first: int,
     ) -> None:
-        """Run the replica's loop, after a call of ``ready``."""
+        """Run the replica's loop after ``first`` micro-steps of replicas before it, after a call of ``ready``."""
         client = SharedMemoryClient(self._arena, self._place.replica, own_fd, main_fd)
         metrics, communicator = self._metrics(2 * self._bytes), self._context.communicator
         leader = replica_group.ReplicaLeader(self._part, pipes, communicator, client, receives_loss=self._staged)
         measured = InstrumentedReplica(leader, metrics, client, self._bytes)
-        worker = ClientWorker(self._run, self._place.replica, measured, client, metrics)
+        worker = ClientWorker(self._run, self._place.replica, measured, client, metrics, first)
         ready()
         worker.run(self._run.job.loop)
         replica_group.send_all(pipes, replica_group.EndCommand())

@@ -118,6 +118,10 @@ class SharedMemoryServer:
         ranges = enumerate(zip(self._read, completed, strict=True))
         return [(r, self._control.completion(r, a)) for r, (old, new) in ranges for a in range(old + 1, new + 1)]
 
+    def unread(self, replica: ReplicaId) -> bool:
+        """Return whether a replica has completions that were not read."""
+        return self._control.completed[replica] != self._read[replica]
+
     def read(self, replica: ReplicaId, completion: Completion, *, keep: bool) -> FlatState | None:
         """Count a completion as read; keep its Δ until it is applied or discarded, or free its slot at once.
 

@@ -40,7 +40,8 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
     """Run a worker process that is a replica of its own.
 
     Args:
-        args: ``place``, coordinates of this worker, and ``remembers``, vectors of optimizer state in the arena.
+        args: ``place``, coordinates of this worker; ``remembers``, vectors of optimizer state in the arena; ``first``,
+            micro-steps of workers before it that have died.
         fds: arena, job, eventfds of this worker and of main, link to main, and a file for spans if there is one.
     """
     arena_fd, job_fd, own_fd, main_fd, link_fd, *trace = fds
@@ -57,7 +58,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         check_in_forward(module, client)
         inner = context.replica(replica, module, layout, recorder)
         measured = InstrumentedReplica(inner, metrics, client, layout.parameter_bytes)
-        worker = ClientWorker(context, replica, measured, client, metrics)
+        worker = ClientWorker(context, replica, measured, client, metrics, args["first"])
         link.send(json.dumps({"ready": replica, "pid": os.getpid()}).encode())
         worker.run(job.loop)
 

@@ -24,6 +24,7 @@ from paceline.engine.local.arena import ParameterArena
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.process_supervisor import EXIT_OK, ProcessSupervisor
 from paceline.engine.spmd.rank_context import PREPARATION_S
+from paceline.trace.recorder import drop_partial_span
 
 # Exit code of a worker that stops because a peer in its replica exited.
 PEER_DIED = 3
@@ -65,6 +66,17 @@ class WorkerProcesses:
         self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]
         self._optimizer_vectors = arena.layout.optimizer_vectors
         self._ready: set[int] = set()
+        self._survives = job.on_death in ("continue", "replace")
+        """Whether an exception ends its replica alone."""
+        self._failures: dict[ReplicaId, str] = {}
+        """What replicas have raised that have not ended yet."""
+        self._kept: dict[ReplicaId, dict[str, Any]] = {}
+        """What the workers of each replica have chosen."""
+        self._terminated = set[ReplicaId]()
+        """Replicas that main has killed, and whose exit it has not handled."""
+        self._training = False
+        """Whether what a worker raises counts as its death."""
+        self._generation = 0
         self._eventfds = [EventFd() for _ in self._leaders]
         self.wakeups = [Wakeup(eventfd, arena.control.sleep_flag(r)) for r, eventfd in enumerate(self._eventfds)]
         """For each replica, to notify where there is something for it in the control block."""
@@ -89,25 +101,37 @@ class WorkerProcesses:
         self.poller.add(self._link.fileno(), ("message", 0))
 
     def start(self) -> None:
-        """Spawn all workers, or those of as many replicas as there are at the first Ctrl-C.
-
-        In a replica of several there is a socket between the leader and each follower.
-        """
-        (arena_fd, job_fd), main_fds = self._fds
-        args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self.traces)}
-        for replica, eventfd in enumerate(self._eventfds):
+        """Spawn all workers, or those of as many replicas as there are at the first Ctrl-C."""
+        for replica in range(self._mesh.replicas):
             if self.interrupts.count:
                 return
-            if self._rendezvous is not None:
-                args["store"] = str(Path(self._rendezvous.name) / f"replica {replica}")
-            ranks = self._mesh.replica_ranks(replica)
-            with ExitStack() as sockets:
-                pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in ranks[1:]]
-                ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
-                for worker, own in zip(ranks, ends, strict=True):
-                    fds = [arena_fd, job_fd, eventfd.fileno(), *main_fds, *self.traces[worker : worker + 1], *own]
-                    self.supervisor.spawn(worker, self._entry, args | {"place": self._mesh.coordinate(worker)}, fds)
-            self.living.add(replica)
+            self._spawn(replica, 0)
+
+    def replace(self, replica: ReplicaId, first: int) -> None:
+        """Spawn the workers of a replica that has ended anew; they begin after so many micro-steps of the run."""
+        for worker in self._mesh.replica_ranks(replica):
+            self.supervisor.forget(worker)
+            self._ready.discard(worker)
+            for sink in self.traces[worker : worker + 1]:
+                drop_partial_span(sink)
+        self._spawn(replica, first)
+
+    def _spawn(self, replica: ReplicaId, first: int) -> None:
+        """Spawn the workers of a replica; of several, there is a socket between the leader and each follower."""
+        (arena_fd, job_fd), main_fds = self._fds
+        args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self.traces), "first": first}
+        if self._rendezvous is not None:
+            self._generation += 1
+            args["kept"] = self._kept.get(replica, {})
+            args["store"] = str(Path(self._rendezvous.name) / f"replica {replica} {self._generation}")
+        ranks, eventfd = self._mesh.replica_ranks(replica), self._eventfds[replica].fileno()
+        with ExitStack() as sockets:
+            pairs = [[sockets.enter_context(end) for end in socket.socketpair()] for _ in ranks[1:]]
+            ends = [[local.fileno() for local, _ in pairs], *([remote.fileno()] for _, remote in pairs)]
+            for worker, own in zip(ranks, ends, strict=True):
+                fds = [arena_fd, job_fd, eventfd, *main_fds, *self.traces[worker : worker + 1], *own]
+                self.supervisor.spawn(worker, self._entry, args | {"place": self._mesh.coordinate(worker)}, fds)
+        self.living.add(replica)
 
     def wait_ready(self, each: Callable[[int], None]) -> None:
         """Wait until all workers have built their model, or for Ctrl-C; kill those that have not by then.
@@ -142,6 +166,7 @@ class WorkerProcesses:
                 self.poller.remove(self.supervisor.processes[worker].pidfd)
                 early.append(worker)
             each(len(self._ready))
+        self._training = self._survives
         for worker in early:  # it was ready before it ended: its exit is an event of the training that follows
             self.poller.add(self.supervisor.processes[worker].pidfd, ("ended", worker))
         self.supervisor.signal(self.supervisor.running - self._ready)
@@ -190,10 +215,19 @@ class WorkerProcesses:
                 return
             if "ready" in message:
                 self._ready.add(message["ready"])
-            elif "said" in message:
-                raise getattr(errors, message["kind"], WorkerError)(message["said"])
-            else:
-                raise WorkerError(failure_text(message))
+                self._kept[self._mesh.coordinate(message["ready"]).replica] = message.get("kept", {})
+                continue
+            error = (
+                getattr(errors, message["kind"], WorkerError)(message["said"])
+                if "said" in message
+                else WorkerError(failure_text(message))
+            )
+            # The replica, or its worker: "1 (stage 0, shard 2)".
+            replica = str(message.get("replica", message.get("failed"))).partition(" ")[0]
+            if not self._training or not replica.isdecimal():
+                raise error
+            raised = f"raised {message['what']}" if "what" in message else str(error).partition("\n")[0]
+            self._failures.setdefault(int(replica), raised)
 
     def handle_exit(self, worker: int) -> tuple[ReplicaId, str] | None:
         """Handle the exit of a worker. Unless it ended well, kill the rest of its replica.
@@ -206,7 +240,7 @@ class WorkerProcesses:
             PacelineError: the worker has sent a failure before it ended.
         """
         self.read_messages()
-        if worker not in self.supervisor.running:
+        if worker not in self.supervisor.running or self.supervisor.alive(worker):  # it was ended, or replaced, since
             return None
         replica, status = self._mesh.coordinate(worker).replica, self._status(worker)
         if status == EXIT_OK:
@@ -225,16 +259,28 @@ class WorkerProcesses:
         if self.supervisor.running.intersection(self._mesh.replica_ranks(replica)):
             return None
         self.living.discard(replica)
-        return replica, status
+        said, ended = self._failures.pop(replica, status), replica in self._terminated
+        self._terminated.discard(replica)
+        return replica, said if ended or not status.startswith("killed") else status
 
     def _first_to_fail(self, replica: ReplicaId) -> int:
-        """Return a worker of a replica that has ended, if possible one that did not end because of a peer."""
+        """Return a worker of a replica that has ended, if possible one that did not end because of a peer.
+
+        What a worker raises may be a consequence, too; a signal comes from outside.
+        """
         ended = [worker for worker in self._mesh.replica_ranks(replica) if not self.supervisor.alive(worker)]
-        failed = (worker for worker in ended if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED))
-        return next(failed, ended[0])
+        failed = [worker for worker in ended if self._status(worker) not in (EXIT_OK, EXIT_PEER_DIED)]
+        killed = (worker for worker in failed if self._status(worker).startswith("killed"))
+        return next(killed, (failed or ended)[0])
 
     def _status(self, worker: int) -> str:
         return self.supervisor.status(worker) or "running"
+
+    def terminate(self, replica: ReplicaId, reason: str) -> None:
+        """Kill the workers of a replica; ``reason`` is how it has ended, in words."""
+        self._failures[replica] = reason
+        self._terminated.add(replica)
+        self.supervisor.signal(self.supervisor.running.intersection(self._mesh.replica_ranks(replica)))
 
     def signal(self, replica: ReplicaId, number: int) -> None:
         """Send a signal to a replica's worker, or to its leader."""

@@ -183,7 +183,8 @@ class RayRun:
         replace: bool,
     ) -> None:
         self._job, self._cluster, self._actors, self._watch, self._closing = job, cluster, actors, watch, closing
-        self._number, self._replace, self._replicas = number, replace, job.strategy.replicas
+        self._number, self._replicas = number, job.strategy.replicas
+        self._replace = replace if job.on_death is None else job.on_death == "replace"
         self._module, state = first_state(job.program, job.running_buffers)
         self._layout = state.layout
         self._job_parts: Any = ray.put(messages.pack(job))
@@ -301,14 +302,27 @@ class RayRun:
             self._dead.append(self._actors.replicas[replica])
             if not self._begun and not self._interrupted:
                 raise WorkerError(f"replica {replica} ended while it started: {status}") from error
-            again = self._get(self._ask("lost", replica, status, self._replace))
-            if again is not None:
-                self._get(self._ask("replaced", replica, self._actors.replace(replica)))
-                self._run_replica(replica, *again)
+            self._died(replica, status)
             return
-        if ended.failure is not None:
-            raise WorkerError(failure_text(json.loads(ended.failure)))
-        self._spans += ended.spans
+        if ended.failure is None:
+            self._spans += ended.spans
+            return
+        message = json.loads(ended.failure)
+        if not self._begun or self._job.on_death not in ("continue", "replace"):
+            raise WorkerError(failure_text(message))
+        self._dead.append(self._actors.replicas[replica])
+        self._died(replica, f"raised {message['what']}")
+
+    def _died(self, replica: ReplicaId, status: str) -> None:
+        """Let the run go on without a replica, or with another in its place, or end it."""
+        if self._job.on_death == "stop" and self._status.phase == "training" and not self._interrupted:
+            raise WorkerError(
+                f"replica {replica} died: {status}; write on_death='replace' to have another take its place"
+            )
+        again = self._get(self._ask("lost", replica, status, self._replace))
+        if again is not None:
+            self._get(self._ask("replaced", replica, self._actors.replace(replica)))
+            self._run_replica(replica, *again)
 
     def _run_replica(self, replica: ReplicaId, attempt: Clock, micro_steps: int) -> None:
         """Start a replica in its actor, after ``attempt`` attempts and ``micro_steps`` of a dead one."""

@@ -67,7 +67,7 @@ class PipelineRank(ModelParallelRank):
 
     def __init__(self, rank_setup: RankSetup) -> None:
         super().__init__(rank_setup)
-        job, module, mesh = self.run_context.job, rank_setup.module, self.mesh
+        job, module, mesh, self._kept = self.run_context.job, rank_setup.module, self.mesh, rank_setup.kept
         self.order, self._steps_on_parts = job.strategy.order, rank_setup.steps_on_parts
         self._column = mesh.stage_replica(self.place)
         shards, copies = self.subgroups.shards, self.subgroups.copies
@@ -174,13 +174,14 @@ class PipelineRank(ModelParallelRank):
     def _agreement(self) -> Agree:
         """Return how all ranks agree on rank 0's partition; if cores are few, the others start after it has chosen.
 
-        A run that goes on keeps the cut that it had: measured times might say another, and dropout draws by stage.
+        A run that goes on keeps the cut that it had, and so does a replica whose workers were replaced: measured times
+        might say another, and dropout draws by stage.
         """
         job = self.run_context.job
-        if job.resume is not None and job.resume.options:
-            saved = job.resume.run.engine.get(_CUT, {})
-            if saved.get("of") == _cut_options(job.strategy):
-                return lambda _: tuple(saved["boundaries"])
+        resumed = job.resume.run.engine if job.resume is not None and job.resume.options else {}
+        saved = self._kept.get(_CUT) or resumed.get(_CUT) or {}
+        if saved.get("of") == _cut_options(job.strategy):
+            return lambda _: tuple(saved["boundaries"])
 
         def first_choice(own: Boundaries) -> Boundaries:
             chosen: Boundaries = self.context.gather(own, "where the model is cut")[0]

@@ -24,8 +24,8 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +201,7 @@ class RankSetup:
         module: the model with the values of A_0; of this process, though not all of it need be in its memory.
         layout: of A.
         replica: the replica whose workers are all ranks of the context; None: the context has all replicas.
+        kept: what the replica's dead workers had chosen, whose place these ranks take.
     """
 
     run_context: RunContext
@@ -209,6 +210,7 @@ class RankSetup:
     module: nn.Module
     layout: FlatLayout
     replica: ReplicaId | None = None
+    kept: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def mesh(self) -> Mesh:

@@ -1,0 +1,108 @@
+"""Which replicas are silent and which are slow, by the Δs that arrive.
+
+Progress alone shows that a worker lives: a process that is stopped, or whose interpreter is held by an extension, may
+keep a helper thread, a socket or a heartbeat alive.
+
+::
+
+    replica 0   |--step--|--step--|--step--|--step--|
+    replica 1   |--step--|--step--|........................   silent: longer than suspect_after_s, and than its steps
+    replica 2   |----------step----------|----------step---   a straggler: steps of twice the others' median
+"""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping, Set
+
+from paceline.core.types import ReplicaId, Seconds
+
+# Steps of a replica that are remembered, and how many it takes until it may be called slow.
+REMEMBERED, ENOUGH = 20, 5
+
+# A replica is silent after so many times its longest remembered step, at least.
+SILENT_STEPS = 3.0
+
+# A straggler's median step, compared with the median of the others'.
+SLOW = 2.0
+
+# A longer time between two looks is this process's own silence, for which no replica is to blame.
+OWN_SILENCE_S: Seconds = 0.5
+
+
+class ReplicaPace:
+    """Times of the steps of a run's replicas.
+
+    Args:
+        replicas: P.
+        suspect_after_s: time after which a replica that computes is silent, at least.
+        timeout_s: the same for one that has not made a step yet.
+    """
+
+    def __init__(self, replicas: int, suspect_after_s: Seconds, timeout_s: Seconds) -> None:
+        self._suspect_after_s, self._timeout_s = suspect_after_s, timeout_s
+        self._since: dict[ReplicaId, Seconds] = {}
+        """Beginning of the step of each replica that computes."""
+        self._steps = [deque[Seconds](maxlen=REMEMBERED) for _ in range(replicas)]
+        self._looked: Seconds | None = None
+        self._remarks: dict[tuple[str, ReplicaId], str] = {}
+
+    def arrived(self, replica: ReplicaId, now: Seconds) -> None:
+        """Note the end of a replica's step."""
+        began = self._since.pop(replica, None)
+        if began is not None:
+            self._steps[replica].append(now - began)
+
+    def handled(self, computing: Set[ReplicaId], now: Seconds) -> None:
+        """Note which replicas compute after a decision."""
+        for replica in computing - self._since.keys():
+            self._since[replica] = now
+
+    def restarted(self, replica: ReplicaId, now: Seconds) -> None:
+        """Note that other workers make a replica's step anew; they have to start first."""
+        self._steps[replica].clear()
+        self._since[replica] = now
+
+    def left(self, replica: ReplicaId) -> None:
+        """Forget a replica that computes no more."""
+        self._steps[replica].clear()
+        self._since.pop(replica, None)
+
+    def silent(self, now: Seconds, excused_until: Callable[[ReplicaId], Seconds]) -> dict[ReplicaId, Seconds]:
+        """Return for how long silent replicas have been so.
+
+        Args:
+            now: training time.
+            excused_until: training time up to which a replica has announced to be silent.
+        """
+        own = 0.0 if self._looked is None else now - self._looked
+        self._looked = now
+        if own > OWN_SILENCE_S:
+            self._since = {replica: since + own for replica, since in self._since.items()}
+        silences = {r: now - max(since, excused_until(r)) for r, since in self._since.items()}
+        return {replica: silence for replica, silence in silences.items() if silence > self._bound(replica)}
+
+    def stragglers(self) -> Mapping[ReplicaId, float]:
+        """Return how many times the others' median step a slow replica's takes."""
+        medians = {r: statistics.median(steps) for r, steps in enumerate(self._steps) if len(steps) >= ENOUGH}
+        found: dict[ReplicaId, float] = {}
+        for replica, median in medians.items():
+            others = [each for other, each in medians.items() if other != replica]
+            if others and median > SLOW * (usual := statistics.median(others)) > 0:
+                found[replica] = median / usual
+        return found
+
+    def _bound(self, replica: ReplicaId) -> Seconds:
+        if not self._steps[replica]:
+            return max(self._timeout_s, self._suspect_after_s)
+        return max(self._suspect_after_s, SILENT_STEPS * max(self._steps[replica]))
+
+    # -------------------------------------------------------------------------------------------------------- in words
+
+    def remark(self, kind: str, replica: ReplicaId, text: str) -> None:
+        """Keep a remark about a replica; a newer one of its kind replaces it."""
+        self._remarks[kind, replica] = text
+
+    def notes(self) -> dict[str, str]:
+        """Return the remarks of each kind, for the summary."""
+        kinds = dict.fromkeys(kind for kind, _ in self._remarks)
+        return {kind: "; ".join(text for (each, _), text in self._remarks.items() if each == kind) for kind in kinds}
