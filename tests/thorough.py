@@ -51,6 +51,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_replicated_stages.py", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_overlap.py", PARITY),
     Thorough("tests/engine/test_distributed_checkpoints.py", PARITY, but_first=True),
+    Thorough("tests/engine/test_distributed_restart.py", KILLS),
     Thorough("tests/engine/test_distributed_fsdp.py", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_zero1.py::test_it_equals_one_process", PARITY, but_first=True),
     Thorough("tests/engine/test_distributed_noise_scale.py", PARITY, but_first=True),

@@ -33,7 +33,7 @@ from torch._C._distributed_c10d import (
 from paceline.comm.shm.collectives import plain, vector
 from paceline.comm.shm.process_group import PythonProcessGroup, ShmProcessGroup
 from paceline.comm.shm.progress import PythonWork
-from paceline.comm.shm.rendezvous import host_id, rendezvous
+from paceline.comm.shm.rendezvous import host_id, of_this_start, rendezvous
 
 
 class ChainedWork(PythonWork):
@@ -238,7 +238,7 @@ class Hierarchical(PythonProcessGroup):
 
 def create(options: Any, _backend_options: Any) -> Hierarchical:
     """Create a group, for torch.distributed."""
-    store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
+    store, rank, size, timeout = of_this_start(options.store), options.group_rank, options.group_size, options.timeout
     ranks = list(options.global_ranks_in_group or range(size))
     hosts = _hosts(store, rank, size, timeout)
     own = next(i for i, members in enumerate(hosts) if rank in members)

@@ -201,6 +201,10 @@ def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -
         parts.append(f"with the policy begun anew{held}")
     if context.epochs_before:
         parts.append("with a new epoch of data of another length")
+    if context.local_sgd and context.job.engine != "virtual":
+        parts.append("with new optimizers in the replicas")
+    if context.job.strategy.compression != "none":
+        parts.append("without what compression had kept for later")
     return ", ".join(parts)
 
 

@@ -14,7 +14,7 @@ from paceline.comm.shm.collectives import check_rule, cut, rule_of, vector, writ
 from paceline.comm.shm.p2p import Envelope, Messages, Receive
 from paceline.comm.shm.progress import Operation, Work, Works, own_progress
 from paceline.comm.shm.region import Region, StagedRounds, Steps, fingerprint
-from paceline.comm.shm.rendezvous import rendezvous
+from paceline.comm.shm.rendezvous import of_this_start, rendezvous
 from paceline.core.errors import InputError
 from paceline.core.types import Seconds
 
@@ -312,7 +312,7 @@ def create(options: Any, _backend_options: Any) -> ShmProcessGroup:
     """Create a group, for torch.distributed."""
     timeout_s = options.timeout.total_seconds()
     ranks = list(options.global_ranks_in_group or range(options.group_size))
-    region = rendezvous(options.store, options.group_id, options.group_rank, ranks, timeout_s)
+    region = rendezvous(of_this_start(options.store), options.group_id, options.group_rank, ranks, timeout_s)
     return ShmProcessGroup(region, timeout_s)
 
 

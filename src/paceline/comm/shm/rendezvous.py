@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import cache
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.comm import liveness
 from paceline.comm.shared_memory import SharedMemory
@@ -95,6 +95,14 @@ def host_id() -> str:
     """Return a name of this host that holds until it restarts; containers and network namespaces differ."""
     namespaces = (os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "net"))
     return " ".join([Path("/proc/sys/kernel/random/boot_id").read_text().strip(), *namespaces])
+
+
+def of_this_start(store: Store) -> Store:
+    """Return the store with a prefix that no earlier start of these ranks has used.
+
+    The agent of torchrun --max-restarts keeps its store from one start to the next, with the addresses of the dead.
+    """
+    return PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def rendezvous(store: Store, name: str, rank: int, ranks: Sequence[int], timeout_s: Seconds) -> Region:

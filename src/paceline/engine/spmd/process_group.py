@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import register
+from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
@@ -225,7 +226,7 @@ def _own_prefix(store: Store) -> Store:
     """Return the store with a prefix that no other run uses."""
     global _prefixes
     _prefixes += 1
-    return PrefixStore(f"paceline/{_prefixes}", store)
+    return PrefixStore(f"paceline/{_prefixes}", of_this_start(store))
 
 
 def _in_torch(backend: str) -> str:
