@@ -37,6 +37,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/cli/test_end_to_end.py", COMMANDS, but_first=True),
     Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
     Thorough("tests/benchmarks/test_hybrid.py", BENCHMARK),
+    Thorough("tests/benchmarks/test_reliability.py::test_a_row_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_data_parallel.py", BENCHMARK),
     Thorough("tests/benchmarks/test_pipeline.py", BENCHMARK),
     Thorough("tests/benchmarks/test_tensor.py", BENCHMARK),

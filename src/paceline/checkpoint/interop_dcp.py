@@ -84,7 +84,7 @@ def export_dcp(checkpoint_folder: str | Path, out: str | Path, *, report: Report
 
 
 def import_dcp(path: str | Path, out: str | Path, trust: bool = False, *, report: Report = no_report) -> Transfer:
-    """Write what ``torch.distributed.checkpoint`` saved as a checkpoint, ``out/step-0``, from which a run can start.
+    """Write what ``torch.distributed.checkpoint`` saved as a checkpoint, ``out/step-0``.
 
     Args:
         path: the folder; tensors are taken from under "model", and, by full parameter name, "optimizer".

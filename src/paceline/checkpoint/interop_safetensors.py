@@ -85,7 +85,7 @@ def export_safetensors(
 
 
 def import_safetensors(path: str | Path, out: str | Path, *, report: Report = no_report) -> Transfer:
-    """Write weights as a checkpoint, ``out/step-0``, from which a run can start.
+    """Write weights as a checkpoint, ``out/step-0``.
 
     Args:
         path: a folder with ``model.safetensors`` or with an index and its files; or one file.

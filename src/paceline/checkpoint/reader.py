@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoint.base import TensorChunk, dtype_name
-from paceline.checkpoint.manifest import DTYPES, ChunkEntry, Manifest, checkpoint_folders
+from paceline.checkpoint.manifest import DTYPES, MANIFEST, ChunkEntry, Manifest, checkpoint_folders
 from paceline.core.errors import InputError
 from paceline.core.safe_files import reading
 
@@ -203,7 +203,9 @@ def _verified(folder: Path) -> Checkpoint:
     checkpoint = Checkpoint.open(folder)
     version = checkpoint.manifest.head.get("version")
     if f"step-{version}" != folder.name:
-        raise InputError(f"{folder} holds version {version}; rename it to step-{version}")
+        raise InputError(
+            f"{folder / MANIFEST} is of version {version}, not of that of its folder's name; remove {folder}"
+        )
     checkpoint.verify()
     return checkpoint
 

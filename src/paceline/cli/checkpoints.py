@@ -112,7 +112,7 @@ def import_checkpoint(
     progress: Progress = None,
     json: Json = False,
 ) -> None:
-    """Write the weights of PATH as a checkpoint, from which a run can start."""
+    """Write the weights of PATH as a checkpoint."""
     with session(json_output=json):
         from paceline.progress import measuring
 

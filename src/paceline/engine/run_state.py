@@ -125,7 +125,10 @@ class ResumePoint:
         """
         head = checkpoint.manifest.head
         if "run" not in head:
-            raise InputError(f"{checkpoint.folder} holds no state of a run; give a folder that checkpoint= wrote")
+            raise InputError(
+                f"{checkpoint.folder} holds weights alone, no state of a run to go on with; load them where model() "
+                "makes the module, or give a folder that checkpoint= wrote"
+            )
         optimizer, fingerprint = head.get("optimizer", {}), head.get("fingerprint", {})
         for name, value in (("optimizer", optimizer), ("fingerprint", fingerprint)):
             if not isinstance(value, dict):
