@@ -85,7 +85,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/local/test_replica_group.py::test_and_so_do_shards", PARITY, but_first=True),
     Thorough("tests/engine/ray/test_ray_clusters.py", "a Ray cluster of two nodes"),
     Thorough("tests/engine/ray/test_ray_failures.py", KILLS, but_first=True),
-    Thorough("tests/engine/ray/test_ray_checkpoints.py", KILLS, but_first=True),
+    Thorough("tests/engine/ray/test_ray_checkpoints.py", KILLS),
     Thorough("tests/planner/test_auto.py", PLANNER),
     Thorough("tests/planner/test_short_runs.py", PLANNER),
     Thorough("tests/planner/test_probe.py", PLANNER),

@@ -35,7 +35,7 @@ class ReplicaPace:
     Args:
         replicas: P.
         suspect_after_s: time after which a replica that computes is silent, at least.
-        timeout_s: the same for one that has not made a step yet.
+        timeout_s: the same as long as nobody has made a step.
     """
 
     def __init__(self, replicas: int, suspect_after_s: Seconds, timeout_s: Seconds) -> None:
@@ -57,13 +57,8 @@ class ReplicaPace:
         for replica in computing - self._since.keys():
             self._since[replica] = now
 
-    def restarted(self, replica: ReplicaId, now: Seconds) -> None:
-        """Note that other workers make a replica's step anew; they have to start first."""
-        self._steps[replica].clear()
-        self._since[replica] = now
-
     def left(self, replica: ReplicaId) -> None:
-        """Forget a replica that computes no more."""
+        """Forget a replica that computes no more, or has to start first."""
         self._steps[replica].clear()
         self._since.pop(replica, None)
 
@@ -92,9 +87,10 @@ class ReplicaPace:
         return found
 
     def _bound(self, replica: ReplicaId) -> Seconds:
-        if not self._steps[replica]:
+        steps = self._steps[replica] or [step for each in self._steps for step in each]
+        if not steps:
             return max(self._timeout_s, self._suspect_after_s)
-        return max(self._suspect_after_s, SILENT_STEPS * max(self._steps[replica]))
+        return max(self._suspect_after_s, SILENT_STEPS * max(steps))
 
     # -------------------------------------------------------------------------------------------------------- in words
 

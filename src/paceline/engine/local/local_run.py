@@ -124,6 +124,8 @@ class LocalRun:
         """When main last looked for silent replicas."""
         self._lost: set[ReplicaId] = set()
         """Replicas that have died, and were not replaced."""
+        self._starting: dict[ReplicaId, Seconds] = {}
+        """Replaced replicas whose workers are not ready, and when they were spawned."""
         self._deaths: dict[ReplicaId, tuple[int, int]] = {}
         """Of replaced replicas: the Δs that were complete at the last death, and how many deaths there were since."""
 
@@ -178,6 +180,7 @@ class LocalRun:
             self._checkpointer.save_if_due(self._now())
             if coordinator.present:
                 self._check_pace()
+            if coordinator.present and not self._starting:
                 loop.check_hang(
                     self._now(),
                     "main",
@@ -238,6 +241,10 @@ class LocalRun:
         kinds = {kind for kind, _ in events}
         if "message" in kinds:
             self._workers.read_messages()
+            for replica in [replica for replica in self._starting if self._workers.is_ready(replica)]:
+                del self._starting[replica]
+                self._loop.last_event_s = self._now()
+            self._pace.handled(self._coordinator.computing - self._starting.keys(), self._now())
         if "report" in kinds:
             self._workers.eventfd.clear()
         for replica, completion in self._faults.due(self._server.pending, self._coordinator):
@@ -275,6 +282,9 @@ class LocalRun:
             pace.remark("silent", replica, f"{text}, until {now:.1f} s")
             if self._job.on_death in ("continue", "replace"):
                 self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
+        for replica, since in self._starting.items():
+            if now - since > self._workers.start_timeout_s:
+                self._workers.terminate(replica, f"did not start within {self._workers.start_timeout_s:g} s; killed")
         for replica, times in pace.stragglers().items():
             remarks.append(f"replica {replica} takes {times:.1f} times as long for a step as the others")
             pace.remark("stragglers", replica, f"{remarks[-1]}, at {now:.1f} s")
@@ -295,6 +305,7 @@ class LocalRun:
             return
         exits.append(ReplicaExit(replica, status, self._now()))
         self._lost.add(replica)
+        self._starting.pop(replica, None)
         self._pace.left(replica)
         self._server.versions.release(replica)
         self._coordinator.left(replica, "died")
@@ -318,11 +329,13 @@ class LocalRun:
                 f"replica {replica} died {most + 1} times at its step {completed + 1}: {status}; it would die there "
                 "again"
             )
+        self._starting.pop(replica, None)
         self._arena.control.drop_slice(replica)
         self._arena.control.paused_until_ns[replica] = 0
         first = self._coordinator.positions[replica].clock - self._context.positions[replica].clock
         self._workers.replace(replica, first)
-        self._pace.restarted(replica, self._now())
+        self._pace.left(replica)
+        self._starting[replica] = self._now()
         processes, mesh = self._workers.supervisor.processes, self._job.strategy.mesh
         for worker in mesh.replica_ranks(replica):
             update_workers_file(self._job.out, mesh.coordinate(worker), {"pid": processes[worker].pid})
@@ -345,7 +358,7 @@ class LocalRun:
         else:
             coordinator.cancelled(replica)
         self._loop.handled(self._now())  # an update may have taken time
-        self._pace.handled(coordinator.computing, self._now())
+        self._pace.handled(coordinator.computing - self._starting.keys(), self._now())
         self._faults.inject(replica, done.attempt, "taken")
 
     def _evaluate(self, now: Seconds) -> None:

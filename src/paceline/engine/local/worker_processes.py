@@ -62,6 +62,8 @@ class WorkerProcesses:
     ) -> None:
         self.supervisor = ProcessSupervisor(fork_server)
         self._mesh, self._spread, self._timeout_s = job.strategy.mesh, job.strategy.spread, job.timeout_s
+        self.start_timeout_s = job.timeout_s + (PREPARATION_S if job.strategy.spread else 0.0)
+        """Longest wait for workers to build their model."""
         self._entry = GROUP_ENTRY if self._spread else entry
         self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]
         self._optimizer_vectors = arena.layout.optimizer_vectors
@@ -143,7 +145,7 @@ class WorkerProcesses:
             WorkerError: a worker failed, or ended before it was ready.
             WaitTimeoutError: some were not ready in time; names them.
         """
-        timeout_s = self._timeout_s + (PREPARATION_S if self._spread else 0.0)
+        timeout_s = self.start_timeout_s
         deadline = time.monotonic() + timeout_s
         early: list[int] = []
         while len(self._ready) < self._mesh.workers and not self.interrupts.count:
@@ -170,6 +172,10 @@ class WorkerProcesses:
         for worker in early:  # it was ready before it ended: its exit is an event of the training that follows
             self.poller.add(self.supervisor.processes[worker].pidfd, ("ended", worker))
         self.supervisor.signal(self.supervisor.running - self._ready)
+
+    def is_ready(self, replica: ReplicaId) -> bool:
+        """Return whether all workers of a replica have built their model."""
+        return self._ready.issuperset(self._mesh.replica_ranks(replica))
 
     def _name(self, worker: int) -> str:
         place = self._mesh.coordinate(worker)
