@@ -100,6 +100,11 @@ class Job:
     fingerprint: Mapping[str, str] = field(default_factory=dict[str, str])
     """What tells this program from others."""
 
+    @property
+    def survives_deaths(self) -> bool:
+        """True if the run was asked to survive its replicas, whatever ends them; A is kept where it outlives them."""
+        return self.on_death in ("continue", "replace")
+
 
 @dataclass(frozen=True, slots=True)
 class Progress:

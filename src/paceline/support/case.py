@@ -117,9 +117,14 @@ class Case:
         return isinstance(self.policy, Synchronous) and not self.policy.backups
 
     @property
+    def survives_deaths(self) -> bool:
+        """True if A is kept where it outlives replicas, whose death the run is to survive."""
+        return self.on_death in ("continue", "replace")
+
+    @property
     def served(self) -> bool:
         """True if A is kept apart from replicas, each of which goes its own pace, or may die."""
-        return not self.lockstep or self.on_death in ("continue", "replace")
+        return not self.lockstep or self.survives_deaths
 
     @property
     def several_workers(self) -> bool:

@@ -116,18 +116,18 @@ TABLE: tuple[Row, ...] = (
         "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
     ),
     Row(
-        lambda c: c.on_death in ("continue", "replace") and "on_death" not in c.features,
+        lambda c: c.survives_deaths and "on_death" not in c.features,
         "on_death={on_death}: under engine={engine} each rank has the only copy of its part of A, or waits for all "
         "others; write engine={engines}, or checkpoint='ckpt', resume=True under torchrun --max-restarts=3",
         "on_death",
     ),
     Row(
-        lambda c: c.on_death in ("continue", "replace") and not c.flushes,
+        lambda c: c.survives_deaths and not c.flushes,
         "on_death={on_death} keeps A where it outlives replicas, but under schedule={s.schedule} each stage moves its "
         "weights by itself; write schedule=1f1b, or on_death='stop'",
     ),
     Row(
-        lambda c: c.on_death in ("continue", "replace") and bool(c.shard_optimizer) and c.several_workers,
+        lambda c: c.survives_deaths and bool(c.shard_optimizer) and c.several_workers,
         "on_death={on_death} keeps the optimizer's state where it outlives replicas, but shard_optimizer=True divides "
         "it among them; leave shard_optimizer out, or write on_death='stop'",
     ),

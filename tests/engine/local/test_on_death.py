@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,24 +128,11 @@ def test_kills_from_outside_at_any_time(local: Local, tmp_path: Path, strategy: 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.engine.loop.TICK_S", 0.0)
-        patch.setattr("paceline.api.train.watcher", lambda *_: WatchedBy(watch))
+        patch.setattr("paceline.api.train.watcher", lambda *_: nullcontext(watch))
         run = local(programs.program(), strategy, steps=40, on_death="replace", loop=slowly, out=tmp_path / "run")
     assert same(whole, run)
     assert len(killed) == len(run.left) == 3
     assert leaks.files() - before == {}
-
-
-class WatchedBy:
-    """A display that calls a function."""
-
-    def __init__(self, watch: Callable[[Progress], None]) -> None:
-        self.watch = watch
-
-    def __enter__(self) -> Callable[[Progress], None]:
-        return self.watch
-
-    def __exit__(self, *_: object) -> None:
-        return
 
 
 @pytest.mark.parametrize("strategy", ["replicas=2", "replicas=2 shards=2"])

@@ -4,9 +4,8 @@ import ctypes
 import functools
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from paceline import Run
+from paceline.engine.base import Progress
 from paceline.engine.replica_pace import ENOUGH, ReplicaPace
 from tests.engine import programs
 
@@ -129,16 +129,20 @@ def test_or_left_out(local: Local, tmp_path: Path) -> None:
     assert run.summary["gradients"] == 3 * STEPS - STEPS // 2
 
 
-WAKE = "import os, signal, sys, time; time.sleep(3); os.kill(int(sys.argv[1]), signal.SIGCONT)"
+def test_otherwise_it_is_named_and_waited_for(local: Local, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The display shows its name; then it is let go on."""
+    pid = tmp_path / "pid"
 
+    def stop_and_say_so() -> None:
+        pid.write_text(str(os.getpid()))
+        stop()
 
-def stop_for_a_while() -> None:
-    subprocess.Popen([sys.executable, "-c", WAKE, str(os.getpid())])
-    stop()
+    def wake(progress: Progress) -> None:
+        if any("replica 1 silent for" in remark for remark in progress.remarks):
+            os.kill(int(pid.read_text()), signal.SIGCONT)
 
-
-def test_otherwise_it_is_named_and_waited_for(local: Local, tmp_path: Path) -> None:
-    loop = functools.partial(stopping, mark=tmp_path / "stopped", act=stop_for_a_while)
+    monkeypatch.setattr("paceline.api.train.watcher", lambda *_: nullcontext(wake))
+    loop = functools.partial(stopping, mark=tmp_path / "stopped", act=stop_and_say_so)
     run = local(programs.program(), "replicas=2", steps=STEPS, loop=loop, suspect_after_s=1.0)
     assert run.left == []
     assert run.summary["gradients"] == 2 * STEPS

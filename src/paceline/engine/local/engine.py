@@ -64,8 +64,7 @@ class LocalEngine(Engine):
     def run(self, job: Job, watch: Watcher) -> Outcome:
         strategy = job.strategy
         policy = strategy.aggregation
-        outlives = job.on_death in ("continue", "replace")  # then A is in main, which outlives replicas
-        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups and not outlives:
+        if strategy.spread and isinstance(policy, Synchronous) and not policy.backups and not job.survives_deaths:
             # All replicas make one update, each worker of its part of A: main has nothing to decide.
             return launcher.run_ranks(job, "distributed", self._fork_server_with(SPMD), watch)
         own_optimizers = isinstance(policy.delta, (Change, Distance, InPlace))

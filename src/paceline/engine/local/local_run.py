@@ -280,7 +280,7 @@ class LocalRun:
             text = f"replica {replica} silent for {silence_s:.1f} s at its step {self._server.attempts[replica]}"
             remarks.append(text)
             pace.remark("silent", replica, f"{text}, until {now:.1f} s")
-            if self._job.on_death in ("continue", "replace"):
+            if self._job.survives_deaths:
                 self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
         for replica, since in self._starting.items():
             if now - since > self._workers.start_timeout_s:

@@ -68,7 +68,7 @@ class WorkerProcesses:
         self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]
         self._optimizer_vectors = arena.layout.optimizer_vectors
         self._ready: set[int] = set()
-        self._survives = job.on_death in ("continue", "replace")
+        self._survives = job.survives_deaths
         """Whether an exception ends its replica alone."""
         self._failures: dict[ReplicaId, str] = {}
         """What replicas have raised that have not ended yet."""

@@ -308,7 +308,7 @@ class RayRun:
             self._spans += ended.spans
             return
         message = json.loads(ended.failure)
-        if not self._begun or self._job.on_death not in ("continue", "replace"):
+        if not (self._begun and self._job.survives_deaths):
             raise WorkerError(failure_text(message))
         self._dead.append(self._actors.replicas[replica])
         self._died(replica, f"raised {message['what']}")
