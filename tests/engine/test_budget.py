@@ -14,8 +14,8 @@ from paceline.core.records import Record
 from paceline.engine.base import Budget, Condition, Job
 from paceline.engine.budget import Epochs, EvalSchedule, Steps, Unbounded
 from paceline.engine.coordinator import Tally
-from paceline.engine.loop import RunHistory
 from paceline.engine.run_context import RunContext, first_state
+from paceline.engine.run_history import RunHistory
 from paceline.engine.server_optimizer import DeltaStatistics, ServerOptimizer
 from paceline.strategy import Strategy
 from tests.engine import programs

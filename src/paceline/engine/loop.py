@@ -12,24 +12,23 @@ Engines differ in where their events come from; what an event means stands here,
 import math
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from paceline.aggregation.base import Arrival
 from paceline.core.data_order import DataPosition
 from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
-from paceline.core.records import Account, Record, ReplicaExit, WorkerFigures
+from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Clock, ReplicaId, Seconds
-from paceline.engine.base import BudgetUnit, Progress, Watcher
+from paceline.engine.base import BudgetUnit, Watcher
 from paceline.engine.budget import EvalSchedule
 from paceline.engine.coordinator import Coordinator, DecisionExecutor
-from paceline.engine.evaluation import SnapshotInfo
 from paceline.engine.run_context import RunContext
-from paceline.engine.run_state import HistoryState, RunState
+from paceline.engine.run_history import RunHistory
+from paceline.engine.run_state import RunState
 
 # Interval of the live display, and of the checks for hangs.
 TICK_S: Seconds = 0.2
@@ -41,171 +40,6 @@ def nonfinite_error(loss: float, replica: ReplicaId, clock: Clock) -> NonFiniteE
         f"the Δ of replica {replica} at its step {clock} is not finite (loss {loss:g}); lower the learning rate, set "
         "clip_norm=, or write on_nonfinite='skip' to discard such Δs and count them"
     )
-
-
-class RunHistory:
-    """Records of a run, counts for snapshots and display, and the account at the end.
-
-    Args:
-        context: of the run.
-        coordinator: its counts are recorded.
-        initial_digest: digest of A_0.
-        noise: accumulates the gradient noise scale; None: it is not measured.
-    """
-
-    def __init__(
-        self, context: RunContext, coordinator: Coordinator, initial_digest: str, noise: NoiseAccumulator | None
-    ) -> None:
-        self._budget, self._per_step, self._replicas = context.job.budget, context.per_step, context.replicas
-        self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
-        self._samples = context.order.samples if context.order is not None else 1
-        self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
-        self.last: tuple[int, int] | None = None
-        """Updates and Δs at the last snapshot."""
-        self.records: list[Record] = []
-        self._pending: list[SnapshotInfo] = []
-        """Snapshots whose records have not come."""
-        self._before: dict[BudgetUnit, tuple[float, int]] = {"steps": (0.0, 0), "epochs": (0.0, 0)}
-        """What was spent before a step or an epoch became that of other replicas or data, and the count by then."""
-        self._notes: dict[str, str | int | float] = {}
-        if context.job.resume is not None:
-            self._resume(context, context.job.resume.run)
-
-    def _resume(self, context: RunContext, run: RunState) -> None:
-        """Go on with the history of another run."""
-        history, tally = run.history, self._coordinator.tally
-        self._digest, self.last = history.start_digest, history.last_snapshot
-        self.records += history.records
-        self._losses.extend(history.losses)
-        if (run.replicas, run.per_step) != (self._replicas, self._per_step):
-            self._before["steps"] = run.spent["steps"], tally.micro_steps
-        if context.epochs_before:
-            self._before["epochs"] = run.spent["epochs"], tally.seen_samples
-        if self._noise is not None and history.noise is not None:
-            self._noise.restore(history.noise)
-        self._notes["resumed"] = _resume_note(context, run, self._coordinator)
-
-    def state(self) -> HistoryState:
-        """Return the history as it is; what was not evaluated yet has no test figures."""
-        records = sorted((*self.records, *self._pending), key=lambda record: (record.time_s, record.gradients))
-        noise = self._noise.state() if self._noise is not None else None
-        return HistoryState(tuple(records), tuple(self._losses), self.last, noise, self._digest)
-
-    def keep(self, record: Record) -> None:
-        """Add the record of a snapshot that was evaluated."""
-        key = record.time_s, record.updates, record.gradients
-        self._pending = [each for each in self._pending if (each.time_s, each.updates, each.gradients) != key]
-        self.records.append(record)
-
-    def add_loss(self, loss: float, samples: int) -> None:
-        """Note the mean loss of a Δ and how many samples it was taken on."""
-        if samples:
-            self._losses.append(loss)
-            if self._noise is not None:
-                self._noise.add_batch(samples / self._per_step)
-
-    def spent(self, time_s: Seconds, unit: BudgetUnit | None = None) -> float:
-        """Return how much of the budget is spent in a unit, seconds, steps or epochs; None: in its own."""
-        unit, tally = unit or self._budget.unit, self._coordinator.tally
-        if unit == "seconds":
-            return time_s
-        counted, per_unit = tally.micro_steps, self._replicas * self._per_step
-        if unit == "epochs":
-            counted, per_unit = tally.seen_samples, self._samples
-        before, count = self._before[unit]
-        return before + (counted - count) / per_unit
-
-    def snapshot(self, time_s: Seconds) -> SnapshotInfo:
-        """Return the counts as they are, to go with a snapshot of A."""
-        coordinator = self._coordinator
-        self.last = coordinator.version, coordinator.tally.gradients
-        info = SnapshotInfo(
-            time_s=time_s,
-            updates=coordinator.version,
-            gradients=coordinator.tally.gradients,
-            threshold=coordinator.threshold,
-            staleness_mean=coordinator.recent_staleness(),
-            train_loss=self._recent_loss(),
-            statistics=self._noise.since_last(time_s, coordinator.tally.samples) if self._noise else {},
-        )
-        self._pending.append(info)
-        return info
-
-    def is_current(self, time_s: Seconds) -> bool:
-        """Return whether the newest record already describes A as it is at ``time_s``."""
-        last = self.records[-1] if self.records else None
-        return last is not None and last.time_s >= time_s and last.updates == self._coordinator.version
-
-    def progress(self, phase: Literal["training", "scoring"], time_s: Seconds) -> Progress:
-        """Return the state of the run for the live display."""
-        coordinator, amount = self._coordinator, self._budget.amount
-        last = self.records[-1] if self.records else None
-        return Progress(
-            phase=phase,
-            fraction=min(1.0, self.spent(time_s) / amount) if amount else None,
-            time_s=time_s,
-            updates=coordinator.version,
-            gradients=coordinator.tally.gradients,
-            threshold=coordinator.threshold,
-            staleness_mean=last.staleness_mean if last else None,
-            loss=self._recent_loss(),
-            record=last,
-            statistics=self._noise.now() if self._noise else {},
-        )
-
-    def account(
-        self,
-        seconds: Seconds,
-        workers: Sequence[WorkerFigures],
-        exits: Sequence[ReplicaExit],
-        notes: dict[str, str | int | float],
-        *,
-        interrupted: bool,
-        signal: str | None = None,
-    ) -> Account:
-        """Return the account of the run; each Δ that arrived must have been applied or discarded by now."""
-        tally = self._coordinator.tally
-        assert tally.gradients == tally.applied + tally.discarded, f"a Δ was lost or used twice: {tally}"
-        return Account(
-            seconds=seconds,
-            updates=self._coordinator.version,
-            gradients=tally.gradients,
-            applied=tally.applied,
-            discarded=tally.discarded,
-            cancelled=tally.cancelled,
-            nonfinite=tally.nonfinite,
-            samples=tally.samples,
-            staleness=dict(sorted(tally.staleness.items())),
-            workers=tuple(workers),
-            left=tuple(exits),
-            start_digest=self._digest,
-            notes=self._notes | notes,
-            interrupted=interrupted,
-            signal=signal,
-            statistics=self._noise.overall(seconds, tally.samples) if self._noise else {},
-        )
-
-    def _recent_loss(self) -> float | None:
-        return sum(self._losses) / len(self._losses) if self._losses else None
-
-
-def _resume_note(context: RunContext, run: RunState, coordinator: Coordinator) -> str:
-    """Say in a sentence where a run has gone on, and with what."""
-    assert context.job.resume is not None
-    saved = run.coordinator
-    parts = [f"went on from update {saved.version} of {context.job.resume.folder}"]
-    if run.replicas != context.replicas:
-        parts.append(f"with {context.replicas} replicas instead of {run.replicas}")
-    if coordinator.kept is None:
-        held = f", and {len(saved.held)} Δs held by {saved.policy} were discarded" if saved.held else ""
-        parts.append(f"with the policy begun anew{held}")
-    if context.epochs_before:
-        parts.append("with a new epoch of data of another length")
-    if context.local_sgd and context.job.engine != "virtual":
-        parts.append("with new optimizers in the replicas")
-    if context.job.strategy.compression != "none":
-        parts.append("without what compression had kept for later")
-    return ", ".join(parts)
 
 
 class RunLoop:
