@@ -11,6 +11,7 @@ from typing import Any
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.checkpoint.base import TensorChunk
+from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.ray.messages import CONTROL, END, RayGrant, Reply, arrays_of
 from paceline.engine.run_context import RunContext, first_state
@@ -102,7 +103,7 @@ class RayExecutor:
         """Δs that were neither applied nor discarded."""
         if resume is not None:
             self.owner.restore(resume)
-            for name in resume.deltas():
+            for name in resume.deltas() if context.keeps_policy else []:
                 self.undecided[name] = delta = state.layout.new()
                 resume.checkpoint.read_into(delta_chunks(delta, *name))
         self.spans = SpanLog(context.job.trace, SERVER)
@@ -113,11 +114,11 @@ class RayExecutor:
         held = [chunk for name, delta in self.undecided.items() for chunk in delta_chunks(delta, *name)]
         return [*self.owner.chunks(), *held]
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         record = self._replicas[replica]
         record.attempt += 1
-        record.micro_steps += micro_steps
-        record.reply((RayGrant(record.attempt, micro_steps, self._version), arrays_of(self.owner.state)))
+        record.micro_steps += batches.size
+        record.reply((RayGrant(record.attempt, batches, self._version), arrays_of(self.owner.state)))
 
     def apply(self, action: Apply) -> None:
         began = time.monotonic_ns()

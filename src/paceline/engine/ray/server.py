@@ -128,8 +128,7 @@ class ServerRun:
         self._replicas = [ReplicaRecord(number, actor, position.attempt) for actor, position in pairs]
         self._executor = RayExecutor(context, self._replicas)
         state = self._executor.owner.state
-        held = self._executor.undecided.keys()
-        self._loop = RunLoop(context, self._executor, state.digest(), self._evaluate, restored=held)
+        self._loop = RunLoop(context, self._executor, state.digest(), self._evaluate, parks=job.on_death != "stop")
         self._coordinator, self._run = self._loop.coordinator, RunState(self._loop.start_s)
         self._sentences: list[str] = []
         """All that the user was to be told."""
