@@ -10,12 +10,14 @@ import os
 import runpy
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import FileStore
 
+from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer, ProcessHandle
 from paceline.comm.wakeup import Poller
 from paceline.engine.spmd import process_group
@@ -36,15 +38,35 @@ def play(fork_server: ForkServer, script: Path, *words: str, size: int, folder: 
     Raises:
         AssertionError: a rank failed, which ends the others, or was not done in time; with what they printed.
     """
-    arguments = [str(script), str(folder), *words]
-    about = {"size": size, "store": str(folder / f"store {script.stem}"), "arguments": arguments}
-    children = [fork_server.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in range(size)]
+    children = spawned(fork_server, script, *words, size=size, folder=folder)
     try:
         ill = _first_ill(fork_server, children)
-        said = (f"rank {rank}: {_said(folder, rank).read_text() or 'nothing'}" for rank in range(size))
-        assert ill is None, "\n".join([ill, "they said:", *said])
+        all_said = (f"rank {rank}: {said(folder, rank).read_text() or 'nothing'}" for rank in range(size))
+        assert ill is None, "\n".join([ill, "they said:", *all_said])
     finally:
         for child in children:
+            fork_server.forget(child)
+
+
+def spawned(
+    fork_server: ForkServer, script: Path, *words: str, size: int, folder: Path, ranks: Sequence[int] | None = None
+) -> list[ProcessHandle]:
+    """Start the ranks, or some of them; the caller has the fork server forget them."""
+    arguments = [str(script), str(folder), *words]
+    about = {"size": size, "store": str(folder / f"store {script.stem}"), "arguments": arguments}
+    return [fork_server.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in ranks or range(size)]
+
+
+def statuses(fork_server: ForkServer, children: Sequence[ProcessHandle]) -> list[str]:
+    """How each process has ended; whatever is not done in time is killed, and said so."""
+    try:
+        return [
+            fork_server.status(child.pid) if liveness.wait_gone([child.pidfd], WITHIN_S) else "not done in time"
+            for child in children
+        ]
+    finally:
+        for child in children:
+            liveness.kill(child.pidfd)
             fork_server.forget(child)
 
 
@@ -72,13 +94,14 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     process_group._job_store = FileStore(args["store"], args["size"])
     torch.set_num_threads(1)
     sys.argv = args["arguments"]
-    with _said(Path(sys.argv[1]), args["rank"]).open("w") as said:
-        os.dup2(said.fileno(), sys.stdout.fileno())
-        os.dup2(said.fileno(), sys.stderr.fileno())
+    with said(Path(sys.argv[1]), args["rank"]).open("a") as printed:
+        os.dup2(printed.fileno(), sys.stdout.fileno())
+        os.dup2(printed.fileno(), sys.stderr.fileno())
         faulthandler.enable()
         faulthandler.dump_traceback_later(0.8 * WITHIN_S)  # who hangs says where
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _said(folder: Path, number: int) -> Path:
+def said(folder: Path, number: int) -> Path:
+    """Where a rank's words are kept."""
     return folder / f"said.{number}"

@@ -5,6 +5,7 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ from paceline.comm import liveness
 from paceline.core import errors
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
+from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
 
 # Round trips to measure a clock offset; the fastest one counts.
@@ -79,6 +81,16 @@ class RankRegistry:
                 return self.peers[rank]
         return None
 
+    def obituary(self, dead: PeerInfo, description: str) -> str:
+        """Say how a rank of this host has ended, and what for this one waited then."""
+        how = liveness.how_ended(self._pidfds[dead.rank], dead.pid).removeprefix("ended")
+        return f"{dead} ended{how and f' ({how})'} while {self.own} waited for {description}"
+
+    def exited(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return how those of some ranks have ended that are on this host and have."""
+        ended = (rank for rank in ranks if rank in self._pidfds and not liveness.alive(self._pidfds[rank]))
+        return {rank: liveness.how_ended(self._pidfds[rank], self.peers[rank].pid) for rank in ended}
+
     def close(self) -> None:
         for pidfd in self._pidfds.values():
             os.close(pidfd)
@@ -116,7 +128,7 @@ class StoreSignals:
         _store: with a prefix of this run.
     """
 
-    _store: Store
+    _store: Store | BoundedStore
     _rank: int
     _size: int
 
