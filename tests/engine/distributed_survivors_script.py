@@ -43,6 +43,8 @@ class Failpoints:
         def exchanged(sync: Any, *args: Any) -> Any:
             if self.at("before exchange"):
                 die()
+            if self.at("stop"):
+                os.kill(os.getpid(), signal.SIGSTOP)
             statuses = exchange(sync, *args)
             if self.at("result missed"):
                 self.own.remove(("result missed", self.step))
@@ -83,7 +85,8 @@ def loop(worker: Any) -> None:
 
 
 def run() -> Any:
-    settings = {"on_death": "continue", "progress": False, "timeout_s": 30.0, "steps": steps, "evaluate_every": steps}
+    settings: dict[str, Any] = {"on_death": "continue", "steps": steps, "evaluate_every": steps}
+    settings |= {"progress": False, "timeout_s": 30.0, "suspect_after_s": 1.0}
     settings |= {"checkpoint": folder / "ckpt", "checkpoint_every": "3 steps"} if "checkpoint" in sys.argv else {}
     size = os.environ["WORLD_SIZE"]
     run = launch(loop, case.program, f"replicas={size} {case.strategy}", engine=f"distributed:{backend}", **settings)

@@ -2,6 +2,8 @@
 
 import functools
 import pickle
+import re
+import signal
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from paceline import Program
+from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer
 from paceline.replica.single import step_seed
 from tests import ranks
@@ -35,11 +38,14 @@ def survive(fork_server: ForkServer, tmp_path: Path) -> Survive:
         ended = ranks.statuses(fork_server, children)
         said = "\n".join(ranks.said(tmp_path, rank).read_text() for rank in range(size))
         assert [status != ranks.WELL for status in ended] == [rank in dead for rank in range(size)], said
-        return {
-            rank: pickle.loads((tmp_path / f"survived.{rank}").read_bytes()) for rank in range(size) if rank not in dead
-        }
+        return {rank: found_by(tmp_path, rank) for rank in range(size) if rank not in dead}
 
     return run
+
+
+def found_by(folder: Path, rank: int) -> Any:
+    """What a rank has left."""
+    return pickle.loads((folder / f"survived.{rank}").read_bytes())
 
 
 def one_process(program: Program, replicas: int, steps: int, last: Mapping[int, int]) -> Values:
@@ -127,6 +133,42 @@ def test_several_die(survive: Survive, backend: str, points: tuple[str, ...], la
     assert sorted(each.replica for each in run["left"]) == sorted(last)
     assert run["summary"]["notes"]["checkpoint_updates"] == STEPS  # whoever is the first has written it
     assert run["history"][-1]["updates"] == STEPS
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_one_that_is_stopped_is_left_out_and_takes_no_part_when_it_goes_on(
+    fork_server: ForkServer, tmp_path: Path, backend: str
+) -> None:
+    words = (backend, "momentum", str(STEPS), "stop:2:3")
+    children = ranks.spawned(fork_server, SCRIPT, *words, size=3, folder=tmp_path)
+    assert ranks.statuses(fork_server, children[:2]) == [ranks.WELL] * 2, ranks.said(tmp_path, 0).read_text()
+    liveness.kill(children[2].pidfd, signal.SIGCONT)
+    assert ranks.statuses(fork_server, children[2:]) == [ranks.WELL]
+    found = {rank: found_by(tmp_path, rank) for rank in range(3)}
+    kind, text = found.pop(2)
+    assert kind == "ExcludedError"
+    assert re.match(r"rank 2 .* said nothing for [1-9].* s, and the others go on without it; ", text)
+    run = agreed(found)
+    assert_same(run["state"], one_process(CASES["momentum"].program, 3, STEPS, {2: 2}))
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_one_of_two_does_not_go_on_if_the_other_may_live(fork_server: ForkServer, tmp_path: Path, backend: str) -> None:
+    words = (backend, "momentum", str(STEPS), "stop:1:3")
+    children = ranks.spawned(fork_server, SCRIPT, *words, size=2, folder=tmp_path)
+    try:
+        assert ranks.statuses(fork_server, children[:1]) == [ranks.WELL]
+    finally:
+        fork_server.forget(children[1])
+    kind, text = found_by(tmp_path, 0)
+    assert kind == "ExcludedError"
+    assert re.match(r"rank 1 .* said nothing .*rank 0 .* is among 1 of 2 ranks, and no more than half", text)
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_one_of_two_goes_on_if_the_other_is_dead(survive: Survive, backend: str) -> None:
+    run = agreed(survive(backend, "momentum", "before exchange:0:3", size=2, dead={0}))
+    assert_same(run["state"], one_process(CASES["momentum"].program, 2, STEPS, {0: 2}))
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])

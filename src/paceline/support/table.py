@@ -119,14 +119,14 @@ TABLE: tuple[Row, ...] = (
     ),
     # ----------------------------------------------------------------- replicas that die while the run goes on
     Row(
-        lambda c: c.on_death is not None and "virtual-time" in c.features,
-        "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
+        lambda c: c.survives_deaths and "on_death" not in c.features,
+        "on_death={on_death}: engine={engine} has no replicas that could die, or all die with one; write "
+        "engine={engines}",
+        "on_death",
     ),
     Row(
-        lambda c: c.survives_deaths and "on_death" not in c.features,
-        "on_death={on_death}: under engine={engine} each rank has the only copy of its part of A, or waits for all "
-        "others; write engine={engines}, or checkpoint='ckpt', resume=True under torchrun --max-restarts=3",
-        "on_death",
+        lambda c: c.on_death is not None and "virtual-time" in c.features,
+        "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
     ),
     Row(
         lambda c: _alone(c) and c.several_workers,

@@ -131,7 +131,15 @@ class DistributedRun:
         self._coordinator.loop.watch = watch
         self._stop_event = threading.Event()
         """Set by the first Ctrl-C."""
-        self._interrupts = InterruptGuard(self._stop_event.set)
+        self._interrupts = InterruptGuard(self._interrupted)
+        context.registry.tells = job.engine == DistributedEngine.name
+
+    def _interrupted(self) -> None:
+        """Note a signal that asks to end; torchrun sends SIGTERM when another rank of this host has died."""
+        self._stop_event.set()
+        survival, dead = self._context.survival, self._context.registry.first_exited()
+        if survival is None and dead is not None:
+            self._context.registry.ended_while(dead, f"was at its step {max(self._coordinator.attempts)}")
 
     def outcome(self) -> Outcome:
         """Run to the end."""

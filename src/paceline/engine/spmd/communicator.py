@@ -10,7 +10,6 @@ The first failure that reaches the store wins. A rank that has failed reports it
 """
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -247,9 +246,7 @@ class CollectiveWatchdog:
             return
         dead = self._registry.first_exited()
         if dead is not None:
-            sentence = self._registry.obituary(dead, description)
-            print(f"paceline: {sentence}", file=sys.stderr, flush=True)  # torchrun may end this process any moment
-            raise self._agreed(WorkerError(sentence))
+            raise self._agreed(self._registry.ended_while(dead, f"waited for {description}"))
 
     def _raise_if_lost(self, membership: Membership, error: RuntimeError, description: str, waited_s: Seconds) -> None:
         """Raise RanksLost for a collective that broke, unless it did for what this process or all ranks did wrong."""

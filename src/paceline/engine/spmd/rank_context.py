@@ -115,7 +115,7 @@ class RankContext:
         by_peer = isinstance(error, CollectiveError) or not isinstance(error, PacelineError)
         dead = self.registry.first_exited() if by_peer else None
         if dead is not None:  # the error is that of a collective that broke when a peer died
-            failure: PacelineError = WorkerError(f"{self.registry.obituary(dead, 'it')}: {error}")
+            failure: PacelineError = self.registry.ended_while(dead, f"was at work with it ({error})")
         elif isinstance(error, PacelineError):
             failure = error
         else:

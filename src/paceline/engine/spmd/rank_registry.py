@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,6 +67,9 @@ class RankRegistry:
         for peer in self.peers:
             if peer.kernel == kernel and peer.rank != world.rank:
                 self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
+        self.tells = False
+        """Whether deaths are printed; False: main does it."""
+        self._told = set[int]()
         self.clock_offset_ns: Nanoseconds = 0
         """How far rank 0's clock is ahead of this host's."""
         if group is not None:
@@ -81,10 +85,17 @@ class RankRegistry:
                 return self.peers[rank]
         return None
 
-    def obituary(self, dead: PeerInfo, description: str) -> str:
-        """Say how a rank of this host has ended, and what for this one waited then."""
+    def ended_while(self, dead: PeerInfo, doing: str) -> WorkerError:
+        """Return the error of a rank of this host that has ended while this one did something; say so at once.
+
+        torchrun ends this process any moment, and then nobody would read the error.
+        """
         how = liveness.how_ended(self._pidfds[dead.rank], dead.pid).removeprefix("ended")
-        return f"{dead} ended{how and f' ({how})'} while {self.own} waited for {description}"
+        sentence = f"{dead} ended while {self.own} {doing}{how and f': {how}'}"
+        if self.tells and dead.rank not in self._told:
+            self._told.add(dead.rank)
+            print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+        return WorkerError(sentence)
 
     def exited(self, ranks: Iterable[int]) -> dict[int, str]:
         """Return how those of some ranks have ended that are on this host and have."""
