@@ -21,6 +21,8 @@ from paceline.comm import liveness
 from paceline.comm.fork_server import ForkServer, ProcessHandle
 from paceline.comm.wakeup import Poller
 from paceline.engine.spmd import process_group
+from tests import namespaces
+from tests.namespaces import Host
 
 WITHIN_S = 240.0
 WELL = "exit code 0"
@@ -57,6 +59,20 @@ def spawned(
     return [fork_server.spawn("tests.ranks:rank", about | {"rank": rank}) for rank in ranks or range(size)]
 
 
+def spawned_on(
+    fork_server: ForkServer, hosts: Sequence[Host], script: Path, *words: str, port: int, folder: Path
+) -> list[ProcessHandle]:
+    """Start a rank on each of these hosts, as a script of a scheduler does; the first keeps the store."""
+    arguments = [str(script), str(folder), *words]
+    common = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(port)}
+    about = [
+        {"rank": rank, "size": len(hosts), "arguments": arguments, "namespace": host.namespace}
+        | {"environment": common | host.own_environment() | {"LOCAL_WORLD_SIZE": str(hosts.count(host))}}
+        for rank, host in enumerate(hosts)
+    ]
+    return [fork_server.spawn("tests.ranks:rank", each) for each in about]
+
+
 def statuses(fork_server: ForkServer, children: Sequence[ProcessHandle]) -> list[str]:
     """How each process has ended; whatever is not done in time is killed, and said so."""
     try:
@@ -90,8 +106,13 @@ def rank(args: dict[str, Any], _fds: list[int]) -> None:
     """One of them: what a child of the fork_server does."""
     number, size = str(args["rank"]), str(args["size"])
     os.environ |= {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1"}
-    process_group._job_store = FileStore(args["store"], args["size"])
+    os.environ["OMP_NUM_THREADS"] = "1"
+    if "namespace" in args:  # of the network: rank 0 keeps a store there
+        namespaces.enter(args["namespace"])
+        os.environ |= args["environment"]
+    else:
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+        process_group._job_store = FileStore(args["store"], args["size"])
     torch.set_num_threads(1)
     sys.argv = args["arguments"]
     with said(Path(sys.argv[1]), args["rank"]).open("a") as printed:
