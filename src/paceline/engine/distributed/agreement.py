@@ -16,7 +16,6 @@ from paceline.engine.spmd.rank_context import RankContext
 # Updates of A between two comparisons of its digests. One reads all of A once, and exchanges 8 bytes a rank.
 COMPARED_EVERY = 100
 
-# A digest is exact as a float64.
 _MODULUS = 1 << 52
 
 # Integers of the size of an element.
@@ -75,7 +74,6 @@ class DivergenceCheck:
     def __init__(self, context: RankContext, state: Sequence[Tensor], parts: Sequence[tuple[int, int]]) -> None:
         self._context, self._state, self._parts = context, state, parts
         self._compared: Version = 0
-        self._digests = torch.zeros(len(parts), dtype=torch.float64)
         self._useful = len(set(parts)) < len(parts)
 
     def check_if_due(self, version: Version) -> None:
@@ -89,15 +87,13 @@ class DivergenceCheck:
             self._check(version)
 
     def _check(self, version: Version) -> None:
-        context, digests = self._context, self._digests.zero_()
-        assert context.communicator is not None, "a single rank has nothing to compare"
-        digests[context.world.rank] = sum_of_bits(self._state)
-        context.communicator.all_reduce([digests], "the comparison of A")
+        gathered = self._context.gather(sum_of_bits(self._state), "the comparison of A")
+        digests = dict(zip(self._context.members, gathered, strict=True))
         differing: list[int] = []
         for part in sorted(set(self._parts)):
-            ranks = [rank for rank, own in enumerate(self._parts) if own == part]
-            usual = Counter(digests[ranks].tolist()).most_common(1)[0][0]  # of equally many, that of the lower rank
-            differing += [rank for rank in ranks if digests[rank] != usual]
+            ranks = [rank for rank in digests if self._parts[rank] == part]
+            usual = Counter(digests[rank] for rank in ranks).most_common(1)  # of equally many, that of the lower rank
+            differing += [rank for rank in ranks if digests[rank] != usual[0][0]]
         if differing:
             raise PacelineError(
                 f"after update {version}, rank{'s' * (len(differing) > 1)} {', '.join(map(str, differing))} "

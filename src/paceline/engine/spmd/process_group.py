@@ -1,12 +1,14 @@
 """The launch environment, rendezvous and process groups of the ranks of a run; groups open and close here alone."""
 
 import contextlib
+import ctypes
 import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -140,6 +142,8 @@ class ProcessGroup:
     backend: str
     bound: timedelta
     for_ever: bool = False
+    rank: int = 0
+    """This process's in the run, where it forms groups of some ranks."""
     subgroups: list[Any] = field(default_factory=list)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
@@ -165,6 +169,38 @@ class ProcessGroup:
             own.wait_for_ever()
         return own
 
+    def of_generation(self, number: int, members: Sequence[int], timeout_s: Seconds) -> "ProcessGroup":
+        """Form a group of some ranks of the run, by themselves; they call it together.
+
+        Args:
+            number: of their generation, which no other group of the run has.
+            members: their ranks.
+            timeout_s: longest wait for each other.
+
+        Raises:
+            RuntimeError: one of them does not come.
+        """
+        store = PrefixStore(f"generation {number}", self.store)
+        own = members.index(self.rank)
+        handle = _formed(self.backend, store, own, members, timedelta(seconds=timeout_s))
+        group = ProcessGroup(handle, self.store, self.backend, self.bound, rank=self.rank)
+        if self.for_ever:
+            group.wait_for_ever()
+        return group
+
+    def give_up(self) -> bool:
+        """Leave a group of which members are lost; return whether collectives may still write what they were given."""
+        if self.backend == "shm":
+            self.handle.shutdown()
+            return False
+        # Gloo can't cancel a collective (torch 2.13), and to destroy its group would be to wait for it.
+        kept = (self.handle.gloo, self.handle._between) if self.backend == "hierarchical" else (self.handle,)
+        for each in kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        if self.backend == "hierarchical":
+            self.handle.shutdown()
+        return True
+
     def wait_for_ever(self) -> None:
         """Extend the backend's timeout: the watchdog bounds each wait, and knows which ranks are slow on purpose."""
         self.for_ever = True
@@ -175,11 +211,14 @@ class ProcessGroup:
 
 
 @contextlib.contextmanager
-def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[ProcessGroup | None]:
+def opened(
+    world: LaunchEnv, backend: str, timeout_s: Seconds, *, survives: bool = False
+) -> Iterator[ProcessGroup | None]:
     """Context manager: the process group of a run; None if this process is alone.
 
     A process group that the user has initialised stays as it is, and the run has a group of its own next to it. Where
-    there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails.
+    there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails. A run that
+    survives deaths has a group that torch.distributed does not keep, and which can be replaced.
 
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.
@@ -190,23 +229,20 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     if backend in OURS:
         importlib.import_module("paceline.comm").register()
     bound = timedelta(seconds=timeout_s)
+    if survives:
+        yield from _opened_alone(world, backend, bound)
+        return
     if dist.is_initialized():
         handle: Any = dist.new_group(backend=_in_torch(backend), timeout=bound)
     else:
-        global _job_store
-        try:
-            # One for all groups: in a second one torch 2.13 finds the addresses of the last group.
-            if _job_store is None:
-                _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
-            store = _own_prefix(_job_store)
+        with _all_come(world, timeout_s):
             dist.init_process_group(
-                _in_torch(backend), store=store, rank=world.rank, world_size=world.size, timeout=bound
+                _in_torch(backend),
+                store=_own_prefix(_store_of_job(world, bound)),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=bound,
             )
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise WaitTimeoutError(
-                f"rank {world.rank} waited {timeout_s:g} s for all {world.size} ranks to come, and some did not "
-                f"({error}); start them all, or write a larger timeout_s="
-            ) from error
         handle = dist.group.WORLD
     group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store()), backend, bound)
     try:
@@ -220,6 +256,70 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     finally:
         for each in (*group.subgroups, handle):
             dist.destroy_process_group(each)
+
+
+def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:
+    """Yield a group that torch.distributed does not keep."""
+    with _all_come(world, bound.total_seconds()):
+        base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
+        group = ProcessGroup(None, _own_prefix(base), backend, bound, rank=world.rank)
+        group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
+    try:
+        yield group
+    except BaseException:
+        group.give_up()
+        raise
+
+
+def _store_of_job(world: LaunchEnv, bound: timedelta) -> Store:
+    """Return the job's store: one for all groups, since in a second one torch 2.13 finds the last one's addresses."""
+    global _job_store
+    if _job_store is None:
+        _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
+    return _job_store
+
+
+@contextlib.contextmanager
+def _all_come(world: LaunchEnv, timeout_s: Seconds) -> Iterator[None]:
+    """Context manager: the rendezvous of all ranks; name the timeout if some do not come."""
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise WaitTimeoutError(
+            f"rank {world.rank} waited {timeout_s:g} s for all {world.size} ranks to come, and some did not "
+            f"({error}); start them all, or write a larger timeout_s="
+        ) from error
+
+
+def _formed(backend: str, store: Store, rank: int, members: Sequence[int], bound: timedelta) -> Any:
+    """Return a process group that torch.distributed does not keep: the ranks of its default one may be dead.
+
+    Args:
+        backend: for CPUs.
+        store: of this group alone.
+        rank: this process's among the members.
+        members: their ranks in the run.
+        bound: longest wait for the others.
+    """
+    if backend == "gloo":
+        gloo = dist.ProcessGroupGloo(store, rank, len(members), bound)
+        gloo._set_sequence_number_for_group()
+        handle = dist.ProcessGroup(store, rank, len(members))
+        kind = dist.ProcessGroup.BackendType.GLOO
+        handle._set_default_backend(kind)
+        handle._register_backend(torch.device("cpu"), kind, gloo)
+    else:
+        create = importlib.import_module(f"paceline.comm.{'shm.process_group' if backend == 'shm' else backend}").create
+        options = SimpleNamespace(
+            store=store,
+            group_id="of the run",
+            group_rank=rank,
+            group_size=len(members),
+            global_ranks_in_group=list(members),
+            timeout=bound,
+        )
+        handle = create(options, None)
+    return handle
 
 
 def _own_prefix(store: Store) -> Store:
