@@ -79,7 +79,10 @@ class DistributedEngine(Engine):
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
         survives = Survives(job.suspect_after_s) if job.survives_deaths else None
-        context = open_rank_context(world, backend, device, job.timeout_s, watched=watched, survives=survives)
+        terms = {"strategy": str(job.strategy), "on_death": str(job.on_death)}
+        context = open_rank_context(
+            world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms
+        )
         try:
             with own_settings(), context as together, contextlib.ExitStack() as closing:
                 return DistributedRun(job, together, backend, watch, closing).outcome()

@@ -5,7 +5,7 @@ import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import SimpleNamespace
@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import register
 from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
+from paceline.engine.spmd.rendezvous import attend, job_store
 from paceline.strategy import Device
 
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
@@ -118,6 +118,9 @@ def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
+# By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 # Number of store prefixes in use; every rank uses the same ones in the same order.
 _prefixes = 0
 
@@ -212,7 +215,7 @@ class ProcessGroup:
 
 @contextlib.contextmanager
 def opened(
-    world: LaunchEnv, backend: str, timeout_s: Seconds, *, survives: bool = False
+    world: LaunchEnv, backend: str, timeout_s: Seconds, terms: Mapping[str, str], *, survives: bool = False
 ) -> Iterator[ProcessGroup | None]:
     """Context manager: the process group of a run; None if this process is alone.
 
@@ -220,8 +223,16 @@ def opened(
     there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails. A run that
     survives deaths has a group that torch.distributed does not keep, and which can be replaced.
 
+    Args:
+        world: this rank's launch environment.
+        backend: of the process group.
+        timeout_s: longest wait for the others.
+        terms: what all ranks must have in common, by name.
+        survives: whether the run survives deaths.
+
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.
+        PacelineError: ranks differ in a term, or two processes are the same rank.
     """
     if world.size == 1:
         yield None
@@ -229,13 +240,33 @@ def opened(
     if backend in OURS:
         importlib.import_module("paceline.comm").register()
     bound = timedelta(seconds=timeout_s)
-    if survives:
-        yield from _opened_alone(world, backend, bound)
+    with _gloo_on_loopback(world):
+        with _all_come(world, timeout_s):
+            base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
+            attend(_own_prefix(base), world.rank, world.size, {"backend": backend, **terms}, timeout_s)
+        yield from (_opened_alone if survives else _opened)(world, backend, bound)
+
+
+@contextlib.contextmanager
+def _gloo_on_loopback(world: LaunchEnv) -> Iterator[None]:
+    """Context manager: groups that are made inside listen on loopback, if all ranks are known to be on this host."""
+    here = world.one_host or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+    if not here or _INTERFACE in os.environ or sys.platform != "linux":
+        yield
         return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+def _opened(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:
+    """Yield a group that torch.distributed keeps."""
     if dist.is_initialized():
         handle: Any = dist.new_group(backend=_in_torch(backend), timeout=bound)
     else:
-        with _all_come(world, timeout_s):
+        with _all_come(world, bound.total_seconds()):
             dist.init_process_group(
                 _in_torch(backend),
                 store=_own_prefix(_store_of_job(world, bound)),
@@ -275,7 +306,7 @@ def _store_of_job(world: LaunchEnv, bound: timedelta) -> Store:
     """Return the job's store: one for all groups, since in a second one torch 2.13 finds the last one's addresses."""
     global _job_store
     if _job_store is None:
-        _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
+        _job_store = job_store(world.rank, bound.total_seconds())
     return _job_store
 
 

@@ -26,6 +26,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,11 +45,9 @@ from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
 from paceline.engine.spmd.membership import ExcludedError, Membership, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
+from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
 from paceline.engine.spmd.survival import Survival
 from paceline.replica.flat_state import FlatLayout
-
-# Longest time that rank 0, if it keeps the job's store, stays for the others to read why the run ended.
-LINGER_S: Seconds = 5.0
 
 # Shortest bound on an answer of the store, however soon silence is suspected.
 STORE_S: Seconds = 2.0
@@ -123,9 +122,8 @@ class RankContext:
         if self.store_signals is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
                 first = self.store_signals.report_failure(failure)
-                # Without torchrun's own store, it ends with rank 0's process.
-                keeps_store = self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-                self.store_signals.acknowledge(LINGER_S if keeps_store else 0.0)
+                # Where rank 0 keeps the store, it ends with its process.
+                self.store_signals.acknowledge(LINGER_S if keeps_store(self.world.rank) else 0.0)
                 failure = first
         return failure if isinstance(error, Exception) else error
 
@@ -154,6 +152,7 @@ def open_rank_context(
     *,
     watched: bool,
     survives: Survives | None = None,
+    terms: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RankContext]:
     """Context manager: this rank's context in one run. An error that any rank raises inside, all ranks raise.
 
@@ -164,8 +163,10 @@ def open_rank_context(
         timeout_s: longest wait.
         watched: True if :class:`CollectiveWatchdog` waits for all collectives; else the backend must bound them.
         survives: how the run goes on when ranks die; None: it ends.
+        terms: what all ranks must have in common before they begin, by name.
     """
-    with opened(world, backend, timeout_s, survives=survives is not None) as group, contextlib.ExitStack() as closing:
+    group_of_run = opened(world, backend, timeout_s, terms, survives=survives is not None)
+    with group_of_run as group, contextlib.ExitStack() as closing:
         registry = RankRegistry(world, group)
         closing.callback(registry.close)
         context = RankContext(world, registry, None, None)
