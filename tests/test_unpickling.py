@@ -26,6 +26,7 @@ WHERE: dict[tuple[str, str], tuple[int, str]] = {
     ("engine/local/replica_group.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/launcher.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/rank_context.py", "pickle.loads"): (1, "between ranks of one job, over its process group"),
+    ("engine/spmd/survival.py", "pickle.loads"): (1, "the same"),
     ("engine/spmd/rank_registry.py", "dist.all_gather_object"): (1, "the same"),
     ("datasets/files.py", "pickle.Unpickler"): (1, "finds no class but replacements of its own"),
     ("api/predictor.py", "torch.load"): (1, "with weights_only=True"),

@@ -58,7 +58,7 @@ def sum_of_bits(vectors: Sequence[Tensor]) -> int:
     >>> sum_of_bits([torch.tensor([1, 2]), torch.tensor([2**52])])
     3
     """
-    pieces = (piece for vector in vectors for piece in vector.reshape(-1).split(_PIECE) if piece.numel())
+    pieces = (piece for vector in vectors for piece in torch.split(vector.reshape(-1), _PIECE) if piece.numel())
     return sum(int(piece.view(_INTEGERS[piece.itemsize]).sum(dtype=torch.int64)) for piece in pieces) % _MODULUS
 
 
