@@ -1,5 +1,6 @@
 """Two hosts on one: network namespaces of their own, joined by a cable that nobody else can reach."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -29,8 +30,19 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *apart, *map(str, words)]
 
     def environment(self) -> dict[str, str]:
+        """Of a process there."""
+        return os.environ | self.own_environment()
+
+    def own_environment(self) -> dict[str, str]:
         """For Gloo, which has to be told how it is reached."""
-        return os.environ | {"GLOO_SOCKET_IFNAME": self.interface}
+        return {"GLOO_SOCKET_IFNAME": self.interface}
+
+
+def enter(namespace: str) -> None:
+    """Have this process, which has just been forked, use the network of a namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path("/run/netns", namespace).open() as handle:
+        assert libc.setns(handle.fileno(), 0x40000000) == 0, os.strerror(ctypes.get_errno())  # CLONE_NEWNET
 
 
 def why_not() -> str | None:
@@ -70,3 +82,21 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+
+
+@contextmanager
+def cut_off(hosts: tuple[Host, Host], ways: tuple[bool, bool] = (True, True)) -> Iterator[None]:
+    """Have packets vanish on the way from the first host to the second, and back, and no more afterwards.
+
+    Args:
+        hosts: both.
+        ways: whether those of the first, and those of the second vanish.
+    """
+    sent = [(host, other) for host, other, way in zip(hosts, hosts[::-1], ways, strict=True) if way]
+    for host, other in sent:
+        _ip("-n", host.namespace, "route", "add", "blackhole", f"{other.address}/32")
+    try:
+        yield
+    finally:
+        for host, other in sent:
+            _ip("-n", host.namespace, "route", "delete", "blackhole", f"{other.address}/32")

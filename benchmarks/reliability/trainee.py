@@ -1,6 +1,7 @@
 """The run that is disturbed: trains by the arguments it is given, and prints one JSON line about how it ended.
 
-Each worker notes when it has begun a step in a file that the injector reads; nothing else in it knows of faults.
+Each worker notes when it has begun a step in a file that the injector reads. It knows of faults what
+``failpoints.py`` has it do: stop where it is told to, so that the injector finds it there.
 """
 
 import functools
@@ -12,68 +13,67 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+import failpoints
+from workloads import workload
 
-from paceline import Program, Run, launch
-
-SAMPLES, FEATURES, CLASSES = 4096, 784, 10
-
-
-def model(width: int) -> nn.Module:
-    """Return the MLP that the scorecard's first workload names, 784-256-10, or one of another width."""
-    return nn.Sequential(nn.Linear(FEATURES, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, CLASSES))
+from paceline import Run, launch
+from paceline.checkpoint.reader import newest
 
 
-def program(width: int) -> Program:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(SAMPLES, FEATURES, generator=generator)
-    targets = torch.randint(CLASSES, (SAMPLES,), generator=generator)
-    return Program(
-        model=functools.partial(model, width),
-        loss=nn.functional.cross_entropy,
-        optimizer=functools.partial(torch.optim.Adam, lr=1e-3),
-        train=(inputs, targets),
-        batch_size=32,
-        name="reliability",
-    )
-
-
-def noting(worker: Any, *, log: str, pause_s: float) -> None:
-    """The plain loop; a line says when which replica has begun a step."""
+def noting(worker: Any, *, log: str, pause_s: float, hold: dict[str, Any] | None) -> None:
+    """The plain loop; a line says when which replica has begun which step, in which process."""
     with open(log, "a", buffering=1) as file:
-        for batch in worker.batches():
-            file.write(f"{time.monotonic():.6f} {worker.replica}\n")
+        for step, batch in enumerate(worker.batches(), 1):
+            file.write(f"{time.monotonic():.6f} {worker.replica} {step} {os.getpid()}\n")
+            if hold is not None:
+                failpoints.in_worker(hold, worker, step)
             worker.step(batch)
             time.sleep(pause_s)  # so that kills come at all moments of a step, and not in a second of thousands
 
 
-def digest(run: Run) -> str:
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in run.state.values())).hexdigest()
+def digest(run: Run, checkpoint: str | None) -> str:
+    """Return the SHA-256 of all parameters, and of the optimizer's state where a checkpoint of the end has it."""
+    total = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in run.state.values()))
+    found = None if checkpoint is None else newest(Path(checkpoint))[0]
+    if found is not None:
+        for name in sorted(found.names()):
+            total.update(name.encode())
+            total.update(found.read(name).contiguous().numpy().tobytes())
+    return total.hexdigest()
 
 
 def main() -> None:
     """Train; the only argument is a JSON object of settings."""
     settings: dict[str, Any] = json.loads(sys.argv[1])
-    width, strategy = settings.pop("width", 256), settings.pop("strategy")
-    log, pause_s = settings.pop("log"), settings.pop("pause_s", 0.005)
-    loop = functools.partial(noting, log=log, pause_s=pause_s)
-    run = launch(loop, program(width), strategy, progress=False, **settings)
-    summary = run.summary
-    print(
-        json.dumps(
-            {
-                "digest": digest(run),
-                "updates": summary["updates"],
-                "gradients": summary["gradients"],
-                "left": [exit_.reason for exit_ in run.left],
-                "notes": summary["notes"],
-                "seconds": summary["seconds"],
-                "descriptors": len(os.listdir("/proc/self/fd")),
-                "peak_memory_kb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]),
-            }
-        )
+    folder, strategy, data = settings.pop("folder"), settings.pop("strategy"), settings.pop("data")
+    program = workload(
+        settings.pop("workload", "W1"), data, width=settings.pop("width", 256), samples=settings.pop("samples", None)
     )
+    hold = settings.pop("hold", None)
+    own = {"log": settings.pop("log"), "pause_s": settings.pop("pause_s", 0.005), "hold": hold}
+    # The end is saved where nothing else asks for it, so that the digest covers the optimizer's state.
+    if settings.setdefault("checkpoint", f"{folder}/end") is not None:
+        settings.setdefault("checkpoint_every", "1000000 steps")
+    if hold is not None:
+        failpoints.in_main(hold)
+    began = time.monotonic()
+    run = launch(functools.partial(noting, **own), program, strategy, progress=False, **settings)
+    summary = run.summary
+    result = {
+        "digest": digest(run, settings["checkpoint"]),
+        "updates": summary["updates"],
+        "gradients": summary["gradients"],
+        "applied": summary["applied"],
+        "discarded": summary["discarded"],
+        "left": [f"replica {each.replica}: {each.reason} after {each.time_s:.1f} s" for each in run.left],
+        "notes": summary["notes"],
+        "seconds": summary["seconds"],
+        "whole_s": time.monotonic() - began,
+        "interrupted": summary["interrupted"],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "peak_memory_kb": int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]),
+    }
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,15 @@ from torch import Tensor, nn
 from paceline.checkpoint.manifest import MANIFEST, Manifest
 from paceline.core.errors import InputError
 from paceline.core.records import RECORD_FIELDS, STATISTICS, Record, ReplicaExit
-from paceline.core.safe_files import new_folder, open_regular, read_bytes, read_json, reading, write_json
+from paceline.core.safe_files import (
+    check_safetensors,
+    new_folder,
+    open_regular,
+    read_bytes,
+    read_json,
+    reading,
+    write_json,
+)
 from paceline.metrics.summary import json_safe
 from paceline.program import Program
 from paceline.strategy import Strategy
@@ -44,6 +52,7 @@ FILES = ("strategy.toml", "history.csv", "spans.jsonl", "summary.json", "model.s
 
 # A strategy has a few lines.
 _LARGEST_TOML_BYTES = 1 << 16
+_MOST_DOTS = 2000
 
 # Parameters and buffers by full name.
 State: TypeAlias = Mapping[str, Tensor]
@@ -163,7 +172,10 @@ def load(path: str | Path, program: Program | None = None) -> Run:
         raise InputError(f"{path} holds a comparison, not a run; write the path of one of its runs, {one}")
     _verify(folder)
     with reading(folder / "strategy.toml"):
-        head = tomllib.loads(read_bytes(folder / "strategy.toml", most=_LARGEST_TOML_BYTES).decode())
+        text = read_bytes(folder / "strategy.toml", most=_LARGEST_TOML_BYTES).decode()
+        if text.count(".") > _MOST_DOTS:
+            raise ValueError("its keys are nested too deep")
+        head = tomllib.loads(text)
         name, engine, text = str(head["program"]), str(head["engine"]), str(head["strategy"])
         strategy: Strategy | str = text
         try:
@@ -226,13 +238,13 @@ def save_state(state: State, path: Path) -> None:
 def load_state(path: Path) -> dict[str, Tensor]:
     """Return the tensors that :func:`save_state` wrote; tied names share one tensor again."""
     with reading(path):
-        open_regular(path).close()
+        check_safetensors(path)
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
                 tied = json.loads((file.metadata() or {}).get("tied", "{}"))
                 return state | {name: state[other] for name, other in tied.items()}
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:
             raise ValueError(str(error)) from error
 
 

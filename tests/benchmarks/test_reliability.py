@@ -14,22 +14,42 @@ Load = Callable[[str], Any]
 
 @pytest.mark.parametrize(("row", "trials"), [("kill", 4), ("gang", 2), ("stop", 1), ("main", 3), ("mutate", 200)])
 def test_a_row_in_small(load: Load, row: str, trials: int) -> None:
-    function, _ = load("rows").ROWS[row]
-    outcome = function(trials)
+    outcome = load("rows").ROWS[row].run(trials)
     assert outcome.trials >= trials * 0.9, "mutations that change nothing are no trials"
     assert outcome.failures == []
 
 
-def test_the_page_names_each_row_with_its_bound(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_has_rows_bounds_comparators_and_points(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = load("page")
     facts = {"processor": "A", "cores": "2", "system": "Linux 6", "torch": "2", "python": "3", "date": "2026-01-01"}
-    kept = {"row": "R1", "title": "kill", "passes": "none", "trials": 100, "failures": [], "figures": {"back_s": 0.125}}
+    kept = {"row": "R1", "title": "kill", "passes": "none", "trials": 100, "stated": 100, "failures": [], "unnamed": []}
+    others = {"DDP on Gloo": {"trials": 5, "told": "the run ends", "figures": {"end_s": 0.5}}}
+    kept |= {"figures": {"back_s": 0.125}, "load": 0.5, "machine": facts, "others": others}
     (tmp_path / "results").mkdir()
-    (tmp_path / "results" / "kill.json").write_text(json.dumps(kept | {"load": 0.5, "machine": facts}))
+    (tmp_path / "results" / "kill.json").write_text(json.dumps(kept))
+    (tmp_path / "results" / "stop.json").write_text(json.dumps(kept | {"row": "R5", "stated": 200, "others": {}}))
     monkeypatch.setattr(page, "HERE", tmp_path)
     monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
     page.write_page()
-    assert "| R1 | kill | none | 100 | 0 | ≤ 3.0% | back s 0.125 |" in (tmp_path / "README.md").read_text("utf-8")
+    text = (tmp_path / "README.md").read_text("utf-8")
+    assert "| R1 | kill | none | 100 | 0 | ≤ 3.0% | back s 0.125 |" in text
+    assert "| R5 | kill | none | 100 of 200 | 0 | ≤ 3.0% | back s 0.125 |" in text
+    assert "| R1 | kill | the run ends; end s 0.5 (n = 5) | — | — |" in text
+    assert "| R1 | 1 | 3 | 1 | 1 | 5 |" in text
+    assert "| R5 | 1 | 0 | 1 | 0 | 1 |" in text
+    assert "| R2 | not run | 0 | 0 | 0 | 0 |" in text
+    assert "## Score: 6 of 100" in text
+
+
+def test_points_are_lost_by_one_failure_or_one_message_that_does_not_name(load: Load) -> None:
+    page = load("page")
+    row: dict[str, Any] = {"trials": 10, "stated": 10, "failures": [], "unnamed": []}
+    assert page.points([row]) == (3, 1, 0)
+    assert page.points([row, row | {"failures": ["late"]}]) == (0, 1, 0)
+    assert page.points([row, row | {"unnamed": ["Error"]}]) == (3, 0, 0)
+    assert page.points([row | {"others": {"torchft": {"trials": 0}}}]) == (3, 1, 0)
 
 
 @pytest.mark.parametrize(("failures", "trials", "bound"), [(0, 100, 0.0295), (1, 100, 0.0466), (3, 20, 0.3437)])

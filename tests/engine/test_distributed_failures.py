@@ -105,11 +105,22 @@ def test_who_was_killed_is_named(folder: Path) -> None:
     (kind, text), other = (found["told"] for found in kept_of(folder, "killed", [0, 2]))
     assert other == (kind, text)
     assert kind == "WorkerError"
-    assert re.match(
-        r"rank 1 \(process \d+ on \S+\) ended while rank [02] .* waited for the all-reduce of its step 3", text
-    )
+    named = r"rank 1 \(process \d+ on \S+\) ended while rank [02] .* waited for "
+    assert re.match(named + "the all-reduce of its step 3: killed by SIGKILL", text)
 
 
 def kept_of(folder: Path, name: str, ranks: list[int]) -> list[Any]:
     """What these ranks have left."""
     return [pickle.loads((folder / f"{name}.{rank}").read_bytes()) for rank in ranks]
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo"])
+def test_who_was_killed_is_named_before_torchrun_ends_the_others(tmp_path: Path, backend: str) -> None:
+    script = Path(__file__).with_name("distributed_killed_script.py")
+    process = torchrun(script, backend, "5", ranks=RANKS, folder=tmp_path)
+    said = ended(process)
+    assert process.returncode == 1, said
+    assert re.search(r"^paceline: rank 1 \(process \d+ on \S+\) ended .* step \d+: killed by SIGKILL$", said, re.M), (
+        said
+    )
+    assert "CollectiveError" not in said

@@ -111,7 +111,9 @@ def test_who_is_killed_in_its_backward_pass_is_named(started: tuple[int, Path]) 
     ranks, folder = started
     told_to = [pickle.loads((folder / f"killed.{rank}").read_bytes()) for rank in range(ranks) if rank != 1]
     # Rank 1 ends in its step 3 with the sum of step 2 in its hands; another may still wait for what it sent of that.
-    pattern = r"rank 1 \(process \d+ on \S+\) ended while rank \d .* the all-reduce of its step [23]$"
+    pattern = (
+        r"rank 1 \(process \d+ on \S+\) ended while rank \d .* the all-reduce of its step [23]: killed by SIGKILL$"
+    )
     for kind, text in told_to:
         assert (kind, text) == told_to[0]
         assert kind == "WorkerError"

@@ -51,8 +51,13 @@ def resume(
     if found is None:
         raise InputError(f"{path} has no sound checkpoint; write the folder that checkpoint= named")
     head = found.manifest.head
-    strategy = _text(head, "strategy") if strategy is None else strategy
-    engine = _text(head, "engine") if engine is None else engine
+    if strategy is None:
+        strategy = _text(found.folder, head, "strategy")
+        try:
+            Strategy.parse(strategy)
+        except InputError as error:
+            raise InputError(f"the strategy of {found.folder} can't be read: {error}") from error
+    engine = _text(found.folder, head, "engine") if engine is None else engine
     defaults: dict[str, Any] = {}
     if all(settings.get(unit) is None for unit in _BUDGET):
         defaults |= _values(head.get("budget"), (*_BUDGET, "evaluate_every"))
@@ -61,10 +66,10 @@ def resume(
     return train(program, strategy, engine=engine, resume=path, **defaults | settings)
 
 
-def _text(head: Mapping[str, Any], name: str) -> str:
+def _text(folder: Path, head: Mapping[str, Any], name: str) -> str:
     """Return a text of a manifest, which anybody may have written."""
     if not isinstance(head.get(name), str):
-        raise InputError(f"the checkpoint does not say its {name}; write resume(…, {name}=…)")
+        raise InputError(f"{folder} does not say its {name}; write resume(…, {name}=…)")
     return str(head[name])
 
 

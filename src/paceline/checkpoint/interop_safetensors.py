@@ -37,13 +37,11 @@ from paceline.checkpoint.interop import (
 )
 from paceline.checkpoint.manifest import DTYPES
 from paceline.core.errors import InputError, check_positive
-from paceline.core.safe_files import bound_values, check_out, new_folder, open_regular, read_json, reading
+from paceline.core.safe_files import check_out, check_safetensors, new_folder, read_json, reading
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# The most that the safetensors library reads.
-_LARGEST_HEADER_BYTES = 100_000_000
 _DTYPES = {code: name for name, (code, _) in DTYPES.items()}
 
 
@@ -159,12 +157,12 @@ def _is_mapped(name: str, file: str, weight_map: Mapping[str, str], source: Path
 def _specs(path: Path) -> list[TensorSpec]:
     """Return the tensors of a file, whose header has been checked."""
     with reading(path):
-        _check_header(path)
+        check_safetensors(path)
         try:
             with safe_open(path, framework="pt", device="cpu") as file:
                 slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
                 return [_spec(key, each.get_shape(), each.get_dtype()) for key, each in slices.items()]
-        except SafetensorError as error:
+        except (SafetensorError, RuntimeError) as error:  # the latter where so much memory can't be mapped
             raise ValueError(str(error)) from error
 
 
@@ -174,14 +172,3 @@ def _spec(name: str, shape: Sequence[int], code: str) -> TensorSpec:
     if code not in _DTYPES:
         raise ValueError(f"{name} has dtype {code}, which torch has not; write one of: {', '.join(_DTYPES)}")
     return TensorSpec(name, tuple(shape), _DTYPES[code])
-
-
-def _check_header(path: Path) -> None:
-    """Require a regular file whose header is within it, and takes no more memory than a file of this size may."""
-    with open_regular(path) as file:
-        size = file.seek(0, 2)
-        file.seek(0)
-        header = int.from_bytes(file.read(8), "little")
-        if header > min(_LARGEST_HEADER_BYTES, size - 8):
-            raise ValueError(f"its header should have {header:,} bytes, but the file has {size:,}")
-        bound_values(file.read(header), size)

@@ -162,7 +162,7 @@ class Manifest:
             if seal is None or hashlib.sha256(text[: seal.start()]).hexdigest() != seal[1].decode():
                 raise ValueError("its SHA-256 is not the one that it ends with")
             head = parse_json(text)
-            if head.get("format") != FORMAT:
+            if type(head.get("format")) is not int or head["format"] != FORMAT:
                 raise ValueError(f"it has format {head.get('format')!r}, but this version of Paceline reads {FORMAT}")
             tensors, files = head.pop("tensors"), head.pop("files")
             del head["sha256"]
@@ -181,7 +181,7 @@ class Manifest:
         path = folder / MANIFEST
         with reading(path):
             text = read_bytes(path)
-            bound_values(text, sum(file.lstat().st_size for file in folder.iterdir()))
+            bound_values(text, len(text) + sum(_stored_bytes(file) for file in folder.iterdir()))
         return cls.parse(text, path)
 
     @classmethod
@@ -235,6 +235,12 @@ def checkpoint_folders(directory: Path) -> list[Path]:
     return [
         directory / f"step-{n}" for n in sorted((int(m[1]) for m in map(_STEP.fullmatch, names) if m), reverse=True)
     ]
+
+
+def _stored_bytes(path: Path) -> int:
+    """Return what a file takes on the disk, so that holes don't count."""
+    found = path.lstat()
+    return min(found.st_size, found.st_blocks * 512)
 
 
 def _lines(values: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 from paceline.checkpoint.base import TensorChunk, dtype_name
 from paceline.checkpoint.manifest import DTYPES, MANIFEST, ChunkEntry, Manifest, checkpoint_folders
 from paceline.core.errors import InputError
-from paceline.core.safe_files import reading
+from paceline.core.safe_files import check_safetensors, reading
 
 
 class CheckpointStatus(NamedTuple):
@@ -131,7 +131,9 @@ class Checkpoint:
         path = self.folder / name
         self.manifest.files[name].check(path)
         with reading(path):
-            if _header(path) != self._headers.get(name, {}):
+            expected = self._headers.get(name, {})
+            check_safetensors(path, _most_header_bytes(expected))
+            if _header(path) != expected:
                 raise ValueError("its header is not what the manifest says")
         self._verified.add(name)
 
@@ -210,13 +212,18 @@ def _verified(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def _most_header_bytes(expected: dict[str, tuple[str, list[int]]]) -> int:
+    """Return more bytes than a header of these chunks has, however it was written."""
+    return 4096 + sum(6 * len(key) + 256 + 24 * len(shape) for key, (_, shape) in expected.items())
+
+
 def _header(path: Path) -> dict[str, tuple[str, list[int]]]:
     """Return dtype and shape by key."""
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
             return {key: (each.get_dtype(), each.get_shape()) for key, each in slices.items()}
-    except SafetensorError as error:
+    except (SafetensorError, RuntimeError) as error:  # the latter where so much memory can't be mapped
         raise ValueError(str(error)) from error
 
 

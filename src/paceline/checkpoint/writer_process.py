@@ -226,13 +226,20 @@ def _replace(partial: Path, final: Path) -> None:
 def _write_hashed(path: Path, header: bytes, values: memoryview) -> FileInfo:
     digest = hashlib.sha256()
     with naming(path), path.open("wb") as file:
-        pieces = (values[start : start + _PIECE_BYTES] for start in range(0, len(values), _PIECE_BYTES))
-        for piece in itertools.chain([memoryview(header)], pieces):
+        for piece in itertools.chain([memoryview(header)], _pieces(values)):
             digest.update(piece)
             file.write(piece)
         file.flush()
         os.fsync(file.fileno())
         return FileInfo(file.tell(), digest.hexdigest())
+
+
+def _pieces(values: memoryview) -> Iterator[memoryview]:
+    """Yield staging memory in pieces, each of which is unmapped afterwards, so that few are in this process at once."""
+    for start in range(0, len(values), _PIECE_BYTES):
+        yield values[start : start + _PIECE_BYTES]
+        if isinstance(values.obj, mmap.mmap):
+            values.obj.madvise(mmap.MADV_DONTNEED, start, min(_PIECE_BYTES, len(values) - start))
 
 
 def _write_durably(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 from paceline.cli.console import FAILED, print_json, session
 from paceline.cli.options import Json
 from paceline.core.errors import InputError
-from paceline.core.formatting import aligned, amount
+from paceline.core.formatting import aligned, amount, printable
 
 if TYPE_CHECKING:
     from paceline.checkpoint.interop import Transfer
@@ -54,7 +54,10 @@ def list_checkpoints(
     elif not found:
         echo(f"no checkpoints in {folder}")
     else:
-        rows = [(str(s.version), s.created or "", amount(s.size_bytes), s.error or "sound") for s in found]
+        rows = [
+            (str(s.version), printable(s.created or ""), amount(s.size_bytes), printable(s.error or "sound"))
+            for s in found
+        ]
         echo("\n".join(aligned([("version", "created", "size", "state"), *rows], right=("version", "size"))))
     if any(status.error for status in found):
         raise typer.Exit(FAILED)

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from paceline.core.errors import InputError, PacelineError
+from paceline.core.formatting import printable
 
 # Exit codes. REFUSED: nothing was started, because the request can't be done as written; the others are 128 +
 # the signal that ended the run.
@@ -44,7 +45,7 @@ def session(*, json_output: bool) -> Iterator[None]:
     except PacelineError as error:
         if os.environ.get("PACELINE_TRACEBACK") == "1":
             traceback.print_exc()
-        typer.secho(f"error: {error}", fg="red", err=True)
+        typer.secho(f"error: {printable(str(error))}", fg="red", err=True)
         raise typer.Exit(REFUSED if isinstance(error, InputError) else FAILED) from None
     except KeyboardInterrupt:
         typer.secho("interrupted before there was a result", fg="red", err=True)

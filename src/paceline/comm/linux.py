@@ -8,6 +8,7 @@ Pythons built against an old C library (those of uv and conda, up to 2026) leave
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import platform
 import signal
@@ -23,6 +24,8 @@ from paceline.core.errors import PacelineError
 
 MFD_CLOEXEC = 1
 _PIDFD_SEND_SIGNAL, _PIDFD_OPEN = 424, 434  # the same number on every architecture
+# struct pidfd_info: a mask, the cgroup, eleven ids, the exit status.
+_PIDFD_INFO, _PIDFD_GET_INFO, _PIDFD_INFO_EXIT = struct.Struct("=QQ11Ii"), 0xC040FF0B, 1 << 3
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_THRESHOLD, _NEVER = 2**25, 2**31 - 1  # glibc takes no larger mmap threshold, and an int
 _SCHED_SETATTR, _SCHED_GETATTR, _RESET_ON_FORK = 314, 315, 1
@@ -52,6 +55,17 @@ def pidfd_send_signal(pidfd: int, number: int) -> None:
         signal.pidfd_send_signal(pidfd, number)
     else:
         _call("pidfd_send_signal", _PIDFD_SEND_SIGNAL, pidfd, number, None, 0)
+
+
+def pidfd_exit_status(pidfd: int) -> int | None:
+    """Return the status, as of waitpid, of a process that has ended and was waited for; None: Linux before 6.15."""
+    info = bytearray(_PIDFD_INFO.pack(_PIDFD_INFO_EXIT, *([0] * 13)))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+    except OSError:
+        return None
+    mask, *_, status = _PIDFD_INFO.unpack(info)
+    return int(status) if mask & _PIDFD_INFO_EXIT else None
 
 
 def exchange(first: Path, second: Path) -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 from paceline.comm import linux
 
@@ -81,6 +82,21 @@ def describe_exit(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:  # a real-time signal has no name
         return f"killed by signal {-code}"
+
+
+def how_ended(pidfd: int, pid: int) -> str:
+    """Describe how a process that has ended did, this process's child or not; ``ended`` where the kernel does not say.
+
+    Before its parent has waited for it, /proc says so; afterwards, from Linux 6.15 on, the pidfd does.
+    """
+    status: int | None = None
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        # The name of the program, in parentheses, may have spaces; the state is the third field, the status the 52nd.
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        status = int(fields[49]) if fields[0] == "Z" else None
+    if status is None:
+        status = linux.pidfd_exit_status(pidfd)
+    return "ended" if status is None else describe_exit(os.waitstatus_to_exitcode(status))
 
 
 def _ended(pidfds: Iterable[int], timeout_s: float | None) -> set[int]:

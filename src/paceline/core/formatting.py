@@ -32,6 +32,15 @@ def bytes_text(size: float) -> str:
     return f"{size:.0f} B" if not unit else f"{_three(size)} {_UNITS[unit]}"
 
 
+def printable(text: str) -> str:
+    r"""Return a text without what a terminal would obey: escape codes, other controls, changes of direction.
+
+    >>> print(printable("\x1b[2J, \u202e"))
+    \x1b[2J, \u202e
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def _three(number: float) -> str:
     """Format three digits without an exponent.
 

@@ -10,6 +10,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -20,11 +21,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.core.errors import InputError
+from paceline.core.formatting import printable
 
 # Size of a file that is read at once.
 LARGEST_BYTES = 1 << 28
 # Memory that the values of any JSON may take.
 _SMALL_BYTES = 48 << 20
+# A header of safetensors that others have written; half a million tensors. And the texts in it that are no tensors.
+_LARGEST_HEADER_BYTES = 16 << 20
+_LARGEST_METADATA_BYTES = 1 << 20
+# A file of so many bytes, of which the disk has not even a part in so many, was never written as one.
+_SPARSE_BYTES, _SPARSE_RATIO = 1 << 30, 1024
+_BLOCK_BYTES = 512  # of st_blocks, whatever the file system's are
+_HALF_SURROGATE = re.compile(rb"\\u[dD][89abAB]")
 
 
 @contextmanager
@@ -153,17 +162,51 @@ def reading(path: Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, csv.Error) as error:
         # The text of a KeyError is the key alone.
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise InputError(f"{path} can't be read: {reason}") from error
+        raise InputError(f"{path} can't be read: {printable(reason)}") from error
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open a file to read it; raise ValueError for FIFOs, devices and folders, which could block or never end."""
+    """Open a file to read it; raise ValueError for FIFOs, devices and terabytes of holes."""
     # O_NONBLOCK: the open of a FIFO that nobody writes would wait.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
+    found = os.fstat(handle)
+    stored = found.st_blocks * _BLOCK_BYTES
+    reason = None
+    if not stat.S_ISREG(found.st_mode):
+        reason = "it is no regular file"
+    elif found.st_size > _SPARSE_BYTES and stored * _SPARSE_RATIO < found.st_size:
+        reason = f"of its {found.st_size:,} bytes only {stored:,} are stored"
+    if reason is not None:
         os.close(handle)
-        raise ValueError("it is no regular file")
+        raise ValueError(reason)
     return os.fdopen(handle, "rb")
+
+
+def check_safetensors(path: Path, most: int = _LARGEST_HEADER_BYTES) -> None:
+    """Require a regular file whose header can be given to the safetensors library, which checks the rest.
+
+    Its own bound is 100 MB, for which it takes a minute and a gigabyte; of a key that stands twice it takes the last.
+
+    Args:
+        path: of the file.
+        most: bytes that the header may have.
+
+    Raises:
+        ValueError: the header is larger, or not within the file, or no JSON object of different keys.
+    """
+    with open_regular(path) as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        header = int.from_bytes(file.read(8), "little")
+        if header > size - 8:
+            raise ValueError(f"its header should have {header:,} bytes, but the file has {size:,}")
+        if header > most:
+            raise ValueError(f"its header has {header:,} bytes, and {most:,} are the most that it may have")
+        text = file.read(header)
+    bound_values(text, size)
+    metadata = parse_json(text).get("__metadata__")
+    if len(str(metadata)) > _LARGEST_METADATA_BYTES:
+        raise ValueError(f"its __metadata__ has more than {_LARGEST_METADATA_BYTES:,} bytes")
 
 
 def read_bytes(path: Path, *, most: int = LARGEST_BYTES) -> bytes:
@@ -203,6 +246,8 @@ def bound_values(text: bytes, stored_bytes: int) -> None:
 def parse_json(text: bytes) -> dict[str, Any]:
     """Return a JSON object whose keys are all different; raise ValueError or RecursionError for anything else."""
     value = json.loads(text.decode(), object_pairs_hook=_unique)
+    if _HALF_SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # a half one is no text: that is a ValueError
     if not isinstance(value, dict):
         raise ValueError(f"it holds a {type(value).__name__}, not an object")
     return value

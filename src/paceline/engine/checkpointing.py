@@ -164,6 +164,14 @@ class Checkpointer:
             self.save(now)
             self._wait(deadline)
 
+    def take_over(self) -> None:
+        """Write from now on what another process has written alone that is dead; what it was at may be lost."""
+        if self._options is not None and self._writer is None:
+            options, self._part, self._saved = self._options, 0, None
+            self._writer = CheckpointWriter(
+                options.folder, run=uuid.uuid4().hex, keep=options.keep, timeout_s=self._job.timeout_s
+            )
+
     def notes(self) -> dict[str, str | int | float]:
         """Return notes for the run's summary."""
         if self._options is None:

@@ -1,7 +1,7 @@
 """The history of a run: records, recent losses, what is spent of the budget, and the account at the end."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from paceline.core.noise_scale import NoiseAccumulator
@@ -68,6 +68,12 @@ class RunHistory:
         key = record.time_s, record.updates, record.gradients
         self._pending = [each for each in self._pending if (each.time_s, each.updates, each.gradients) != key]
         self.records.append(record)
+
+    def complete(self, scored: Iterable[Record]) -> list[Record]:
+        """Return all records in order, with those that were scored elsewhere; a snapshot lost with its rank is bare."""
+        for record in scored:
+            self.keep(record)
+        return list(self.state().records)
 
     def add_loss(self, loss: float, samples: int) -> None:
         """Note the mean loss of a Δ and how many samples it was taken on."""

@@ -134,7 +134,11 @@ class ResumePoint:
         for name, value in (("optimizer", optimizer), ("fingerprint", fingerprint)):
             if not isinstance(value, dict):
                 raise InputError(f"{checkpoint.folder} can't be read: its {name} is no object")
-        return cls(checkpoint.folder, RunState.of_json(head["run"]), optimizer, fingerprint)
+        try:
+            run = RunState.of_json(head["run"])
+        except InputError as error:
+            raise InputError(f"{checkpoint.folder} can't be gone on from: {error}") from error
+        return cls(checkpoint.folder, run, optimizer, fingerprint)
 
     @property
     def checkpoint(self) -> Checkpoint:

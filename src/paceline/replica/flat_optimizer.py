@@ -165,6 +165,31 @@ class FlatOptimizer:
                 kernel.step(part, part, next(remaining).reshape(-1), part_of_state, weight)
         self.end_step(self.state)
 
+    def replicated(self) -> dict[str, Any]:
+        """Return all that steps change but the parameters, for :meth:`replicate` in another process."""
+        optimizer = self._optimizer
+        return {
+            "steps": self.steps,
+            "vectors": self.state_vectors,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+            "state": [dict(optimizer.state[p]) if p in optimizer.state else None for p in self._parameters],
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+        }
+
+    def replicate(self, other: Mapping[str, Any]) -> None:
+        """Go on where another process's optimizer of the same parameters is, which has :meth:`replicated` itself."""
+        self.steps = other["steps"]
+        for own, vectors in zip(self.state_vectors, other["vectors"], strict=True):
+            for vector, value in zip(own, vectors, strict=True):
+                vector.copy_(value)
+        for group, options in zip(self._optimizer.param_groups, other["groups"], strict=True):
+            group.update(options)
+        for parameter, state in zip(self._parameters, other["state"], strict=True):
+            if state is not None:
+                self._optimizer.state[parameter] = state
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(other["scheduler"])
+
     def chunks(self, describe: Describe = describe_whole) -> list[TensorChunk]:
         """Return the tensors of the optimizer's state, by full parameter name; none before the first step.
 

@@ -23,6 +23,7 @@ Feature: TypeAlias = Literal[
     "virtual-time",
     "on_death",  # replicas whose death the run survives
     "elastic",  # replicas that come and go while the run lasts
+    "no-server",  # A is with the replicas alone
 ]
 
 # Beginning of a feature that an engine supports only where a replica is several workers.
@@ -35,7 +36,7 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
     "ray": frozenset({"asynchronous", "cuda", "on_death"}),
-    "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
+    "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters", "on_death", "no-server"},
 }
 
 
@@ -131,7 +132,7 @@ class Case:
     @property
     def served(self) -> bool:
         """True if A is kept apart from replicas, each of which goes its own pace, or may die."""
-        return not self.lockstep or self.survives_deaths
+        return not self.lockstep or (self.survives_deaths and "no-server" not in self.features)
 
     @property
     def several_workers(self) -> bool:

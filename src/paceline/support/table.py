@@ -70,9 +70,16 @@ def _real(c: Case) -> bool:
     return "virtual-time" not in c.features
 
 
+def _alone(c: Case) -> bool:
+    """Return True if the run is to survive deaths without a server that has A."""
+    return c.survives_deaths and "no-server" in c.features
+
+
 _SHARDS = "shards={s.shards} of one replica send parts of tensors"
 _STAGES = "stages={s.stage_count} of one replica send activations alone"
 _MOVES = "but under schedule={s.schedule} each stage moves its weights before the others have their gradients"
+
+_RESTART = "write checkpoint='ckpt', resume=True under torchrun --max-restarts=3"
 
 # All rows in the order in which they are checked: the first that applies is shown.
 TABLE: tuple[Row, ...] = (
@@ -138,14 +145,44 @@ TABLE: tuple[Row, ...] = (
         "leave on_death out, or write replicas={s.replicas}",
     ),
     Row(
+        lambda c: c.survives_deaths and "on_death" not in c.features,
+        "on_death={on_death}: engine={engine} has no replicas that could die, or all die with one; write "
+        "engine={engines}",
+        "on_death",
+    ),
+    Row(
         lambda c: c.on_death is not None and "virtual-time" in c.features,
         "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",
     ),
     Row(
-        lambda c: c.survives_deaths and "on_death" not in c.features,
-        "on_death={on_death}: under engine={engine} each rank has the only copy of its part of A, or waits for all "
-        "others; write engine={engines}, or checkpoint='ckpt', resume=True under torchrun --max-restarts=3",
-        "on_death",
+        lambda c: _alone(c) and c.several_workers,
+        "on_death={on_death}: under engine={engine} each rank of a replica of several workers has the only copy of its "
+        f"part of A; {_RESTART}, or engine='local'",
+    ),
+    Row(
+        lambda c: _alone(c) and c.on_death == "replace",
+        "on_death=replace: engine={engine} starts no processes, so it replaces none; write on_death='continue', under "
+        "which a rank that is started again joins",
+    ),
+    Row(
+        lambda c: _alone(c) and (bool(c.shard_optimizer) or c.shard_parameters),
+        "on_death={on_death} needs A and its optimizer whole on every rank, but shard_optimizer or shard_parameters "
+        f"divides them among the ranks; leave it out, or {_RESTART}",
+    ),
+    Row(
+        lambda c: _alone(c) and c.compression != "none",
+        "on_death={on_death} makes a round again, but by then compression={s.compression} has moved on what it keeps "
+        f"for later; leave it out, or {_RESTART}",
+    ),
+    Row(
+        lambda c: _alone(c) and c.device != "cpu",
+        "on_death={on_death} breaks collectives off, which is built for CPUs alone, not for device={s.device}; write "
+        f"device=cpu, or {_RESTART}",
+    ),
+    Row(
+        lambda c: _alone(c) and (c.noise_scale or c.on_nonfinite == "skip"),
+        "on_death={on_death}: under engine={engine} a round that is made again takes no Δ twice, but noise_scale=True "
+        f"and on_nonfinite='skip' do; leave them out, or {_RESTART}",
     ),
     Row(
         lambda c: c.survives_deaths and not c.flushes,

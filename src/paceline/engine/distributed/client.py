@@ -11,8 +11,11 @@ the same on all ranks, so rank k mod P alone copies and evaluates snapshot k, af
 run (``until=``), rank 0 evaluates at once, and training time stands still until all ranks have the record.
 """
 
+import functools
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,7 +26,7 @@ from paceline.aggregation.base import Apply, Arrival
 from paceline.aggregation.synchronous import Synchronous
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.data_order import BatchRange
-from paceline.core.records import Record
+from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.checkpointing import Checkpointer
@@ -33,9 +36,12 @@ from paceline.engine.distributed.reduce_buffer import DeltaNorm, RankStatus, Sta
 from paceline.engine.distributed.uneven_inputs import ShadowPasses
 from paceline.engine.evaluation import EvaluationQueue
 from paceline.engine.loop import InterruptGuard, RunLoop
+from paceline.engine.replica_pace import REMEMBERED, SILENT_STEPS
 from paceline.engine.run_context import RunContext
+from paceline.engine.spmd.membership import Generation
 from paceline.engine.spmd.rank_context import RankContext
 from paceline.engine.spmd.rank_registry import StoreSignals
+from paceline.engine.spmd.survival import Survival
 from paceline.engine.worker import WorkerMetrics
 from paceline.replica.base import GradientSink, Measured, micro_steps
 from paceline.replica.flat_state import FlatLayout, FlatState
@@ -108,6 +114,8 @@ class ReplicatedCoordinator:
         self.now = self.loop.start_s
         """Training time at which the newest exchange was complete."""
         self.over = self.interrupted = False
+        self.staged: Callable[[], None] | None = None
+        """Makes of A what the update under way has made of it on a rank that has gone further; None: it is made."""
 
     def begin(self) -> None:
         """Evaluate A_0 and send it to all replicas; all ranks are ready."""
@@ -151,6 +159,15 @@ class ReplicatedCoordinator:
         self.over |= self.interrupted or not decisions.present
         loop.display(self.now)
 
+    def died(self, exit: ReplicaExit) -> None:
+        """Have the policy go on without a replica; others take the batches that it was at work on."""
+        replica = exit.replica
+        self.loop.exits.append(exit)
+        self.decisions.left(replica, "died")
+        self.attempts[replica] = self.decisions.positions[replica].attempt
+        self.batches[replica] = NO_BATCHES
+        self.over |= not self.decisions.present
+
     def finish(self) -> None:
         """Count what is left as discarded, and have the last A evaluated unless its record is there."""
         self.decisions.finish()
@@ -161,7 +178,8 @@ class ReplicatedCoordinator:
         """Copy A to be evaluated after training; with a condition that ends it, evaluate it now, for all ranks."""
         info, world, queue = self.loop.history.snapshot(now), self._world, self._queue
         if self._job.budget.until is None:
-            local = self._snapshots % world.size == world.rank
+            members = self._rank_context.members
+            local = members[self._snapshots % len(members)] == world.rank
             self._snapshots += 1
             while local and queue.full:  # memory is short
                 self._records.append(queue.evaluate(*queue.snapshots.popleft()))
@@ -170,9 +188,11 @@ class ReplicatedCoordinator:
                 queue.snapshots.append((state, info))
             return
         since = time.monotonic_ns()  # the clock stands still
-        state = self._shard.full_state(wanted=world.rank == 0)
-        record = queue.evaluate(state, info) if state is not None else None
-        record = self._rank_context.gather(record, "a score")[0]
+        record: Record | None = None
+        while record is None:  # twice if the rank that evaluates dies
+            state = self._shard.full_state(wanted=self._rank_context.is_first)
+            own = queue.evaluate(state, info) if state is not None else None
+            record = self._rank_context.gather(own, "a score")[0]
         self._clock.paused_ns += time.monotonic_ns() - since
         self.loop.keep([record])
         self.over |= self.loop.condition_met
@@ -187,6 +207,10 @@ class ReplicatedCoordinator:
 
     def apply(self, action: Apply) -> None:
         shard = self._shard
+        if self.staged is not None:
+            self.staged()
+            self.staged = None
+            return
         arrival, weight = next((a, w) for a, w in action.deltas if a.samples)
         factor = weight / self.weight(arrival.samples)
         # Running buffers: always a mean.
@@ -223,6 +247,8 @@ class ClientContext:
         stop_event: set when it is asked.
         checkpointer: saves the run.
         divergence: compares A among the ranks.
+        survival: of the ranks that others leave behind; None: the first death ends the run.
+        suspect_after_s: silence after which a rank is suspected, at least.
     """
 
     coordinator: ReplicatedCoordinator
@@ -236,6 +262,37 @@ class ClientContext:
     timeout_s: Seconds
     checkpointer: Checkpointer
     divergence: DivergenceCheck
+    survival: Survival | None
+    suspect_after_s: Seconds
+
+
+class ExchangePace:
+    """Measures how far exchanges are apart, to tell a slow rank from one that is cut off or stopped.
+
+    Args:
+        suspect_after_s: silence after which a rank is suspected, at least.
+    """
+
+    def __init__(self, suspect_after_s: Seconds) -> None:
+        self._suspect_after_s = suspect_after_s
+        self._intervals = deque[Seconds](maxlen=REMEMBERED)
+        self._last_s = -math.inf
+        self._generation = 0
+
+    def silence_s(self, generation: Generation) -> Seconds | None:
+        """Return how long a rank may be silent; None: as long as the timeout, for some have made no step yet."""
+        if generation.number != self._generation:
+            self._generation, self._last_s = generation.number, -math.inf
+            if generation.joined:
+                self._intervals.clear()
+        return max(self._suspect_after_s, SILENT_STEPS * max(self._intervals)) if self._intervals else None
+
+    def complete(self) -> None:
+        """Note that an exchange is complete."""
+        now = time.monotonic()
+        if self._last_s > -math.inf:
+            self._intervals.append(now - self._last_s)
+        self._last_s = now
 
 
 class RankClient:
@@ -276,7 +333,9 @@ class AllReduceClient(RankClient, GradientSink):
         super().__init__(context)
         shard = context.shard
         assert shard.status_sync is not None, "an asynchronous pipeline has another client"
-        self._sync, self._buffer, self._overlap = shard.status_sync, shard.reduce_buffer, shard.overlap
+        self._sync, self._overlap = shard.status_sync, shard.overlap
+        self._buffer = shard.contribution or shard.reduce_buffer
+        self._pace = ExchangePace(context.suspect_after_s)
         self._norms = shard.noise.norms if shard.noise else None
         self._norm = None if self._norms is None else DeltaNorm()
         self._micro_steps = 0
@@ -336,6 +395,15 @@ class AllReduceClient(RankClient, GradientSink):
             present = self._replica in self._coordinator.decisions.present
             self._exchange(StatusKind.leaving if present else StatusKind.left, Measured(0.0, 0, True))
 
+    def _exchanged(self, status: RankStatus, step: Clock) -> list[RankStatus]:
+        """Exchange statuses and sums, again with those who are left if a rank dies."""
+        survival, exchange = self._context.survival, functools.partial(self._sync.exchange, status, step)
+        if survival is None:
+            return exchange()
+        statuses = survival.collective(exchange, lambda: self._pace.silence_s(survival.membership.generation))
+        self._pace.complete()
+        return statuses
+
     def _exchange(self, kind: StatusKind, measured: Measured) -> None:
         """Sum Δs and exchange statuses, then let the coordinator decide and update A."""
         context, coordinator, clock, step = self._context, self._coordinator, self._context.clock, self.attempt
@@ -348,7 +416,7 @@ class AllReduceClient(RankClient, GradientSink):
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()
-        statuses = self._sync.exchange(status, step)
+        statuses = self._exchanged(status, step)
         if self._overlap is not None:
             self._overlap.wait(of_step(step))
 

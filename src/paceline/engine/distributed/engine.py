@@ -27,10 +27,12 @@ from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, Asyn
 from paceline.engine.distributed.client import AllReduceClient, ClientContext, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
+from paceline.engine.distributed.replicated_state import SharedRun
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
 from paceline.engine.run_context import RunContext, own_settings, refuse_absent_gpu, set_threads_and_seed, threads
+from paceline.engine.spmd.membership import Survives
 from paceline.engine.spmd.process_group import LaunchEnv, backend_for, refuse_launch
 from paceline.engine.spmd.rank_context import RankContext, RankSetup, build_once_per_host, open_rank_context
 from paceline.engine.worker import ClientWorker, InMemorySink, InstrumentedReplica, WorkerMetrics
@@ -76,7 +78,11 @@ class DistributedEngine(Engine):
         if backend == "nccl":
             torch.cuda.set_device(device)
         watched = job.strategy.compression == "none"  # a compression makes collectives of its own
-        context = open_rank_context(world, backend, device, job.timeout_s, watched=watched)
+        survives = Survives(job.suspect_after_s) if job.survives_deaths else None
+        terms = {"strategy": str(job.strategy), "on_death": str(job.on_death)}
+        context = open_rank_context(
+            world, backend, device, job.timeout_s, watched=watched, survives=survives, terms=terms
+        )
         try:
             with own_settings(), context as together, contextlib.ExitStack() as closing:
                 return DistributedRun(job, together, backend, watch, closing).outcome()
@@ -128,7 +134,15 @@ class DistributedRun:
         self._coordinator.loop.watch = watch
         self._stop_event = threading.Event()
         """Set by the first Ctrl-C."""
-        self._interrupts = InterruptGuard(self._stop_event.set)
+        self._interrupts = InterruptGuard(self._interrupted)
+        context.registry.tells = job.engine == DistributedEngine.name
+
+    def _interrupted(self) -> None:
+        """Note a signal that asks to end; torchrun sends SIGTERM when another rank of this host has died."""
+        self._stop_event.set()
+        survival, dead = self._context.survival, self._context.registry.first_exited()
+        if survival is None and dead is not None:
+            self._context.registry.ended_while(dead, f"was at its step {max(self._coordinator.attempts)}")
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -147,6 +161,8 @@ class DistributedRun:
             self._checkpointer = self._new_checkpointer()
             self._closing.callback(self._checkpointer.close)
             client, worker = self._client_and_worker(replica)
+            if self._context.survival is not None:  # a death before this ends the run
+                self._context.survival.state = SharedRun(self._context, coordinator, shard, self._checkpointer)
             began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
             self._clock.began_ns = began_ns - int(coordinator.loop.start_s * 1e9)
             coordinator.begin()
@@ -205,6 +221,8 @@ class DistributedRun:
             timeout_s=self._job.timeout_s,
             checkpointer=self._checkpointer,
             divergence=DivergenceCheck(self._context, shard.state.vectors, self._job.strategy.mesh.parts),
+            survival=self._context.survival,
+            suspect_after_s=self._job.suspect_after_s,
         )
         client: AllReduceClient | AsyncPipelineClient
         if isinstance(shard, AsyncStageShard):
@@ -261,15 +279,21 @@ class DistributedRun:
             **saved[0],
         }
         account = history.account(
-            seconds, workers, (), notes, interrupted=coordinator.interrupted, signal=next(filter(None, signals), None)
+            seconds,
+            workers,
+            coordinator.loop.exits,
+            notes,
+            interrupted=coordinator.interrupted,
+            signal=next(filter(None, signals), None),
         )
         state = shard.full_state(wanted=True)
         assert state is not None, "it is wanted here"
+        records = history.complete(chain(*scored))
         model = write(materialize(self._job.program, SpillAllocator()), state)
         return Outcome(
             model.state_dict(),
             model,
-            sorted([*history.records, *chain(*scored)], key=lambda record: (record.time_s, record.gradients)),
+            records,
             account,
             training_spans(list(chain(*recorded)), self._clock.began_ns),
         )

@@ -41,6 +41,8 @@ class RankShard(ABC):
     state: FlatState
     """The part of A that this rank's replica reads."""
     reduce_buffer: ReduceBuffer
+    contribution: ReduceBuffer | None = None
+    """This rank's Δ, if it is kept until a round is complete everywhere; None: it is in the reduce buffer."""
     status_sync: GradientSync | ModelParallelSync | None = None
     """The exchange of a step; None: the rank's client exchanges statuses asynchronously."""
     update: Update
@@ -97,6 +99,8 @@ class WholeModelShard(RankShard):
             self.state = FlatState(FlatLayout((), self.state.layout.buffers), [], self.state.buffers)
             self.full_state = functools.partial(self.fsdp.full_state, self.state)
         self.reduce_buffer = ReduceBuffer(self.state.layout, world.size, norms=job.noise_scale)
+        if job.survives_deaths and communicator is not None:
+            self.contribution = ReduceBuffer(self.state.layout, world.size)
         self.update = update = self._build_update()
         if job.noise_scale:
             assert isinstance(update, ReplicatedUpdate), "another update was not refused"
@@ -112,12 +116,12 @@ class WholeModelShard(RankShard):
 
         # Gradients are summed as they come only where nothing has to be known of the whole Δ before.
         overlaps = isinstance(update, ReplicatedUpdate) and strategy.compression == "none"
-        overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip"
+        overlaps &= self.batchnorm_group is None and job.on_nonfinite != "skip" and not job.survives_deaths
         if job.noise_scale:  # each gradient is measured as it is handed over, on the host
             overlaps &= strategy.accumulate == 1 and strategy.device == "cpu"
         self.overlap = build_overlap(job, setup.context, setup.backend, self.reduce_buffer) if overlaps else None
         vectors = update.reduced_vectors if self.overlap is None else self.reduce_buffer.tails()
-        self.status_sync = GradientSync(self.reduce_buffer, vectors, world.rank, communicator)
+        self.status_sync = GradientSync(self.reduce_buffer, vectors, world.rank, communicator, self.contribution)
 
     def _build_update(self) -> Update:
         setup, job, world = self._setup, self._setup.run_context.job, self._setup.context.world
@@ -125,7 +129,8 @@ class WholeModelShard(RankShard):
         if communicator is not None and self.fsdp is not None:
             return FsdpUpdate(job.program, self.fsdp, self.reduce_buffer, self.state, communicator)
         zero = strategy.shard_optimizer
-        if zero is None and strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale:
+        chosen = strategy.compression == "none" and strategy.device == "cpu" and not job.noise_scale
+        if zero is None and chosen and not job.survives_deaths:  # the state of a rank that dies would be lost
             zero = pays(job.program, setup.layout, setup.backend, world.size)
         if communicator is not None and zero:
             shard = ShardState(self.state, self.state.layout, self.state.layout.parameter_names)
@@ -144,7 +149,7 @@ class WholeModelShard(RankShard):
         return FsdpReplica(autograd, self.fsdp, weight)
 
     def held(self) -> HeldTensors:
-        setup, first = self._setup, self.coordinate.replica == 0
+        setup, first = self._setup, self._setup.context.is_first
         part = PartChunks(setup.layout, {}, 0)
         if self.fsdp is not None:
             state = [*self.fsdp.chunks(), *part.of(self.state)]

@@ -178,6 +178,14 @@ class ReduceBuffer:
     """
 
     def __init__(self, layout: FlatLayout, ranks: int, *, norms: bool = False) -> None:
+        self._layout, self._ranks, self._norms = layout, ranks, norms
+        self.vectors: list[Tensor] = []
+        """The buffer: reduced whole where Δ is summed in it."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Take new memory, all zeros; a collective that was given up may still write into what there was."""
+        layout, ranks, norms = self._layout, self._ranks, self._norms
         # One vector for each dtype: parameters, then floating-point running buffers, then the table.
         blocks = (*layout.parameters, *(b for b in layout.buffers if b.dtype.is_floating_point))
         sizes: dict[torch.dtype, int] = {}
@@ -192,8 +200,7 @@ class ReduceBuffer:
         width = self._fields + DIGITS * counters
         sizes[table_dtype] = table_start + ranks * width
         vectors = {dtype: torch.zeros(size, dtype=dtype) for dtype, size in sizes.items()}
-        self.vectors = list(vectors.values())
-        """The buffer: reduced whole where Δ is summed in it."""
+        self.vectors[:] = vectors.values()
         self.nbytes = sum(v.nbytes for v in self.vectors)
         self.table = vectors[table_dtype][table_start:].view(ranks, width)
         """A row for each rank: its status, and its integer buffers (counters) as digits."""
@@ -262,26 +269,30 @@ class GradientSync:
     """The exchange of ranks that each have a replica.
 
     Args:
-        buffer: this rank's.
+        buffer: this rank's; receives the sums.
         vectors: the parts of it that are summed here.
         rank: of this process.
         communicator: of all ranks; None: there is one.
+        contribution: of this rank, all of which is summed, and stays as it is; None: the buffer itself.
     """
 
     buffer: ReduceBuffer
     vectors: list[Tensor]
     rank: int
     communicator: Communicator | None
+    contribution: ReduceBuffer | None = None
 
     def exchange(self, status: RankStatus, step: Clock) -> list[RankStatus]:
         """Return one status of each replica; the contributions of all ranks are then summed where they have to be."""
-        table, norms = self.buffer.table.zero_(), status.norm is not None
+        own, norms = self.contribution or self.buffer, status.norm is not None
+        table = own.table.zero_()
         row = torch.tensor(status.encode(), dtype=table.dtype)
         table[self.rank, : len(row)] = row
-        self.buffer.set_counters(self.rank)
+        own.set_counters(self.rank)
         if self.communicator is not None:
-            self.communicator.all_reduce(self.vectors, of_step(step))
-        return [RankStatus.decode(each, norms=norms) for each in table[:, : len(row)].tolist()]
+            contributions = self.contribution.vectors if self.contribution is not None else None
+            self.communicator.all_reduce(self.vectors, of_step(step), contributions)
+        return [RankStatus.decode(each, norms=norms) for each in self.buffer.table[:, : len(row)].tolist()]
 
 
 class ModelParallelSync:

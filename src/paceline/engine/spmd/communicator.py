@@ -23,6 +23,7 @@ from torch import Tensor
 from paceline.comm.shm.process_group import ShmProcessGroup
 from paceline.core.errors import PacelineError, WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
+from paceline.engine.spmd.membership import Membership, RanksLost
 from paceline.engine.spmd.process_group import ProcessGroup
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
 
@@ -60,12 +61,17 @@ class Communicator:
     def __init__(
         self, group: ProcessGroup, watchdog: "CollectiveWatchdog", device: str, traffic: Traffic | None = None
     ) -> None:
-        self.group, self._watchdog, self.device = group, watchdog, torch.device(device)
+        self._watchdog, self.device = watchdog, torch.device(device)
         self.wait = watchdog.wait
         """Waits for a collective that has been started; see :meth:`CollectiveWatchdog.wait`."""
+        self.traffic = traffic or Traffic()
+        self.take_group(group)
+
+    def take_group(self, group: ProcessGroup) -> None:
+        """Communicate in a group from now on."""
+        self.group = group
         self.ranks = dist.get_world_size(group.handle)
         self._shm = group.handle if isinstance(group.handle, ShmProcessGroup) else None
-        self.traffic = traffic or Traffic()
 
     def split(self, groups: Sequence[Sequence[int]]) -> "Communicator | None":
         """Create subgroups, and return this rank's communicator; all ranks call it together.
@@ -81,14 +87,25 @@ class Communicator:
             return None if group is None else self
         return Communicator(group, self._watchdog, str(self.device), self.traffic)
 
-    def all_reduce(self, vectors: list[Tensor], description: str) -> None:
+    def give_up_group(self) -> bool:
+        """Leave a group of which members are lost; return whether collectives may still write what they were given."""
+        return self.group.give_up()
+
+    def all_reduce(
+        self, vectors: list[Tensor], description: str, contributions: Sequence[Tensor] | None = None
+    ) -> None:
         """Replace each vector by its sum over all ranks.
 
         In a ring each rank sends P - 1 of P pieces to be summed, and as many sums (Patarasuk and Yuan 2009).
+
+        Args:
+            vectors: of this rank; receive the sums.
+            description: of the collective, in words that follow "waited for".
+            contributions: of this rank, which stay as they are; None: the vectors.
         """
         moved = [self.to_device(vector) for vector in vectors]
         # All are under way before the first wait, so that their latencies overlap.
-        works = [self.start_all_reduce(vector) for vector in moved]
+        works = [self.start_all_reduce(*each) for each in zip(contributions or moved, moved, strict=True)]
         for work in works:
             self.wait(work, description)
         for vector, result in zip(vectors, moved, strict=True):
@@ -96,11 +113,19 @@ class Communicator:
                 vector.copy_(result)
         self.traffic.sent_bytes += sum(ring_bytes(v.nbytes, self.ranks) for v in vectors)
 
-    def start_all_reduce(self, vector: Tensor) -> Any:
-        """Start an all-reduce in place of a vector on the backend's device; the caller waits, and counts the bytes."""
+    def start_all_reduce(self, vector: Tensor, out: Tensor | None = None) -> Any:
+        """Start an all-reduce of a vector on the backend's device; the caller waits, and counts the bytes.
+
+        Args:
+            vector: stays as it is, if the sum goes elsewhere.
+            out: receives the sum; None: the vector.
+        """
+        result = vector if out is None else out
         if self._shm is not None:
-            return self._shm.combine(vector, vector, "sum")
-        return dist.all_reduce(vector, group=self.group.handle, async_op=True)
+            return self._shm.combine(vector, result, "sum")
+        if result is not vector:
+            result.copy_(vector)
+        return dist.all_reduce(result, group=self.group.handle, async_op=True)
 
     def reduced(self, x: Tensor, description: str, *, largest: bool = False) -> Tensor:
         """Return the sum of all ranks' tensors, or their elementwise maximum; ``x`` stays as it is."""
@@ -126,12 +151,13 @@ class Communicator:
         return _all_gather(rows.view(-1), own, group=self.group.handle, async_op=True)
 
     def broadcast(self, vector: Tensor, source: int, description: str) -> None:
-        """Replace a vector by that of one rank."""
+        """Replace a vector by that of one rank of the group."""
         moved = self.to_device(vector)
-        self.wait(dist.broadcast(moved, source, group=self.group.handle, async_op=True), description)
+        group = self.group.handle
+        self.wait(dist.broadcast(moved, group=group, group_src=source, async_op=True), description)
         if moved is not vector:
             vector.copy_(moved)
-        self.traffic.sent_bytes += vector.nbytes if dist.get_rank() == source else 0
+        self.traffic.sent_bytes += vector.nbytes if group.rank() == source else 0
 
     def to_device(self, vector: Tensor) -> Tensor:
         """Return a vector on the backend's device: itself, or a copy."""
@@ -149,12 +175,19 @@ def ring_bytes(nbytes: int, ranks: int) -> int:
 
 @dataclass
 class CollectiveWatchdog:
-    """Waits for the collectives of one rank, each for as long as the timeout; it checks the store now and then."""
+    """Waits for the collectives of one rank, each for as long as the timeout; it checks the store now and then.
+
+    Args:
+        membership: of a run that survives deaths, which are then no failures; None: the first death ends the run.
+    """
 
     _signals: StoreSignals
     _registry: RankRegistry
     _timeout_s: Seconds
     _backend: str
+    membership: Membership | None = None
+    suspect_after_s: Seconds | None = None
+    """Longest wait for a collective before ranks are suspected; None: the timeout."""
     _checked_s: Seconds = 0.0
 
     def wait(self, work: Any, description: str) -> None:
@@ -167,6 +200,7 @@ class CollectiveWatchdog:
         Raises:
             WorkerError: a rank has failed or died.
             WaitTimeoutError: a rank did not come in time.
+            RanksLost: in a run that survives deaths, a rank has died or is suspected.
         """
         began = time.monotonic()
         while True:
@@ -174,8 +208,10 @@ class CollectiveWatchdog:
                 if _wait_by_polling(work) if self._backend == "nccl" else _wait_slice(work):
                     return
             except RuntimeError as error:
+                if self.membership is not None:
+                    self._raise_if_lost(self.membership, error, description, time.monotonic() - began)
                 raise self._reason(error, description) from error
-            self._raise_if_peer_died(description)
+            self._raise_if_peer_died(description, time.monotonic() - began)
             now = time.monotonic()
             if now - self._checked_s < STORE_CHECK_S:
                 continue
@@ -183,23 +219,47 @@ class CollectiveWatchdog:
             failure = self._check_store(description)
             if failure is not None:
                 raise failure
-            if now - began > self._timeout_s:
-                extended_ns = self._signals.extended_until_ns() + int(self._timeout_s * 1e9)
-                if time.monotonic_ns() + self._registry.clock_offset_ns > extended_ns:
-                    absent = self._signals.unanswered_ping(GRACE_S)
-                    present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
-                    late = ", ".join(str(self._registry.peers[r]) for r in absent) or "no rank in particular"
-                    raise self._agreed(
-                        WaitTimeoutError(
-                            f"{present} waited {self._timeout_s:g} s for {late} in {description}; write a larger "
-                            "timeout_s= if a step takes so long"
-                        )
+            if self.membership is not None:
+                suspects = now - began > (self.suspect_after_s or self._timeout_s) and not self._extended()
+                if suspects or self._abandoned(self.membership, description):
+                    raise RanksLost(f"{description} did not complete", now - began)
+            elif now - began > self._timeout_s and not self._extended():
+                absent = self._signals.unanswered_ping(GRACE_S)
+                present = ", ".join(f"rank {p.rank}" for p in self._registry.peers if p.rank not in absent)
+                late = ", ".join(str(self._registry.peers[r]) for r in absent) or "no rank in particular"
+                raise self._agreed(
+                    WaitTimeoutError(
+                        f"{present} waited {self._timeout_s:g} s for {late} in {description}; write a larger "
+                        "timeout_s= if a step takes so long"
                     )
+                )
 
-    def _raise_if_peer_died(self, description: str) -> None:
+    def _extended(self) -> bool:
+        """Return whether a rank has announced that it is slow on purpose, and is so no longer than it said."""
+        extended_ns = self._signals.extended_until_ns() + int(self._timeout_s * 1e9)
+        return time.monotonic_ns() + self._registry.clock_offset_ns <= extended_ns
+
+    def _raise_if_peer_died(self, description: str, waited_s: Seconds = 0.0) -> None:
+        if self.membership is not None:
+            if lost := self.membership.lost_now():
+                raise RanksLost(f"ranks {sorted(lost)} ended in {description}", waited_s)
+            return
         dead = self._registry.first_exited()
         if dead is not None:
-            raise self._agreed(WorkerError(f"{dead} ended while {self._registry.own} waited for {description}"))
+            raise self._agreed(self._registry.ended_while(dead, f"waited for {description}"))
+
+    def _raise_if_lost(self, membership: Membership, error: RuntimeError, description: str, waited_s: Seconds) -> None:
+        """Raise RanksLost for a collective that broke, unless it did for what this process or all ranks did wrong."""
+        ours = isinstance(error, PacelineError)
+        if not ours or membership.lost_now() or self._abandoned(membership, description):
+            raise RanksLost(f"{description} broke: {error}", waited_s) from error
+
+    def _abandoned(self, membership: Membership, description: str) -> bool:
+        """Return whether another rank has given this generation up."""
+        try:
+            return membership.abandoned
+        except RuntimeError as error:
+            raise self._store_gone(error, description) from error
 
     def _agreed(self, error: PacelineError) -> PacelineError:
         """Return the failure that is in the store, or put this one there; the store may be gone with its process."""
@@ -214,10 +274,13 @@ class CollectiveWatchdog:
             self._signals.answer_ping()
             return self._signals.first_failure()
         except RuntimeError as error:
-            return WorkerError(
-                f"the job's store, which rank 0 or torchrun keeps, is gone while {self._registry.own} waited for "
-                f"{description}: {error}"
-            )
+            return self._store_gone(error, description)
+
+    def _store_gone(self, error: RuntimeError, description: str) -> WorkerError:
+        return WorkerError(
+            f"the job's store, which rank 0 or torchrun keeps, is gone or cut off while {self._registry.own} waited "
+            f"for {description}: {error}"
+        )
 
     def _reason(self, error: RuntimeError, description: str) -> PacelineError:
         """Find out why a collective broke: a reported failure, a dead process, or a rank that answers no ping."""

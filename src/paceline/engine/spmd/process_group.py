@@ -1,24 +1,26 @@
 """The launch environment, rendezvous and process groups of the ranks of a run; groups open and close here alone."""
 
 import contextlib
+import ctypes
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from paceline.comm import register
 from paceline.comm.shm.rendezvous import of_this_start
 from paceline.core.errors import InputError, WaitTimeoutError, unknown
 from paceline.core.types import Seconds
 from paceline.engine.base import Job
+from paceline.engine.spmd.rendezvous import attend, job_store
 from paceline.strategy import Device
 
 # Paceline's own backends: shared memory inside each host and sockets between hosts, or inside one host alone.
@@ -116,6 +118,9 @@ def file_rendezvous(rank: int, size: int, path: str, timeout_s: Seconds) -> None
     dist.init_process_group(BACKEND, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
 
+# By it, Gloo is told where to listen; else it takes the address that the host's name stands for.
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
 # Number of store prefixes in use; every rank uses the same ones in the same order.
 _prefixes = 0
 
@@ -140,6 +145,8 @@ class ProcessGroup:
     backend: str
     bound: timedelta
     for_ever: bool = False
+    rank: int = 0
+    """This process's in the run, where it forms groups of some ranks."""
     subgroups: list[Any] = field(default_factory=list)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "ProcessGroup | None":
@@ -165,6 +172,38 @@ class ProcessGroup:
             own.wait_for_ever()
         return own
 
+    def of_generation(self, number: int, members: Sequence[int], timeout_s: Seconds) -> "ProcessGroup":
+        """Form a group of some ranks of the run, by themselves; they call it together.
+
+        Args:
+            number: of their generation, which no other group of the run has.
+            members: their ranks.
+            timeout_s: longest wait for each other.
+
+        Raises:
+            RuntimeError: one of them does not come.
+        """
+        store = PrefixStore(f"generation {number}", self.store)
+        own = members.index(self.rank)
+        handle = _formed(self.backend, store, own, members, timedelta(seconds=timeout_s))
+        group = ProcessGroup(handle, self.store, self.backend, self.bound, rank=self.rank)
+        if self.for_ever:
+            group.wait_for_ever()
+        return group
+
+    def give_up(self) -> bool:
+        """Leave a group of which members are lost; return whether collectives may still write what they were given."""
+        if self.backend == "shm":
+            self.handle.shutdown()
+            return False
+        # Gloo can't cancel a collective (torch 2.13), and to destroy its group would be to wait for it.
+        kept = (self.handle.gloo, self.handle._between) if self.backend == "hierarchical" else (self.handle,)
+        for each in kept:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))
+        if self.backend == "hierarchical":
+            self.handle.shutdown()
+        return True
+
     def wait_for_ever(self) -> None:
         """Extend the backend's timeout: the watchdog bounds each wait, and knows which ranks are slow on purpose."""
         self.for_ever = True
@@ -175,14 +214,25 @@ class ProcessGroup:
 
 
 @contextlib.contextmanager
-def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[ProcessGroup | None]:
+def opened(
+    world: LaunchEnv, backend: str, timeout_s: Seconds, terms: Mapping[str, str], *, survives: bool = False
+) -> Iterator[ProcessGroup | None]:
     """Context manager: the process group of a run; None if this process is alone.
 
     A process group that the user has initialised stays as it is, and the run has a group of its own next to it. Where
-    there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails.
+    there is none, one is made and destroyed at the end. Pending collectives are aborted when the run fails. A run that
+    survives deaths has a group that torch.distributed does not keep, and which can be replaced.
+
+    Args:
+        world: this rank's launch environment.
+        backend: of the process group.
+        timeout_s: longest wait for the others.
+        terms: what all ranks must have in common, by name.
+        survives: whether the run survives deaths.
 
     Raises:
         WaitTimeoutError: not all ranks have come within ``timeout_s``.
+        PacelineError: ranks differ in a term, or two processes are the same rank.
     """
     if world.size == 1:
         yield None
@@ -190,23 +240,40 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     if backend in OURS:
         importlib.import_module("paceline.comm").register()
     bound = timedelta(seconds=timeout_s)
+    with _gloo_on_loopback(world):
+        with _all_come(world, timeout_s):
+            base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
+            attend(_own_prefix(base), world.rank, world.size, {"backend": backend, **terms}, timeout_s)
+        yield from (_opened_alone if survives else _opened)(world, backend, bound)
+
+
+@contextlib.contextmanager
+def _gloo_on_loopback(world: LaunchEnv) -> Iterator[None]:
+    """Context manager: groups that are made inside listen on loopback, if all ranks are known to be on this host."""
+    here = world.one_host or os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost")
+    if not here or _INTERFACE in os.environ or sys.platform != "linux":
+        yield
+        return
+    os.environ[_INTERFACE] = "lo"
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+def _opened(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:
+    """Yield a group that torch.distributed keeps."""
     if dist.is_initialized():
         handle: Any = dist.new_group(backend=_in_torch(backend), timeout=bound)
     else:
-        global _job_store
-        try:
-            # One for all groups: in a second one torch 2.13 finds the addresses of the last group.
-            if _job_store is None:
-                _job_store = next(rendezvous("env://", world.rank, world.size, timeout=bound))[0]
-            store = _own_prefix(_job_store)
+        with _all_come(world, bound.total_seconds()):
             dist.init_process_group(
-                _in_torch(backend), store=store, rank=world.rank, world_size=world.size, timeout=bound
+                _in_torch(backend),
+                store=_own_prefix(_store_of_job(world, bound)),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=bound,
             )
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            raise WaitTimeoutError(
-                f"rank {world.rank} waited {timeout_s:g} s for all {world.size} ranks to come, and some did not "
-                f"({error}); start them all, or write a larger timeout_s="
-            ) from error
         handle = dist.group.WORLD
     group = ProcessGroup(handle, _own_prefix(dist.distributed_c10d._get_default_store()), backend, bound)
     try:
@@ -220,6 +287,70 @@ def opened(world: LaunchEnv, backend: str, timeout_s: Seconds) -> Iterator[Proce
     finally:
         for each in (*group.subgroups, handle):
             dist.destroy_process_group(each)
+
+
+def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:
+    """Yield a group that torch.distributed does not keep."""
+    with _all_come(world, bound.total_seconds()):
+        base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
+        group = ProcessGroup(None, _own_prefix(base), backend, bound, rank=world.rank)
+        group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
+    try:
+        yield group
+    except BaseException:
+        group.give_up()
+        raise
+
+
+def _store_of_job(world: LaunchEnv, bound: timedelta) -> Store:
+    """Return the job's store: one for all groups, since in a second one torch 2.13 finds the last one's addresses."""
+    global _job_store
+    if _job_store is None:
+        _job_store = job_store(world.rank, bound.total_seconds())
+    return _job_store
+
+
+@contextlib.contextmanager
+def _all_come(world: LaunchEnv, timeout_s: Seconds) -> Iterator[None]:
+    """Context manager: the rendezvous of all ranks; name the timeout if some do not come."""
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        raise WaitTimeoutError(
+            f"rank {world.rank} waited {timeout_s:g} s for all {world.size} ranks to come, and some did not "
+            f"({error}); start them all, or write a larger timeout_s="
+        ) from error
+
+
+def _formed(backend: str, store: Store, rank: int, members: Sequence[int], bound: timedelta) -> Any:
+    """Return a process group that torch.distributed does not keep: the ranks of its default one may be dead.
+
+    Args:
+        backend: for CPUs.
+        store: of this group alone.
+        rank: this process's among the members.
+        members: their ranks in the run.
+        bound: longest wait for the others.
+    """
+    if backend == "gloo":
+        gloo = dist.ProcessGroupGloo(store, rank, len(members), bound)
+        gloo._set_sequence_number_for_group()
+        handle = dist.ProcessGroup(store, rank, len(members))
+        kind = dist.ProcessGroup.BackendType.GLOO
+        handle._set_default_backend(kind)
+        handle._register_backend(torch.device("cpu"), kind, gloo)
+    else:
+        create = importlib.import_module(f"paceline.comm.{'shm.process_group' if backend == 'shm' else backend}").create
+        options = SimpleNamespace(
+            store=store,
+            group_id="of the run",
+            group_rank=rank,
+            group_size=len(members),
+            global_ranks_in_group=list(members),
+            timeout=bound,
+        )
+        handle = create(options, None)
+    return handle
 
 
 def _own_prefix(store: Store) -> Store:

@@ -24,27 +24,33 @@ import json
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Store
 
 from paceline.comm.shared_memory import SpillAllocator
 from paceline.comm.shared_pickle import SharedObject, share, unpack
-from paceline.core.errors import PacelineError, WorkerError, encode_failure, failure_text
+from paceline.core.errors import CollectiveError, PacelineError, WorkerError, encode_failure, failure_text
 from paceline.core.mesh import Coordinate, Mesh
 from paceline.core.types import ReplicaId, Seconds
 from paceline.engine.run_context import RunContext
+from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.communicator import CollectiveWatchdog, Communicator
+from paceline.engine.spmd.membership import ExcludedError, Membership, Survives
 from paceline.engine.spmd.process_group import LaunchEnv, opened
 from paceline.engine.spmd.rank_registry import RankRegistry, StoreSignals
+from paceline.engine.spmd.rendezvous import LINGER_S, keeps_store
+from paceline.engine.spmd.survival import Survival
 from paceline.replica.flat_state import FlatLayout
 
-# Longest time that rank 0, if it keeps the job's store, stays for the others to read why the run ended.
-LINGER_S: Seconds = 5.0
+# Shortest bound on an answer of the store, however soon silence is suspected.
+STORE_S: Seconds = 2.0
 
 # Timeout of a rank that exports, partitions and verifies the model; the death of a rank is noticed at once.
 PREPARATION_S: Seconds = 1800.0
@@ -57,22 +63,39 @@ class RankContext:
     Args:
         communicator: collectives of the whole run; None: the rank is alone.
         store_signals: failures and signs of life outside the collectives; None: the rank is alone.
+        survival: of a run that survives deaths; None: the first one ends the run.
     """
 
     world: LaunchEnv
     registry: RankRegistry
     communicator: Communicator | None
     store_signals: StoreSignals | None
+    survival: Survival | None = None
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Return the ranks that take part; all, unless some have died."""
+        return range(self.world.size) if self.survival is None else self.survival.members
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether this rank does what one rank does for all."""
+        return self.members[0] == self.world.rank
 
     def gather(self, value: Any, description: str) -> list[Any]:
-        """Return each rank's value, in their order; all ranks call it together."""
+        """Return the value of each rank that takes part, in their order; all of them call it together."""
+        if self.survival is None:
+            return self._gather(value, description)
+        return self.survival.collective(lambda: self._gather(value, description))
+
+    def _gather(self, value: Any, description: str) -> list[Any]:
         communicator = self.communicator
         if communicator is None:
             return [value]
 
         def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
             # dist.all_gather_object would wait without the watchdog.
-            gathered = [torch.empty_like(own) for _ in range(self.world.size)]
+            gathered = [torch.empty_like(own) for _ in range(communicator.ranks)]
             work = dist.all_gather(gathered, own, group=communicator.group.handle, async_op=True)
             communicator.wait(work, description)
             return gathered
@@ -86,9 +109,12 @@ class RankContext:
 
     def agree_on_failure(self, error: BaseException) -> BaseException:
         """Return the error that all ranks raise after this one has met ``error``: the first that was reported."""
-        dead = None if isinstance(error, PacelineError) else self.registry.first_exited()
+        if self.survival is not None and isinstance(error, Exception) and not self._concerns_all(error):
+            return self._leave(error)
+        by_peer = isinstance(error, CollectiveError) or not isinstance(error, PacelineError)
+        dead = self.registry.first_exited() if by_peer else None
         if dead is not None:  # the error is that of a collective that broke when a peer died
-            failure: PacelineError = WorkerError(f"{dead} ended while {self.registry.own} was at work with it: {error}")
+            failure: PacelineError = self.registry.ended_while(dead, f"was at work with it ({error})")
         elif isinstance(error, PacelineError):
             failure = error
         else:
@@ -96,16 +122,37 @@ class RankContext:
         if self.store_signals is not None:
             with contextlib.suppress(RuntimeError):  # the store is gone with the process that kept it
                 first = self.store_signals.report_failure(failure)
-                # Without torchrun's own store, it ends with rank 0's process.
-                keeps_store = self.world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-                self.store_signals.acknowledge(LINGER_S if keeps_store else 0.0)
+                # Where rank 0 keeps the store, it ends with its process.
+                self.store_signals.acknowledge(LINGER_S if keeps_store(self.world.rank) else 0.0)
                 failure = first
         return failure if isinstance(error, Exception) else error
+
+    def _concerns_all(self, error: Exception) -> bool:
+        """Return whether an error ends the run: one that all ranks meet, or that comes before training."""
+        survives = self.survival is not None and self.survival.state is not None
+        return not survives or (isinstance(error, PacelineError) and not isinstance(error, ExcludedError))
+
+    def _leave(self, error: Exception) -> PacelineError:
+        """Let the others go on without this rank, and return its own error."""
+        if isinstance(error, ExcludedError):
+            return error
+        assert self.survival is not None, "else its errors concern all"
+        failure = WorkerError(failure_text(json.loads(encode_failure(self.world.rank, error))))
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the others
+            self.survival.membership.leave(f"failed: {type(error).__name__}: {error}")
+        return failure
 
 
 @contextlib.contextmanager
 def open_rank_context(
-    world: LaunchEnv, backend: str, device: str, timeout_s: Seconds, *, watched: bool
+    world: LaunchEnv,
+    backend: str,
+    device: str,
+    timeout_s: Seconds,
+    *,
+    watched: bool,
+    survives: Survives | None = None,
+    terms: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[RankContext]:
     """Context manager: this rank's context in one run. An error that any rank raises inside, all ranks raise.
 
@@ -115,18 +162,27 @@ def open_rank_context(
         device: of this rank's tensors.
         timeout_s: longest wait.
         watched: True if :class:`CollectiveWatchdog` waits for all collectives; else the backend must bound them.
+        survives: how the run goes on when ranks die; None: it ends.
+        terms: what all ranks must have in common before they begin, by name.
     """
-    with opened(world, backend, timeout_s) as group, contextlib.ExitStack() as closing:
+    group_of_run = opened(world, backend, timeout_s, terms, survives=survives is not None)
+    with group_of_run as group, contextlib.ExitStack() as closing:
         registry = RankRegistry(world, group)
         closing.callback(registry.close)
         context = RankContext(world, registry, None, None)
         if group is not None:
             if backend != "nccl" and watched:
                 group.wait_for_ever()
-            store_signals = StoreSignals(group.store, world.rank, world.size)
-            watchdog = CollectiveWatchdog(store_signals, registry, timeout_s, backend)
+            store: Store | BoundedStore = group.store
+            membership: Membership | None = None
+            if survives is not None:
+                store = bounded_store = BoundedStore(group.store, max(survives.suspect_after_s, STORE_S))
+                membership = Membership(bounded_store, registry, world.rank, survives)
+            store_signals = StoreSignals(store, world.rank, world.size)
+            watchdog = CollectiveWatchdog(store_signals, registry, timeout_s, backend, membership)
             communicator = Communicator(group, watchdog, device if backend == "nccl" else "cpu")
-            context = RankContext(world, registry, communicator, store_signals)
+            survival = None if membership is None else Survival(membership, communicator, watchdog, registry, timeout_s)
+            context = RankContext(world, registry, communicator, store_signals, survival)
         try:
             yield context
         except BaseException as error:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +20,7 @@ from paceline.comm import liveness
 from paceline.core import errors
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.types import Nanoseconds, Seconds
+from paceline.engine.spmd.bounded_store import BoundedStore
 from paceline.engine.spmd.process_group import LaunchEnv, ProcessGroup
 
 # Round trips to measure a clock offset; the fastest one counts.
@@ -64,6 +67,9 @@ class RankRegistry:
         for peer in self.peers:
             if peer.kernel == kernel and peer.rank != world.rank:
                 self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
+        self.tells = False
+        """Whether deaths are printed; False: main does it."""
+        self._told = set[int]()
         self.clock_offset_ns: Nanoseconds = 0
         """How far rank 0's clock is ahead of this host's."""
         if group is not None:
@@ -78,6 +84,23 @@ class RankRegistry:
             if not liveness.alive(pidfd):
                 return self.peers[rank]
         return None
+
+    def ended_while(self, dead: PeerInfo, doing: str) -> WorkerError:
+        """Return the error of a rank of this host that has ended while this one did something; say so at once.
+
+        torchrun ends this process any moment, and then nobody would read the error.
+        """
+        how = liveness.how_ended(self._pidfds[dead.rank], dead.pid).removeprefix("ended")
+        sentence = f"{dead} ended while {self.own} {doing}{how and f': {how}'}"
+        if self.tells and dead.rank not in self._told:
+            self._told.add(dead.rank)
+            print(f"paceline: {sentence}", file=sys.stderr, flush=True)
+        return WorkerError(sentence)
+
+    def exited(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return how those of some ranks have ended that are on this host and have."""
+        ended = (rank for rank in ranks if rank in self._pidfds and not liveness.alive(self._pidfds[rank]))
+        return {rank: liveness.how_ended(self._pidfds[rank], self.peers[rank].pid) for rank in ended}
 
     def close(self) -> None:
         for pidfd in self._pidfds.values():
@@ -116,7 +139,7 @@ class StoreSignals:
         _store: with a prefix of this run.
     """
 
-    _store: Store
+    _store: Store | BoundedStore
     _rank: int
     _size: int
 

@@ -1,0 +1,102 @@
+"""Points of the protocol at which a process waits for the injector, which then kills whom it wants to.
+
+::
+
+    worker   after-backward ... (Δ is written) ... delta-written ... (completion is published) ... published
+    main     decided ... (update) ... updated ... (commit)            main, where a checkpoint is due    staging
+
+A process that gets to the point writes its id into the file ``held`` and waits for the file ``go``, the first time
+only: whoever does the step anew passes. Main waits with all workers alive; one of them is killed meanwhile.
+"""
+
+import ctypes
+import functools
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.writer import _Staging
+from paceline.engine.local.server import SharedMemoryServer
+from paceline.engine.server_optimizer import ServerOptimizer
+
+WORKER_POINTS = ("after-backward", "delta-written", "published")
+INTERPRETER = "interpreter"
+MAIN_POINTS = ("decided", "updated", "staging")
+
+# After this the process goes on by itself, and the trial fails.
+_BOUND_S = 60.0
+
+
+def hold(folder: Path) -> None:
+    """Wait for the injector, the first time that any process of the run comes to a point."""
+    deadline = time.monotonic() + _BOUND_S
+    if _first(folder):
+        while not (folder / "go").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
+
+
+def _first(folder: Path) -> bool:
+    """Return whether this process is the first of the run that comes to its point; then the injector can see it."""
+    try:
+        with (folder / "held").open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        return False
+    return True
+
+
+def in_worker(where: dict[str, Any], worker: Any, step: int) -> None:
+    """Have a worker wait at a point of its present step."""
+    if (where["replica"], where["step"]) != (worker.replica, step):
+        return
+    if where["point"] == INTERPRETER and _first(Path(where["folder"])):
+        ctypes.PyDLL(None).sleep(20)  # a PyDLL does not release the interpreter's lock
+    if where["point"] not in WORKER_POINTS:
+        return
+    client, wait = worker._client, functools.partial(hold, Path(where["folder"]))
+    if where["point"] == "after-backward":
+        client.delta_buffer = _before(client.delta_buffer, wait)
+    elif where["point"] == "delta-written":
+        client.push = _before(client.push, wait)
+    else:
+        client.push = _after(client.push, wait)
+
+
+def in_main(where: dict[str, Any]) -> None:
+    """Have main wait at a point, the ``step``-th time that it comes there."""
+    if where["point"] not in MAIN_POINTS:
+        return
+    seen = 0
+
+    def wait() -> None:
+        nonlocal seen
+        seen += 1
+        if seen == where["step"]:
+            hold(Path(where["folder"]))
+
+    owner, name = {
+        "decided": (SharedMemoryServer, "apply"),
+        "updated": (ServerOptimizer, "apply"),
+        "staging": (_Staging, "copy"),
+    }[where["point"]]
+    order = _after if where["point"] == "updated" else _before
+    setattr(owner, name, order(getattr(owner, name), wait))
+
+
+def _before(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **keywords: Any) -> Any:
+        wait()
+        return function(*args, **keywords)
+
+    return call
+
+
+def _after(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:
+    def call(*args: Any, **keywords: Any) -> Any:
+        value = function(*args, **keywords)
+        wait()
+        return value
+
+    return call
