@@ -180,3 +180,68 @@ def test_an_exception_is_a_death(survive: Survive, backend: str) -> None:
     run = agreed(found)
     assert [each.reason for each in run["left"]] == ["failed: ValueError: the tape is torn"]
     assert_same(run["state"], one_process(CASES["momentum"].program, 3, STEPS, {1: 2}))
+
+
+JOIN = Path(__file__).with_name("distributed_join_script.py")
+
+
+def joined(fork_server: ForkServer, folder: Path, backend: str, case: str, dying: int, *words: str) -> dict[int, Any]:
+    """What three ranks have found, one of which died and was started again."""
+    arguments = (backend, case, str(dying), *words)
+    first = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=folder)
+    dead = first.pop(dying)
+    assert ranks.statuses(fork_server, [dead]) == [KILLED], ranks.said(folder, dying).read_text()
+    again = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=folder, ranks=[dying])
+    ended = ranks.statuses(fork_server, [*again, *first])
+    assert ended == [ranks.WELL] * 3, "\n".join(ranks.said(folder, rank).read_text() for rank in range(3))
+    return {rank: found_by(folder, rank) for rank in range(3)}
+
+
+def replayed(program: Program, rounds: list[list[int]]) -> Values:
+    """One process that makes these rounds; each replica takes its batches in order, none twice and none left out."""
+    plain, data, taken = Plain(program), order(program, 3), [0, 0, 0]
+    for members in rounds:
+        before, total, buffers = plain.values(), {n: torch.zeros_like(p) for n, p in plain.trained.items()}, {}
+        batches = {replica: data.batch(replica, taken[replica]) for replica in members}
+        samples = sum(map(len, batches.values()))
+        for replica, batch in batches.items():
+            taken[replica] += 1
+            if len(batch):  # else it is the end of an epoch
+                gradient = plain.load(before).gradient(batch, step_seed(program.seed, replica, taken[replica] - 1))
+                mean_into(total, gradient, len(batch) / samples)
+                mean_into(buffers, dict(plain.module.named_buffers()), len(batch) / samples)
+        plain.load(before | buffers).step(total)
+    return plain.values()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "hierarchical"])
+@pytest.mark.parametrize(("case", "dying"), [("momentum", 2), ("adam", 0), ("lamb", 1), ("masks", 2)])
+def test_a_rank_that_is_started_again_joins_where_the_others_are(
+    fork_server: ForkServer, tmp_path: Path, backend: str, case: str, dying: int
+) -> None:
+    found = joined(fork_server, tmp_path, backend, case, dying)
+    run = agreed(found)
+    assert [each.replica for each in run["left"]] == [dying]
+    others = [found[rank]["rounds"] for rank in range(3) if rank != dying]
+    assert others[0] == others[1]
+    own = found[dying]["rounds"]
+    assert len(own) >= 5
+    assert others[0][-len(own) :] == own
+    assert sum(dying in members for members in own) >= 5
+    assert_same(run["state"], replayed(CASES[case].program, others[0]))
+
+
+def test_one_that_would_do_another_job_does_not_join_and_the_others_go_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    arguments = ("shm", "momentum", "2", "wrong")
+    first = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=tmp_path)
+    assert ranks.statuses(fork_server, [first.pop()]) == [KILLED]
+    again = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=tmp_path, ranks=[2])
+    assert ranks.statuses(fork_server, again) == [ranks.WELL]
+    kind, text = found_by(tmp_path, 2)
+    assert (kind, "amount=90.0" in text, "amount=95.0" in text) == ("WorkerError", True, True), text
+    (tmp_path / "enough").touch()
+    assert ranks.statuses(fork_server, first) == [ranks.WELL] * 2
+    run = agreed({rank: found_by(tmp_path, rank) for rank in range(2)})
+    assert [each.replica for each in run["left"]] == [2, 2]

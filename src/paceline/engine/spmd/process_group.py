@@ -5,6 +5,7 @@ import ctypes
 import importlib
 import os
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -130,7 +131,7 @@ class ProcessGroup:
     """The process group of a run, or a subgroup of it.
 
     Args:
-        handle: torch's process group.
+        handle: torch's process group; None: this process was started again, while the others train.
         store: the job's, with a prefix of this run.
         bound: timeout of the backend.
         for_ever: whether that was extended by :meth:`wait_for_ever`.
@@ -263,11 +264,14 @@ def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[
     with _all_come(world, bound.total_seconds()):
         base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
         group = ProcessGroup(None, _own_prefix(base), backend, bound, rank=world.rank)
-        group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
+        token = uuid.uuid4().hex
+        if group.store.compare_set(f"start of {world.rank}", "", token).decode() == token:
+            group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
     try:
         yield group
     except BaseException:
-        group.give_up()
+        if group.handle is not None:
+            group.give_up()
         raise
 
 
