@@ -130,6 +130,12 @@ class DistributedRun:
         give_back_freed_memory()
         self._clock = SyncedClock(context.registry.clock_offset_ns)
         self._coordinator = ReplicatedCoordinator(run_context, context, shard, self._clock, layout, digest, watch)
+        if context.survival is not None and shard.batchnorm_group is not None:
+            raise InputError(
+                f"on_death={job.on_death} makes a round again, but synchronised BatchNorm exchanges sums within "
+                "forward and backward; leave synchronised_batchnorm out, or write checkpoint='ckpt', resume=True under "
+                "torchrun --max-restarts=3"
+            )
         place = shard.coordinate
         communicating = [each for each in (shard.batchnorm_group, shard.fsdp) if each is not None]
         self._shadow_passes = ShadowPasses(run_context, place.replica, module, communicating) if communicating else None

@@ -231,8 +231,8 @@ class Membership:
                 raise WaitTimeoutError(f"rank {self.rank} was started again, but the run that it belongs to is over")
             if time.monotonic() > deadline:
                 raise WaitTimeoutError(
-                    f"rank {self.rank} was started again, and waited {timeout_s:g} s for the others to take it in; they "
-                    "do so between two steps under on_death='continue': are they training, and is it dead for them?"
+                    f"rank {self.rank} was started again, and waited {timeout_s:g} s for the others to take it in; "
+                    "they do so between two steps under on_death='continue', once they know that it has died"
                 )
             time.sleep(LOOK_S)
         number = int(self.store.get(f"admitted {own}"))
