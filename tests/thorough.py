@@ -62,6 +62,36 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/engine/test_distributed_runs.py", "counts the bytes of real TCP connections"),
     Thorough("tests/engine/test_distributed_hosts.py", "two hosts, each in a network namespace"),
     Thorough("tests/engine/test_distributed_failures.py", KILLS),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_survivors_train_as_one_process_without_the_dead",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_one_that_has_missed_a_result_receives_what_it_led_to",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough("tests/engine/test_distributed_survivors.py::test_the_first_result_of_all_may_be_missed", KILLS),
+    Thorough("tests/engine/test_distributed_survivors.py::test_several_die", KILLS),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_one_that_is_stopped_is_left_out_and_takes_no_part_when_it_goes_on",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough("tests/engine/test_distributed_survivors.py::test_one_of_two_does_not_go_on_if_the_other_may_live", KILLS),
+    Thorough("tests/engine/test_distributed_survivors.py::test_one_of_two_goes_on_if_the_other_is_dead", KILLS),
+    Thorough("tests/engine/test_distributed_survivors.py::test_an_exception_is_a_death", KILLS, but_first=True),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_a_rank_that_is_started_again_joins_where_the_others_are",
+        KILLS,
+        but_first=True,
+    ),
+    Thorough(
+        "tests/engine/test_distributed_survivors.py::test_one_that_would_do_another_job_does_not_join_and_the_others_go_on",
+        KILLS,
+    ),
+    Thorough("tests/engine/test_distributed_partition.py", "hosts that are cut off, in network namespaces"),
     Thorough("tests/engine/local/test_on_death.py::test_kills_from_outside_at_any_time", KILLS, but_first=True),
     Thorough("tests/engine/local/test_on_death.py::test_a_replaced_replica_changes_no_bit", KILLS, but_first=True),
     Thorough(

@@ -49,11 +49,36 @@ def found_by(folder: Path, rank: int) -> Any:
 
 
 def one_process(program: Program, replicas: int, steps: int, last: Mapping[int, int]) -> Values:
-    """Replica by replica, the mean of the gradients of those that take part in a step; ``last``: of the dead."""
+    """Replica by replica, the mean of the gradients of those that take part in a step; ``last``: of the dead.
+
+    What the dead have left of an epoch the others take before they begin the next one.
+    """
     plain, data = Plain(program), order(program, replicas)
+    taken, rounds, returned = [0] * replicas, data.rounds_per_epoch(0), list[tuple[int, int]]()
     for k in range(steps):
         before, total, buffers = plain.values(), {n: torch.zeros_like(p) for n, p in plain.trained.items()}, {}
-        batches = {r: data.batch(r, k) for r in range(replicas) if k <= last.get(r, steps)}
+        batches, lost = {}, list[tuple[int, int]]()
+        # Who dies in a step was there when its batches were given out.
+        for replica in [r for r in range(replicas) if k <= last.get(r, steps) + 1]:
+            left = [s for s in last if last[s] + 1 < k]
+            for each in left:
+                while not data.size(each, taken[each]):
+                    taken[each] += 1
+            heads = [*((s, taken[s]) for s in [*left, replica]), *returned]
+            _, _, stream, number = min((n // rounds, s != replica, s, n) for s, n in heads)
+            if (stream, number) in returned:
+                returned.remove((stream, number))
+            else:
+                taken[stream] += 1
+            if k <= last.get(replica, steps):
+                batches[replica] = data.batch(stream, number)
+            else:
+                lost.append((stream, number))
+        for stream, number in lost:
+            if taken[stream] == number + 1:
+                taken[stream] -= 1
+            else:
+                returned.append((stream, number))
         samples = sum(map(len, batches.values()))
         for replica, batch in batches.items():
             if len(batch):
@@ -180,3 +205,80 @@ def test_an_exception_is_a_death(survive: Survive, backend: str) -> None:
     run = agreed(found)
     assert [each.reason for each in run["left"]] == ["failed: ValueError: the tape is torn"]
     assert_same(run["state"], one_process(CASES["momentum"].program, 3, STEPS, {1: 2}))
+
+
+JOIN = Path(__file__).with_name("distributed_join_script.py")
+
+
+def joined(fork_server: ForkServer, folder: Path, backend: str, case: str, dying: int, *words: str) -> dict[int, Any]:
+    """What three ranks have found, one of which died and was started again."""
+    arguments = (backend, case, str(dying), *words)
+    first = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=folder)
+    dead = first.pop(dying)
+    assert ranks.statuses(fork_server, [dead]) == [KILLED], ranks.said(folder, dying).read_text()
+    again = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=folder, ranks=[dying])
+    ended = ranks.statuses(fork_server, [*again, *first])
+    assert ended == [ranks.WELL] * 3, "\n".join(ranks.said(folder, rank).read_text() for rank in range(3))
+    return {rank: found_by(folder, rank) for rank in range(3)}
+
+
+def by_stream(taken: list[tuple[int, int]]) -> list[list[int]]:
+    """Return the numbers of the batches that were taken of each stream."""
+    return [[number for each, number in taken if each == stream] for stream in range(3)]
+
+
+Rounds = list[list[tuple[int, int, int, int]]]
+
+
+def replayed(program: Program, rounds: Rounds) -> Values:
+    """One process that makes these rounds."""
+    plain, data = Plain(program), order(program, 3)
+    for members in rounds:
+        before, total, buffers = plain.values(), {n: torch.zeros_like(p) for n, p in plain.trained.items()}, {}
+        batches = [(replica, clock, data.batch(stream, number)) for replica, stream, number, clock in members]
+        samples = sum(len(batch) for _, _, batch in batches)
+        for replica, clock, batch in batches:
+            if len(batch):  # else it is the end of an epoch
+                gradient = plain.load(before).gradient(batch, step_seed(program.seed, replica, clock))
+                mean_into(total, gradient, len(batch) / samples)
+                mean_into(buffers, dict(plain.module.named_buffers()), len(batch) / samples)
+        plain.load(before | buffers).step(total)
+    return plain.values()
+
+
+@pytest.mark.parametrize("backend", ["shm", "gloo", "hierarchical"])
+@pytest.mark.parametrize(("case", "dying"), [("momentum", 2), ("adam", 0), ("lamb", 1), ("masks", 2)])
+def test_a_rank_that_is_started_again_joins_where_the_others_are(
+    fork_server: ForkServer, tmp_path: Path, backend: str, case: str, dying: int
+) -> None:
+    found = joined(fork_server, tmp_path, backend, case, dying)
+    run = agreed(found)
+    assert [each.replica for each in run["left"]] == [dying]
+    others = [found[rank]["rounds"] for rank in range(3) if rank != dying]
+    assert others[0] == others[1]
+    own = found[dying]["rounds"]
+    assert len(own) >= 5
+    assert others[0][-len(own) :] == own
+    assert sum(dying in [replica for replica, *_ in members] for members in own) >= 5
+    taken = [(stream, number) for members in others[0] for _, stream, number, _ in members]
+    assert len(taken) == len(set(taken)), "a batch was taken twice"
+    missing = {(s, k) for s, last in enumerate(map(max, by_stream(taken))) for k in range(last)} - set(taken)
+    sizes = [len(order(CASES[case].program, 3).batch(*each)) for each in missing]
+    assert not any(sizes), "a batch was left out"
+    assert_same(run["state"], replayed(CASES[case].program, others[0]))
+
+
+def test_one_that_would_do_another_job_does_not_join_and_the_others_go_on(
+    fork_server: ForkServer, tmp_path: Path
+) -> None:
+    arguments = ("shm", "momentum", "2", "wrong")
+    first = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=tmp_path)
+    assert ranks.statuses(fork_server, [first.pop()]) == [KILLED]
+    again = ranks.spawned(fork_server, JOIN, *arguments, size=3, folder=tmp_path, ranks=[2])
+    assert ranks.statuses(fork_server, again) == [ranks.WELL]
+    kind, text = found_by(tmp_path, 2)
+    assert (kind, "amount=90.0" in text, "amount=95.0" in text) == ("WorkerError", True, True), text
+    (tmp_path / "enough").touch()
+    assert ranks.statuses(fork_server, first) == [ranks.WELL] * 2
+    run = agreed({rank: found_by(tmp_path, rank) for rank in range(2)})
+    assert [each.replica for each in run["left"]] == [2, 2]

@@ -45,7 +45,7 @@ class BatchDispatcher:
         """The next batch of each stream."""
         self._open = [stream for stream in range(len(self._next)) if stream not in owners]
         """Streams without an owner."""
-        self._owners = set(owners)
+        self._owners, self._had_streams = set(owners), frozenset(owners)
         self._reserved: dict[ReplicaId, BatchRange] = {}
         self._returned: list[BatchRange] = []
         self._given: dict[tuple[ReplicaId, Clock], BatchRange] = {}
@@ -93,6 +93,12 @@ class BatchDispatcher:
             self._open.append(replica)
         if (batches := self._reserved.pop(replica, None)) is not None:
             self._returned.append(batches)
+
+    def reclaim(self, replica: ReplicaId) -> None:
+        """Give a replica that has come back its stream again, from where the others have left it."""
+        if self.hands_on and replica in self._had_streams:
+            self._owners.add(replica)
+            self._open = [stream for stream in self._open if stream != replica]
 
     @property
     def position(self) -> DataPosition:

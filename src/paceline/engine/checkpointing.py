@@ -172,6 +172,14 @@ class Checkpointer:
                 options.folder, run=uuid.uuid4().hex, keep=options.keep, timeout_s=self._job.timeout_s
             )
 
+    def replicated(self) -> tuple[Any, ...]:
+        """Return what the processes of a run have in common of it, for :meth:`replicate` in one that joins."""
+        return (self._next if self._options is not None else 0.0), self._saved, self._newest
+
+    def replicate(self, other: tuple[Any, ...]) -> None:
+        """Save at the same moments as another process."""
+        self._next, self._saved, self._newest = other
+
     def notes(self) -> dict[str, str | int | float]:
         """Return notes for the run's summary."""
         if self._options is None:

@@ -278,6 +278,7 @@ class Coordinator:
         """Tell the policy that a replica is there, new or back, and send it A."""
         self.present.add(replica)
         self.departing.discard(replica)
+        self._dispatcher.reclaim(replica)
         self._decide(*self._policy.joined(self._state, replica))
         self._go_on(replica)
         self._report_left()

@@ -266,13 +266,17 @@ def refuse_torchrun(name: str) -> None:
         )
 
 
+# The rank that shows progress, saves and prints: the first of those that are left.
+first_rank = 0
+
+
 def is_main(engine: str) -> bool:
-    """Return whether this process shows progress, saves and prints: of those that torchrun started, rank 0 only."""
+    """Return whether this process shows progress, saves and prints: of those that torchrun started, one."""
     if engine.partition(":")[0] != "distributed":
         return True
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank() == 0
-    return os.environ.get("RANK", "0") == "0"
+        return torch.distributed.get_rank() == first_rank
+    return int(os.environ.get("RANK", "0")) == first_rank
 
 
 def refuse_absent_gpu(job: Job) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,23 +33,32 @@ def check_job(job: Job, start_digest: str, context: RankContext) -> None:
         start_digest: digest of A_0.
         context: of this rank.
     """
-    own = {
+    own = facts(job, start_digest) | {"the checkpoint to go on from": str(job.resume and job.resume.folder)}
+    gathered = context.gather(own, "the others' start")
+    for rank, values in enumerate(gathered):
+        refuse_differences(gathered[0], values, ("rank 0", f"rank {rank}"))
+
+
+def facts(job: Job, start_digest: str) -> dict[str, str]:
+    """Return what ranks must have in common that take part in one run, by name."""
+    return {
         "version of Paceline": sys.modules["paceline"].__version__,
         "version of torch": torch.__version__,
         "strategy": str(job.strategy),
         "budget": str(job.budget),
         "checkpoint": str(job.checkpoint),
-        "the checkpoint to go on from": str(job.resume and job.resume.folder),
         **job.fingerprint,
         "digest of A_0": start_digest,
     }
-    gathered = context.gather(own, "the others' start")
-    for rank, values in enumerate(gathered):
-        if found := differences(gathered[0], values, ("rank 0", f"rank {rank}")):
-            raise PacelineError(
-                f"{found}; all ranks must run one script with the same arguments and data, and model() must "
-                "draw its numbers from torch alone"
-            )
+
+
+def refuse_differences(one: Mapping[str, str], other: Mapping[str, str], names: tuple[str, str]) -> None:
+    """Raise PacelineError unless two ranks have the same facts."""
+    if found := differences(one, other, names):
+        raise PacelineError(
+            f"{found}; all ranks must run one script with the same arguments and data, and model() must draw its "
+            "numbers from torch alone"
+        )
 
 
 def sum_of_bits(vectors: Sequence[Tensor]) -> int:
@@ -76,7 +85,8 @@ class DivergenceCheck:
 
     def __init__(self, context: RankContext, state: Sequence[Tensor], parts: Sequence[tuple[int, int]]) -> None:
         self._context, self._state, self._parts = context, state, parts
-        self._compared: Version = 0
+        self.compared: Version = 0
+        """Version at the newest comparison."""
         self._useful = len(set(parts)) < len(parts)
 
     def check_if_due(self, version: Version) -> None:
@@ -85,8 +95,8 @@ class DivergenceCheck:
         Raises:
             PacelineError: ranks differ.
         """
-        if self._useful and version // COMPARED_EVERY > self._compared // COMPARED_EVERY:
-            self._compared = version
+        if self._useful and version // COMPARED_EVERY > self.compared // COMPARED_EVERY:
+            self.compared = version
             self._check(version)
 
     def _check(self, version: Version) -> None:

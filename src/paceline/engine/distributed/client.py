@@ -12,12 +12,15 @@ run (``until=``), rank 0 evaluates at once, and training time stands still until
 """
 
 import functools
+import io
 import math
+import pickle
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +31,7 @@ from paceline.comm.shared_memory import SpillAllocator
 from paceline.core.data_order import BatchRange
 from paceline.core.records import Record, ReplicaExit
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
+from paceline.engine.base import Watcher
 from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
@@ -66,6 +70,10 @@ class SyncedClock:
         return time.monotonic_ns() + self.ahead_ns - self.began_ns - self.paused_ns
 
 
+# Attributes of a coordinator that are the same on all ranks.
+COMMON = ("loop", "attempts", "batches", "_read", "_snapshots", "now", "over", "interrupted")
+
+
 class ReplicatedCoordinator:
     """One run's coordinator, run by each rank; executes its decisions on the rank's A, and evaluates its share.
 
@@ -76,6 +84,7 @@ class ReplicatedCoordinator:
         clock: training time.
         layout: of A.
         initial_digest: digest of A_0.
+        watch: receives progress.
     """
 
     def __init__(
@@ -86,10 +95,11 @@ class ReplicatedCoordinator:
         clock: SyncedClock,
         layout: FlatLayout,
         initial_digest: str,
+        watch: Watcher,
     ) -> None:
         policy, program = context.policy, context.job.program
         assert isinstance(policy, Synchronous), "another policy was not refused"
-        self._rank_context, self._world = rank_context, rank_context.world
+        self._rank_context, self._world, self._run_context = rank_context, rank_context.world, context
         self._job, self._shard, self._clock = context.job, shard, clock
         self._queue = EvaluationQueue(
             program, layout.nbytes * self._world.local_size, lambda: materialize(program, SpillAllocator())
@@ -109,7 +119,8 @@ class ReplicatedCoordinator:
         """Batches of the Δ that each replica is at, a micro-step on each."""
         self._read: list[Version] = [0] * context.replicas
         noise = shard.noise.accumulator if shard.noise else None
-        self.loop = RunLoop(context, self, initial_digest, self._evaluate, noise=noise)
+        self.watch = watch
+        self.loop = RunLoop(context, self, initial_digest, self._evaluate, watch, noise)
         self.decisions = self.loop.coordinator
         self.now = self.loop.start_s
         """Training time at which the newest exchange was complete."""
@@ -158,6 +169,41 @@ class ReplicatedCoordinator:
         self.interrupted |= any(status.stop for status in statuses)
         self.over |= self.interrupted or not decisions.present
         loop.display(self.now)
+
+    def replicated(self) -> bytes:
+        """Return what the ranks have in common of it, for :meth:`replicate` on a rank that joins."""
+        own = {id(value): name for name, value in self._own().items()}
+        content = io.BytesIO()
+        pickler = pickle.Pickler(content)
+        pickler.persistent_id = lambda value: own.get(id(value))  # type: ignore[method-assign]
+        pickler.dump([*(getattr(self, name) for name in COMMON), self._run_context.order])
+        return content.getvalue()
+
+    def replicate(self, other: bytes) -> None:
+        """Stand where the coordinator of another rank does."""
+        own, unpickler = self._own(), pickle.Unpickler(io.BytesIO(other))
+        unpickler.persistent_load = own.__getitem__  # type: ignore[method-assign]
+        *values, self._run_context.order = unpickler.load()
+        for name, value in zip(COMMON, values, strict=True):
+            setattr(self, name, value)
+        self.decisions = self.loop.coordinator
+        self._run_context.positions = list(self.decisions.positions)
+
+    def _own(self) -> dict[str, Any]:
+        """Return the objects that each rank has of its own, by name."""
+        context = self._run_context
+        return {
+            "coordinator": self,
+            "context": context,
+            "job": context.job,
+            "program": context.job.program,
+            "policy": context.policy,
+            "watch": self.watch,
+        }
+
+    def joined(self, replica: ReplicaId) -> None:
+        """Have the policy go on with a replica that has joined."""
+        self.decisions.joined(replica)
 
     def died(self, exit: ReplicaExit) -> None:
         """Have the policy go on without a replica; others take the batches that it was at work on."""
@@ -412,7 +458,10 @@ class AllReduceClient(RankClient, GradientSink):
             context.shadow_passes.catch_up(max((coordinator.batches[r].size for r in computing), default=0))
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
         saving = context.checkpointer.busy
-        status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm, saving)
+        joining = context.survival is not None and context.survival.asked()
+        status = RankStatus(
+            kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm, saving, joining
+        )
         # All ranks begin the rest of the buckets, then the exchange, in this order; the sums are complete after both.
         if self._overlap is not None:
             self._overlap.flush()
@@ -431,3 +480,5 @@ class AllReduceClient(RankClient, GradientSink):
         context.divergence.check_if_due(coordinator.decisions.version)
         if not coordinator.decisions.waiting:  # a replica that waits has a Δ that no checkpoint would have
             context.checkpointer.save_if_due(coordinator.now, busy=any(status.saving for status in statuses))
+        if context.survival is not None and any(status.joining for status in statuses) and not coordinator.over:
+            context.survival.admit()

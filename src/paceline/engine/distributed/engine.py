@@ -22,12 +22,12 @@ from paceline.core.records import Record
 from paceline.core.registry import register
 from paceline.engine.base import Engine, Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
-from paceline.engine.distributed.agreement import DivergenceCheck, check_job
+from paceline.engine.distributed.agreement import DivergenceCheck, check_job, facts, refuse_differences
 from paceline.engine.distributed.async_pipeline import AsyncPipelineClient, AsyncStageShard
 from paceline.engine.distributed.client import AllReduceClient, ClientContext, ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.fsdp import refuse_model
 from paceline.engine.distributed.rank_shard import ModelParallelShard, RankShard, WholeModelShard
-from paceline.engine.distributed.replicated_state import SharedRun
+from paceline.engine.distributed.replicated_state import Arrival, SharedRun
 from paceline.engine.distributed.sync_batchnorm import batchnorm_over
 from paceline.engine.distributed.uneven_inputs import ShadowPasses, ShadowReplica
 from paceline.engine.loop import InterruptGuard
@@ -104,7 +104,11 @@ class DistributedRun:
     def __init__(
         self, job: Job, context: RankContext, backend: str, watch: Watcher, closing: contextlib.ExitStack
     ) -> None:
+        arrival: Arrival | None = None if context.survival is None else context.survival.arrival
+        if arrival is not None:  # the others' state is newer than any checkpoint
+            job = replace(job, resume=None)
         self._job, self._context, self._backend, self._watch, self._closing = job, context, backend, watch, closing
+        self._arrival = arrival
         self._run_context = run_context = RunContext(job)
         program, world = job.program, context.world
         set_threads_and_seed(job, job.strategy.mesh.coordinate(world.rank).replica, world.local_size)
@@ -117,21 +121,31 @@ class DistributedRun:
         with model as module:
             layout = FlatLayout.of(module, job.running_buffers)
             digest = digest_of(module, layout)
-            check_job(job, digest, context)
+            self._facts = facts(job, digest)
+            if arrival is None:
+                check_job(job, digest, context)
+            else:
+                refuse_differences(arrival.facts, self._facts, ("the others", f"rank {world.rank}, which joins,"))
             flushes = not job.strategy.pipelined or job.strategy.order.flushes
             build = (ModelParallelShard if flushes else AsyncStageShard) if job.strategy.spread else WholeModelShard
             self._shard: RankShard = build(RankSetup(run_context, context, backend, module, layout))
             shard = self._shard
         give_back_freed_memory()
         self._clock = SyncedClock(context.registry.clock_offset_ns)
-        self._coordinator = ReplicatedCoordinator(run_context, context, shard, self._clock, layout, digest)
+        self._coordinator = ReplicatedCoordinator(run_context, context, shard, self._clock, layout, digest, watch)
+        if context.survival is not None and shard.batchnorm_group is not None:
+            raise InputError(
+                f"on_death={job.on_death} makes a round again, but synchronised BatchNorm exchanges sums within "
+                "forward and backward; leave synchronised_batchnorm out, or write checkpoint='ckpt', resume=True under "
+                "torchrun --max-restarts=3"
+            )
         place = shard.coordinate
         communicating = [each for each in (shard.batchnorm_group, shard.fsdp) if each is not None]
         self._shadow_passes = ShadowPasses(run_context, place.replica, module, communicating) if communicating else None
         self._sink, self._spans = InMemorySink(), SpanLog(job.trace, *place)
         closing.callback(self._spans.close)
         self._metrics = WorkerMetrics(self._sink, place.replica, self._spans.recorder, 0, run_context.per_step)
-        self._coordinator.loop.watch = watch
+        self._divergence = DivergenceCheck(context, shard.state.vectors, job.strategy.mesh.parts)
         self._stop_event = threading.Event()
         """Set by the first Ctrl-C."""
         self._interrupts = InterruptGuard(self._interrupted)
@@ -158,14 +172,12 @@ class DistributedRun:
             replica = shard.replica(coordinator.weight, self._spans.recorder)
             if self._job.resume is not None:
                 shard.held().restore(self._job.resume)
+            if self._arrival is not None:
+                coordinator.replicate(self._arrival.coordinator)
             self._checkpointer = self._new_checkpointer()
             self._closing.callback(self._checkpointer.close)
             client, worker = self._client_and_worker(replica)
-            if self._context.survival is not None:  # a death before this ends the run
-                self._context.survival.state = SharedRun(self._context, coordinator, shard, self._checkpointer)
-            began_ns = self._context.gather(time.monotonic_ns(), "the others' start")[0]
-            self._clock.began_ns = began_ns - int(coordinator.loop.start_s * 1e9)
-            coordinator.begin()
+            self._begin()
             with batchnorm_over(shard.batchnorm_group):
                 with self._named(client):
                     worker.run(self._job.loop)
@@ -181,6 +193,21 @@ class DistributedRun:
             self._watch(replace(coordinator.loop.history.progress("scoring", coordinator.now), fraction=None))
             return self._gather_outcome(coordinator.evaluate_rest(lambda: interrupts.insisted))
 
+    def _begin(self) -> None:
+        """Begin together with the others, or where they are."""
+        context, coordinator = self._context, self._coordinator
+        if context.survival is not None:  # a death before this ends the run
+            context.survival.state = shared = SharedRun(
+                context, coordinator, self._shard, self._clock, self._checkpointer, self._divergence, self._facts
+            )
+            if self._arrival is not None:
+                shared.join(self._arrival)
+                self._arrival = context.survival.arrival = None  # it holds A once more
+                return
+        began_ns = context.gather(time.monotonic_ns(), "the others' start")[0]
+        self._clock.began_ns = began_ns - int(coordinator.loop.start_s * 1e9)
+        coordinator.begin()
+
     def _new_checkpointer(self) -> Checkpointer:
         """Return what saves this rank's part of a checkpoint; of the ranks with something to write, each writes one."""
         context, coordinator, run_context = self._context, self._coordinator, self._run_context
@@ -193,7 +220,9 @@ class DistributedRun:
             return Snapshot(held.written(), held.state_json(), self._shard.state_json)
 
         writers, token = [True] * context.world.size, uuid.uuid4().hex
-        if self._job.checkpoint is not None:
+        if self._arrival is not None:
+            writers[context.world.rank] = False  # another one writes
+        elif self._job.checkpoint is not None:
             gathered = gather((self._shard.held().writes_any, token))
             writers, token = [writes for writes, _ in gathered], gathered[0][1]
         part = sum(writers[: context.world.rank]) if writers[context.world.rank] else None
@@ -220,7 +249,7 @@ class DistributedRun:
             stop_event=self._stop_event,
             timeout_s=self._job.timeout_s,
             checkpointer=self._checkpointer,
-            divergence=DivergenceCheck(self._context, shard.state.vectors, self._job.strategy.mesh.parts),
+            divergence=self._divergence,
             survival=self._context.survival,
             suspect_after_s=self._job.suspect_after_s,
         )
@@ -271,6 +300,8 @@ class DistributedRun:
         )
         own = (local_figures, local_records, spans, self._interrupts.first, self._checkpointer.notes())
         gathered = context.gather(own, "the others' scores and figures")
+        if context.survival is not None and context.is_first:
+            context.survival.membership.end()
         workers, scored, recorded, signals, saved = zip(*gathered, strict=True)
         notes: dict[str, str | int | float] = {
             "threads": threads(self._job.strategy, context.world.local_size),

@@ -89,6 +89,7 @@ class RankStatus(NamedTuple):
     Args:
         stop: whether the process was asked to end the run.
         saving: whether the process is still writing a checkpoint.
+        joining: whether ranks that were started again ask to join.
         entered_ns: when it entered the exchange, in training time.
         norm: of its Δ; None: norms are not measured in this run.
     """
@@ -101,10 +102,11 @@ class RankStatus(NamedTuple):
     entered_ns: Nanoseconds
     norm: DeltaNorm | None = None
     saving: bool = False
+    joining: bool = False
 
     def encode(self) -> list[float]:
         """Return the row of the status table."""
-        flags = int(self.kind) + 4 * self.finite + 8 * self.stop + 16 * self.saving
+        flags = int(self.kind) + 4 * self.finite + 8 * self.stop + 16 * self.saving + 32 * self.joining
         row = [flags, self.loss, *to_digits(self.samples), *to_digits(self.entered_ns)]
         if self.norm is not None:
             # Roots, since squares may exceed float32; what float32 rounds off a root is a second number.
@@ -126,7 +128,8 @@ class RankStatus(NamedTuple):
             norm = DeltaNorm(square, int(parts), combined, previous, int(previous_samples))
         kind, finite, stop = StatusKind(int(flags) & 3), bool(int(flags) & 4), bool(int(flags) & 8)
         samples, entered_ns = from_digits(integers[:DIGITS]), from_digits(integers[DIGITS:])
-        return cls(kind, samples, finite, stop, loss, entered_ns, norm, bool(int(flags) & 16))
+        saving, joining = bool(int(flags) & 16), bool(int(flags) & 32)
+        return cls(kind, samples, finite, stop, loss, entered_ns, norm, saving, joining)
 
     @staticmethod
     def merge(parts: Sequence["RankStatus"]) -> "RankStatus":

@@ -5,18 +5,45 @@ than its own Δ of the round, its place among those that write checkpoints, and 
 """
 
 import functools
-from typing import Any, final
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from paceline.core.records import ReplicaExit
+from paceline.engine import run_context
 from paceline.engine.checkpointing import Checkpointer, tell
-from paceline.engine.distributed.client import ReplicatedCoordinator
+from paceline.engine.distributed.agreement import DivergenceCheck
+from paceline.engine.distributed.client import ReplicatedCoordinator, SyncedClock
 from paceline.engine.distributed.rank_shard import RankShard
 from paceline.engine.spmd.membership import Generation
 from paceline.engine.spmd.rank_context import RankContext
+from paceline.engine.spmd.rank_registry import PeerInfo
 from paceline.engine.spmd.survival import ReplicatedState
+
+
+class Arrival(NamedTuple):
+    """The replicated state of a run, as a rank that joins receives it from another one.
+
+    Args:
+        facts: what ranks must have in common, by name.
+        coordinator: as :meth:`ReplicatedCoordinator.replicate` takes it.
+        clock: when training began, and how long it stood still.
+        tensors: A.
+        optimizer: as :meth:`FlatOptimizer.replicate` takes it.
+        checkpointer: as :meth:`Checkpointer.replicate` takes it.
+        compared: version at the newest comparison of A.
+    """
+
+    facts: Mapping[str, str]
+    coordinator: bytes
+    clock: tuple[int, int]
+    tensors: list[Tensor]
+    optimizer: Mapping[str, Any]
+    checkpointer: tuple[Any, ...]
+    compared: int
 
 
 @final
@@ -27,14 +54,25 @@ class SharedRun(ReplicatedState):
         context: of the rank.
         coordinator: runs the policy, as on all ranks.
         shard: all of A, and its optimizer.
+        clock: training time.
         checkpointer: saves the run.
+        divergence: compares A among the ranks.
+        facts: what ranks must have in common, by name.
     """
 
     def __init__(
-        self, context: RankContext, coordinator: ReplicatedCoordinator, shard: RankShard, checkpointer: Checkpointer
+        self,
+        context: RankContext,
+        coordinator: ReplicatedCoordinator,
+        shard: RankShard,
+        clock: SyncedClock,
+        checkpointer: Checkpointer,
+        divergence: DivergenceCheck,
+        facts: Mapping[str, str],
     ) -> None:
         self._context, self._coordinator, self._shard = context, coordinator, shard
-        self._checkpointer = checkpointer
+        self._clock, self._checkpointer, self._divergence = clock, checkpointer, divergence
+        self._facts = facts
         assert shard.update.optimizer is not None, "a rank with a part of the optimizer was not refused"
         self._optimizer = shard.update.optimizer
 
@@ -42,11 +80,21 @@ class SharedRun(ReplicatedState):
         coordinator, peers = self._coordinator, self._context.registry.peers
         for rank, reason in sorted(generation.left.items()):
             coordinator.died(ReplicaExit(rank, reason, coordinator.now))
-        if self._context.is_first:
+        version = coordinator.decisions.version
+        for rank, request in sorted(generation.joined.items()):
+            fields = json.loads(request)
+            del fields["token"]
+            if rank != self._context.world.rank:
+                self._context.registry.know([PeerInfo(**fields)])
+            coordinator.joined(rank)
+            if self._context.is_first:
+                tell(f"{peers[rank]} was started again, and joins at update {version}")
+        run_context.first_rank = self._context.members[0]
+        if self._context.is_first and generation.left:
             self._checkpointer.take_over()
             lost = "; ".join(f"{peers[rank]} {reason}" for rank, reason in sorted(generation.left.items()))
             left = len(generation.members)
-            tell(f"{lost}; {left} rank{'s go' if left > 1 else ' goes'} on from update {coordinator.decisions.version}")
+            tell(f"{lost}; {left} rank{'s go' if left > 1 else ' goes'} on from update {version}")
 
     def tensors(self) -> list[Tensor]:
         return self._shard.state.vectors
@@ -56,6 +104,24 @@ class SharedRun(ReplicatedState):
 
     def stage(self, tensors: list[Tensor], rest: Any) -> None:
         self._coordinator.staged = functools.partial(self._adopt, tensors, rest)
+
+    def whole(self) -> "Arrival":
+        return Arrival(
+            self._facts,
+            self._coordinator.replicated(),
+            (self._clock.began_ns, self._clock.paused_ns),
+            self._shard.state.vectors,
+            self._optimizer.replicated(),
+            self._checkpointer.replicated(),
+            self._divergence.compared,
+        )
+
+    def join(self, arrival: "Arrival") -> None:
+        """Stand where the rank stood whose :meth:`whole` this is; its coordinator stands there already."""
+        self._adopt(arrival.tensors, arrival.optimizer)
+        self._clock.began_ns, self._clock.paused_ns = arrival.clock
+        self._checkpointer.replicate(arrival.checkpointer)
+        self._divergence.compared = arrival.compared
 
     def lost_sums(self) -> None:
         self._shard.reduce_buffer.renew()

@@ -14,16 +14,20 @@ proposes itself for the next one only after it has abandoned the last, no two ge
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
-from paceline.core.errors import WorkerError
+from paceline.core.errors import WaitTimeoutError, WorkerError
 from paceline.core.types import Seconds
 from paceline.engine.spmd.bounded_store import BoundedStore
-from paceline.engine.spmd.rank_registry import PeerInfo, RankRegistry
+from paceline.engine.spmd.rank_registry import RankRegistry
 
 # Time between two looks at the store while ranks agree.
 LOOK_S: Seconds = 0.02
+
+# Time between two looks for ranks that ask to join.
+REQUEST_S: Seconds = 1.0
 
 # Shortest time that ranks are given to propose themselves: those that wait look at the store four times a second.
 PROPOSAL_S: Seconds = 1.0
@@ -52,11 +56,9 @@ class Survives:
 
     Args:
         suspect_after_s: time that silent ranks are given to propose themselves.
-        await_dead_s: time that a dead rank is given to be started again before the others go on without it.
     """
 
     suspect_after_s: Seconds
-    await_dead_s: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Generation:
 
     Args:
         number: counted from 0.
-        members: their ranks.
+        members: their ranks; the first one does what one rank does for all, and those that have joined come last.
         completed: collectives that each member had completed when it proposed itself.
         left: why each rank of the generation before it is no member.
         joined: the request of each rank that is a new member.
@@ -97,7 +99,8 @@ class Membership:
 
     def __init__(self, store: BoundedStore, registry: RankRegistry, rank: int, survives: Survives) -> None:
         self.store, self._registry, self.rank = store, registry, rank
-        self._await_dead_s = survives.await_dead_s
+        self._admitted = set[str]()
+        self._looked_s = time.monotonic()
         self.generation = Generation(0, tuple(range(len(registry.peers))))
         self.silence_s = survives.suspect_after_s
         """Silence after which a rank is suspected: longer than steps take."""
@@ -121,38 +124,41 @@ class Membership:
         """Return the members of which this rank's own host says that they have ended, and how."""
         return self._registry.exited(self.generation.members)
 
-    def agree(self, completed: int, waited_s: Seconds = 0.0, joining: Mapping[int, str] | None = None) -> Generation:
+    def agree(self, completed: int, waited_s: Seconds = 0.0) -> Generation:
         """Abandon this generation, and agree with the others on the next one.
 
         Args:
             completed: collectives that this rank has completed.
             waited_s: how long it had waited already.
-            joining: requests of ranks that are to be members of it.
 
         Raises:
             ExcludedError: this rank is among too few, or the others go on without it.
         """
-        began, deadline = time.monotonic(), time.monotonic() + max(self.silence_s - waited_s, PROPOSAL_S)
+        deadline = time.monotonic() + max(self.silence_s - waited_s, PROPOSAL_S)
         number, store = self.number + 1, self.store
         store.set(f"abandoned {self.number}", "")
         self._propose(number, completed, {})
         while not store.check([f"generation {number}"]):
             proposals, dead = self._proposals(number)
             late = time.monotonic() > deadline
+            joined = self.requests(dead)
             silent = [r for r in self.generation.members if r not in proposals and r not in dead]
             if silent and late:
                 self._require_majority(proposals, dead, silent)
-            joined = self._joining(dead, began) if joining is None else joining
-            if (silent and not late) or joined is None:
+            if silent and not late:
                 time.sleep(LOOK_S)
                 continue
+            order = self.generation.members
             reasons = dead | dict.fromkeys(silent, f"said nothing for {self.silence_s:g} s")
-            members = tuple(sorted({r for r in proposals if r not in dead} | set(joined)))
-            done = {r: proposals[r] for r in members if r not in joined}
-            left = {rank: reason for rank, reason in reasons.items() if rank not in joined}
-            proposed = Generation(number, members, done, left, joined)
+            done = {rank: proposals[rank] for rank in order if rank in proposals and rank not in dead}
+            if len(set(done.values())) > 1:  # new ranks come in when no member has to catch up
+                joined = {}
+            proposed = Generation(number, (*done, *sorted(joined)), done, reasons, joined)
             store.compare_set(f"generation {number}", "", json.dumps(asdict(proposed)))
         self.generation = Generation.read(store.get(f"generation {number}"))
+        for text in self.generation.joined.values():
+            self._admitted.add(text)
+            self.store.set(f"admitted {text}", str(number))
         if self.rank not in self.generation.members:
             why = self.generation.left.get(self.rank, "is not among them")
             raise ExcludedError(
@@ -191,21 +197,48 @@ class Membership:
                 "not go on: start the job again with checkpoint=…, resume=True"
             )
 
-    def _joining(self, dead: Mapping[int, str], began: float) -> dict[int, str] | None:
-        """Return the requests of dead ranks that were started again; None while they are waited for."""
-        if not self._await_dead_s:
-            return {}
-        requests = {rank: request for rank in dead if (request := self.request(rank)) is not None}
-        waiting = len(requests) < len(dead) and time.monotonic() < began + self._await_dead_s
-        return None if waiting else requests
+    # ------------------------------------------------------------------------------------- ranks that are started anew
 
-    # ------------------------------------------------------------------------------------- ranks that are started again
+    def requests(self, also: Collection[int] = ()) -> dict[int, str]:
+        """Return the requests of ranks that are no members, but were started again and ask to join.
 
-    def request(self, rank: int) -> str | None:
-        """Return the request of a rank that was started again, and wants to join."""
-        key = f"join {rank}"
-        if not self.store.check([key]):
-            return None
-        content = self.store.get(key).decode()
-        known = json.loads(content)["peer"]
-        return None if PeerInfo(**known) == self._registry.peers[rank] else content
+        Args:
+            also: members that are dead.
+        """
+        absent = [r for r in range(len(self._registry.peers)) if r not in self.generation.members or r in also]
+        asked = [rank for rank in absent if self.store.check([f"join {rank}"])]
+        found = {rank: self.store.get(f"join {rank}").decode() for rank in asked}
+        return {rank: text for rank, text in found.items() if text not in self._admitted}
+
+    def asked(self) -> bool:
+        """Return whether ranks ask to join; looks at the store now and then."""
+        if len(self.generation.members) == len(self._registry.peers) or time.monotonic() < self._looked_s + REQUEST_S:
+            return False
+        self._looked_s = time.monotonic()
+        return bool(self.requests())
+
+    def join(self, timeout_s: Seconds) -> Generation:
+        """Ask to join, and return the generation of which this rank is a member.
+
+        Raises:
+            WaitTimeoutError: nobody has taken it in.
+        """
+        own = json.dumps(asdict(self._registry.own) | {"token": uuid.uuid4().hex})
+        self.store.set(f"join {self.rank}", own)
+        deadline = time.monotonic() + timeout_s
+        while not self.store.check([f"admitted {own}"]):
+            if self.store.check(["over"]):
+                raise WaitTimeoutError(f"rank {self.rank} was started again, but the run that it belongs to is over")
+            if time.monotonic() > deadline:
+                raise WaitTimeoutError(
+                    f"rank {self.rank} was started again, and waited {timeout_s:g} s for the others to take it in; "
+                    "they do so between two steps under on_death='continue', once they know that it has died"
+                )
+            time.sleep(LOOK_S)
+        number = int(self.store.get(f"admitted {own}"))
+        self.generation = Generation.read(self.store.get(f"generation {number}"))
+        return self.generation
+
+    def end(self) -> None:
+        """Note that the run is over."""
+        self.store.set("over", "")

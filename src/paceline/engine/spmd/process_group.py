@@ -133,7 +133,7 @@ class ProcessGroup:
     """The process group of a run, or a subgroup of it.
 
     Args:
-        handle: torch's process group.
+        handle: torch's process group; None: this process was started again, while the others train.
         store: the job's, with a prefix of this run.
         bound: timeout of the backend.
         for_ever: whether that was extended by :meth:`wait_for_ever`.
@@ -243,8 +243,9 @@ def opened(
     with _gloo_on_loopback(world):
         with _all_come(world, timeout_s):
             base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
-            attend(_own_prefix(base), world.rank, world.size, {"backend": backend, **terms}, timeout_s)
-        yield from (_opened_alone if survives else _opened)(world, backend, bound)
+            terms = {"backend": backend, **terms}
+            joins = attend(_own_prefix(base), world.rank, world.size, terms, timeout_s, may_join=survives)
+        yield from _opened_alone(world, backend, bound, joins=joins) if survives else _opened(world, backend, bound)
 
 
 @contextlib.contextmanager
@@ -289,16 +290,18 @@ def _opened(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[Proces
             dist.destroy_process_group(each)
 
 
-def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta) -> Iterator[ProcessGroup]:
-    """Yield a group that torch.distributed does not keep."""
+def _opened_alone(world: LaunchEnv, backend: str, bound: timedelta, *, joins: bool) -> Iterator[ProcessGroup]:
+    """Yield a group that torch.distributed does not keep; one without members for a process that joins the others."""
     with _all_come(world, bound.total_seconds()):
         base = dist.distributed_c10d._get_default_store() if dist.is_initialized() else _store_of_job(world, bound)
         group = ProcessGroup(None, _own_prefix(base), backend, bound, rank=world.rank)
-        group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
+        if not joins:
+            group.handle = group.of_generation(0, range(world.size), bound.total_seconds()).handle
     try:
         yield group
     except BaseException:
-        group.give_up()
+        if group.handle is not None:
+            group.give_up()
         raise
 
 

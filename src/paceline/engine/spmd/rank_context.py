@@ -129,8 +129,11 @@ class RankContext:
 
     def _concerns_all(self, error: Exception) -> bool:
         """Return whether an error ends the run: one that all ranks meet, or that comes before training."""
-        survives = self.survival is not None and self.survival.state is not None
-        return not survives or (isinstance(error, PacelineError) and not isinstance(error, ExcludedError))
+        survival = self.survival
+        if survival is None or (survival.state is None and survival.arrival is None):
+            return True
+        joining = survival.state is None
+        return isinstance(error, PacelineError) and not isinstance(error, ExcludedError) and not joining
 
     def _leave(self, error: Exception) -> PacelineError:
         """Let the others go on without this rank, and return its own error."""
@@ -167,22 +170,28 @@ def open_rank_context(
     """
     group_of_run = opened(world, backend, timeout_s, terms, survives=survives is not None)
     with group_of_run as group, contextlib.ExitStack() as closing:
-        registry = RankRegistry(world, group)
+        joins = group is not None and group.handle is None
+        registry = RankRegistry(world, None if joins else group)
         closing.callback(registry.close)
         context = RankContext(world, registry, None, None)
         if group is not None:
-            if backend != "nccl" and watched:
-                group.wait_for_ever()
             store: Store | BoundedStore = group.store
             membership: Membership | None = None
             if survives is not None:
                 store = bounded_store = BoundedStore(group.store, max(survives.suspect_after_s, STORE_S))
                 membership = Membership(bounded_store, registry, world.rank, survives)
+                if joins:
+                    generation = membership.join(timeout_s)
+                    group = group.of_generation(generation.number, generation.members, timeout_s)
+            if backend != "nccl" and watched:
+                group.wait_for_ever()
             store_signals = StoreSignals(store, world.rank, world.size)
             watchdog = CollectiveWatchdog(store_signals, registry, timeout_s, backend, membership)
             communicator = Communicator(group, watchdog, device if backend == "nccl" else "cpu")
             survival = None if membership is None else Survival(membership, communicator, watchdog, registry, timeout_s)
             context = RankContext(world, registry, communicator, store_signals, survival)
+            if survival is not None and joins:
+                survival.arrive()
         try:
             yield context
         except BaseException as error:

@@ -45,6 +45,12 @@ class PeerInfo:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
 
 
+def kernel_of(rank: int) -> str:
+    """Return what processes have in common that share a clock and see each other; ``rank`` is this one's."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() + os.readlink("/proc/self/ns/pid") if boot.exists() else f"alone {rank}"
+
+
 class RankRegistry:
     """All ranks of a run: their processes, and the offset of rank 0's clock.
 
@@ -54,19 +60,14 @@ class RankRegistry:
     """
 
     def __init__(self, world: LaunchEnv, group: ProcessGroup | None) -> None:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        kernel = f"alone {world.rank}"
-        if boot.exists():
-            kernel = boot.read_text().strip() + os.readlink("/proc/self/ns/pid")
-        self.own = PeerInfo(world.rank, socket.gethostname(), kernel, os.getpid())
+        self.own = PeerInfo(world.rank, socket.gethostname(), kernel_of(world.rank), os.getpid())
         self.peers = [self.own] * world.size
-        if group is not None:
-            dist.all_gather_object(self.peers, self.own, group=group.handle)
         # A pidfd stays that of one process, where a process id may be given to another.
         self._pidfds: dict[int, int] = {}
-        for peer in self.peers:
-            if peer.kernel == kernel and peer.rank != world.rank:
-                self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
+        if group is not None:
+            peers = [self.own] * world.size
+            dist.all_gather_object(peers, self.own, group=group.handle)
+            self.know(peers)
         self.tells = False
         """Whether deaths are printed; False: main does it."""
         self._told = set[int]()
@@ -77,6 +78,15 @@ class RankRegistry:
             for peer in self.peers:
                 if peer.kernel != self.peers[0].kernel and self.own.rank in (0, peer.rank):
                     self.clock_offset_ns = _clock_offset(group.handle, self.own.rank, peer.rank)
+
+    def know(self, peers: Iterable[PeerInfo]) -> None:
+        """Take these for the processes of their ranks from now on."""
+        for peer in peers:
+            self.peers[peer.rank] = peer
+            if (pidfd := self._pidfds.pop(peer.rank, None)) is not None:
+                os.close(pidfd)
+            if peer.kernel == self.own.kernel and peer.rank != self.own.rank:
+                self._pidfds[peer.rank] = liveness.open_pid(peer.pid)
 
     def first_exited(self) -> PeerInfo | None:
         """Return a rank of this host whose process has ended, or None."""
@@ -117,12 +127,12 @@ def _clock_offset(handle: Any, own: int, other: int) -> Nanoseconds:
     pings: list[tuple[Nanoseconds, Nanoseconds]] = []
     for _ in range(CLOCK_PINGS):
         if own == 0:
-            dist.recv(message, other, group=handle)
-            dist.send(torch.tensor([time.monotonic_ns()]), other, group=handle)
+            dist.recv(message, group=handle, group_src=other)
+            dist.send(torch.tensor([time.monotonic_ns()]), group=handle, group_dst=other)
         else:
             sent = time.monotonic_ns()
-            dist.send(message, 0, group=handle)
-            dist.recv(message, 0, group=handle)
+            dist.send(message, group=handle, group_dst=0)
+            dist.recv(message, group=handle, group_src=0)
             received = time.monotonic_ns()
             pings.append((received - sent, int(message) - (sent + received) // 2))
     return min(pings)[1] if pings else 0

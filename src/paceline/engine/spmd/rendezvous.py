@@ -78,7 +78,9 @@ class Arrival:
         return self.host_id == host_id() and not Path(f"/proc/{self.pid}").exists()
 
 
-def attend(store: Store, rank: int, size: int, terms: Mapping[str, str], timeout_s: Seconds) -> None:
+def attend(
+    store: Store, rank: int, size: int, terms: Mapping[str, str], timeout_s: Seconds, *, may_join: bool = False
+) -> bool:
     """Wait until all ranks have come; all call it.
 
     Args:
@@ -87,12 +89,15 @@ def attend(store: Store, rank: int, size: int, terms: Mapping[str, str], timeout
         size: how many ranks there should be.
         terms: what they must have in common, by name; the number of ranks and versions are added.
         timeout_s: longest wait.
+        may_join: whether a rank may be started again after all have come, while the others train.
+
+    Returns:
+        Whether all have come before this process, which is to join them.
 
     Raises:
         PacelineError: two processes have the same rank, or ranks differ in a term; names both.
         WaitTimeoutError: ranks have not come; names them.
     """
-    versions = {"version of Paceline": sys.modules["paceline"].__version__, "version of torch": torch.__version__}
     if not 0 <= rank < size:
         raise InputError(f"RANK={rank} WORLD_SIZE={size}: ranks are 0 to WORLD_SIZE - 1; start each of them once")
     versions = {"version of Paceline": sys.modules["paceline"].__version__, "version of torch": torch.__version__}
@@ -104,13 +109,15 @@ def attend(store: Store, rank: int, size: int, terms: Mapping[str, str], timeout
     while True:
         arrived += _read(store, len(arrived))
         # torchrun's agent keeps the store from one start of the ranks to the next.
-        believed = [each for each in arrived if keeps_store(0) or not each.ended]
+        believed = [each for each in arrived if may_join or keeps_store(0) or not each.ended]
+        if may_join and _comes_later(believed, own):
+            return True
         present, conflict = _present(believed, own)
         if conflict is not None:
             _linger(store, believed, keeps_store(rank))
             raise PacelineError(f"{conflict}; start each rank once, all with the same script and arguments")
         if len(present) == size:
-            return
+            return False
         if time.monotonic() > deadline:
             absent = [str(each) for each in range(size) if each not in present]
             raise WaitTimeoutError(
@@ -147,6 +154,15 @@ def _present(arrived: Sequence[Arrival], own: Arrival) -> tuple[dict[int, Arriva
             places = [f"process {one.pid} on {one.host}" for one in (other, each)]
             return present, f"rank {each.rank} was started twice: {places[0]} and {places[1]}"
     return present, None
+
+
+def _comes_later(arrived: Sequence[Arrival], own: Arrival) -> bool:
+    """Return whether all ranks have come before a process that has what they have in common."""
+    before = [each for each in arrived if each.ticket < own.ticket]
+    present, conflict = _present(before, own)
+    if conflict is not None or not before or len(present) < int(before[0].terms["number of ranks"]):
+        return False
+    return not differences(before[0].terms, own.terms, (str(before[0]), str(own)))
 
 
 def _linger(store: Store, arrived: Sequence[Arrival], keeps: bool) -> None:

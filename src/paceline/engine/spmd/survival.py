@@ -50,6 +50,9 @@ class ReplicatedState(Protocol):
     def stage(self, tensors: list[torch.Tensor], rest: Any) -> None:
         """Take these in the place of the update that the result of the missed collective asks for."""
 
+    def whole(self) -> Any:
+        """Return all of it, for a rank that joins; it can be pickled."""
+
     def lost_sums(self) -> None:
         """Use other memory for sums: a collective that was given up may still write into it."""
 
@@ -73,6 +76,8 @@ class Survival:
     registry: RankRegistry
     bound_s: Seconds
     state: ReplicatedState | None = None
+    arrival: Any = None
+    """What :meth:`ReplicatedState.whole` was on another rank as this one joined; None: it was there from the start."""
     completed: int = 0
     """Collectives so far."""
     _result: Any = None
@@ -108,6 +113,16 @@ class Survival:
             self._result = result
             return result
 
+    def asked(self) -> bool:
+        """Return whether ranks ask to join, on the rank that looks for them."""
+        return self.membership.rank == self.members[0] and self.membership.asked()
+
+    def admit(self) -> None:
+        """Take in the ranks that ask to join; all ranks call it between the same two collectives."""
+        self.membership.silence_s = self.bound_s
+        behind = self._recover(0.0)
+        assert not behind, "all have completed the exchange that said so"
+
     def _tell(self) -> None:
         while self._untold:
             assert self.state is not None, "without it there is one generation"
@@ -128,7 +143,12 @@ class Survival:
             self._untold.append(generation)
             try:
                 self._form(generation)
-                return self._catch_up(generation)
+                behind = self._catch_up(generation)
+                if not behind:
+                    self._tell()
+                if generation.joined:
+                    self._welcome(generation)
+                return behind
             except RanksLost as lost:
                 waited_s = lost.waited_s
         raise WorkerError(
@@ -174,6 +194,25 @@ class Survival:
         self._result = result
         self.state.stage(tensors, rest)
         return True
+
+    def _welcome(self, generation: Generation) -> None:
+        """Hand the state of the run to the ranks that have joined, from the first member."""
+        assert self.state is not None, "a death before training ends the run"
+        donor, sent = generation.members[0], None
+        if self.membership.rank == donor:
+            registry = self.registry
+            sent = self.completed, registry.peers, registry.clock_offset_ns, self.state.whole()
+        self.hand_over(sent, donor)
+        self.hand_over(time.monotonic_ns(), donor)
+
+    def arrive(self) -> None:
+        """Receive the state of the run, as a rank that joins it."""
+        registry, donor = self.registry, self.members[0]
+        self.completed, peers, offset_ns, self.arrival = self.hand_over(None, donor)
+        elsewhere = peers[donor].kernel != registry.own.kernel
+        donors_ns = self.hand_over(None, donor)  # the sooner it comes, the better the clocks agree
+        registry.clock_offset_ns = offset_ns + (donors_ns - time.monotonic_ns() if elsewhere else 0)
+        registry.know(peers[rank] for rank in self.members if rank != registry.own.rank)
 
     def hand_over(self, value: Any, source: int) -> Any:
         """Return one rank's value on all ranks of the generation."""
