@@ -11,18 +11,23 @@ only: whoever does the step anew passes. Main waits with all workers alive; one 
 
 import ctypes
 import functools
+import math
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from paceline.checkpoint.writer import _Staging
 from paceline.engine.local.server import SharedMemoryServer
 from paceline.engine.server_optimizer import ServerOptimizer
 
 WORKER_POINTS = ("after-backward", "delta-written", "published")
-INTERPRETER = "interpreter"
+INTERPRETER, NAN, FLIP = "interpreter", "nan", "flip"
 MAIN_POINTS = ("decided", "updated", "staging")
 
 # After this the process goes on by itself, and the trial fails.
@@ -47,21 +52,33 @@ def _first(folder: Path) -> bool:
     return True
 
 
-def in_worker(where: dict[str, Any], worker: Any, step: int) -> None:
-    """Have a worker wait at a point of its present step."""
+def in_worker(where: dict[str, Any], worker: Any, step: int, batch: tuple[Tensor, Tensor]) -> None:
+    """Have a worker wait at a point of its present step, or do what the point says."""
     if (where["replica"], where["step"]) != (worker.replica, step):
         return
-    if where["point"] == INTERPRETER and _first(Path(where["folder"])):
+    client, point = worker._client, where["point"]
+    if point == INTERPRETER and _first(Path(where["folder"])):
         ctypes.PyDLL(None).sleep(20)  # a PyDLL does not release the interpreter's lock
-    if where["point"] not in WORKER_POINTS:
+    elif point == NAN:
+        batch[0].fill_(math.nan)
+    elif point == FLIP:
+        flip_bit(client.pull().vectors[0], step)
+    if point not in WORKER_POINTS:
         return
-    client, wait = worker._client, functools.partial(hold, Path(where["folder"]))
-    if where["point"] == "after-backward":
+    wait = functools.partial(hold, Path(where["folder"]))
+    if point == "after-backward":
         client.delta_buffer = _before(client.delta_buffer, wait)
-    elif where["point"] == "delta-written":
+    elif point == "delta-written":
         client.push = _before(client.push, wait)
     else:
         client.push = _after(client.push, wait)
+
+
+def flip_bit(vector: Tensor, seed: int) -> None:
+    """Flip one bit of one number of a float32 vector."""
+    draw = random.Random(seed)
+    words = vector.detach().view(torch.int32)
+    words[draw.randrange(len(words))] ^= 1 << draw.randrange(23)  # of the fraction: it stays finite
 
 
 def in_main(where: dict[str, Any]) -> None:

@@ -121,11 +121,14 @@ class Trainee:
             return None
         return time.monotonic() - began
 
+    def all_printed(self) -> list[dict[str, Any]]:
+        """Return the JSON lines on stdout of a run that has ended, one of each rank."""
+        lines = (self.folder / "stdout").read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line[:1] == "{"]
+
     def printed(self) -> dict[str, Any] | None:
         """Return the last JSON line on stdout of a run that has ended; None: there is none."""
-        lines = [line for line in (self.folder / "stdout").read_text(errors="replace").splitlines() if line[:1] == "{"]
-        result: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-        return result
+        return next(reversed(self.all_printed()), None)
 
     def result(self, bound_s: float = BOUND_S) -> dict[str, Any] | None:
         """Wait for the end; return what it printed, or None if it has not ended well."""
@@ -196,3 +199,13 @@ def undisturbed(**settings: Any) -> dict[str, Any]:
         if result is None:
             raise RuntimeError(f"a run that nothing happened to failed: {settings}\n{run.stderr()[-2000:]}")
     return result
+
+
+def until(condition: Callable[[], bool], bound_s: float = BOUND_S, pause_s: float = 0.005) -> bool:
+    """Wait until something is true; return whether it has become so in time."""
+    deadline = time.monotonic() + bound_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return True

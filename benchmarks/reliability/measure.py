@@ -52,7 +52,7 @@ def _row(name: str, share: float, kept: dict[str, object]) -> bool:
     unnamed = f", unnamed {outcome.unnamed[:3]}" if outcome.unnamed else ""
     print(f"{outcome.row} {outcome.title}: {told} {outcome.figures}{unnamed}", flush=True)
     kept |= asdict(outcome)
-    kept |= {"stated": row.trials, "load": round(load, 2), "seconds": round(took), "machine": machine()}
+    kept |= {"stated": row.stated, "load": round(load, 2), "seconds": round(took), "machine": machine()}
     return bool(outcome.failures)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import failpoints
+import torch
 from workloads import workload
 
 from paceline import Run, launch
@@ -26,7 +27,7 @@ def noting(worker: Any, *, log: str, pause_s: float, hold: dict[str, Any] | None
         for step, batch in enumerate(worker.batches(), 1):
             file.write(f"{time.monotonic():.6f} {worker.replica} {step} {os.getpid()}\n")
             if hold is not None:
-                failpoints.in_worker(hold, worker, step)
+                failpoints.in_worker(hold, worker, step, batch)
             worker.step(batch)
             time.sleep(pause_s)  # so that kills come at all moments of a step, and not in a second of thousands
 
@@ -60,11 +61,16 @@ def main() -> None:
     run = launch(functools.partial(noting, **own), program, strategy, progress=False, **settings)
     summary = run.summary
     result = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "parameters": digest(run, None),
         "digest": digest(run, settings["checkpoint"]),
         "updates": summary["updates"],
         "gradients": summary["gradients"],
         "applied": summary["applied"],
         "discarded": summary["discarded"],
+        "nonfinite": summary["nonfinite"],
+        "finite": all(bool(torch.isfinite(tensor).all()) for tensor in run.state.values()),
+        "staleness_max": summary["staleness_max"],
         "left": [f"replica {each.replica}: {each.reason} after {each.time_s:.1f} s" for each in run.left],
         "notes": summary["notes"],
         "seconds": summary["seconds"],
