@@ -24,22 +24,28 @@ from torch import Tensor
 
 from paceline.checkpoint.writer import _Staging
 from paceline.engine.local.server import SharedMemoryServer
+from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.server_optimizer import ServerOptimizer
 
 WORKER_POINTS = ("after-backward", "delta-written", "published")
-INTERPRETER, NAN, FLIP = "interpreter", "nan", "flip"
+INTERPRETER, NAN, FLIP, ALLOCATE = "interpreter", "nan", "flip", "allocate"
 MAIN_POINTS = ("decided", "updated", "staging")
+
+ALLOCATED = 64_000_000
+"""Numbers of four bytes."""
 
 # After this the process goes on by itself, and the trial fails.
 _BOUND_S = 60.0
 
 
-def hold(folder: Path) -> None:
-    """Wait for the injector, the first time that any process of the run comes to a point."""
+def hold(folder: Path) -> bool:
+    """Wait for the injector, and return True, the first time that any process of the run comes to a point."""
     deadline = time.monotonic() + _BOUND_S
-    if _first(folder):
-        while not (folder / "go").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+    if not _first(folder):
+        return False
+    while not (folder / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return True
 
 
 def _first(folder: Path) -> bool:
@@ -59,6 +65,8 @@ def in_worker(where: dict[str, Any], worker: Any, step: int, batch: tuple[Tensor
     client, point = worker._client, where["point"]
     if point == INTERPRETER and _first(Path(where["folder"])):
         ctypes.PyDLL(None).sleep(20)  # a PyDLL does not release the interpreter's lock
+    elif point == ALLOCATE and hold(Path(where["folder"])):
+        torch.ones(ALLOCATED)
     elif point == NAN:
         batch[0].fill_(math.nan)
     elif point == FLIP:
@@ -100,6 +108,18 @@ def in_main(where: dict[str, Any]) -> None:
     }[where["point"]]
     order = _after if where["point"] == "updated" else _before
     setattr(owner, name, order(getattr(owner, name), wait))
+
+
+def note_remarks(folder: Path) -> None:
+    """Have main note when it names a replica as slow or silent."""
+    remark = ReplicaPace.remark
+
+    def noting(pace: ReplicaPace, kind: str, replica: int, text: str) -> None:
+        with (folder / "remarks").open("a") as file:
+            file.write(f"{time.monotonic():.6f} {kind} {replica}\n")
+        remark(pace, kind, replica, text)
+
+    ReplicaPace.remark = noting  # type: ignore[method-assign]
 
 
 def _before(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:

@@ -108,6 +108,13 @@ class Trainee:
         found = self.wait_for(lambda each: each.time_s > after_s and replica in (None, each.replica))
         return None if found is None else found.time_s
 
+    def remarks(self) -> list[tuple[float, str, int]]:
+        """Return when main has named which replica as what."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = [line.split() for line in (self.folder / "remarks").read_text().splitlines()]
+            return [(float(time_s), kind, int(replica)) for time_s, kind, replica in lines]
+        return []
+
     def stderr(self) -> str:
         """Return what was written to stderr so far."""
         return (self.folder / "stderr").read_text(errors="replace")

@@ -47,7 +47,7 @@ PASSES = "training goes on; said before the next save is due; the one before int
 
 def _break(outcome: Outcome, trials: int, fault: Fault) -> Outcome:
     for _ in range(trials):
-        with _tmpfs() as disk:
+        with tmpfs() as disk:
             saving = {"checkpoint": f"{disk}/ckpt", "checkpoint_every": f"{EVERY} steps", "keep": 1}
             with trainee(strategy="replicas=2", steps=STEPS, pause_s=0.02, width=64, **saving) as run:
                 failure = _trial(disk / "ckpt", run, lambda run=run, disk=disk: fault(disk, run))
@@ -85,10 +85,10 @@ def _trial(folder: Path, run: Trainee, fault: Callable[[], Callable[[], None]]) 
 
 
 @contextlib.contextmanager
-def _tmpfs() -> Iterator[Path]:
-    """Context manager: a disk of 16 MB and 60 files; unmounted at the end."""
+def tmpfs() -> Iterator[Path]:
+    """Context manager: a disk of 32 MB and 60 files; unmounted at the end."""
     with tempfile.TemporaryDirectory(prefix="paceline-reliability-") as name:
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=60", "tmpfs", name], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m,nr_inodes=60", "tmpfs", name], check=True)
         try:
             yield Path(name)
         finally:

@@ -58,7 +58,7 @@ def kill_main(trials: int) -> Outcome:
 
 @row("overwrite", trials=250)
 def kill_while_overwriting(trials: int) -> Outcome:
-    """R10: SIGKILL a run that goes on from an early checkpoint, and writes later ones over damaged ones of their names."""
+    """R10: SIGKILL a run that goes on from an early checkpoint and writes others over damaged ones of their names."""
     outcome = Outcome(
         "R10",
         "SIGKILL the main process while it saves over damaged checkpoints of the same names",
