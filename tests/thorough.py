@@ -38,6 +38,7 @@ TABLE: tuple[Thorough, ...] = (
     Thorough("tests/report/test_page.py::test_whatever_is_missing_is_left_out", PARITY, but_first=True),
     Thorough("tests/benchmarks/test_hybrid.py", BENCHMARK),
     Thorough("tests/benchmarks/test_reliability.py::test_a_row_in_small", BENCHMARK),
+    Thorough("tests/benchmarks/test_reliability.py::test_a_row_that_needs_root_in_small", BENCHMARK),
     Thorough("tests/benchmarks/test_data_parallel.py", BENCHMARK),
     Thorough("tests/benchmarks/test_pipeline.py", BENCHMARK),
     Thorough("tests/benchmarks/test_tensor.py", BENCHMARK),

@@ -27,6 +27,9 @@ TAG = "PACELINE_RELIABILITY"
 shared_settings: dict[str, Any] = {"data": None}
 """Settings of every trainee that do not belong to a row."""
 
+other_python = sys.executable
+"""Interpreter of the environment that has torchft and Ray Train."""
+
 injections: list[str] = []
 """The log of this process: time, what, to whom."""
 

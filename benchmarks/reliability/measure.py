@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write results/ and the page")
     parser.add_argument("--data", help="folder that has mnist, cifar10, tinyshakespeare; random data if not given")
     parser.add_argument("--part", choices=("row", "others", "both"), default="both", help="the row, the comparators")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has torchft and Ray Train")
     options = parser.parse_args()
+    injector.other_python = options.python
     injector.shared_settings["data"] = options.data
     failed = False
     for name in options.rows or list(ROWS):

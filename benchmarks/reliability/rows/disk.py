@@ -84,6 +84,15 @@ def _trial(folder: Path, run: Trainee, fault: Callable[[], Callable[[], None]]) 
     return None if said_after <= failed_at + EVERY else f"failed at {failed_at}, said after step {said_after}"
 
 
+def why_not() -> str | None:
+    """Return what keeps this process from mounting a disk of its own; None: nothing."""
+    try:
+        with tmpfs():
+            return None
+    except (subprocess.CalledProcessError, OSError) as error:
+        return f"a tmpfs can't be mounted here: {error}"
+
+
 @contextlib.contextmanager
 def tmpfs() -> Iterator[Path]:
     """Context manager: a disk of 32 MB and 60 files; unmounted at the end."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from injector import inject, trainee, undisturbed, until
+from injector import Begun, inject, trainee, undisturbed, until
 
 from rows.contract import Outcome, row
 
@@ -42,16 +42,16 @@ def slow_worker(trials: int) -> Outcome:
     bounded = GIVEN | {"strategy": f"replicas=4 aggregation=stale-synchronous:bound={BOUND}", "steps": 100}
     whole, goodputs, named_after, slower = undisturbed(**free), list[float](), list[int](), list[float]()
     for _ in range(trials):
-        result, after, times = _slowed(free)
+        result, after, times, _ = _slowed(free)
         late = result is None or after is None or after > 20 or bool(result["left"])
         if result is not None:
             goodputs.append(result["gradients_per_s"] / whole["gradients_per_s"])
             slower.append(times)
             named_after += [] if after is None else [after]
             late |= goodputs[-1] < 0.7
-        stale, _, _ = _slowed(bounded)
-        late |= stale is None or stale["staleness_max"] > BOUND or bool(stale["left"])
-        said = f"named after {after}, goodput {goodputs[-1:]}, staleness {stale and stale['staleness_max']}"
+        stale, _, _, lead = _slowed(bounded)
+        late |= stale is None or lead > BOUND or bool(stale["left"])
+        said = f"named after {after}, goodput {goodputs[-1:]}, {lead} steps ahead"
         outcome.trial(said if late else None, named=after is not None, said=said)
     outcome.figures |= {
         "goodput_least": min(goodputs, default=0.0),
@@ -61,13 +61,18 @@ def slow_worker(trials: int) -> Outcome:
     return outcome
 
 
-def _slowed(given: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None, float]:
-    """Slow replica 2; return the result, after how many of its steps it was named, and how many times slower it was."""
+def _slowed(given: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None, float, int]:
+    """Slow replica 2.
+
+    Returns:
+        The result, after how many of its steps it was named, how many times slower it was, and the most steps that one
+        replica was ahead of another.
+    """
     with slow_group(0.1) as group, trainee(**given) as run:
         run.wait_for(lambda each: each.step >= 20)
         pid = next((each["pid"] for each in run.workers() if each["replica"] == 2), None)
         if pid is None:
-            return run.result(), None, 0.0
+            return run.result(), None, 0.0, 0
         at = inject("a tenth of a core for", pid)
         (group / "cgroup.procs").write_text(str(pid))
         result = run.result()
@@ -78,7 +83,16 @@ def _slowed(given: dict[str, Any]) -> tuple[dict[str, Any] | None, int | None, f
         (time_s for time_s, kind, replica in remarks if kind == "stragglers" and replica == 2 and time_s > at), None
     )
     named = None if first is None else sum(at < time_s <= first for time_s in own)
-    return result, named, slower
+    return result, named, slower, _lead(steps)
+
+
+def _lead(steps: list[Begun]) -> int:
+    """Return the most steps that a replica had completed when it began one, beyond those of the slowest."""
+    completed, most = dict.fromkeys((each.replica for each in steps), 0), 0
+    for each in sorted(steps):
+        completed[each.replica] = each.step - 1
+        most = max(most, completed[each.replica] - min(completed.values()))
+    return most
 
 
 def _pace(begun: list[float]) -> float:
