@@ -47,7 +47,7 @@ def kill_main(trials: int) -> Outcome:
             failure = f"processes left: {not gone}, shared memory left: {left}"
         elif result is not None and _from(result) < done - 1 - 20 - 20:  # one interval, and the save under way
             failure = f"{done} steps had begun, went on from {_from(result)}"
-        outcome.trial(failure, named="main" in said and "ended" in said, said=said)
+        outcome.trial(failure, named="for the main process was killed" in said, said=said)
     outcome.figures |= times(ended, "all_ended") | times(back, "back")
     return outcome
 
