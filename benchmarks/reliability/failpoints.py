@@ -15,7 +15,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +111,16 @@ def in_main(where: dict[str, Any]) -> None:
 
 
 def note_remarks(folder: Path) -> None:
-    """Have main note when it names a replica as slow or silent."""
-    remark = ReplicaPace.remark
+    """Have main note when it finds a replica slow."""
+    stragglers = ReplicaPace.stragglers
 
-    def noting(pace: ReplicaPace, kind: str, replica: int, text: str) -> None:
+    def noting(pace: ReplicaPace) -> Mapping[int, float]:
+        found = stragglers(pace)
         with (folder / "remarks").open("a") as file:
-            file.write(f"{time.monotonic():.6f} {kind} {replica}\n")
-        remark(pace, kind, replica, text)
+            file.writelines(f"{time.monotonic():.6f} stragglers {replica}\n" for replica in found)
+        return found
 
-    ReplicaPace.remark = noting  # type: ignore[method-assign]
+    ReplicaPace.stragglers = noting  # type: ignore[method-assign]
 
 
 def _before(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -25,6 +26,7 @@ def main() -> None:
     parser.add_argument("--part", choices=("row", "others", "both"), default="both", help="the row, the comparators")
     parser.add_argument("--python", default=sys.executable, help="interpreter that has torchft and Ray Train")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing that was started or mounted stays
     injector.other_python = options.python
     injector.shared_settings["data"] = options.data
     failed = False

@@ -21,7 +21,8 @@ def supervise(settings: dict[str, Any]) -> None:
     from torchft._torchft import LighthouseServer
 
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=1000)
-    environment = os.environ | {"TORCHFT_LIGHTHOUSE": lighthouse.address().replace("0.0.0.0", "127.0.0.1")}
+    port = lighthouse.address().rpartition(":")[2]  # its host's name need not lead to where it listens
+    environment = os.environ | {"TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
 
     def start(replica: int) -> "subprocess.Popen[bytes]":
         words = json.dumps(settings | {"replica": replica})
@@ -60,7 +61,7 @@ def train(settings: dict[str, Any]) -> None:
         model.load_state_dict(values["model"])
         plain.load_state_dict(values["optimizer"])
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     bound = timedelta(seconds=settings.get("timeout_s", 10.0))
     replica: int = settings["replica"]
     manager = Manager(
