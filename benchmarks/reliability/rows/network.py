@@ -66,7 +66,8 @@ def _trial(
     if sum(bool(committed & side) for side in sides.values()) > 1:
         return f"both sides made steps while cut: {steps}", None, said
     if None in ended or None in back or None in results:
-        return f"ended {ended}, on again {[each is not None for each in back]}", None, said
+        on = [each is not None for each in back]
+        return f"codes {[run.process.returncode for run in runs]}, on again {on}: {said[-200:]}", None, said
     latest = max(each.time_s for each in back if each is not None) - heal
     same = len({result["parameters"] for result in results if result is not None}) == 1
     return (
@@ -117,7 +118,7 @@ def _ranks(names: list[str]) -> Iterator[list[Trainee]]:
     """Context manager: a rank on each host, as torchrun would start it."""
     with contextlib.ExitStack() as stack:
         given: dict[str, Any] = {"strategy": f"replicas={RANKS}", "engine": "distributed:gloo", "seconds": 25.0}
-        given |= {"timeout_s": TIMEOUT_S, "on_death": "continue", "pause_s": 0.02}
+        given |= {"timeout_s": TIMEOUT_S, "on_death": "continue", "pause_s": 0.02, "checkpoint": None}
         runs: list[Trainee] = []
         for rank, name in enumerate(names):
             about = {"RANK": rank, "WORLD_SIZE": len(names), "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "GROUP_RANK": rank}

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from injector import Trainee, inject, living, trainee, undisturbed, until
+from injector import BOUND_S, Trainee, inject, living, trainee, undisturbed, until
 
 from rows.contract import Outcome, row, times
 from rows.workers import ending
@@ -116,7 +116,7 @@ def kill_a_server_with_a_standby(trials: int) -> Outcome:
 def _server(run: Trainee) -> int:
     """Wait for training; return the process of the server's actor."""
     if run.wait_for_step() is None:
-        raise RuntimeError(f"the run did not start:\n{run.stderr()[-2000:]}")
+        raise RuntimeError(f"the run did not start in {BOUND_S:g} s: {run.process.poll()}\n{run.stderr()[-2000:]}")
     until(lambda: bool(run.workers("coordinator")), 30.0)
     return int(run.workers("coordinator")[0]["pid"])
 
