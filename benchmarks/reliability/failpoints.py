@@ -11,30 +11,41 @@ only: whoever does the step anew passes. Main waits with all workers alive; one 
 
 import ctypes
 import functools
+import math
 import os
+import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from paceline.checkpoint.writer import _Staging
 from paceline.engine.local.server import SharedMemoryServer
+from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.server_optimizer import ServerOptimizer
 
 WORKER_POINTS = ("after-backward", "delta-written", "published")
-INTERPRETER = "interpreter"
+INTERPRETER, NAN, FLIP, ALLOCATE = "interpreter", "nan", "flip", "allocate"
 MAIN_POINTS = ("decided", "updated", "staging")
+
+ALLOCATED = 64_000_000
+"""Numbers of four bytes."""
 
 # After this the process goes on by itself, and the trial fails.
 _BOUND_S = 60.0
 
 
-def hold(folder: Path) -> None:
-    """Wait for the injector, the first time that any process of the run comes to a point."""
+def hold(folder: Path) -> bool:
+    """Wait for the injector, and return True, the first time that any process of the run comes to a point."""
     deadline = time.monotonic() + _BOUND_S
-    if _first(folder):
-        while not (folder / "go").exists() and time.monotonic() < deadline:
-            time.sleep(0.001)
+    if not _first(folder):
+        return False
+    while not (folder / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return True
 
 
 def _first(folder: Path) -> bool:
@@ -47,21 +58,35 @@ def _first(folder: Path) -> bool:
     return True
 
 
-def in_worker(where: dict[str, Any], worker: Any, step: int) -> None:
-    """Have a worker wait at a point of its present step."""
+def in_worker(where: dict[str, Any], worker: Any, step: int, batch: tuple[Tensor, Tensor]) -> None:
+    """Have a worker wait at a point of its present step, or do what the point says."""
     if (where["replica"], where["step"]) != (worker.replica, step):
         return
-    if where["point"] == INTERPRETER and _first(Path(where["folder"])):
+    client, point = worker._client, where["point"]
+    if point == INTERPRETER and _first(Path(where["folder"])):
         ctypes.PyDLL(None).sleep(20)  # a PyDLL does not release the interpreter's lock
-    if where["point"] not in WORKER_POINTS:
+    elif point == ALLOCATE and hold(Path(where["folder"])):
+        torch.ones(ALLOCATED)
+    elif point == NAN:
+        batch[0].fill_(math.nan)
+    elif point == FLIP:
+        flip_bit(client.pull().vectors[0], step)
+    if point not in WORKER_POINTS:
         return
-    client, wait = worker._client, functools.partial(hold, Path(where["folder"]))
-    if where["point"] == "after-backward":
+    wait = functools.partial(hold, Path(where["folder"]))
+    if point == "after-backward":
         client.delta_buffer = _before(client.delta_buffer, wait)
-    elif where["point"] == "delta-written":
+    elif point == "delta-written":
         client.push = _before(client.push, wait)
     else:
         client.push = _after(client.push, wait)
+
+
+def flip_bit(vector: Tensor, seed: int) -> None:
+    """Flip one bit of one number of a float32 vector."""
+    draw = random.Random(seed)
+    words = vector.detach().view(torch.int32)
+    words[draw.randrange(len(words))] ^= 1 << draw.randrange(23)  # of the fraction: it stays finite
 
 
 def in_main(where: dict[str, Any]) -> None:
@@ -83,6 +108,19 @@ def in_main(where: dict[str, Any]) -> None:
     }[where["point"]]
     order = _after if where["point"] == "updated" else _before
     setattr(owner, name, order(getattr(owner, name), wait))
+
+
+def note_remarks(folder: Path) -> None:
+    """Have main note when it finds a replica slow."""
+    stragglers = ReplicaPace.stragglers
+
+    def noting(pace: ReplicaPace) -> Mapping[int, float]:
+        found = stragglers(pace)
+        with (folder / "remarks").open("a") as file:
+            file.writelines(f"{time.monotonic():.6f} stragglers {replica}\n" for replica in found)
+        return found
+
+    ReplicaPace.stragglers = noting  # type: ignore[method-assign]
 
 
 def _before(function: Callable[..., Any], wait: Callable[[], None]) -> Callable[..., Any]:

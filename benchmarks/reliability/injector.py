@@ -27,6 +27,9 @@ TAG = "PACELINE_RELIABILITY"
 shared_settings: dict[str, Any] = {"data": None}
 """Settings of every trainee that do not belong to a row."""
 
+other_python = sys.executable
+"""Interpreter of the environment that has torchft and Ray Train."""
+
 injections: list[str] = []
 """The log of this process: time, what, to whom."""
 
@@ -108,6 +111,13 @@ class Trainee:
         found = self.wait_for(lambda each: each.time_s > after_s and replica in (None, each.replica))
         return None if found is None else found.time_s
 
+    def remarks(self) -> list[tuple[float, str, int]]:
+        """Return when main has named which replica as what."""
+        with contextlib.suppress(FileNotFoundError):
+            lines = [line.split() for line in (self.folder / "remarks").read_text().splitlines()]
+            return [(float(time_s), kind, int(replica)) for time_s, kind, replica in lines]
+        return []
+
     def stderr(self) -> str:
         """Return what was written to stderr so far."""
         return (self.folder / "stderr").read_text(errors="replace")
@@ -121,11 +131,14 @@ class Trainee:
             return None
         return time.monotonic() - began
 
+    def all_printed(self) -> list[dict[str, Any]]:
+        """Return the JSON lines on stdout of a run that has ended, one of each rank."""
+        lines = (self.folder / "stdout").read_text(errors="replace").splitlines()
+        return [json.loads(line) for line in lines if line[:1] == "{"]
+
     def printed(self) -> dict[str, Any] | None:
         """Return the last JSON line on stdout of a run that has ended; None: there is none."""
-        lines = [line for line in (self.folder / "stdout").read_text(errors="replace").splitlines() if line[:1] == "{"]
-        result: dict[str, Any] | None = json.loads(lines[-1]) if lines else None
-        return result
+        return next(reversed(self.all_printed()), None)
 
     def result(self, bound_s: float = BOUND_S) -> dict[str, Any] | None:
         """Wait for the end; return what it printed, or None if it has not ended well."""
@@ -196,3 +209,13 @@ def undisturbed(**settings: Any) -> dict[str, Any]:
         if result is None:
             raise RuntimeError(f"a run that nothing happened to failed: {settings}\n{run.stderr()[-2000:]}")
     return result
+
+
+def until(condition: Callable[[], bool], bound_s: float = BOUND_S, pause_s: float = 0.005) -> bool:
+    """Wait until something is true; return whether it has become so in time."""
+    deadline = time.monotonic() + bound_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+    return True

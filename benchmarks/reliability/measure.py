@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -23,7 +24,10 @@ def main() -> None:
     parser.add_argument("--keep", action="store_true", help="write results/ and the page")
     parser.add_argument("--data", help="folder that has mnist, cifar10, tinyshakespeare; random data if not given")
     parser.add_argument("--part", choices=("row", "others", "both"), default="both", help="the row, the comparators")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has torchft and Ray Train")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing that was started or mounted stays
+    injector.other_python = options.python
     injector.shared_settings["data"] = options.data
     failed = False
     for name in options.rows or list(ROWS):
@@ -52,7 +56,7 @@ def _row(name: str, share: float, kept: dict[str, object]) -> bool:
     unnamed = f", unnamed {outcome.unnamed[:3]}" if outcome.unnamed else ""
     print(f"{outcome.row} {outcome.title}: {told} {outcome.figures}{unnamed}", flush=True)
     kept |= asdict(outcome)
-    kept |= {"stated": row.trials, "load": round(load, 2), "seconds": round(took), "machine": machine()}
+    kept |= {"stated": row.stated, "load": round(load, 2), "seconds": round(took), "machine": machine()}
     return bool(outcome.failures)
 
 

@@ -4,31 +4,51 @@ Each worker notes when it has begun a step in a file that the injector reads. It
 ``failpoints.py`` has it do: stop where it is told to, so that the injector finds it there.
 """
 
-import functools
 import hashlib
 import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import failpoints
-from workloads import workload
+import torch
+from workloads import accuracy_of, samples_of, with_indices, workload
 
 from paceline import Run, launch
 from paceline.checkpoint.reader import newest
 
 
-def noting(worker: Any, *, log: str, pause_s: float, hold: dict[str, Any] | None) -> None:
-    """The plain loop; a line says when which replica has begun which step, in which process."""
-    with open(log, "a", buffering=1) as file:
-        for step, batch in enumerate(worker.batches(), 1):
-            file.write(f"{time.monotonic():.6f} {worker.replica} {step} {os.getpid()}\n")
-            if hold is not None:
-                failpoints.in_worker(hold, worker, step)
-            worker.step(batch)
-            time.sleep(pause_s)  # so that kills come at all moments of a step, and not in a second of thousands
+@dataclass(frozen=True)
+class Loop:
+    """The plain loop; a line says when which replica has begun which step, in which process.
+
+    Args:
+        log: of these lines.
+        pause_s: after each step, so that kills come at all moments of a step, and not in a second of thousands.
+        hold: what ``failpoints.in_worker`` is to do.
+        indices: another log, of the samples that a step uses, before and after it.
+    """
+
+    log: str
+    pause_s: float
+    hold: dict[str, Any] | None
+    indices: str | None
+
+    def __call__(self, worker: Any) -> None:
+        pid = os.getpid()
+        with open(self.log, "a", buffering=1) as file, open(self.indices or os.devnull, "a", buffering=1) as samples:
+            for step, batch in enumerate(worker.batches(), 1):
+                file.write(f"{time.monotonic():.6f} {worker.replica} {step} {pid}\n")
+                numbers = "" if self.indices is None else " ".join(map(str, batch[1][1].tolist()))
+                samples.write(f"begun {pid} {step} {numbers}\n")
+                if self.hold is not None:
+                    failpoints.in_worker(self.hold, worker, step, batch)
+                worker.step(batch)
+                samples.write(f"done {pid} {step} {numbers}\n")
+                time.sleep(self.pause_s)
 
 
 def digest(run: Run, checkpoint: str | None) -> str:
@@ -49,24 +69,36 @@ def main() -> None:
     program = workload(
         settings.pop("workload", "W1"), data, width=settings.pop("width", 256), samples=settings.pop("samples", None)
     )
-    hold = settings.pop("hold", None)
-    own = {"log": settings.pop("log"), "pause_s": settings.pop("pause_s", 0.005), "hold": hold}
+    hold, numbered = settings.pop("hold", None), settings.pop("indices", False)
+    if numbered:
+        program = with_indices(program)
+    indices = f"{folder}/indices" if numbered else None
+    loop = Loop(settings.pop("log"), settings.pop("pause_s", 0.005), hold, indices)
     # The end is saved where nothing else asks for it, so that the digest covers the optimizer's state.
     if settings.setdefault("checkpoint", f"{folder}/end") is not None:
         settings.setdefault("checkpoint_every", "1000000 steps")
     if hold is not None:
         failpoints.in_main(hold)
+    failpoints.note_remarks(Path(folder))
     began = time.monotonic()
-    run = launch(functools.partial(noting, **own), program, strategy, progress=False, **settings)
+    run = launch(loop, program, strategy, progress=False, **settings)
     summary = run.summary
     result = {
+        "rank": int(os.environ.get("RANK", "0")),
+        "parameters": digest(run, None),
         "digest": digest(run, settings["checkpoint"]),
         "updates": summary["updates"],
         "gradients": summary["gradients"],
+        "gradients_per_s": summary["gradients_per_s"],
         "applied": summary["applied"],
         "discarded": summary["discarded"],
+        "nonfinite": summary["nonfinite"],
+        "finite": all(bool(torch.isfinite(tensor).all()) for tensor in run.state.values()),
+        "staleness_max": summary["staleness_max"],
         "left": [f"replica {each.replica}: {each.reason} after {each.time_s:.1f} s" for each in run.left],
         "notes": summary["notes"],
+        "samples": samples_of(program),
+        "accuracy": accuracy_of(run, program, data) if numbered else None,
         "seconds": summary["seconds"],
         "whole_s": time.monotonic() - began,
         "interrupted": summary["interrupted"],

@@ -5,13 +5,14 @@ A folder for ``data`` has ``mnist``, ``cifar10`` (with ``cifar-10-batches-py``) 
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline import Program
+from paceline import Program, Run
 from paceline.datasets.cifar10 import cifar10
 from paceline.datasets.mnist import mnist
 from paceline.datasets.models import cnn
@@ -49,9 +50,8 @@ def workload(name: str, data: str | None = None, *, width: int = 256, samples: i
         train: Samples = _classes(784, 10) if data is None else mnist(data=Path(data, "mnist"), seed=0).train
     elif name == "W2":
         model = functools.partial(cnn, 3, 32)
-        files = None if data is None else Path(data, "cifar10")
-        there = files is not None and (files / "cifar-10-batches-py").is_dir()
-        train = cifar10(data=files, seed=0).train if there else _classes(3, 32, 32, 10)
+        there = data is not None and Path(data, "cifar10", "cifar-10-batches-py").is_dir()
+        train = cifar10(data=Path(str(data), "cifar10"), seed=0).train if there else _classes(3, 32, 32, 10)
     elif name == "W3":
         model, loss = functools.partial(transformer, CHARACTERS, 128, 4, 4), next_character_loss
         optimizer = functools.partial(torch.optim.AdamW, lr=1e-3)
@@ -61,6 +61,32 @@ def workload(name: str, data: str | None = None, *, width: int = 256, samples: i
     if samples is not None and not isinstance(train, Windows):
         train = train[0][:samples], train[1][:samples]
     return Program(model=model, loss=loss, optimizer=optimizer, train=train, batch_size=32, name=name)
+
+
+def with_indices(program: Program) -> Program:
+    """Return a program of class labels with targets (class, number of the sample), of which the loss uses the first."""
+    inputs, targets = program.train
+    return replace(program, loss=_loss_of_first, train=(inputs, (targets, torch.arange(len(targets)))))
+
+
+def _loss_of_first(output: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output, target[0])
+
+
+def samples_of(program: Program) -> int:
+    """Return the number of samples of the training set."""
+    train: Any = program.train
+    return len(train[0]) if isinstance(train, tuple) else len(train)
+
+
+def accuracy_of(run: Run, program: Program, data: str | None) -> float:
+    """Return the share of MNIST's test set, or of random training data, whose classes the trained model predicts."""
+    inputs, targets = program.train if data is None else mnist(data=Path(data, "mnist"), seed=0).test
+    labels = targets[0] if isinstance(targets, tuple) else targets
+    assert run.model is not None
+    run.model.eval()
+    with torch.no_grad():
+        return float((run.model(inputs).argmax(1) == labels).double().mean())
 
 
 def _classes(*shape: int) -> tuple[Tensor, Tensor]:

@@ -73,12 +73,14 @@ class Row:
 
     Args:
         run: makes so many trials.
-        trials: how many the scorecard asks for (of `chaos` seconds, of `price` pairs).
+        trials: how many the scorecard asks for; of those that last a time, seconds.
+        stated: how many an outcome must have for its points.
         others: comparators by name, likewise, each with a number of trials.
     """
 
     run: Callable[[int], Outcome]
     trials: int
+    stated: int
     others: dict[str, tuple[Callable[[int], Observed], int]] = field(
         default_factory=dict[str, tuple[Callable[[int], Observed], int]]
     )
@@ -90,11 +92,13 @@ ROWS: dict[str, Row] = {}
 _OTHERS: dict[str, dict[str, tuple[Callable[[int], Observed], int]]] = {}
 
 
-def row(name: str, *, trials: int) -> Callable[[Callable[[int], Outcome]], Callable[[int], Outcome]]:
+def row(
+    name: str, *, trials: int, stated: int | None = None
+) -> Callable[[Callable[[int], Outcome]], Callable[[int], Outcome]]:
     """Return a decorator that adds a row."""
 
     def add(run: Callable[[int], Outcome]) -> Callable[[int], Outcome]:
-        ROWS[name] = Row(run, trials, _OTHERS.setdefault(name, {}))
+        ROWS[name] = Row(run, trials, trials if stated is None else stated, _OTHERS.setdefault(name, {}))
         return run
 
     return add

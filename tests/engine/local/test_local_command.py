@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def test_main_killed_while_it_trains(tmp_path: Path) -> None:
         it.process.kill()
         it.assert_nothing_left(WITHIN_S)
         assert not it.out.exists()
-        assert it.ended()[0] == -signal.SIGKILL
+        code, _, said = it.ended()
+        assert code == -signal.SIGKILL
+        assert re.search(r"replica \d ends at its step \d+, for the main process was killed", said)
 
 
 def test_main_killed_while_it_starts(tmp_path: Path) -> None:

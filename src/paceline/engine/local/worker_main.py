@@ -54,6 +54,7 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         layout = FlatLayout.of(module, job.running_buffers)
         arena = ParameterArena(ArenaLayout.of(context, layout, args["remembers"]), arena_fd)
         client = SharedMemoryClient(arena, replica, own_fd, main_fd)
+        liveness.last_acts.append(functools.partial(_say_orphaned, client, replica))
         step_bytes = 2 * layout.parameter_bytes if context.delta_slots else 0
         metrics = WorkerMetrics(arena.control.metrics, replica, recorder, step_bytes, context.per_step)
         check_in_forward(module, client)
@@ -62,6 +63,12 @@ def main(args: dict[str, Any], fds: Sequence[int]) -> None:
         worker = ClientWorker(context, replica, measured, client, metrics, args["first"])
         link.send(json.dumps({"ready": replica, "pid": os.getpid()}).encode())
         worker.run(job.loop)
+
+
+def _say_orphaned(client: "SharedMemoryClient", replica: ReplicaId) -> None:
+    """Say on stderr why this worker ends: main itself, if it was killed, could not."""
+    said = f"paceline: replica {replica} ends at its step {client.attempt}, for the main process was killed\n"
+    os.write(2, said.encode())
 
 
 @contextlib.contextmanager
