@@ -21,6 +21,7 @@ CASES = [
     ("local", "replicas=2 compression=fp16", {}),
     ("local", "replicas=2 shard_parameters=true", {}),
     ("local", "replicas=2 shard_optimizer=true", {}),
+    ("local", "replicas=2 standby=1", {}),
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
     ("distributed", "replicas=2 aggregation=asynchronous", {}),
@@ -120,6 +121,7 @@ FEATURES = {
     "`shard_optimizer` (ZeRO-1), replicas of one worker": "replicas=2 shard_optimizer=true",
     "`shard_optimizer` over replicas of stages or shards": "replicas=2 stages=2 shards=2 shard_optimizer=true",
     "`shard_parameters` (FSDP2)": "replicas=2 shard_parameters=true",
+    "`standby` (of the server)": "replicas=2 standby=1",
     "`device=cuda`": "replicas=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
 }

@@ -132,14 +132,15 @@ def workers_file(
         remove_workers_file(folder)
 
 
-def update_workers_file(folder: Path | None, place: Coordinate, info: ProcessInfo) -> None:
-    """Write down that another process is a replica's worker now; a full disk leaves the file as it was."""
+def update_workers_file(folder: Path | None, place: Coordinate | str, info: ProcessInfo) -> None:
+    """Write down that another process is a replica's worker, or has a role; a full disk leaves the file as it is."""
     if folder is None:
         return
     partial, whole = folder / PARTIAL_NAME, folder / "workers.json"
     with contextlib.suppress(OSError, ValueError):
         rows = json.loads(whole.read_text(encoding="utf-8"))
-        rows = [row | info if all(row.get(k) == v for k, v in place._asdict().items()) else row for row in rows]
+        own = {"role": place} if isinstance(place, str) else place._asdict()
+        rows = [row | info if own.items() <= row.items() else row for row in rows]
         partial.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
         partial.replace(whole)
 

@@ -22,6 +22,7 @@ Feature: TypeAlias = Literal[
     "noise_scale",
     "virtual-time",
     "on_death",  # replicas whose death the run survives
+    "standby",  # a second copy of A, for the death of the server
 ]
 
 # Beginning of a feature that an engine supports only where a replica is several workers.
@@ -33,13 +34,15 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
     "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
-    "ray": frozenset({"asynchronous", "cuda", "on_death"}),
+    "ray": frozenset({"asynchronous", "cuda", "on_death", "standby"}),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
 }
 
 
 # Fields of a case that a strategy has under the same names.
-_SAME = ("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters")
+_SAME = (
+    "replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters", "standby",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Case:
     compression: str = "none"
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
+    standby: int = 0
     shard_rules: bool = False
     batchnorm: str = "micro-batch"
     clip_norm: float | None = None

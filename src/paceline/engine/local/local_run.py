@@ -32,6 +32,7 @@ from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
 from paceline.engine.process_supervisor import EXIT_OK, Event
+from paceline.engine.replacement import DeathCounter
 from paceline.engine.replica_pace import ReplicaPace
 from paceline.engine.run_context import RunContext, first_state, threads
 from paceline.engine.server_optimizer import ServerOptimizer
@@ -44,9 +45,6 @@ from paceline.trace.spans import SERVER
 
 # How often main polls for what is no completion, a worker's end for instance, while completions keep coming.
 POLL_S: Seconds = 0.01
-
-# Deaths in a row at one step, after which a replica is replaced no more; and kills, which come from outside.
-MOST_DEATHS, MOST_KILLS = 3, 30
 
 
 class LocalRun:
@@ -126,8 +124,7 @@ class LocalRun:
         """Replicas that have died, and were not replaced."""
         self._starting: dict[ReplicaId, Seconds] = {}
         """Replaced replicas whose workers are not ready, and when they were spawned."""
-        self._deaths: dict[ReplicaId, tuple[int, int]] = {}
-        """Of replaced replicas: the Δs that were complete at the last death, and how many deaths there were since."""
+        self._deaths = DeathCounter()
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -273,22 +270,16 @@ class LocalRun:
         now, pace = self._now(), self._pace
         if now - self._looked_s < TICK_S:
             return
-        self._looked_s, remarks = now, list[str]()
-        for replica, silence_s in pace.silent(now, self._paused_until).items():
-            if self._server.unread(replica):
-                continue
-            text = f"replica {replica} silent for {silence_s:.1f} s at its step {self._server.attempts[replica]}"
-            remarks.append(text)
-            pace.remark("silent", replica, f"{text}, until {now:.1f} s")
-            if self._job.survives_deaths:
+        self._looked_s = now
+        silent, self._loop.remarks = pace.look(
+            now, self._paused_until, lambda r: self._server.attempts[r], self._server.unread
+        )
+        if self._job.survives_deaths:
+            for replica, silence_s in silent.items():
                 self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
         for replica, since in self._starting.items():
             if now - since > self._workers.start_timeout_s:
                 self._workers.terminate(replica, f"did not start within {self._workers.start_timeout_s:g} s; killed")
-        for replica, times in pace.stragglers().items():
-            remarks.append(f"replica {replica} takes {times:.1f} times as long for a step as the others")
-            pace.remark("stragglers", replica, f"{remarks[-1]}, at {now:.1f} s")
-        self._loop.remarks = tuple(remarks)
 
     def _died(self, replica: ReplicaId, status: str) -> None:
         """Let a run go on without a replica that has died, or with other workers in its place, or end it."""
@@ -321,14 +312,7 @@ class LocalRun:
             self._server.versions.release(replica)
             return
         completed = self._server.attempts[replica] - (replica in self._coordinator.computing)
-        before, count = self._deaths.get(replica, (-1, 0))
-        self._deaths[replica] = completed, count + 1 if completed == before else 1
-        most = MOST_KILLS if status.startswith("killed by SIGKILL") else MOST_DEATHS
-        if self._deaths[replica][1] > most:
-            raise WorkerError(
-                f"replica {replica} died {most + 1} times at its step {completed + 1}: {status}; it would die there "
-                "again"
-            )
+        self._deaths.died(replica, completed, status)
         self._starting.pop(replica, None)
         self._arena.control.drop_slice(replica)
         self._arena.control.paused_until_ns[replica] = 0
