@@ -14,14 +14,17 @@ Ray does not keep the order of an asynchronous actor's calls, so batches are num
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import ray
 
 from paceline.core.errors import PacelineError
+from paceline.core.types import Seconds
 from paceline.engine.ray.messages import Bytes
 from paceline.engine.ray.server_state import ServerState
+from paceline.engine.replica_pace import SILENT_STEPS
 
 
 class Batch(NamedTuple):
@@ -46,10 +49,13 @@ class EventLog:
         run: number of the run.
         state: that the events have made.
         broken: called when the standby is lost.
+        suspect_after_s: time after which a standby that acknowledges nothing is lost, at least.
     """
 
-    def __init__(self, run: int, state: ServerState, broken: Callable[[], None]) -> None:
-        self._run, self._state, self._broken = run, state, broken
+    def __init__(self, run: int, state: ServerState, broken: Callable[[], None], suspect_after_s: Seconds) -> None:
+        self._run, self._state, self._broken, self._suspect_after_s = run, state, broken, suspect_after_s
+        self._longest_s: Seconds = 0.0
+        """Longest time that an acknowledgement has taken."""
         self._standby: Any = None
         self._events: list[tuple[str, tuple[Any, ...]]] = []
         self._delta: tuple[Sequence[Any], Sequence[Bytes]] = (), ()
@@ -137,24 +143,29 @@ class EventLog:
         try:
             await installed
         except ray.exceptions.RayError as error:
-            await self._lose(error)
+            await self._lose(str(error).strip().splitlines()[0])
         else:
             await self._acknowledge(1)
 
     async def _forward(self, batch: Batch, refs: Sequence[Any], arrays: Sequence[Bytes]) -> None:
-        standby = self._standby
+        standby, began = self._standby, time.monotonic()
         try:
             try:
-                await standby.follow.remote(batch, *(refs or arrays))
+                bound = max(self._suspect_after_s, SILENT_STEPS * self._longest_s)
+                await asyncio.wait_for(standby.follow.remote(batch, *(refs or arrays)), bound)
             except ray.exceptions.RayError as error:
                 if not isinstance(getattr(error, "cause", error), ray.exceptions.ObjectLostError):
                     raise
                 # The references are those of a replica that has died; its arrays are here.
                 await standby.follow.remote(batch, *arrays)
+        except TimeoutError:
+            if standby is self._standby:
+                await self._lose(f"it has acknowledged nothing for {bound:.1f} s")
         except ray.exceptions.RayError as error:
             if standby is self._standby:
-                await self._lose(error)
+                await self._lose(str(error).strip().splitlines()[0])
         else:
+            self._longest_s = max(self._longest_s, time.monotonic() - began)
             if standby is self._standby:
                 await self._acknowledge(batch.number)
 
@@ -166,8 +177,8 @@ class EventLog:
         async with self._moved:
             self._moved.notify_all()
 
-    async def _lose(self, error: BaseException) -> None:
-        self.lost = self.lost or str(error).strip().splitlines()[0] or type(error).__name__
+    async def _lose(self, reason: str) -> None:
+        self.lost = self.lost or reason
         async with self._moved:
             self._moved.notify_all()
         self._broken()

@@ -161,18 +161,22 @@ class RayRun:
             if self._status.phase == "training" and not interrupts.count:
                 server.keep_standby()
             if time.monotonic() - self._requested_s > server.patience_s + TICK_S:
-                raise WaitTimeoutError(
+                late = WaitTimeoutError(
                     f"main waited {server.patience_s:g} s for the server to report the state of the run, and "
                     "received nothing; write a larger timeout_s= if an update of A takes so long"
                 )
+                if not server.guarded:
+                    raise late
+                server.recover(late)
+                self._status_request = server.begin("stand")
+                self._requested_s = time.monotonic()
 
     def _take_status(self, ref: Any) -> None:
         """Take a report of the server: show it, raise its failure, end the replicas that it suspects."""
-        losses = len(self._server.taken_over)
         self._status_request, self._status = None, self._server.finish(ref, "stand")
         self._requested_s = time.monotonic()
-        if self._interrupted and len(self._server.taken_over) > losses:
-            self._server.call("interrupt")  # the new server knows of none
+        if self._interrupted and self._status.phase == "training":
+            self._server.call("interrupt")  # a server that has taken over knows of none
         self._tell(self._status.sentences)
         if self._status.failure is not None:
             raise self._status.failure

@@ -64,7 +64,7 @@ class ServerRun:
         self._loop, self._coordinator = state.loop, state.coordinator
         self._actors = [*replicas, *[None] * (len(state.records) - len(replicas))]
         self._run = run = RunControl(state.loop.start_s, state.began)
-        self._log = EventLog(number, state, run.changed.set)
+        self._log = EventLog(number, state, run.changed.set, job.suspect_after_s)
         self._sentences: list[str] = []
         """All that the user was to be told."""
         self._checkpointer = Checkpointer(state.context, state.loop, self._snapshot, say=self._sentences.append)
@@ -106,6 +106,7 @@ class ServerRun:
             self._cancel(replica)
         self._pace.handled(self._coordinator.computing - state.starting.keys(), run.now())
         run.changed.set()
+        await self._log.settled()
 
     async def first(self, replica: ReplicaId, incarnation: int, attempt: Clock) -> messages.Reply:
         """Return the first grant after this attempt, once there is one."""
@@ -136,6 +137,7 @@ class ServerRun:
         """Note a delay that the job asked for: the replica pushes nothing meanwhile."""
         if incarnation == self._state.records[replica].incarnation:
             self._change("excused", replica, self._run.now() + seconds)
+        await self._log.settled()
 
     async def done(self, replica: ReplicaId, incarnation: int, figures: Figures, step_times: Sequence[Seconds]) -> None:
         """Note that a replica's loop has ended."""

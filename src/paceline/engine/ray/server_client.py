@@ -49,8 +49,8 @@ class ServerClient:
         self._job, self._job_parts, self._number, self._actors = job, job_parts, number, actors
         # The server answers nobody while it writes the last checkpoint.
         self.patience_s = job.timeout_s + (LAST_SAVE_S if job.checkpoint is not None else 0.0)
-        self._ready = False
-        """Whether the standby has all that the server has."""
+        self.guarded = False
+        """Whether there is a standby that has all that the server has."""
         self._coming: tuple[Any, Any] | None = None
         """A new standby's actor, and the reference of what is awaited of it."""
         self._coming_attached = False
@@ -68,7 +68,7 @@ class ServerClient:
         if self._job.strategy.standby:
             self._result(actors.standby.prepare.remote(self._job_parts))
             self._result(self.begin("attach", actors.standby))
-            self._ready = True
+            self.guarded = True
 
     def begin(self, method: str, *args: Any) -> Any:
         """Begin a call of a method of the server's run; return the reference of its result."""
@@ -97,12 +97,12 @@ class ServerClient:
             WorkerError: there is none, or it is lost as well.
         """
         actors, reason = self._actors, exit_reason(error)
-        if not self._ready:
+        if not self.guarded:
             alone = ", before a new standby had its copy" if self._job.strategy.standby else ""
             raise WorkerError(f"the server died, and A with it{alone}: {reason}") from error
         began = time.monotonic()
         actors.drop([actors.server])
-        actors.server, actors.standby, self._ready = actors.standby, None, False
+        actors.server, actors.standby, self.guarded = actors.standby, None, False
         handles = actors.replicas[: self._job.strategy.replicas]
         try:
             updates, _ = self._result(actors.server.take_over.remote(handles, actors.scorer))
@@ -119,7 +119,7 @@ class ServerClient:
     def keep_standby(self) -> None:
         """Start another standby where there is none, and have it attached once it is there; called again and again."""
         actors = self._actors
-        if self._ready or (self._coming is None and not self._left):
+        if self.guarded or (self._coming is None and not self._left):
             return
         if self._coming is None:
             self._left -= 1
@@ -136,7 +136,7 @@ class ServerClient:
                 self._coming, self._coming_attached = (actor, self.begin("attach", actor)), True
                 return
             ray.get(ref)
-            actors.standby, self._coming, self._ready = actor, None, True
+            actors.standby, self._coming, self.guarded = actor, None, True
             self._name("standby", actor)
         except ray.exceptions.RayError as error:
             self._abandon(actor)
@@ -166,10 +166,10 @@ class ServerClient:
 
     def _drop(self, error: BaseException) -> None:
         """Drop a standby that the server has lost, and let the server go on without one."""
-        self._ready = False
+        self.guarded = False
         if self._actors.standby is not None:
             self._actors.drop([self._actors.standby])
-        tell(f"the server's standby was lost ({error}); another is started")
+        tell(f"the server's standby was lost: {error}")
         self.call("release")
 
     def _result(self, ref: Any) -> Any:
