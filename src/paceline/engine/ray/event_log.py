@@ -148,10 +148,11 @@ class EventLog:
             await self._acknowledge(1)
 
     async def _forward(self, batch: Batch, refs: Sequence[Any], arrays: Sequence[Bytes]) -> None:
-        standby, began = self._standby, time.monotonic()
+        standby, began, bound = self._standby, time.monotonic(), None
+        if self.guarded:  # before that it waits for its copy
+            bound = max(self._suspect_after_s, SILENT_STEPS * self._longest_s)
         try:
             try:
-                bound = max(self._suspect_after_s, SILENT_STEPS * self._longest_s)
                 await asyncio.wait_for(standby.follow.remote(batch, *(refs or arrays)), bound)
             except ray.exceptions.RayError as error:
                 if not isinstance(getattr(error, "cause", error), ray.exceptions.ObjectLostError):
@@ -165,7 +166,8 @@ class EventLog:
             if standby is self._standby:
                 await self._lose(str(error).strip().splitlines()[0])
         else:
-            self._longest_s = max(self._longest_s, time.monotonic() - began)
+            if bound is not None:
+                self._longest_s = max(self._longest_s, time.monotonic() - began)
             if standby is self._standby:
                 await self._acknowledge(batch.number)
 

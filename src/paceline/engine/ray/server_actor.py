@@ -23,6 +23,8 @@ class ServerActor(messages.Actor):
         self._job: Job | None = None
         self._run: ServerRun | None = None
         self._follower: Follower | None = None
+        self._installed = asyncio.Event()
+        """Set once the copy is there."""
 
     async def open(self, number: int, parts: Sequence[messages.Bytes], replicas: Sequence[Any], scorer: Any) -> None:
         """Begin to serve a run."""
@@ -37,16 +39,17 @@ class ServerActor(messages.Actor):
     async def prepare(self, parts: Sequence[messages.Bytes]) -> None:
         """Begin to be the standby in a run of this job; a copy of the server's state follows."""
         self._job, self._follower = messages.unpack(parts), None
+        self._installed = asyncio.Event()
 
     async def install(self, number: int, copied: CopiedState) -> None:
         """Take a copy of the server's state."""
         assert self._job is not None, "no job was prepared"
         self._follower = Follower(number, ServerState(self._job, copied))
+        self._installed.set()
 
     async def follow(self, batch: Batch, *arrays: messages.Bytes) -> None:
         """Take events of the server."""
-        while self._follower is None and self._job is not None:  # Ray may run this before install
-            await asyncio.sleep(0)
+        await self._installed.wait()  # Ray may run this before install
         assert self._follower is not None, "the run has ended"
         self._follower.follow(batch, arrays)
 
@@ -66,3 +69,4 @@ class ServerActor(messages.Actor):
         elif self._follower is not None:
             self._follower.state.executor.spans.close()
         self._run = self._follower = self._job = None
+        self._installed.set()  # nobody waits for a copy any more

@@ -139,6 +139,7 @@ class ServerClient:
             actors.standby, self._coming, self.guarded = actor, None, True
             self._name("standby", actor)
         except ray.exceptions.RayError as error:
+            tell(f"a new standby of the server failed: {getattr(error, 'cause', error)}")
             self._abandon(actor)
             if not isinstance(error, ray.exceptions.RayActorError):
                 with contextlib.suppress(PacelineError):
