@@ -25,6 +25,11 @@ CASES = [
     ("local", "replicas=2 accumulate=2 aggregation=local-steps:period=4", {}),
     ("local", "replicas=2", {"times": True}),
     ("distributed", "replicas=2 aggregation=asynchronous", {}),
+    ("virtual", "replicas=1..2", {}),
+    ("local", "replicas=1..2 partition=disjoint", {}),
+    ("local", "replicas=1..2 aggregation=hogwild", {}),
+    ("local", "replicas=1..2", {"global_batch": True}),
+    ("local", "replicas=1..2", {"on_death": "stop"}),
     ("virtual", "replicas=2", {"on_death": "stop"}),
     ("distributed", "replicas=2", {"on_death": "replace"}),
     ("local", "stages=2 schedule=pipedream", {"on_death": "continue"}),
@@ -124,6 +129,7 @@ FEATURES = {
     "`standby` (of the server)": "replicas=2 standby=1",
     "`device=cuda`": "replicas=2 device=cuda",
     "`noise_scale=True`": "replicas=2",
+    "`replicas=2..8`": "replicas=2..8",
 }
 """Row of the README's table -> strategy that has the feature, with two replicas where it can have them."""
 

@@ -66,6 +66,12 @@ TABLE: tuple[Thorough, ...] = (
         KILLS,
         but_first=True,
     ),
+    Thorough(
+        "tests/engine/local/test_elastic.py::test_an_epoch_is_exact_while_replicas_come_and_go", KILLS, but_first=True
+    ),
+    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_though_replicas_die", KILLS, but_first=True),
+    Thorough("tests/engine/local/test_elastic.py::test_an_epoch_is_exact_over_a_break", KILLS, but_first=True),
+    Thorough("tests/cli/test_scale.py::test_a_run_is_scaled_up_and_down", COMMANDS),
     Thorough("tests/engine/local/test_suspects.py::test_one_that_is_stopped_is_replaced", KILLS, but_first=True),
     Thorough("tests/engine/test_distributed_sharded_failures.py", KILLS),
     Thorough("tests/engine/test_distributed_async_pipeline.py", PARITY, but_first=True),

@@ -62,7 +62,9 @@ class Strategy:
     """A mesh of replicas × stages × shards, and how its parts work together. Workers = their product.
 
     Args:
-        replicas: P, the number of workers or groups of workers that compute a Δ each.
+        replicas: P, the number of workers or groups of workers that compute a Δ each; or its bounds, ``"2..8"``, within
+            which replicas may come and go while the run lasts. Then it reads as the upper one.
+        least_replicas: the lower bound; None: P is fixed.
         stages: pipeline stages of a replica; or the number of replicas of each stage: ``(3, 1)``.
         shards: parts that each operator is cut into; or one number a stage.
         schedule: order in which a pipeline's stages process the micro-batches, as text: ``sequential``, ``gpipe``,
@@ -119,11 +121,21 @@ class Strategy:
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
     standby: int = 0
+    least_replicas: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "accumulate", "micro_batches", "stage_memory_bytes", "threads"):
+        if isinstance(self.replicas, str):
+            least, most = _bounds(self.replicas)
+            object.__setattr__(self, "replicas", most)
+            object.__setattr__(self, "least_replicas", least)
+        for name in ("replicas", "least_replicas", "accumulate", "micro_batches", "stage_memory_bytes", "threads"):
             if getattr(self, name) is not None or _DEFAULTS[name] is not None:
                 check_int(name, getattr(self, name), least=1)
+        if self.least_replicas is not None and self.least_replicas > self.replicas:
+            raise InputError(
+                f"replicas={self.least_replicas}..{self.replicas}: the lower bound comes first; write "
+                f"replicas={self.replicas}..{self.least_replicas}."
+            )
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         # One text for each value, so that strategies that mean the same compare equal.
@@ -167,8 +179,8 @@ class Strategy:
             if name in values:
                 raise InputError(f"the strategy says {name} twice; write {word} once.")
             value = value.replace(" ", "")
-            if name in ("aggregation", "shard_rules", *_CANONICAL):  # the fields themselves read these
-                values[name] = value
+            if name in ("aggregation", "shard_rules", *_CANONICAL) or (name == "replicas" and ".." in value):
+                values[name] = value  # the fields themselves read these
             elif value == "auto" and _DEFAULTS[name] is None:
                 values[name] = None
             else:
@@ -197,12 +209,27 @@ class Strategy:
 
     def to_toml(self) -> str:
         """Return a flat TOML table of all fields that are not left to Paceline."""
-        values = ((name, getattr(self, name)) for name in _FIELDS)
-        return "".join(f"{name} = {_toml(value)}\n" for name, value in values if value is not None)
+        values = ((name, getattr(self, name)) for name in _FIELDS if name != "least_replicas")
+        shown = ((name, self.bounds if name == "replicas" and self.elastic else value) for name, value in values)
+        return "".join(f"{name} = {_toml(value)}\n" for name, value in shown if value is not None)
 
     def __str__(self) -> str:
-        shown = (n for n in _FIELDS if n == "replicas" or getattr(self, n) != _DEFAULTS[n])
-        return " ".join(f"{name}={_text(getattr(self, name))}" for name in shown)
+        shown = (n for n in _FIELDS[1:] if n != "least_replicas" and getattr(self, n) != _DEFAULTS[n])
+        return " ".join([f"replicas={self.bounds}", *(f"{name}={_text(getattr(self, name))}" for name in shown)])
+
+    @property
+    def elastic(self) -> bool:
+        """Return whether replicas may come and go while the run lasts."""
+        return self.least_replicas is not None
+
+    @property
+    def bounds(self) -> str:
+        """Return the number of replicas, or its bounds.
+
+        >>> Strategy(replicas="2..8").bounds, Strategy(replicas="2..8").replicas
+        ('2..8', 8)
+        """
+        return f"{self.least_replicas}..{self.replicas}" if self.elastic else str(self.replicas)
 
     @property
     def stage_count(self) -> int:
@@ -283,6 +310,13 @@ _HINTS = get_type_hints(Strategy)
 _DEFAULTS = {name: getattr(Strategy, name) for name in _FIELDS}
 _CANONICAL: Mapping[str, Callable[[Any], str]] = {"schedule": schedule.canonical, "compression": compression.canonical}
 _CHOICES = {name: get_args(_HINTS[name]) for name in ("recompute", "batchnorm", "partition", "device")}
+
+
+def _bounds(text: str) -> tuple[int, int]:
+    least, dots, most = text.partition("..")
+    if not (dots and least.strip().isdecimal() and most.strip().isdecimal()):
+        raise InputError(f"replicas={text!r} is neither a number nor two bounds; write replicas=4 or replicas=2..8.")
+    return int(least), int(most)
 
 
 def _refuse_unknown(name: str) -> None:

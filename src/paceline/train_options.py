@@ -167,7 +167,8 @@ def job_of(program: Program, strategy: Strategy | str, engine: Engine, options: 
     names = ("on_nonfinite", "on_death", "noise_scale")
     same: dict[str, Any] = {name: getattr(options, name) for name in names}
     with_times = options.times is not None
-    case = Case.of(strategy, engine.name, engine.features, clip_norm=program.clip_norm, times=with_times, **same)
+    of_program = {"clip_norm": program.clip_norm, "global_batch": program.global_batch_size is not None}
+    case = Case.of(strategy, engine.name, engine.features, times=with_times, **of_program, **same)
     support.refuse(case)
     if strategy.pipelined:
         strategy.order.refuse(strategy.stage_count, strategy.micro_batch_count)

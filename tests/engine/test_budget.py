@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.aggregation import Aggregation, Asynchronous, parse
-from paceline.core.data_order import DataOrder
+from paceline.core.data_order import BatchRange, DataOrder
 from paceline.core.records import Record
 from paceline.engine.base import Budget, Condition, Job
 from paceline.engine.budget import Epochs, EvalSchedule, Steps, Unbounded
@@ -25,23 +25,23 @@ from tests.engine import programs
 def test_steps_are_granted_to_each_and_no_more(steps: int, micro_steps: int, accumulated: bool) -> None:
     """All micro-steps of an accumulated gradient make one step; each of its own optimizer's makes one."""
     allowance = Steps([steps * (micro_steps if accumulated else 1)] * 2, micro_steps)
-    granted = iter(lambda: allowance.grant(1), 0)
+    granted = iter(lambda: allowance.grant(1, BatchRange(1, 0, micro_steps)), 0)
     counts = list(granted)
     assert sum(counts) == steps * (micro_steps if accumulated else 1)
     assert set(counts[:-1]) <= {micro_steps}
-    assert allowance.grant(1) == 0
-    assert allowance.grant(0) > 0
+    assert allowance.grant(1, BatchRange(1, 0, 1)) == 0
+    assert allowance.grant(0, BatchRange(0, 0, 1)) > 0
 
 
 @pytest.mark.parametrize("epochs", [0.07, 0.28, 1.1, 2])
 def test_epochs_have_no_batch_too_many_from_rounding(epochs: float) -> None:
     """0.07 · 100 is a little more than 7 in binary."""
-    allowance = Epochs(epochs * 100, DataOrder(100, 1, 1, 0), 1, [0])
-    assert len(list(iter(lambda: allowance.grant(0), 0))) == round(epochs * 100)
+    allowance = Epochs(epochs * 100, DataOrder(100, 1, 1, 0), 1)
+    assert len(list(iter(lambda: allowance.grant(0, BatchRange(0, 0, 1)), 0))) == round(epochs * 100)
 
 
 def test_time_alone_bounds_nothing() -> None:
-    assert {Unbounded(3).grant(0) for _ in range(5)} == {3}
+    assert {Unbounded(3).grant(0, BatchRange(0, 0, 3)) for _ in range(5)} == {3}
 
 
 def budget(every: float) -> Budget:

@@ -74,7 +74,7 @@ def test_epochs_are_passes_of_all_together(
     order = DataOrder(samples, batch, replicas, 0)
     each = 3 if "local" in aggregation else 1
     run = Weightless(
-        aggregation, replicas, "exponential:mean=1", Epochs(epochs * samples, order, each, [0] * replicas), order.size
+        aggregation, replicas, "exponential:mean=1", Epochs(epochs * samples, order, each), order.size, order=order
     ).carry()
     seen = sum(order.size(r, k) for r in range(replicas) for k in range(sum(run.granted[r])))
     assert not run.coordinator.present

@@ -11,7 +11,7 @@ import pytest
 from paceline.aggregation import parse
 from paceline.aggregation.base import Arrival
 from paceline.aggregation.state_codec import encode, kind
-from paceline.core.data_order import DataOrder, DataPosition
+from paceline.core.data_order import BatchRange, DataOrder, DataPosition, Outstanding
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import NoiseAccumulator, Observation
 from paceline.core.records import Record, ReplicaExit, ReplicaPosition
@@ -32,7 +32,7 @@ def state() -> RunState:
         leaving=(),
         present=(0, 1),
         computing=(1,),
-        positions=(ReplicaPosition(3, 3, 3, 3), ReplicaPosition(4, 4, 4, 4)),
+        positions=(ReplicaPosition(3, 3, 3), ReplicaPosition(4, 4, 4)),
         held=(arrival,),
     )
     noise = NoiseAccumulator(8)
@@ -47,7 +47,11 @@ def state() -> RunState:
         spent={"seconds": 1.5, "steps": 3.5, "epochs": 0.25},
         per_step=1,
         coordinator=coordinator,
-        data=DataPosition(DataOrder(40, 4, 2, 1, resumed=before), (3, 4)),
+        data=DataPosition(
+            DataOrder(40, 4, 2, 1, resumed=before),
+            (3, 4),
+            (Outstanding(BatchRange(1, 2, 1), 1, 4), Outstanding(BatchRange(0, 1, 2), None, 0)),
+        ),
         history=HistoryState(records, (0.5, 0.25), (3, 5), noise.state(), "ab"),
         evaluations=("steps", 0.5, 8),
         exits=(ReplicaExit(1, "killed by SIGKILL", 0.5),),

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline import Program, train
-from paceline.core.data_order import DataOrder
+from paceline.core.data_order import BatchRange, DataOrder
 from paceline.engine.run_context import first_state
-from paceline.engine.virtual.pending_delta import PendingDelta, ordered_batches
+from paceline.engine.virtual.pending_delta import PendingDelta
 from paceline.engine.virtual.vmap_gradients import MOST, StackedGradient, VmapComputer, stacked_gradient
+from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatState
 from paceline.replica.single import Autograd, Single
 from tests import oracle
@@ -148,12 +149,12 @@ def stacked() -> VmapComputer:
         return Single(Autograd(program, module, state.layout, replica, "cpu"))
 
     gradient = StackedGradient(program, module, state.layout)
-    return VmapComputer(gradient, data, make, ordered_batches(program, data), stop=True)
+    return VmapComputer(gradient, data, make, BatchSource(program, data, data.replicas).at, stop=True)
 
 
 def attempts(count: int) -> list[PendingDelta]:
     _, state = first_state(programs.program(), ())
-    return [PendingDelta(replica, 1, 0, state, 0, 1) for replica in range(count)]
+    return [PendingDelta(replica, 1, 0, state, 0, BatchRange(replica, 0, 1)) for replica in range(count)]
 
 
 def test_those_that_have_waited_longest_are_computed_along(stacked: VmapComputer) -> None:
@@ -170,7 +171,7 @@ def test_those_that_have_waited_longest_are_computed_along(stacked: VmapComputer
 
 
 def test_no_more_than_the_bound_at_once(stacked: VmapComputer) -> None:
-    under_way = [PendingDelta(12, k, 0, attempts(1)[0].read, 0, 1) for k in range(MOST + 8)]
+    under_way = [PendingDelta(12, k, 0, attempts(1)[0].read, 0, BatchRange(12, 0, 1)) for k in range(MOST + 8)]
     for attempt in under_way:
         stacked.begin(attempt)
     stacked.compute(under_way[-1])

@@ -9,6 +9,8 @@ from paceline.aggregation import Aggregation, parse
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import parse as distribution
 from paceline.clock.times import EventQueue
+from paceline.core.data_order import BatchRange, DataOrder, DataPosition
+from paceline.engine.batch_dispatcher import BatchDispatcher, dispatcher_of
 from paceline.engine.budget import StepQuota, Unbounded
 from paceline.engine.coordinator import Coordinator
 
@@ -21,6 +23,8 @@ class Weightless:
         replicas: P.
         compute: distribution of the time of one Δ; or one for each replica.
         samples: of the k-th Δ (from 0) of a replica.
+        order: of the data; None: each replica counts its own batches.
+        parks: whether replicas that are done may be called back.
     """
 
     def __init__(
@@ -31,9 +35,17 @@ class Weightless:
         allowance: StepQuota | None = None,
         samples: Any = lambda replica, k: 1,
         finite: Any = lambda replica, k: True,
+        order: DataOrder | None = None,
+        parks: bool = False,
     ) -> None:
         self.policy = parse(aggregation) if isinstance(aggregation, str) else aggregation
-        self.coordinator = Coordinator(self.policy, replicas, allowance or Unbounded(1), self)
+        quota, owners = allowance or Unbounded(1), range(replicas)
+        self.dispatcher = dispatcher_of(quota, replicas)
+        if order is not None:
+            shared = order.replicas < replicas
+            start = DataPosition(order, (0,) * order.replicas)
+            self.dispatcher = BatchDispatcher(quota, start, () if shared else owners)
+        self.coordinator = Coordinator(self.policy, replicas, self.dispatcher, self, parks=parks)
         kinds = [compute] * replicas if isinstance(compute, str) else compute
         self._streams = [distribution(k).stream(np.random.default_rng([1, r])) for r, k in enumerate(kinds)]
         self._samples, self._finite = samples, finite
@@ -43,6 +55,9 @@ class Weightless:
         self.arrived: list[Arrival] = []
         self.dead: list[int] = []
         self.granted: list[list[int]] = [[] for _ in range(replicas)]
+        """Micro-steps of each Δ."""
+        self.batches: dict[tuple[int, int], BatchRange] = {}
+        """(replica, clock) -> the batches of that Δ."""
         self.applied: list[Arrival] = []
         self.discarded: list[Arrival] = []
         self.cancelled: list[tuple[int, int]] = []
@@ -74,9 +89,10 @@ class Weightless:
     def apply(self, action: Apply) -> None:
         self.applied += [arrival for arrival, _ in action.deltas]
 
-    def send(self, replica: int, micro_steps: int) -> None:
-        self.granted[replica].append(micro_steps)
+    def send(self, replica: int, batches: BatchRange) -> None:
+        self.granted[replica].append(batches.size)
         k = self.clocks[replica]
+        self.batches[replica, k + 1] = batches
         self.clocks[replica] = self.current[replica] = k + 1
         time_s = self.events.now_s + next(self._streams[replica])
         samples, finite = self._samples(replica, k), self._finite(replica, k)

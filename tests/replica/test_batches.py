@@ -1,5 +1,6 @@
 """Batches follow the order of the data, from whatever kind of data set."""
 
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 from paceline import InputError
 from paceline.core.data_order import DataOrder
 from paceline.replica.base import Batch, as_batch
-from paceline.replica.batches import fetcher, stream
+from paceline.replica.batches import BatchSource, fetcher
 from tests.engine import programs
 
 
@@ -34,13 +35,34 @@ ORDER = DataOrder(samples=10, batch_size=3, replicas=3, seed=1)
 @pytest.mark.parametrize("replica", [0, 2])
 def test_a_stream_is_the_order(replica: int, data: Any, loader: dict[str, Any]) -> None:
     program = programs.program(train=data, loader=loader)
-    for k, batch in enumerate(islice(stream(program, ORDER, replica, 3), 7)):
-        expected = ORDER.batch(replica, k)
-        assert batch.samples == len(expected)
-        if len(expected):
-            assert batch.input.tolist() == expected.tolist() == (-batch.target).tolist()
-        else:
-            assert batch == Batch(None, None, 0)
+    with closing(BatchSource(program, ORDER, 3)) as source:
+        for k, batch in enumerate(islice(source.stream(replica), 7)):
+            is_batch(batch, replica, k)
+
+
+@pytest.mark.parametrize("loader", [{}, {"num_workers": 1}])
+def test_batches_of_any_stream_come_when_they_are_asked_for(loader: dict[str, Any]) -> None:
+    """What is fetched ahead is the replica's own stream; from the others a batch may come in between."""
+    with closing(BatchSource(programs.program(train=TENSORS, loader=loader), ORDER, 3)) as source:
+        for stream, k in [(1, 0), (1, 1), (2, 0), (1, 4), (0, 3), (1, 5), (1, 2)]:
+            is_batch(source.at(stream, k), stream, k)
+
+
+def test_a_function_is_called_once_for_batches_in_their_order() -> None:
+    def numbered(replica: int, replicas: int, seed: int) -> Any:
+        return ((torch.tensor([k]), torch.tensor([replica])) for k in range(3))
+
+    source = BatchSource(programs.program(train=numbered), None, 2)
+    assert [source.at(1, k).input.item() for k in (1, 2, 3, 7)] == [1, 2, 0, 1]
+
+
+def is_batch(batch: Batch, stream: int, k: int) -> None:
+    expected = ORDER.batch(stream, k)
+    assert batch.samples == len(expected)
+    if len(expected):
+        assert batch.input.tolist() == expected.tolist() == (-batch.target).tolist()
+    else:
+        assert batch == Batch(None, None, 0)
 
 
 @pytest.mark.parametrize("data", [TENSORS, Numbers()])

@@ -10,13 +10,17 @@ engine reads the same stream. Below, N samples, P replicas, batch size b::
 
 A run that goes on with another P or b first takes what its begun epochs have left, in their order, cut as a global
 epoch is; then whole epochs follow. So each sample of an epoch is taken exactly once, whatever P and b were before.
+
+The batches of one replica are a *stream* of the order. Who takes the next batch of a stream may change, its replica may
+have died, say; which batches there are does not. An order with a single stream serves any number of replicas that
+share it.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, final, get_args
+from typing import Literal, NamedTuple, TypeAlias, final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +33,30 @@ Indices: TypeAlias = NDArray[np.int64]
 
 # Division of the training set among replicas: one permutation for all, or a fixed subset each.
 Partition: TypeAlias = Literal["global", "disjoint"]
+
+
+class BatchRange(NamedTuple):
+    """Batches in a row of one stream of an order."""
+
+    stream: ReplicaId
+    first: int
+    size: int
+
+    @property
+    def numbers(self) -> range:
+        """Return their numbers in the stream."""
+        return range(self.first, self.first + self.size)
+
+
+class Outstanding(NamedTuple):
+    """Batches that were given to a replica, and whose Δ was not applied."""
+
+    batches: BatchRange
+    replica: ReplicaId | None
+    """None: it has died."""
+    clock: int
+    """Number of the Δ."""
+
 
 # Keeps these draws apart from all others made under the same seed.
 _TAG = int.from_bytes(b"data order")
@@ -178,10 +206,11 @@ class DataOrder:
                 f"partition=disjoint needs a sample for each replica, but there are {self.replicas} replicas and "
                 f"{self.samples} samples; write partition=global or replicas={self.samples}."
             )
-        if self.resumed is not None and self.resumed.order.samples != self.samples:
+        before = self.resumed.order.samples if self.resumed is not None and self.resumed.order is not None else None
+        if self.resumed is not None and before != self.samples:
             raise InputError(
-                f"samples={self.samples}, but the run to go on with took its batches of {self.resumed.order.samples}; "
-                "write the same training set"
+                f"samples={self.samples}, but the run to go on with took its batches of {before}; write the same "
+                "training set"
             )
         object.__setattr__(self, "_cut", _CUTS[self.partition](self))
 
@@ -203,24 +232,33 @@ class DataOrder:
         assert 0 <= replica < self.replicas, f"replica {replica} of {self.replicas}"
         return self._cut.rounds(replica)
 
-    def epochs(self, taken: tuple[int, ...]) -> Iterator[tuple[int, list[range]]]:
-        """Yield each epoch that is begun, or left over, and not done: its number, and the batches left of each replica.
+    def epoch_of(self, replica: ReplicaId, k: int) -> int:
+        """Return the number of the epoch that the k-th batch of a replica belongs to.
 
-        Args:
-            taken: how many batches each replica has taken.
+        What an earlier order has left counts as the epochs before its first whole one.
         """
-        first = [0] * self.replicas
-        left, first_epoch = self._left
-        for number, cut in zip(range(-len(left), 0), left, strict=True):
-            yield from _left_of_epoch(number, [cut.rounds(r) for r in range(self.replicas)], first, taken)
-        rounds = [self.rounds_per_epoch(r) for r in range(self.replicas)]
-        done = min(max(0, t - f) // n for t, f, n in zip(taken, first, rounds, strict=True))
-        first = [f + done * n for f, n in zip(first, rounds, strict=True)]
-        number = first_epoch + done
-        while any(t > f for t, f in zip(taken, first, strict=True)):
-            yield from _left_of_epoch(number, rounds, first, taken)
-            number += 1
-        yield number, []
+        left, number = self._left
+        for i, cut in enumerate(left):
+            if k < cut.rounds(replica):
+                return number - len(left) + i
+            k -= cut.rounds(replica)
+        return number + k // self.rounds_per_epoch(replica)
+
+    def batches_of_epoch(self, replica: ReplicaId, epoch: int) -> range:
+        """Return the numbers of a replica's batches in an epoch."""
+        left, number = self._left
+        sizes = [cut.rounds(replica) for cut in left]
+        if epoch < number:
+            i = epoch - number + len(left)
+            return range(sum(sizes[:i]), sum(sizes[: i + 1]))
+        rounds = self.rounds_per_epoch(replica)
+        first = sum(sizes) + (epoch - number) * rounds
+        return range(first, first + rounds)
+
+    @property
+    def first_whole_epoch(self) -> int:
+        """Return the number of the first epoch that comes after what an earlier order has left."""
+        return self._left[1]
 
     @cached_property
     def _left(self) -> tuple[list[_Global], int]:
@@ -241,50 +279,53 @@ class DataOrder:
         return self._cut, first_epoch + epoch, round_
 
 
-def _left_of_epoch(
-    number: int, rounds: list[int], first: list[int], taken: tuple[int, ...]
-) -> Iterator[tuple[int, list[range]]]:
-    """Yield an epoch with the batches that are left of it, unless none is; moves ``first`` to the next epoch."""
-    left = [range(max(t, f), f + n) for t, f, n in zip(taken, first, rounds, strict=True)]
-    first[:] = [f + n for f, n in zip(first, rounds, strict=True)]
-    if any(left):
-        yield number, left
-
-
 @dataclass(frozen=True)
 class DataPosition:
     """How far a run has come in its data.
 
     Args:
-        order: of the data.
-        taken: how many batches each replica has taken of it.
+        order: of the data; None: they come from a function.
+        taken: how many batches of each stream were given out.
+        outstanding: those of them whose Δ was not applied.
     """
 
-    order: DataOrder
+    order: DataOrder | None
     taken: tuple[int, ...]
+    outstanding: tuple[Outstanding, ...] = ()
 
     def __post_init__(self) -> None:
-        if len(self.taken) != self.order.replicas:
-            raise InputError(f"{len(self.taken)} counts of batches, but {self.order.replicas} replicas took them")
+        streams = len(self.taken) if self.order is None else self.order.replicas
+        if len(self.taken) != streams:
+            raise InputError(f"{len(self.taken)} counts of batches, but {streams} streams")
+        for (stream, first, count), _, _ in self.outstanding:
+            if stream >= streams or first + count > self.taken[stream]:
+                raise InputError(f"batches {first} to {first + count - 1} of stream {stream} were not given out")
 
     def left(self) -> tuple[list[Indices], int]:
         """Return the samples that are left of each begun epoch, in their order, and the first epoch not begun."""
-        *begun, (first_epoch, _) = self.order.epochs(self.taken)
-        left: list[Indices] = []
-        for _, batches in begun:
-            rounds = max(len(each) for each in batches)
-            # Counted from the end of the epoch, since replicas may have left different numbers of batches.
-            pieces = [
-                self.order.batch(r, each[-i])
-                for i in range(rounds, 0, -1)
-                for r, each in enumerate(batches)
-                if i <= len(each)
-            ]
-            left.append(np.concatenate(pieces))
-        return [indices for indices in left if len(indices)], first_epoch
+        order, taken = self.order, self.taken
+        assert order is not None, "data of a function have no epochs"
+        streams = range(order.replicas)
+        open_: dict[int, list[tuple[int, ReplicaId, int]]] = {}
+        """Of each begun epoch (round, stream, number) of the batches that are left."""
+        for stream, k in [(b.stream, k) for b, _, _ in self.outstanding for k in b.numbers]:
+            epoch = order.epoch_of(stream, k)
+            open_.setdefault(epoch, []).append((k - order.batches_of_epoch(stream, epoch).start, stream, k))
+        epochs = [order.epoch_of(stream, taken[stream]) for stream in streams]
+        # A stream that is at the beginning of an epoch has not begun it.
+        begun = [e + (taken[s] > order.batches_of_epoch(s, e).start) for s, e in zip(streams, epochs, strict=True)]
+        first_epoch = max([*begun, order.first_whole_epoch])
+        for epoch in range(min(epochs), first_epoch):
+            for stream in streams:
+                numbers = order.batches_of_epoch(stream, epoch)
+                rest = range(max(taken[stream], numbers.start), numbers.stop)
+                open_.setdefault(epoch, []).extend((k - numbers.start, stream, k) for k in rest)
+        left = [[order.batch(s, k) for _, s, k in sorted(each)] for _, each in sorted(open_.items())]
+        return [joined for each in left if each and len(joined := np.concatenate(each))], first_epoch
 
     @property
     def samples(self) -> int:
-        """Number of samples that were taken so far, over all epochs."""
+        """Number of samples that were taken so far, over all epochs, and applied or discarded."""
+        assert self.order is not None, "data of a function have no epochs"
         left, first_epoch = self.left()
         return first_epoch * self.order.samples - sum(map(len, left))

@@ -66,7 +66,8 @@ def encode_failure(process: ReplicaId | str, error: BaseException) -> bytes:
     """
     text = "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
     summary = traceback.format_exception_only(error)[-1].strip()[:1000]
-    return json.dumps({"failed": process, "what": summary, "traceback": text}).encode()
+    refused = {"refused": str(error)} if isinstance(error, InputError) else {}
+    return json.dumps({"failed": process, "what": summary, "traceback": text, **refused}).encode()
 
 
 def failure_text(message: dict[str, Any]) -> str:

@@ -72,8 +72,6 @@ class ReplicaPosition(NamedTuple):
 
     clock: int = 0
     """Micro-steps; they number the seeds of dropout and the draws of delays."""
-    batches: int = 0
-    """Batches taken from the present data order."""
     attempt: Clock = 0
     """The newest Δ that arrived or was cancelled, counted from 1."""
     spent: int = 0
@@ -81,8 +79,8 @@ class ReplicaPosition(NamedTuple):
 
     def after(self, micro_steps: int) -> "ReplicaPosition":
         """Return the position after one more Δ."""
-        clock, batches, attempt, spent = self
-        return ReplicaPosition(clock + micro_steps, batches + micro_steps, attempt + 1, spent + micro_steps)
+        clock, attempt, spent = self
+        return ReplicaPosition(clock + micro_steps, attempt + 1, spent + micro_steps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,7 +103,7 @@ class Job:
     @property
     def survives_deaths(self) -> bool:
         """True if the run was asked to survive its replicas, whatever ends them; A is kept where it outlives them."""
-        return self.on_death in ("continue", "replace")
+        return self.on_death in ("continue", "replace") or self.strategy.elastic
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
 """The budget of a run: when it is evaluated, and how many micro-steps each replica may still make."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from paceline.core.data_order import DataOrder
+from paceline.core.data_order import BatchRange, DataOrder
 from paceline.core.types import ReplicaId
 
 if TYPE_CHECKING:  # the planner simulates budgets without torch
@@ -45,14 +45,24 @@ class EvalSchedule:
 class StepQuota(Protocol):
     """Grants each replica the micro-steps of one Δ at a time."""
 
-    def grant(self, replica: ReplicaId) -> int:
-        """Return how many micro-steps this replica's next Δ takes; 0: its share of the budget is spent."""
+    @property
+    def micro_steps(self) -> int:
+        """Return the micro-steps of one Δ."""
+
+    def grant(self, replica: ReplicaId, batches: BatchRange) -> int:
+        """Return how many of these batches this replica's next Δ may take; 0: its share of the budget is spent."""
+
+    def refund(self, batches: BatchRange) -> None:
+        """Take back what was granted for batches whose Δ will never arrive."""
 
     def spent(self, replica: ReplicaId) -> bool:
         """Return whether a replica would be granted nothing."""
 
     def guaranteed(self, replica: ReplicaId) -> int:
         """Return how many further Δs it will at least be granted, whatever the other replicas do until then."""
+
+    def join(self, replica: ReplicaId, present: Collection[ReplicaId]) -> None:
+        """Let a replica that comes later spend as much as the one of ``present`` that has most of it left."""
 
 
 @dataclass(frozen=True)
@@ -61,9 +71,12 @@ class Unbounded:
 
     micro_steps: int
 
-    def grant(self, replica: ReplicaId) -> int:
+    def grant(self, replica: ReplicaId, batches: BatchRange) -> int:
         del replica
-        return self.micro_steps
+        return batches.size
+
+    def refund(self, batches: BatchRange) -> None:
+        """Do nothing."""
 
     def spent(self, replica: ReplicaId) -> bool:
         del replica
@@ -72,6 +85,9 @@ class Unbounded:
     def guaranteed(self, replica: ReplicaId) -> int:
         del replica
         return sys.maxsize
+
+    def join(self, replica: ReplicaId, present: Collection[ReplicaId]) -> None:
+        """Do nothing."""
 
 
 class Steps:
@@ -83,18 +99,24 @@ class Steps:
     """
 
     def __init__(self, left: Sequence[int], micro_steps: int) -> None:
-        self._left, self._micro_steps = list(left), micro_steps
+        self._left, self.micro_steps = list(left), micro_steps
 
-    def grant(self, replica: ReplicaId) -> int:
-        granted = min(self._micro_steps, self._left[replica])
+    def grant(self, replica: ReplicaId, batches: BatchRange) -> int:
+        granted = min(batches.size, self._left[replica])
         self._left[replica] -= granted
         return granted
+
+    def refund(self, batches: BatchRange) -> None:
+        """Do nothing: the replica whose steps they were has died."""
 
     def spent(self, replica: ReplicaId) -> bool:
         return self._left[replica] <= 0
 
     def guaranteed(self, replica: ReplicaId) -> int:
-        return self._left[replica] // self._micro_steps
+        return self._left[replica] // self.micro_steps
+
+    def join(self, replica: ReplicaId, present: Collection[ReplicaId]) -> None:
+        self._left[replica] = max((self._left[other] for other in present), default=self._left[replica])
 
 
 class Epochs:
@@ -107,23 +129,25 @@ class Epochs:
         left: samples that all replicas together may take.
         order: of the data.
         micro_steps: of one Δ.
-        taken: batches that each replica has taken of the order.
     """
 
-    def __init__(self, left: float, order: DataOrder, micro_steps: int, taken: Sequence[int]) -> None:
-        self._batch_size = order.size
+    def __init__(self, left: float, order: DataOrder, micro_steps: int) -> None:
+        self._size = order.size
         self._left = round(left, 6)  # 0.07 · 100 is a little more than 7
-        self._micro_steps = micro_steps
-        self._next = list(taken)
+        self.micro_steps = micro_steps
 
-    def grant(self, replica: ReplicaId) -> int:
+    def grant(self, replica: ReplicaId, batches: BatchRange) -> int:
+        del replica
         granted = 0
-        while granted < self._micro_steps and self._left > 0:
-            k = self._next[replica]
-            self._next[replica] = k + 1
-            self._left -= self._batch_size(replica, k)
+        for k in batches.numbers:
+            if self._left <= 0:
+                break
+            self._left -= self._size(batches.stream, k)
             granted += 1
         return granted
+
+    def refund(self, batches: BatchRange) -> None:
+        self._left += sum(self._size(batches.stream, k) for k in batches.numbers)
 
     def spent(self, replica: ReplicaId) -> bool:
         del replica
@@ -132,3 +156,6 @@ class Epochs:
     def guaranteed(self, replica: ReplicaId) -> int:
         del replica
         return 0
+
+    def join(self, replica: ReplicaId, present: Collection[ReplicaId]) -> None:
+        """Do nothing: all replicas spend the same."""

@@ -7,20 +7,22 @@ One coordinator decides for the whole model; its decisions go, in order, to its 
        +------ apply / send / discard / cancel / dismiss (DecisionExecutor) <-------------+
 
 A replica whose share of the budget is spent is dismissed when the policy releases it, and the policy sees P shrink.
+Where others may die it is parked instead: what a dead replica had begun may still be its to do.
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Action, Aggregation, Apply, Arrival, Decision, Discard, Release
 from paceline.aggregation.state_codec import decode, encode, kind
+from paceline.core.data_order import BatchRange
 from paceline.core.errors import InputError, PacelineError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, LeaveReason, ReplicaId, Version
-from paceline.engine.budget import StepQuota
+from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
 
 
 class DecisionExecutor(Protocol):
@@ -29,8 +31,8 @@ class DecisionExecutor(Protocol):
     def apply(self, action: Apply) -> None:
         """Update A; the coordinator counts the version."""
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
-        """Send a replica the current A; its next Δ takes this many micro-steps."""
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
+        """Send a replica the current A; its next Δ takes a micro-step on each of these batches."""
 
     def discard(self, arrivals: tuple[Arrival, ...]) -> None:
         """Drop these Δs."""
@@ -99,27 +101,34 @@ class Coordinator:
 
     Args:
         policy: resolved.
-        replicas: P at the start.
-        quota: each replica's share of the budget.
+        replicas: P at the start; ``positions`` may have places for more.
+        dispatcher: gives replicas their batches, within the budget.
         executor: the engine's.
         positions: where each replica begins; None: at 0.
         resumed: state of the run that goes on; None: it begins.
-        restored: names (replica, clock) of the Δs held then that the executor has.
+        keeps: whether the policy goes on with its state, and the Δs that it held, which the executor has.
+        parks: whether a replica whose share of the budget is spent may be called back.
     """
 
     def __init__(
         self,
         policy: Aggregation[Any],
         replicas: int,
-        quota: StepQuota,
+        dispatcher: BatchDispatcher,
         executor: DecisionExecutor,
         positions: Sequence[ReplicaPosition] | None = None,
         resumed: CoordinatorState | None = None,
-        restored: Collection[tuple[ReplicaId, Clock]] = (),
+        *,
+        keeps: bool = False,
+        parks: bool = False,
     ) -> None:
-        self._policy, self._quota, self._executor = policy, quota, executor
+        self._policy, self._dispatcher, self._executor, self._parks = policy, dispatcher, executor, parks
         self._state = policy.start(replicas)
         self._held: dict[tuple[ReplicaId, Clock], Arrival] = {}
+        self._parked: list[ReplicaId] = []
+        """Replicas whose share of the budget is spent, and that were not dismissed."""
+        self.departing: set[ReplicaId] = set()
+        """Replicas that are to leave instead of going on."""
         self._leaving: deque[ReplicaId] = deque()
         """Replicas that are done, of which the policy does not know yet."""
         self._granted: dict[ReplicaId, int] = {}
@@ -130,7 +139,8 @@ class Coordinator:
         """Replicas at work on a Δ; only the coordinator changes it."""
         self.cancelling: set[ReplicaId] = set()
         """Replicas whose attempt was cancelled: if its Δ still arrives, that counts as its stopping."""
-        self.present = set(range(replicas))
+        self._members = range(replicas)
+        self.present = set(self._members)
         """Replicas that take part; empty once all have left."""
         self.begun = False
         """Whether A was sent: before that there is no state to go on with."""
@@ -141,7 +151,7 @@ class Coordinator:
         self.kept: CoordinatorState | None = None
         """The state with which a policy goes on; None: it has started anew."""
         if resumed is not None:
-            self._restore(resumed, restored)
+            self._restore(resumed, keeps=keeps)
 
     @property
     def threshold(self) -> int:
@@ -163,11 +173,11 @@ class Coordinator:
     def begin(self) -> None:
         """Send A to all replicas."""
         self.begun = True
+        for replica in range(len(self._members), len(self.positions)):
+            self._dispatcher.abandon(replica)  # what it had begun where the run stopped
         if self.kept is not None:
             self._go_on_with(self.kept)
             return
-        if self._held:
-            self._execute(Discard(tuple(self._held.values())))
         for replica in sorted(self.present):
             self._go_on(replica)
         self._report_left()
@@ -192,17 +202,13 @@ class Coordinator:
             tuple(self._held.values()),
         )
 
-    def _restore(self, state: CoordinatorState, restored: Collection[tuple[ReplicaId, Clock]]) -> None:
-        """Go on with the counts of another run, and with its policy's state if the policy is of the same kind.
-
-        If the executor has not all Δs that were held, the policy starts anew as well. Then they are discarded.
-        """
+    def _restore(self, state: CoordinatorState, *, keeps: bool) -> None:
+        """Go on with the counts of another run; a policy that does not keep its state discards the Δs held then."""
         self.version, self.tally = state.version, replace(state.tally, staleness=Counter(state.tally.staleness))
-        self._held = {(a.replica, a.clock): a for a in state.held if (a.replica, a.clock) in restored}
-        lost = len(state.held) - len(self._held)
-        self.tally.discarded += lost
-        if state.policy_kind != kind(self._policy) or lost:
+        if not keeps:
+            self.tally.discarded += len(state.held)
             return
+        self._held = {(a.replica, a.clock): a for a in state.held}
         self.kept, self._state = state, decode(state.policy_state, self._policy)
         self.present &= set(state.present)
         self._leaving.extend(state.leaving)
@@ -212,17 +218,16 @@ class Coordinator:
 
         Then replicas that are no more leave, and new ones join, or those whose share of the budget has grown.
         """
-        replicas = range(len(self.positions))
         for replica in state.computing:
             self._go_on(replica)
         self._decide(self._state, decode(state.unfinished, self._policy))
         self._report_left()
         for replica in state.present:
-            if replica not in replicas:
+            if replica not in self._members:
                 self._decide(*self._policy.left(self._state, replica, "died"))
                 self._report_left()
-        for replica in replicas:
-            if replica not in state.present and not self._quota.spent(replica):
+        for replica in self._members:
+            if replica not in state.present and not self._dispatcher.quota.spent(replica):
                 self.joined(replica)
 
     def arrived(self, arrival: Arrival) -> None:
@@ -248,31 +253,63 @@ class Coordinator:
         self.computing.discard(replica)
         self.tally.cancelled += 1
         self._count(replica)
+        self._dispatcher.settled(replica, self.positions[replica].attempt)
         self._go_on(replica)
         self._report_left()
 
     def left(self, replica: ReplicaId, reason: LeaveReason) -> None:
-        """Tell the policy that a replica has left, unless it was not present."""
+        """Tell the policy that a replica has left, unless it was not present; others do what a dead one had begun."""
         if replica not in self.present:
+            self._parked = [each for each in self._parked if each != replica]
             return
         self.present.remove(replica)
         self.cancelling.discard(replica)
+        if reason == "died":
+            self._hand_on(replica)
         self.computing.discard(replica)
         self._decide(*self._policy.left(self._state, replica, reason))
         self._report_left()
+        parked = [r for r in self._parked if not self._dispatcher.quota.spent(r)]
+        self._parked = [r for r in self._parked if r not in parked]
+        for each in parked:
+            self.joined(each)
 
     def joined(self, replica: ReplicaId) -> None:
-        """Tell the policy that a replica is back, and send it A."""
+        """Tell the policy that a replica is there, new or back, and send it A."""
         self.present.add(replica)
+        self.departing.discard(replica)
         self._decide(*self._policy.joined(self._state, replica))
         self._go_on(replica)
         self._report_left()
+
+    def admit(self, replica: ReplicaId) -> None:
+        """Let a new replica join, with as many steps before it as the one that has most of them."""
+        self._dispatcher.quota.join(replica, self.present)
+        spent = min((self.positions[each].spent for each in self.present), default=self.positions[replica].spent)
+        self.positions[replica] = self.positions[replica]._replace(spent=spent)
+        self.joined(replica)
+
+    def depart(self, replica: ReplicaId) -> None:
+        """Let a replica leave once the policy releases it."""
+        self.departing.add(replica)
+
+    def stay(self, replica: ReplicaId) -> None:
+        """Let a replica that was to leave, and has not, go on."""
+        self.departing.discard(replica)
 
     def retire(self, replica: ReplicaId) -> None:
         """Let a replica leave instead of going on: its share of the budget is spent, or its loop has ended."""
         self.present.remove(replica)
         self.computing.discard(replica)
         self._leaving.append(replica)
+
+    def _hand_on(self, replica: ReplicaId) -> None:
+        """Let others take the batches of a replica that has died."""
+        if replica in self.computing:
+            position = self.positions[replica]
+            self._dispatcher.lost(replica, position.attempt + 1)
+            self.positions[replica] = position.after(self._granted[replica])  # neither seeds nor names come twice
+        self._dispatcher.abandon(replica)
 
     def finish(self) -> None:
         """End training: discard and count the Δs that are still held; no replica takes part any more."""
@@ -305,6 +342,7 @@ class Coordinator:
             tally = self.tally
             for arrival in arrivals:
                 del self._held[arrival.replica, arrival.clock]
+                self._dispatcher.settled(arrival.replica, arrival.clock)
                 staleness = self.version - arrival.version
                 tally.staleness[staleness] += 1
                 tally.recent_staleness += staleness
@@ -319,6 +357,7 @@ class Coordinator:
             self._check_held(action.arrivals)
             for arrival in action.arrivals:
                 del self._held[arrival.replica, arrival.clock]
+                self._dispatcher.settled(arrival.replica, arrival.clock)
             self.tally.discarded += len(action.arrivals)
             self._executor.discard(action.arrivals)
         else:
@@ -357,13 +396,19 @@ class Coordinator:
                 "cancel others"
             )
         self._granted.pop(replica, None)  # so that the newest grant comes last
-        micro_steps = self._granted[replica] = self._quota.grant(replica)
-        if micro_steps:
+        departs = replica in self.departing
+        clock = self.positions[replica].attempt + 1
+        batches = NO_BATCHES if departs else self._dispatcher.take(replica, clock)
+        self._granted[replica] = batches.size
+        if batches.size:
             self.computing.add(replica)
-            self._executor.send(replica, micro_steps)
+            self._executor.send(replica, batches)
+            return
+        if self._parks and not departs:
+            self._parked.append(replica)
         else:
             self._executor.dismiss(replica)
-            self.retire(replica)
+        self.retire(replica)
 
     def _report_left(self) -> None:
         """Tell the policy which replicas are done, once the decision that released them is executed whole."""

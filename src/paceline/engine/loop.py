@@ -12,13 +12,12 @@ Engines differ in where their events come from; what an event means stands here,
 import math
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any, get_args
 
 from paceline.aggregation.base import Arrival
-from paceline.core.data_order import DataPosition
 from paceline.core.errors import NonFiniteError, WaitTimeoutError, WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
 from paceline.core.records import Record, ReplicaExit
@@ -52,7 +51,8 @@ class RunLoop:
         evaluate: takes a snapshot of A at a training time and has it evaluated.
         watch: receives the progress of the run; None: another process displays it.
         noise: accumulates the gradient noise scale; None: it is not measured.
-        restored: names (replica, clock) of the Δs held at the point where the run goes on that the executor has.
+        replicas: that take part at first; None: all.
+        parks: whether replicas that have spent their budget may be called back, for others may die.
     """
 
     def __init__(
@@ -63,14 +63,23 @@ class RunLoop:
         evaluate: Callable[[Seconds], None],
         watch: Watcher | None = None,
         noise: NoiseAccumulator | None = None,
-        restored: Collection[tuple[ReplicaId, Clock]] = (),
+        *,
+        replicas: int | None = None,
+        parks: bool = False,
     ) -> None:
         self._job, self._evaluate, self.watch = context.job, evaluate, watch
-        self.quota = context.step_quota()
+        self.dispatcher = context.dispatcher()
         run = context.job.resume.run if context.job.resume is not None else None
         saved = run.coordinator if run is not None else None
         self.coordinator = Coordinator(
-            context.policy, context.replicas, self.quota, executor, context.positions, saved, restored
+            context.policy,
+            replicas or context.replicas,
+            self.dispatcher,
+            executor,
+            context.positions,
+            saved,
+            keeps=context.keeps_policy,
+            parks=parks,
         )
         self.history = RunHistory(context, self.coordinator, initial_digest, noise)
         budget = context.job.budget
@@ -105,15 +114,13 @@ class RunLoop:
         Raises:
             InputError: JSON can't hold the policy's state.
         """
-        coordinator, order = self.coordinator.state(), self._context.order
-        taken = tuple(position.batches for position in coordinator.positions)
         units: tuple[BudgetUnit, ...] = get_args(BudgetUnit)
         return RunState(
             seconds=now,
             spent={unit: self.history.spent(now, unit) for unit in units},
             per_step=self._context.per_step,
-            coordinator=coordinator,
-            data=None if order is None else DataPosition(order, taken),
+            coordinator=self.coordinator.state(),
+            data=self.dispatcher.position,
             history=self.history.state(),
             evaluations=(self._job.budget.unit, self._job.budget.evaluate_every, self._schedule.passed),
             exits=tuple(self.exits),

@@ -2,7 +2,8 @@
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,17 +11,19 @@ import torch
 from torch import nn
 
 from paceline.aggregation.base import Aggregation
-from paceline.core.data_order import DataOrder, DataPosition
+from paceline.aggregation.state_codec import kind
+from paceline.core.data_order import DataOrder, DataPosition, Outstanding
 from paceline.core.delta import Accumulated, Change, Delta, Distance, Gradient, InPlace
 from paceline.core.errors import InputError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import ReplicaId
 from paceline.engine.base import Job
+from paceline.engine.batch_dispatcher import BatchDispatcher
 from paceline.engine.budget import Epochs, StepQuota, Steps, Unbounded
-from paceline.engine.run_state import RunState
+from paceline.engine.run_state import ResumePoint, RunState
 from paceline.program import Data, Program, is_source, length
 from paceline.replica.base import Batch, Replica, micro_steps
-from paceline.replica.batches import Stream, stream
+from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatLayout, FlatState, read
 from paceline.replica.local_sgd import LocalSGD, WritesInPlace
 from paceline.replica.single import NO_RECORDER, Autograd, Single, step_seed
@@ -33,10 +36,12 @@ class RunContext:
 
     Args:
         job: of the run.
+        has_held: whether this engine has all Δs that the policy held where the run goes on, or can compute them; False:
+            if they are in the checkpoint.
     """
 
-    def __init__(self, job: Job) -> None:
-        strategy = job.strategy
+    def __init__(self, job: Job, *, has_held: bool = False) -> None:
+        strategy, self._has_held = job.strategy, has_held
         self.job, self.replicas = job, strategy.replicas
         self.policy: Aggregation[Any] = strategy.aggregation
         self.order = order_of(job)
@@ -53,25 +58,65 @@ class RunContext:
         """Micro-steps in one step: all of an accumulated gradient's, one of a replica's own optimizer's."""
         self.positions = [ReplicaPosition()] * self.replicas
         """Where each replica begins."""
+        streams = self.replicas if self.order is None else self.order.replicas
+        self.data = DataPosition(self.order, (0,) * streams)
+        """Where the run begins in its data."""
+        self.keeps_policy = False
+        """Whether the policy goes on with its state, and with the Δs that it held."""
+        self._held: tuple[Outstanding, ...] = ()
+        """The batches of those."""
+        self.same_order = True
+        """Whether replicas take their batches in the order in which they took them before the run was resumed."""
         self.epochs_before = 0.0
         """Epochs over a training set of another length, before the run was resumed."""
         if job.resume is not None:
-            self._resume(job.resume.run)
+            self._resume(job.resume)
 
-    def _resume(self, run: RunState) -> None:
+    def _resume(self, resume: ResumePoint) -> None:
         """Begin where another run stopped.
 
         Where samples are divided as before, each replica goes on in the same order; else the order begins with what the
         begun epochs have left, each sample once. Data of another length begin with a new epoch. Of data that come from
         a function each replica skips as many batches as the one of its number has taken.
         """
-        order = self.order
-        self.order, same_order = resumed_order(order, run)
-        self.positions = resumed_positions(run, self.replicas, self.per_step, same_order=same_order)
-        if order is not None and self.order == order and not same_order:
+        run, order = resume.run, self.order
+        self.keeps_policy = self._can_keep(resume)
+        if self.keeps_policy:
+            held = {(arrival.replica, arrival.clock) for arrival in run.coordinator.held}
+            self._held = tuple(each for each in run.data.outstanding if (each.replica, each.clock) in held)
+        self.data = resumed_data(self.data, run, self.replicas, self._held)
+        self.order, self.same_order = self.data.order, same_division(order, run.data.order)
+        elastic = self.job.strategy.elastic
+        self.positions = resumed_positions(run, self.replicas, self.per_step, elastic=elastic)
+        if order is not None and self.order == order and not self.same_order:
             self.epochs_before = run.spent["epochs"]
 
-    def step_quota(self) -> StepQuota:
+    def _can_keep(self, resume: ResumePoint) -> bool:
+        """Return whether the policy can go on with its state: it is of the same kind, and all that it held is there."""
+        saved = resume.run.coordinator
+        if saved.policy_kind != kind(self.policy):
+            return False
+        held = Counter(arrival.replica for arrival in saved.held)
+        slots = self.policy.slots(self.replicas)
+        fits = all(replica < self.replicas and count <= slots for replica, count in held.items())
+        return fits and (self._has_held or not held or len(resume.deltas()) == len(saved.held))
+
+    def dispatcher(self) -> BatchDispatcher:
+        """Return what gives replicas their batches, from where the run begins."""
+        owners = range(0 if self.shares_stream else self.replicas)
+        return BatchDispatcher(self._step_quota(), self.data, owners, self._held)
+
+    def first_batch(self, replica: ReplicaId) -> int:
+        """Return the number of the first batch of a replica's own stream, that it was at work on included."""
+        own = (each.batches.first for each in self.data.outstanding if each.replica == replica)
+        return min([self.data.taken[replica], *own])
+
+    @property
+    def shares_stream(self) -> bool:
+        """Return whether all replicas take the batches of one stream, since their number may change."""
+        return self.order is not None and self.job.strategy.elastic
+
+    def _step_quota(self) -> StepQuota:
         """Return what each replica may spend of the budget."""
         budget, each = self.job.budget, micro_steps(self.delta)
         if budget.amount is None or budget.unit == "seconds":
@@ -80,14 +125,12 @@ class RunContext:
             left = (int(budget.amount) * self.per_step - position.spent for position in self.positions)
             return Steps([max(0, rest) for rest in left], each)
         assert self.order is not None, "epochs of a data source were not refused"
-        position = DataPosition(self.order, tuple(position.batches for position in self.positions))
-        samples = (budget.amount - self.epochs_before) * self.order.samples - position.samples
-        return Epochs(samples, self.order, each, position.taken)
+        samples = (budget.amount - self.epochs_before) * self.order.samples - self.data.samples
+        return Epochs(samples, self.order, each)
 
-    def batches(self, replica: ReplicaId) -> Stream:
-        """Return the endless stream of one replica's batches, from its first position on."""
-        first = self.positions[replica].batches
-        return stream(self.job.program, self.order, replica, self.replicas, first)
+    def batches(self) -> BatchSource:
+        """Return the source of the batches."""
+        return BatchSource(self.job.program, self.order, self.replicas)
 
     @property
     def delta_slots(self) -> int:
@@ -120,36 +163,60 @@ def order_of(job: Job) -> DataOrder | None:
         return None
     batch_size = program.per_replica_batch(strategy.replicas, strategy.accumulate)
     samples = length(cast(Data, program.train))
-    return DataOrder(samples, batch_size, strategy.replicas, program.seed, strategy.partition)
+    streams = 1 if strategy.elastic else strategy.replicas
+    return DataOrder(samples, batch_size, streams, program.seed, strategy.partition)
 
 
-def resumed_order(order: DataOrder | None, run: RunState) -> tuple[DataOrder | None, bool]:
-    """Return the data order with which a run goes on, and whether replicas keep their positions in it.
+def same_division(order: DataOrder | None, before: DataOrder | None) -> bool:
+    """Return whether two orders divide the same samples alike."""
+    if order is None or before is None:
+        return order is before
+    return order == replace(before, resumed=None)
+
+
+def resumed_data(start: DataPosition, run: RunState, replicas: int, keeps: Collection[Outstanding]) -> DataPosition:
+    """Return where a run goes on in its data.
 
     Args:
-        order: of the job, from its beginning.
+        start: where the job would begin.
         run: that goes on.
+        replicas: P.
+        keeps: batches whose Δ is there; those of all other outstanding Δs are given out again.
     """
-    before = run.data.order if run.data is not None else None
-    if order is None or before is None:
-        return order, order is before
-    if order == replace(before, resumed=None):
-        return replace(before), True  # a new one: the run's state stays small
-    return replace(order, resumed=run.data if order.samples == before.samples else None), False
+    order, before = start.order, run.data
+    again = tuple(each for each in before.outstanding if each not in keeps)
+    if same_division(order, before.order):
+        # Who was at work on them takes them again.
+        staying = set(run.coordinator.computing).intersection(range(replicas))
+        held = {(arrival.replica, arrival.clock) for arrival in run.coordinator.held}
+        again = tuple(
+            each if each.replica in staying and (each.replica, each.clock) not in held else each._replace(replica=None)
+            for each in again
+        )
+        if order is not None:
+            return DataPosition(replace(order), before.taken, again)  # a new one: the run's state stays small
+        taken = (*before.taken, *[0] * replicas)[:replicas]
+        return DataPosition(None, taken, tuple(each for each in again if each.batches.stream < replicas))
+    if order is None or before.order is None or order.samples != before.order.samples:
+        return start
+    return DataPosition(replace(order, resumed=replace(before, outstanding=again)), start.taken)
 
 
-def resumed_positions(run: RunState, replicas: int, per_step: int, *, same_order: bool) -> list[ReplicaPosition]:
+def resumed_positions(run: RunState, replicas: int, per_step: int, *, elastic: bool = False) -> list[ReplicaPosition]:
     """Return where each replica begins.
 
     New ones begin after the newest of all counts, so that no seed is drawn and no Δ is named twice. If another number
-    of replicas makes the steps, each is taken to have made the mean of them.
+    of replicas makes the steps, each is taken to have made the mean of them; where they come and go, those that were
+    not there to have made as many as the one with the fewest.
     """
     known, held = run.coordinator.positions, run.coordinator.held
     attempt = max([position.attempt for position in known] + [arrival.clock for arrival in held])
-    new = ReplicaPosition(max(position.clock for position in known), 0, attempt)
+    new = ReplicaPosition(max(position.clock for position in known), attempt)
     positions = [*known, *[new] * (replicas - len(known))][:replicas]
-    if not same_order:
-        positions = [position._replace(batches=0) for position in positions]
+    if elastic and (run.replicas, run.per_step) == (replicas, per_step):
+        present = run.coordinator.present
+        fewest = min((known[each].spent for each in present), default=max(position.spent for position in known))
+        return [p if r in present else p._replace(spent=max(p.spent, fewest)) for r, p in enumerate(positions)]
     if (run.replicas, run.per_step) != (replicas, per_step):
         positions = [position._replace(spent=round(run.spent["steps"] * per_step)) for position in positions]
     return positions
@@ -161,7 +228,7 @@ def first_batch(job: Job) -> Batch:
     plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
     try:
         with torch.random.fork_rng(devices=[]):
-            return next(batch for batch in stream(plain, order, 0, job.strategy.replicas) if batch.samples)
+            return BatchSource(plain, order, job.strategy.replicas).first()
     except InputError:
         raise
     except Exception as error:

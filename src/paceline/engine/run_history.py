@@ -29,6 +29,7 @@ class RunHistory:
     ) -> None:
         self._budget, self._per_step, self._replicas = context.job.budget, context.per_step, context.replicas
         self._coordinator, self._digest, self._noise = coordinator, initial_digest, noise
+        self._elastic = context.job.strategy.elastic
         self._samples = context.order.samples if context.order is not None else 1
         self._losses: deque[float] = deque(maxlen=max(32, 2 * context.replicas))
         self.last: tuple[int, int] | None = None
@@ -80,6 +81,8 @@ class RunHistory:
         unit, tally = unit or self._budget.unit, self._coordinator.tally
         if unit == "seconds":
             return time_s
+        if unit == "steps" and self._elastic:
+            return max(position.spent for position in self._coordinator.positions) / self._per_step
         counted, per_unit = tally.micro_steps, self._replicas * self._per_step
         if unit == "epochs":
             counted, per_unit = tally.seen_samples, self._samples

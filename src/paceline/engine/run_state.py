@@ -2,14 +2,15 @@
 
 It is taken between two decisions of the coordinator. After a resume with the same policy
 
-- replicas that computed at that moment compute the same batches again, from the A of the checkpoint,
+- replicas that computed at that moment compute the same batches again, from the A of the checkpoint, which others do
+  where such a replica is no more,
 - those that waited for a decision still wait, and the Δs that the policy held are held again: their tensors are in the
   checkpoint too, ``delta/<replica>/<clock>/<name>``,
 - those that had left join again, unless their share of the budget is spent.
 
-Another policy starts anew: all replicas compute from the A of the checkpoint, and Δs that were held count as discarded.
-So it is where the engine has not restored them all. A user's own loop is called anew; its ``worker.batches()`` go on
-after as many batches as it had made steps.
+Another policy starts anew: all replicas compute from the A of the checkpoint, and Δs that were held count as discarded;
+their batches are computed again. So it is where replicas whose Δs were held are no more. A user's own loop is called
+anew; its ``worker.batches()`` go on after as many batches as it had made steps.
 """
 
 from collections.abc import Mapping
@@ -59,8 +60,7 @@ class RunState:
     per_step: int
     """Micro-steps that count as one step."""
     coordinator: CoordinatorState
-    data: DataPosition | None
-    """None where the data are a function."""
+    data: DataPosition
     history: HistoryState
     evaluations: tuple[str, float, int]
     """Unit and interval of the evaluation points, and how many were passed."""
@@ -80,10 +80,11 @@ class RunState:
         state: RunState = of_json(cls, value, "the checkpoint's state of the run")
         if set(state.spent) != {"seconds", "steps", "epochs"} or not state.per_step:
             raise InputError(f"the checkpoint's state of the run can't be read: it has spent {dict(state.spent)}")
-        if state.data is not None and state.data.order.replicas != state.replicas:
+        streams = len(state.data.taken)
+        if streams not in (1, state.replicas):
             raise InputError(
-                f"the checkpoint's state of the run can't be read: it is of {state.replicas} replicas, but "
-                f"{state.data.order.replicas} took data"
+                f"the checkpoint's state of the run can't be read: it is of {state.replicas} replicas, but their data "
+                f"are {streams} streams"
             )
         return state
 

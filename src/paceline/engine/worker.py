@@ -20,7 +20,9 @@ from typing import Any, Protocol, final
 from torch import nn
 from torch.jit import ScriptModule
 
+from paceline.core.errors import InputError
 from paceline.core.types import Clock, ReplicaId, Seconds
+from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.run_context import RunContext
 from paceline.engine.worker_metrics import STEP_TIMES, Figures, MetricsSink
 from paceline.replica.base import Batch, Measured, Replica, as_batch
@@ -45,6 +47,9 @@ class ParameterClient(Server[FlatState, Measured], Protocol):
     attempt: Clock
     """Number of the Δ that this replica is at."""
 
+    def batch(self) -> tuple[ReplicaId, int]:
+        """Return stream and number of the batch of the next micro-step, once that is granted."""
+
     def wait_for_grant(self) -> bool:
         """Wait for the decision on the last Δ; return whether the replica is to go on."""
 
@@ -68,8 +73,8 @@ class GrantedClient(ABC):
     def __init__(self, attempt: Clock = 0) -> None:
         self.attempt = attempt
         """The Δ that this replica computes, counted from 1."""
-        self._granted = self._done = 0
-        """Micro-steps of the Δ under way, and how many of them are done."""
+        self._batches, self._done = NO_BATCHES, 0
+        """Batches of the Δ under way, a micro-step on each, and how many of them are done."""
         self._under_way = False
 
     @final
@@ -77,9 +82,14 @@ class GrantedClient(ABC):
         return self._done == 0
 
     @final
+    def batch(self) -> tuple[ReplicaId, int]:
+        """Return stream and number of the batch of the next micro-step, once that is granted."""
+        return self._batches.stream, self._batches.first + self._done
+
+    @final
     def ends_delta(self) -> bool:
         self._done += 1
-        if self._done < self._granted:
+        if self._done < self._batches.size:
             return False
         self._done = 0
         return True
@@ -87,7 +97,7 @@ class GrantedClient(ABC):
     @final
     def ack_cancel(self) -> int:
         """Report that the cancelled attempt has stopped; returns how many micro-steps after this one it skips."""
-        skipped = max(0, self._granted - self._done - 1)
+        skipped = max(0, self._batches.size - self._done - 1)
         self._done = 0
         self.push(Measured(math.nan, 0, True), cancelled=True)
         return skipped
@@ -287,8 +297,7 @@ class ClientWorker(Worker):
         replica: computes its Δ.
         client: of the parameter server.
         metrics: of this worker.
-        first: micro-steps that another worker has made in this replica's place since the run began or was resumed;
-            this one begins where it stopped.
+        first: micro-steps that another worker has made in this replica's place since the run began or was resumed.
     """
 
     def __init__(
@@ -302,13 +311,14 @@ class ClientWorker(Worker):
     ) -> None:
         super().__init__(number, context.replicas)
         self._replica, self._client, self._metrics = replica, client, metrics
-        self._source = context.batches(number)
+        self._source = context.batches()
+        self._shared = context.shares_stream
+        self._ahead = self._left_out = 0
+        """How many more batches the loop has been given than it has made steps: in all, and since its last step."""
         delay = context.job.delay
         self._delays = delay.stream(number, context.replicas, context.job.program.seed) if delay else None
-        self._clock = self._skip = 0
-        before = context.positions[number].clock  # the source begins there by itself
-        self._skip_micro_steps(before + first)
-        self._skip -= before
+        self._clock = 0
+        self._skip_micro_steps(context.positions[number].clock + first)
         self._first = self._clock
 
     @property
@@ -325,14 +335,24 @@ class ClientWorker(Worker):
 
     def batches(self) -> Iterator[Batch]:
         while self.going:
-            skip, self._skip = self._skip, 0
-            yield next(islice(self._source, skip, None))
+            stream, number = self._client.batch()
+            if self._left_out and self._shared:
+                raise InputError(
+                    "the loop made no step on a batch, but replicas that come and go share their batches, so each "
+                    "needs one; write worker.step(batch) for every batch, or a fixed number of replicas"
+                )
+            # A loop that leaves batches out, or makes several steps on one, goes through its own stream all the same.
+            own = stream == self.replica and not self._shared
+            number += self._ahead if own else self._left_out
+            self._ahead, self._left_out = self._ahead + 1, self._left_out + 1
+            yield self._source.at(stream, number)
 
     def step(self, batch: Any) -> float:
         if not self.going:
             raise TrainingEnded
         client, clock = self._client, self._clock
         self._clock += 1
+        self._ahead, self._left_out = self._ahead - 1, 0
         try:
             if self._delays is not None and (seconds := next(self._delays)) > 0:
                 began = time.monotonic_ns()
@@ -366,6 +386,5 @@ class ClientWorker(Worker):
 
     def _skip_micro_steps(self, count: int) -> None:
         self._clock += count
-        self._skip += count
         if self._delays is not None:
             deque(islice(self._delays, count), maxlen=0)

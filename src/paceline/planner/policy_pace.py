@@ -34,9 +34,11 @@ from paceline.aggregation import Aggregation, Asynchronous, Buffered, LocalSteps
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.distributions import Constant, Exponential, ShiftedExponential
 from paceline.clock.times import Delay, EventQueue, Times
+from paceline.core.data_order import BatchRange
 from paceline.core.delta import Accumulated, Change, Distance
 from paceline.core.errors import InputError
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.engine.batch_dispatcher import dispatcher_of
 from paceline.engine.budget import Unbounded
 from paceline.engine.coordinator import Coordinator
 from paceline.planner.order_statistics import erlang, expected_s, identical
@@ -248,7 +250,7 @@ class Simulation:
         self._clocks = [0] * replicas
         self._attempts: list[SimulatedAttempt | None] = [None] * replicas
         self._events: EventQueue[SimulatedAttempt] = EventQueue()
-        self.coordinator = Coordinator(policy, replicas, Unbounded(self.micro_steps), self)
+        self.coordinator = Coordinator(policy, replicas, dispatcher_of(Unbounded(self.micro_steps), replicas), self)
         self.coordinator.begin()
 
     def turn(self) -> None:
@@ -282,8 +284,8 @@ class Simulation:
 
     # ------------------------------------------------------------------------------ executor of the policy's decisions
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
-        del micro_steps
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
+        del batches
         self._clocks[replica] += 1
         attempt = SimulatedAttempt(replica, self._clocks[replica], self.coordinator.version)
         self._attempts[replica] = attempt

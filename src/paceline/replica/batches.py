@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -41,41 +42,88 @@ def fetcher(data: Data, loader: Mapping[str, Any]) -> Fetch:
     return lambda indices: as_pair(collate([dataset[int(i)] for i in indices]))
 
 
-def stream(program: Program, order: DataOrder | None, replica: ReplicaId, replicas: int, first: int = 0) -> Stream:
-    """Yield the batches of one replica without end.
+class BatchSource:
+    """The batches of a run by stream and number; close it, for torch's DataLoader may be behind it.
+
+    Those of a replica's own stream are fetched ahead by the DataLoader's workers, if the program asks for them; others,
+    as those that a dead replica has left, or of a stream that all replicas share, when they are asked for.
 
     Args:
         program: holds the data.
         order: of the samples; None where ``program.train`` is a function, which is called again when it is exhausted.
-        replica: that takes the batches.
-        replicas: all there are.
-        first: number of the first batch; a function is called from the start, and gives those before in vain.
-
-    The generator has to be closed where torch's DataLoader may be behind it.
+        replicas: P.
     """
-    if order is None:
-        source = cast(Callable[[int, int, int], Any], program.train)
+
+    def __init__(self, program: Program, order: DataOrder | None, replicas: int) -> None:
+        self._program, self._order, self._replicas = program, order, replicas
+        self._fetch: Fetch | None = None
+        self._ahead: Stream | None = None
+        """Batches in a row; of a function from 0 on."""
+        self._next: tuple[ReplicaId, int] | None = None
+        """Stream and number of its next one."""
+
+    def at(self, stream: ReplicaId, number: int) -> Batch:
+        """Return a batch; a function gives those before in vain, and none again."""
+        if self._order is None:
+            return self._of_function(stream, number)
+        shared = self._order.replicas < self._replicas
+        if self._program.loader.get("num_workers") and not shared:
+            if self._ahead is None or self._next is None:
+                self._ahead, self._next = self._prefetched(self._order, stream, number), (stream, number)
+            own, next_number = self._next
+            if stream == own and number >= next_number:
+                self._next = stream, number + 1
+                return next(islice(self._ahead, number - next_number, None))
+        if self._fetch is None:
+            self._fetch = fetcher(cast(Data, self._program.train), self._program.loader)
+        indices = self._order.batch(stream, number)
+        return Batch(*self._fetch(indices), len(indices)) if len(indices) else EMPTY
+
+    def stream(self, stream: ReplicaId, first: int = 0) -> Stream:
+        """Yield the batches of a stream without end, from number ``first`` on."""
+        return (self.at(stream, number) for number in itertools.count(first))
+
+    def first(self) -> Batch:
+        """Return the first batch that has samples; close the source."""
+        try:
+            return next(batch for batch in self.stream(0) if batch.samples)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Release what fetches ahead."""
+        if self._ahead is not None:
+            self._ahead.close()
+
+    def _of_function(self, stream: ReplicaId, number: int) -> Batch:
+        if self._next is None:
+            self._ahead, self._next = self._of_source(stream), (stream, 0)
+        assert self._ahead is not None, "it has begun"
+        assert stream == self._next[0], "a function's batches are its own replica's"
+        skipped = number - self._next[1]
+        self._next = stream, number + 1
+        return next(islice(self._ahead, max(0, skipped), None))
+
+    def _of_source(self, replica: ReplicaId) -> Stream:
+        source = cast(Callable[[int, int, int], Any], self._program.train)
         while True:
             item = None
-            for item in source(replica, replicas, program.seed):
-                if first > 0:
-                    first -= 1
-                else:
-                    yield as_batch(item)
+            for item in source(replica, self._replicas, self._program.seed):
+                yield as_batch(item)
             if item is None:
-                raise InputError(f"train(replica={replica}, replicas={replicas}, seed={program.seed}) gave no batch")
-    batches = (order.batch(replica, k) for k in itertools.count(first))
-    if not program.loader.get("num_workers"):
-        fetch = fetcher(cast(Data, program.train), program.loader)
-        for indices in batches:
-            yield Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
-    # Torch's DataLoader fetches ahead in its own workers; its sampler is our order.
-    own, sampler = itertools.tee(indices.tolist() for indices in batches)
-    data: Any = _PairDataset(program.train) if isinstance(program.train, tuple) else program.train
-    # The sampler runs ahead of the batches that are yielded; empty ones it never sees.
-    fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **program.loader))
-    for chosen in own:
-        yield Batch(*as_pair(next(fetched)), len(chosen)) if chosen else EMPTY
+                raise InputError(
+                    f"train(replica={replica}, replicas={self._replicas}, seed={self._program.seed}) gave no batch"
+                )
+
+    def _prefetched(self, order: DataOrder, stream: ReplicaId, first: int) -> Stream:
+        batches = (order.batch(stream, k).tolist() for k in itertools.count(first))
+        own, sampler = itertools.tee(batches)
+        train = self._program.train
+        data: Any = _PairDataset(train) if isinstance(train, tuple) else train
+        # The sampler runs ahead of the batches that are yielded; empty ones it never sees.
+        fetched = iter(DataLoader(data, batch_sampler=filter(None, sampler), **self._program.loader))
+        for chosen in own:
+            yield Batch(*as_pair(next(fetched)), len(chosen)) if chosen else EMPTY
 
 
 @dataclass(eq=False)

@@ -23,6 +23,7 @@ Feature: TypeAlias = Literal[
     "virtual-time",
     "on_death",  # replicas whose death the run survives
     "standby",  # a second copy of A, for the death of the server
+    "elastic",  # replicas that come and go while the run lasts
 ]
 
 # Beginning of a feature that an engine supports only where a replica is several workers.
@@ -32,7 +33,7 @@ _PARALLEL: frozenset[Feature] = frozenset({"stages", "async-stages", "shards", "
 
 # Features of the engines that come with Paceline; the planner chooses among engines without importing any.
 ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
-    "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death"},
+    "local": _PARALLEL | {"asynchronous", "in-place", "groups-shard_optimizer", "on_death", "elastic"},
     "virtual": frozenset({"asynchronous", "stages", "shards", "noise_scale", "virtual-time"}),
     "ray": frozenset({"asynchronous", "cuda", "on_death", "standby"}),
     "distributed": _PARALLEL | {"compression", "shard_optimizer", "shard_parameters"},
@@ -41,8 +42,9 @@ ENGINE_FEATURES: Mapping[str, frozenset[Feature]] = {
 
 # Fields of a case that a strategy has under the same names.
 _SAME = (
-    "replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters", "standby",
-)  # fmt: skip
+    *("replicas", "pipelined", "accumulate", "device", "compression", "shard_optimizer", "shard_parameters"),
+    *("elastic", "partition", "standby"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,11 @@ class Case:
     shard_optimizer: bool | None = None
     shard_parameters: bool = False
     standby: int = 0
+    elastic: bool = False
+    partition: str = "global"
     shard_rules: bool = False
     batchnorm: str = "micro-batch"
+    global_batch: bool = False
     clip_norm: float | None = None
     on_nonfinite: str = "stop"
     on_death: str | None = None
@@ -123,7 +128,7 @@ class Case:
     @property
     def survives_deaths(self) -> bool:
         """True if A is kept where it outlives replicas, whose death the run is to survive."""
-        return self.on_death in ("continue", "replace")
+        return self.on_death in ("continue", "replace") or self.elastic
 
     @property
     def served(self) -> bool:

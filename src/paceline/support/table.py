@@ -111,7 +111,33 @@ TABLE: tuple[Row, ...] = (
         "aggregation={policy}: under engine={engine} all ranks make one update of all gradients; write "
         "aggregation=synchronous, or engine='ray' (many hosts) or engine='local' (one)",
     ),
-    # ----------------------------------------------------------------- replicas that die while the run goes on
+    # ----------------------------------------------------------------- replicas that come and go, or die
+    Row(
+        lambda c: c.elastic and "elastic" not in c.features,
+        "replicas={s.bounds}: under engine={engine} the number of replicas is fixed; write engine={engines}, or "
+        "replicas={s.replicas}",
+        "elastic",
+    ),
+    Row(
+        lambda c: c.elastic and c.partition == "disjoint",
+        "replicas={s.bounds} share one stream of batches, but under partition=disjoint each replica has its own "
+        "subset; write partition=global, or replicas={s.replicas}",
+    ),
+    Row(
+        lambda c: c.elastic and _in_place(c),
+        "replicas={s.bounds}: under aggregation={policy} a replica knows its next batches by itself, but those that "
+        "come and go are given theirs; write aggregation=asynchronous, or replicas={s.replicas}",
+    ),
+    Row(
+        lambda c: c.elastic and c.global_batch,
+        "global_batch_size= divides a batch among all replicas, but the number of replicas={s.bounds} changes; write "
+        "batch_size= in the program, or replicas={s.replicas}",
+    ),
+    Row(
+        lambda c: c.elastic and c.on_death == "stop",
+        "replicas={s.bounds} go on without replicas that are no more, but on_death='stop' ends the run at the first; "
+        "leave on_death out, or write replicas={s.replicas}",
+    ),
     Row(
         lambda c: c.on_death is not None and "virtual-time" in c.features,
         "on_death={on_death} is about processes, but engine={engine} has one; write engine=local, or leave it out",

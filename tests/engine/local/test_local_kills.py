@@ -79,12 +79,24 @@ HAD_PUSHED = {moments.having_told_but_not_rung, moments.having_pushed}
 
 
 def without_one(steps: int, dead: int, after: int, program: Program | None = None) -> oracle.Values:
-    """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone."""
+    """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone.
+
+    What it leaves of the epoch the others take once their own streams have come to its end.
+    """
     program = program or programs.program()
     plain, data = oracle.Plain(program), oracle.order(program, 3)
+    rounds = data.rounds_per_epoch(dead)
+    left = [batch for k in range(after, rounds) if len(batch := data.batch(dead, k))]
+    taken = [0] * 3
     for k in range(steps):
-        present = [r for r in range(3) if r != dead or k < after]
-        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
+        seen: list[int] = []
+        for replica in [r for r in range(3) if r != dead or k < after]:
+            if replica != dead and taken[replica] == rounds and left:
+                seen += left.pop(0).tolist()
+            else:
+                seen += data.batch(replica, taken[replica]).tolist()
+                taken[replica] += 1
+        plain.step(plain.gradient(seen))
     return plain.values()
 
 
@@ -133,8 +145,8 @@ def test_at_any_moment_each_delta_is_applied_once_or_discarded(
     deadly = chance.sample(range(1, 40), 2)
 
     def arrived(self: Coordinator, arrival: Any) -> None:
+        seen.append(self._dispatcher._given[arrival.replica, arrival.clock])
         plain(self, arrival)
-        seen.append((arrival.replica, arrival.clock))
         if len(seen) in deadly:
             assert engine._fork_server is not None
             pids = list(engine._fork_server._children)[:4]  # the fifth is the scorer
@@ -147,8 +159,8 @@ def test_at_any_moment_each_delta_is_applied_once_or_discarded(
     assert 1 <= len(run.left) <= 2
     assert {d.reason for d in run.left} == {"killed by SIGKILL"}
     expected, data = torch.zeros(moments.SAMPLES, dtype=torch.float64), oracle.order(program, 4)
-    for replica, step in seen:
-        expected[torch.as_tensor(data.batch(replica, step - 1))] += 1
+    for stream, number, _ in seen:
+        expected[torch.as_tensor(data.batch(stream, number))] += 1
     assert run.summary["gradients"] == len(seen) == run.summary["applied"] + run.summary["discarded"]
     assert run.summary["discarded"] == 0
     assert torch.equal(run.state["weight"], expected)

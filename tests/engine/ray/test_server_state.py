@@ -189,7 +189,7 @@ def test_a_delta_is_taken_once_and_only_of_the_present_actor() -> None:
     state.arrived(completion, 1.0, {}, delta(state, 1))
     assert not state.takes(1, 1, 1), "it was taken"
     assert state.records[1].reply_after(1) is None, "it waits for the others"
-    assert state.coordinator.positions[1] == ReplicaPosition(1, 1, 1, 1)
+    assert state.coordinator.positions[1] == ReplicaPosition(1, 1, 1)
 
 
 def test_one_that_dies_while_it_waits_is_not_given_its_step_again() -> None:

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import InputError
-from paceline.core.types import Clock, Version
-from paceline.engine.budget import StepQuota
+from paceline.core.types import Clock, ReplicaId, Version
+from paceline.engine.batch_dispatcher import NO_BATCHES, BatchDispatcher
 from paceline.engine.checkpointing import Snapshot
 from paceline.engine.distributed.client import ClientContext, RankClient
 from paceline.engine.distributed.held_tensors import HeldTensors, PartChunks, part_tensors
@@ -116,12 +116,12 @@ class AsyncPipelineClient(RankClient):
     Args:
         context: of its run.
         shard: of this rank; its replica has the weights.
-        quota: counts steps as they begin; the run's own counts them when their statuses are complete.
+        dispatcher: counts steps as they begin; the run's own counts them when their statuses are complete.
     """
 
-    def __init__(self, context: ClientContext, shard: AsyncStageShard, quota: StepQuota) -> None:
+    def __init__(self, context: ClientContext, shard: AsyncStageShard, dispatcher: BatchDispatcher) -> None:
         super().__init__(context)
-        self._shard, self._quota, self._granted = shard, quota, 0
+        self._shard, self._dispatcher, self._batches = shard, dispatcher, NO_BATCHES
         self.attempt = context.coordinator.attempts[self._replica]
         self._pending: deque[tuple[Tensor, Any, Clock]] = deque()
         """Status tables whose all-reduce is not complete, and their steps."""
@@ -132,16 +132,20 @@ class AsyncPipelineClient(RankClient):
 
     def wait_for_grant(self) -> bool:
         """Return whether to go on, by the exchanges that are complete: the same on all ranks."""
-        if not self._granted:
-            self._granted = self._quota.grant(self._replica)
-            self.attempt += bool(self._granted)
-        return self._granted > 0 and not self._coordinator.over
+        if not self._batches.size:
+            self._batches = self._dispatcher.take(self._replica, self.attempt + 1)
+            self.attempt += self._batches.size > 0
+        return self._batches.size > 0 and not self._coordinator.over
+
+    def batch(self) -> tuple[ReplicaId, int]:
+        return self._batches.stream, self._batches.first
 
     def begins_delta(self) -> bool:
         return True
 
     def ends_delta(self) -> bool:
-        self._granted = 0
+        self._dispatcher.settled(self._replica, self.attempt)
+        self._batches = NO_BATCHES
         return True
 
     def delta_buffer(self) -> FlatState:

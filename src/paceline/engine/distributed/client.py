@@ -22,8 +22,10 @@ from torch import Tensor
 from paceline.aggregation.base import Apply, Arrival
 from paceline.aggregation.synchronous import Synchronous
 from paceline.comm.shared_memory import SpillAllocator
+from paceline.core.data_order import BatchRange
 from paceline.core.records import Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Seconds, Version
+from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.checkpointing import Checkpointer
 from paceline.engine.distributed.agreement import DivergenceCheck
 from paceline.engine.distributed.rank_shard import RankShard
@@ -97,8 +99,8 @@ class ReplicatedCoordinator:
         """True where an exchange may have to be repeated for a Δ that was discarded."""
         self.attempts = [position.attempt for position in context.positions]
         """Number of the Δ that each replica is at."""
-        self.granted = [0] * context.replicas
-        """Micro-steps of the Δ that each replica is at."""
+        self.batches = [NO_BATCHES] * context.replicas
+        """Batches of the Δ that each replica is at, a micro-step on each."""
         self._read: list[Version] = [0] * context.replicas
         noise = shard.noise.accumulator if shard.noise else None
         self.loop = RunLoop(context, self, initial_digest, self._evaluate, noise=noise)
@@ -194,9 +196,9 @@ class ReplicatedCoordinator:
             shard.noise.applied(self._statuses, [(a.replica, w) for a, w in action.deltas], factor)
         shard.update.apply(factor, action.rate)
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         self.attempts[replica] += 1
-        self.granted[replica] = micro_steps
+        self.batches[replica] = batches
         version, reads = self.decisions.version, self._shard.read_version
         self._read[replica] = version if reads is None else reads(version)
 
@@ -207,7 +209,7 @@ class ReplicatedCoordinator:
         raise AssertionError(f"synchronous training cancels no attempt, but that of replica {replica}")
 
     def dismiss(self, replica: ReplicaId) -> None:
-        self.granted[replica] = 0
+        self.batches[replica] = NO_BATCHES
 
 
 @dataclass(frozen=True)
@@ -288,8 +290,13 @@ class AllReduceClient(RankClient, GradientSink):
     def begins_delta(self) -> bool:
         return self._micro_steps == 0
 
+    def batch(self) -> tuple[ReplicaId, int]:
+        """Return stream and number of the batch of the next micro-step."""
+        batches = self._coordinator.batches[self._replica]
+        return batches.stream, batches.first + self._micro_steps
+
     def is_last_micro_step(self) -> bool:
-        return self._micro_steps + 1 == self._coordinator.granted[self._replica]
+        return self._micro_steps + 1 == self._coordinator.batches[self._replica].size
 
     def ready(self, index: int, gradient: Tensor, samples: int) -> None:
         assert self._overlap is not None, "Δ is not sent in buckets"
@@ -298,7 +305,7 @@ class AllReduceClient(RankClient, GradientSink):
         self._overlap.add(index, gradient, self._coordinator.weight(samples))
 
     def ends_delta(self) -> bool:
-        self._micro_steps = (self._micro_steps + 1) % self._coordinator.granted[self._replica]
+        self._micro_steps = (self._micro_steps + 1) % self._coordinator.batches[self._replica].size
         return self._micro_steps == 0
 
     def delta_buffer(self) -> FlatState:
@@ -334,7 +341,7 @@ class AllReduceClient(RankClient, GradientSink):
         context, coordinator, clock, step = self._context, self._coordinator, self._context.clock, self.attempt
         if context.shadow_passes is not None:  # as many as the longest Δ under way takes
             computing = coordinator.decisions.computing
-            context.shadow_passes.catch_up(max((coordinator.granted[r] for r in computing), default=0))
+            context.shadow_passes.catch_up(max((coordinator.batches[r].size for r in computing), default=0))
         began, now, stop = time.monotonic_ns(), clock.now_ns(), context.interrupts.count > 0
         saving = context.checkpointer.busy
         status = RankStatus(kind, measured.samples, measured.finite, stop, measured.loss, now, self._norm, saving)

@@ -208,7 +208,7 @@ class DistributedRun:
         )
         client: AllReduceClient | AsyncPipelineClient
         if isinstance(shard, AsyncStageShard):
-            client = AsyncPipelineClient(context, shard, run_context.step_quota())
+            client = AsyncPipelineClient(context, shard, run_context.dispatcher())
         else:
             client = AllReduceClient(context)
         if shard.overlap is not None:

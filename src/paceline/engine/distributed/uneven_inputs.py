@@ -18,7 +18,7 @@ from paceline.engine.distributed.sync_batchnorm import BatchNormGroup, Synchroni
 from paceline.engine.run_context import RunContext
 from paceline.program import call, map_tree
 from paceline.replica.base import Batch, Measured, Replica
-from paceline.replica.batches import stream
+from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatState
 
 
@@ -80,8 +80,7 @@ class ShadowPasses:
         """The first batch with samples; it is read without the loader's own workers."""
         job = self._context.job
         plain = replace(job.program, loader={k: v for k, v in job.program.loader.items() if k == "collate_fn"})
-        batches = stream(plain, self._context.order, 0, self._context.replicas)
-        return next(batch for batch in batches if batch.samples)
+        return BatchSource(plain, self._context.order, self._context.replicas).first()
 
 
 @dataclass

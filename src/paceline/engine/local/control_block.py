@@ -39,16 +39,16 @@ ARRIVED, CANCELLED = 1, 2
 BEING_WRITTEN = -1
 
 # pack_into zeroes its target first, so the number that publishes a message is written by itself, after the rest.
-_GRANT = struct.Struct("=qqqqqqqq")
-_GRANT_REST = struct.Struct("=qqqqqqq")
+_GRANT = struct.Struct("=qqqqqqqqqq")
+_GRANT_REST = struct.Struct("=qqqqqqqqq")
 _COMPLETION = struct.Struct("=qqqqq?7xdqdq")
 _FIGURES = struct.Struct("=qqqq")
 _SLICE = struct.Struct("=qqq")
 _TASK = struct.Struct("=qqqqqqq")
 _DELTA = struct.Struct("=qqd")
 
-# Offsets of the words of one replica: the grant (8), the sleep flag, and its slice of a task.
-_ASLEEP, _SLICE_AT, _WORDS = 8, 10, 16
+# Offsets of the words of one replica: the grant (10), the sleep flag, and its slice of a task.
+_ASLEEP, _SLICE_AT, _WORDS = 10, 12, 16
 
 
 class Grant(NamedTuple):
@@ -65,6 +65,9 @@ class Grant(NamedTuple):
     """Index of the buffer for Δ."""
     lead: int
     at_ns: Nanoseconds
+    stream: int
+    first: int
+    """Of the batches, a micro-step on each; with ``lead``, those that follow in the stream."""
 
 
 class Completion(NamedTuple):

@@ -20,7 +20,7 @@ from paceline.comm.fork_server import ForkServer
 from paceline.comm.shared_pickle import share
 from paceline.core.errors import WorkerError
 from paceline.core.noise_scale import NoiseAccumulator
-from paceline.core.records import ReplicaExit, WorkerFigures
+from paceline.core.records import WorkerFigures
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
 from paceline.engine.base import Job, Outcome, Progress, Watcher
 from paceline.engine.checkpointing import Checkpointer, Snapshot
@@ -28,15 +28,15 @@ from paceline.engine.local.arena import ArenaLayout, ParameterArena
 from paceline.engine.local.control_block import ARRIVED, COMPLETIONS, Completion
 from paceline.engine.local.evaluation_process import EvaluationProcess
 from paceline.engine.local.fault_injection import EventScript, FaultInjector
+from paceline.engine.local.membership import Membership, MembershipContext, replicas_at_start
 from paceline.engine.local.server import ServerContext, SharedMemoryServer
 from paceline.engine.local.worker_processes import ENTRY, WorkerProcesses
 from paceline.engine.loop import TICK_S, RunLoop
-from paceline.engine.process_supervisor import EXIT_OK, Event
-from paceline.engine.replacement import DeathCounter
-from paceline.engine.replica_pace import ReplicaPace
+from paceline.engine.process_supervisor import Event
 from paceline.engine.run_context import RunContext, first_state, threads
+from paceline.engine.scaling import scaling_files
 from paceline.engine.server_optimizer import ServerOptimizer
-from paceline.engine.worker_metrics import SpanLog, training_spans, update_workers_file, worker_figures, workers_file
+from paceline.engine.worker_metrics import SpanLog, training_spans, worker_figures, workers_file
 from paceline.replica.flat_state import write
 from paceline.replica.noise_estimator import NoiseEstimator
 from paceline.replica.optimizer_state import whole_chunks
@@ -107,24 +107,25 @@ class LocalRun:
             recorder=self._spans.recorder,
             estimator=estimator,
             idle=lambda: self._coordinator.waiting,
-            lead=lambda r: min(self._max_lead, self._loop.quota.guaranteed(r)) if self._max_lead else 0,
+            lead=lambda r: min(self._max_lead, self._loop.dispatcher.quota.guaranteed(r)) if self._max_lead else 0,
             before_grant=self._faults.inject,
         )
         self._server = SharedMemoryServer(server_context)
-        self._loop = RunLoop(context, self._server, digest, self._evaluate, watch, noise, self._server.held)
+        first_replicas = replicas_at_start(job.strategy)
+        parks = job.on_death != "stop" and not self._max_lead
+        self._loop = RunLoop(
+            context, self._server, digest, self._evaluate, watch, noise, replicas=first_replicas, parks=parks
+        )
+        self._loop.dispatcher.hands_on &= not self._max_lead  # a replica that is ahead knows its next batches by itself
         self._coordinator = self._loop.coordinator
         self._checkpointer = Checkpointer(context, self._loop, self._snapshot)
         closing.callback(self._checkpointer.close)
         self._began: Nanoseconds = time.monotonic_ns()
         self._polled_s: Seconds = 0.0
-        self._pace = ReplicaPace(context.replicas, job.suspect_after_s, job.timeout_s)
-        self._looked_s: Seconds = 0.0
-        """When main last looked for silent replicas."""
-        self._lost: set[ReplicaId] = set()
-        """Replicas that have died, and were not replaced."""
-        self._starting: dict[ReplicaId, Seconds] = {}
-        """Replaced replicas whose workers are not ready, and when they were spawned."""
-        self._deaths = DeathCounter()
+        parts = MembershipContext(
+            job, context, self._arena, self._server, workers, self._loop, self._take, self._now, self._paused_until
+        )
+        self._membership = Membership(parts)
 
     def outcome(self) -> Outcome:
         """Run to the end."""
@@ -145,7 +146,7 @@ class LocalRun:
     def _start(self) -> None:
         job, workers = self._job, self._workers
         self._watch(Progress("starting", 0.0))
-        workers.start()
+        workers.start(replicas_at_start(job.strategy))
         self._evaluation = EvaluationProcess(
             job,
             self._fork_server,
@@ -154,11 +155,12 @@ class LocalRun:
             idle_only=job.budget.until is None,  # else the end of the run waits for records
         )
         self._closing.callback(self._evaluation.close)
-        workers.wait_ready(lambda ready: self._watch(Progress("starting", ready / job.strategy.workers)))
+        workers.wait_ready(lambda ready: self._watch(Progress("starting", ready)))
         workers.poller.add(self._evaluation.link.fileno(), ("scored", 0))
         others = {"coordinator": {"pid": os.getpid()}, "scorer": {"pid": self._evaluation.child.pid}}
         mesh, processes = job.strategy.mesh, workers.supervisor.processes
         pids = {mesh.coordinate(worker): {"pid": process.pid} for worker, process in processes.items()}
+        self._closing.enter_context(scaling_files(job.out))
         self._closing.enter_context(workers_file(job.out, others, pids))
 
     def _train(self) -> Seconds:
@@ -168,7 +170,7 @@ class LocalRun:
         self._began = time.monotonic_ns() - int(loop.start_s * 1e9)
         if not interrupts.count:
             coordinator.begin()
-            self._pace.handled(coordinator.computing, self._now())
+            self._membership.decided()
         while coordinator.present and not loop.condition_met and not interrupts.count:
             wait_s = loop.tick(self._now())
             if wait_s is None:
@@ -176,8 +178,8 @@ class LocalRun:
             self._handle(self._wait(wait_s))
             self._checkpointer.save_if_due(self._now())
             if coordinator.present:
-                self._check_pace()
-            if coordinator.present and not self._starting:
+                self._membership.look()
+            if coordinator.present and not self._membership.starting:
                 loop.check_hang(
                     self._now(),
                     "main",
@@ -185,7 +187,7 @@ class LocalRun:
                     attempt=lambda r: self._server.attempts[r],
                     busy=lambda: bool(self._server.pending()),  # main itself may have been suspended
                 )
-        if len(self._lost) == self._context.replicas:
+        if self._membership.all_died:
             raise loop.all_died()
         return min(self._now(), loop.end_s)
 
@@ -238,24 +240,15 @@ class LocalRun:
         kinds = {kind for kind, _ in events}
         if "message" in kinds:
             self._workers.read_messages()
-            for replica in [replica for replica in self._starting if self._workers.is_ready(replica)]:
-                del self._starting[replica]
-                self._loop.last_event_s = self._now()
-            self._pace.handled(self._coordinator.computing - self._starting.keys(), self._now())
+            self._membership.ready()
         if "report" in kinds:
             self._workers.eventfd.clear()
         for replica, completion in self._faults.due(self._server.pending, self._coordinator):
             self._take(replica, completion)
         for worker in [worker for kind, worker in events if kind == "ended"]:
             ended = self._workers.handle_exit(worker)
-            if ended is None:  # main has ended it, or others of its replica still run
-                continue
-            replica, status = ended
-            if replica not in self._coordinator.present or status == EXIT_OK:
-                self._server.versions.release(replica)
-                self._coordinator.left(replica, "done")
-            else:
-                self._died(replica, status)
+            if ended is not None:  # None: main has ended it, or others of its replica still run
+                self._membership.ended(*ended)
         if "scored" in kinds:
             self._loop.keep(self._evaluation.collect())
             if not self._evaluation.alive:
@@ -265,65 +258,6 @@ class LocalRun:
         """Return the training time at which the last delay of a replica that was asked for ends."""
         return (self._arena.control.paused_until_ns[replica] - self._began) * 1e-9
 
-    def _check_pace(self) -> None:
-        """Name replicas that are silent or slow; end the silent ones where the run survives their death."""
-        now, pace = self._now(), self._pace
-        if now - self._looked_s < TICK_S:
-            return
-        self._looked_s = now
-        silent, self._loop.remarks = pace.look(
-            now, self._paused_until, lambda r: self._server.attempts[r], self._server.unread
-        )
-        if self._job.survives_deaths:
-            for replica, silence_s in silent.items():
-                self._workers.terminate(replica, f"silent for {silence_s:.1f} s; killed")
-        for replica, since in self._starting.items():
-            if now - since > self._workers.start_timeout_s:
-                self._workers.terminate(replica, f"did not start within {self._workers.start_timeout_s:g} s; killed")
-
-    def _died(self, replica: ReplicaId, status: str) -> None:
-        """Let a run go on without a replica that has died, or with other workers in its place, or end it."""
-        on_death, exits = self._job.on_death, self._loop.exits
-        if on_death == "stop":
-            exits.append(ReplicaExit(replica, status, self._now()))
-            raise WorkerError(
-                f"replica {replica} died at its step {self._server.attempts[replica]}: {status}; write "
-                "on_death='replace' to have others take its place"
-            )
-        if on_death == "replace" and not self._interrupts.count:
-            exits.append(ReplicaExit(replica, f"{status}; replaced", self._now()))
-            self._replace(replica, status)
-            return
-        exits.append(ReplicaExit(replica, status, self._now()))
-        self._lost.add(replica)
-        self._starting.pop(replica, None)
-        self._pace.left(replica)
-        self._server.versions.release(replica)
-        self._coordinator.left(replica, "died")
-
-    def _replace(self, replica: ReplicaId, status: str) -> None:
-        """Spawn workers that make the attempt of a dead replica anew, from the version that it was granted.
-
-        The policy sees a slow replica: Δ, data, random numbers and decisions are those of a run without a death.
-        """
-        for pending in self._server.pending():  # one may have been published while the rest of its replica was killed
-            self._take(*pending)
-        if replica not in self._coordinator.present:  # it was its last
-            self._server.versions.release(replica)
-            return
-        completed = self._server.attempts[replica] - (replica in self._coordinator.computing)
-        self._deaths.died(replica, completed, status)
-        self._starting.pop(replica, None)
-        self._arena.control.drop_slice(replica)
-        self._arena.control.paused_until_ns[replica] = 0
-        first = self._coordinator.positions[replica].clock - self._context.positions[replica].clock
-        self._workers.replace(replica, first)
-        self._pace.left(replica)
-        self._starting[replica] = self._now()
-        processes, mesh = self._workers.supervisor.processes, self._job.strategy.mesh
-        for worker in mesh.replica_ranks(replica):
-            update_workers_file(self._job.out, mesh.coordinate(worker), {"pid": processes[worker].pid})
-
     def _take(self, replica: ReplicaId, done: Completion) -> None:
         """Have the policy decide on a Δ, or let a replica whose attempt was cancelled go on."""
         coordinator, now = self._coordinator, self._now()
@@ -332,7 +266,7 @@ class LocalRun:
         delta = self._server.read(replica, done, keep=arrives)
         if not present:
             return
-        self._pace.arrived(replica, now)
+        self._membership.pace.arrived(replica, now)
         if arrives:
             observed = self._server.statistics.observe(delta, now)
             loss = done.loss if done.samples else None
@@ -342,7 +276,7 @@ class LocalRun:
         else:
             coordinator.cancelled(replica)
         self._loop.handled(self._now())  # an update may have taken time
-        self._pace.handled(coordinator.computing - self._starting.keys(), self._now())
+        self._membership.decided()
         self._faults.inject(replica, done.attempt, "taken")
 
     def _evaluate(self, now: Seconds) -> None:
@@ -364,14 +298,14 @@ class LocalRun:
         # A worker with an optimizer of its own does not report its size.
         own_bytes = 0 if self._context.delta_slots and not self._context.local_sgd else None
         workers: list[WorkerFigures] = []
-        for worker in range(job.strategy.workers):
+        for worker in sorted(self._workers.spawned):
             measured, times = metrics.figures(worker), metrics.step_times(worker)
             nbytes = metrics.parameter_bytes[worker] if job.strategy.spread else state.layout.parameter_bytes
             row = worker_figures(job.strategy.mesh.coordinate(worker), measured, times, nbytes, seconds)
             workers.append(replace(row, optimizer_bytes=own_bytes))
         server_bytes = self._optimizer.flat_optimizer.nbytes if self._optimizer else 0
         notes: dict[str, str | int | float] = {"threads": threads(job.strategy), "server_optimizer_bytes": server_bytes}
-        notes |= self._checkpointer.notes() | self._pace.notes()
+        notes |= self._checkpointer.notes() | self._membership.pace.notes()
         first, exits = self._interrupts.first, self._loop.exits
         account = history.account(seconds, workers, exits, notes, interrupted=first is not None, signal=first)
         model = write(self._module, state)

@@ -1,13 +1,13 @@
 """Holds A, and executes the log of decisions in the run's shared memory."""
 
 import time
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.aggregation import text_of
 from paceline.aggregation.base import Apply, Arrival
 from paceline.checkpoint.base import TensorChunk
+from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.types import Clock, ReplicaId, Version
 from paceline.engine.local.arena import ParameterArena, VersionPool
@@ -73,7 +73,7 @@ class SharedMemoryServer:
         self._free_slots = [list(reversed(range(self._slots))) for _ in range(replicas)]
         self._undecided: dict[tuple[ReplicaId, Clock], tuple[int, MicroStepNorms | None]] = {}
         """Slot and micro-step norms of each Δ that was neither applied nor discarded."""
-        if resume is not None:
+        if resume is not None and context.run.keeps_policy:
             self._restore_held(resume)
 
     @property
@@ -88,21 +88,21 @@ class SharedMemoryServer:
         held = [(name, self._arena.delta(name[0], slot)) for name, (slot, _) in self._undecided.items()]
         return [chunk for (replica, clock), delta in held for chunk in delta_chunks(delta, replica, clock)]
 
-    @property
-    def held(self) -> Collection[tuple[ReplicaId, Clock]]:
-        """Names of the Δs that the policy holds."""
-        return self._undecided.keys()
-
     def _restore_held(self, resume: ResumePoint) -> None:
-        """Read the Δs that the policy held into slots of their replicas, unless there are too few."""
-        held = resume.deltas()
-        if any(r >= len(self._free_slots) or n > self._slots for r, n in Counter(r for r, _ in held).items()):
-            return
-        for replica, clock in held:
+        """Read the Δs that the policy held into slots of their replicas."""
+        for replica, clock in resume.deltas():
             slot = self._free_slots[replica].pop()
             self._arena.commit(f"delta {replica} {slot}")
             resume.checkpoint.read_into(delta_chunks(self._arena.delta(replica, slot), replica, clock))
             self._undecided[replica, clock] = slot, None
+
+    def rejoin(self, replica: ReplicaId) -> None:
+        """Let the next worker of a replica begin after all attempts under its number, complete or not."""
+        attempt = self._read[replica] = self._seen[replica] = self.attempts[replica]
+        self._control.completed[replica] = attempt
+        self._control.write_grant(replica, Grant(attempt, 0, 0, self.version, 0, 0, 0, 0, 0, 0))
+        held = {slot for (each, _), (slot, _) in self._undecided.items() if each == replica}
+        self._free_slots[replica] = [slot for slot in reversed(range(self._slots)) if slot not in held]
 
     # ----------------------------------------------------------------------------------------------------- completions
 
@@ -142,7 +142,7 @@ class SharedMemoryServer:
 
     # ------------------------------------------------------------------------------------------------------- decisions
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         self.attempts[replica] = attempt = self.attempts[replica] + 1
         slot = 0
         if self._slots:
@@ -157,7 +157,8 @@ class SharedMemoryServer:
                 self._arena.commit(f"delta {replica} {slot}")
         buffer, lead = self.versions.acquire(replica), self._context.lead(replica)
         self._context.before_grant(replica, attempt)
-        grant = Grant(attempt, GO, micro_steps, self.version, buffer, slot, lead, time.monotonic_ns())
+        stream, first, count = batches
+        grant = Grant(attempt, GO, count, self.version, buffer, slot, lead, time.monotonic_ns(), stream, first)
         self._control.write_grant(replica, grant)
         self._workers.wakeups[replica].notify()
 
@@ -181,7 +182,7 @@ class SharedMemoryServer:
         self._workers.wakeups[replica].notify()
 
     def dismiss(self, replica: ReplicaId) -> None:
-        end = Grant(self.attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns())
+        end = Grant(self.attempts[replica], END, 0, self.version, 0, 0, 0, time.monotonic_ns(), 0, 0)
         self._control.write_grant(replica, end)
         self._workers.wakeups[replica].notify()
 

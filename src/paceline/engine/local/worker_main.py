@@ -21,6 +21,7 @@ from paceline.comm import liveness
 from paceline.comm.linux import keep_freed_memory
 from paceline.comm.shared_pickle import SharedObject, unpack
 from paceline.comm.wakeup import EventFd, Wakeup
+from paceline.core.data_order import BatchRange
 from paceline.core.errors import encode_failure
 from paceline.core.mesh import Coordinate
 from paceline.core.types import Nanoseconds, ReplicaId, Seconds
@@ -110,7 +111,7 @@ class SharedMemoryClient(GrantedClient):
         self._main = Wakeup(EventFd(main_fd), arena.control.sleep_flag(None))
         self._in_place = arena.layout.slots == 0
         self._slices = SliceOptimizer(arena)
-        self.grant = Grant(0, 0, 0, 0, 0, 0, 0, 0)
+        self.grant = Grant(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
         """The newest grant."""
         self._version = 0
         self._began_ns: Nanoseconds = 0
@@ -124,7 +125,9 @@ class SharedMemoryClient(GrantedClient):
                 return True
             if self.attempt < control.last_allowed(replica):
                 self.grant = grant = control.read_grant(replica)
-                self._granted, self._done, self._under_way = grant.micro_steps, 0, True
+                ahead = (self.attempt + 1 - grant.attempt) * grant.micro_steps  # within the grant's lead
+                self._batches = BatchRange(grant.stream, grant.first + ahead, grant.micro_steps)
+                self._done, self._under_way = 0, True
                 # How long main took to answer, and a step: the wakeup spins before it sleeps if that pays.
                 self._wakeup.expect(grant.at_ns - self._completed_ns, self._completed_ns - self._began_ns)
                 self._began_ns = time.monotonic_ns()

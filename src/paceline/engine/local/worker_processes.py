@@ -67,6 +67,8 @@ class WorkerProcesses:
         self._entry = GROUP_ENTRY if self._spread else entry
         self._leaders = [self._mesh.replica_ranks(replica).start for replica in range(self._mesh.replicas)]
         self._optimizer_vectors = arena.layout.optimizer_vectors
+        self.spawned: set[int] = set()
+        """The workers that there were at any time."""
         self._ready: set[int] = set()
         self._survives = job.survives_deaths
         """Whether an exception ends its replica alone."""
@@ -102,24 +104,24 @@ class WorkerProcesses:
         self.poller.add(self.eventfd.fileno(), ("report", 0))
         self.poller.add(self._link.fileno(), ("message", 0))
 
-    def start(self) -> None:
-        """Spawn all workers, or those of as many replicas as there are at the first Ctrl-C."""
-        for replica in range(self._mesh.replicas):
+    def start(self, replicas: int) -> None:
+        """Spawn the workers of the first replicas, or of as many as there are at the first Ctrl-C."""
+        for replica in range(replicas):
             if self.interrupts.count:
                 return
-            self._spawn(replica, 0)
+            self.spawn(replica, 0)
 
-    def replace(self, replica: ReplicaId, first: int) -> None:
-        """Spawn the workers of a replica that has ended anew; they begin after so many micro-steps of the run."""
-        for worker in self._mesh.replica_ranks(replica):
+    def spawn(self, replica: ReplicaId, first: int) -> None:
+        """Spawn the workers of a replica that has none, or has ended; they begin after so many micro-steps of the run.
+
+        Of several workers, there is a socket between the leader and each follower.
+        """
+        for worker in self.spawned.intersection(self._mesh.replica_ranks(replica)):
             self.supervisor.forget(worker)
             self._ready.discard(worker)
             for sink in self.traces[worker : worker + 1]:
                 drop_partial_span(sink)
-        self._spawn(replica, first)
-
-    def _spawn(self, replica: ReplicaId, first: int) -> None:
-        """Spawn the workers of a replica; of several, there is a socket between the leader and each follower."""
+        self.spawned.update(self._mesh.replica_ranks(replica))
         (arena_fd, job_fd), main_fds = self._fds
         args: dict[str, Any] = {"remembers": self._optimizer_vectors, "traced": bool(self.traces), "first": first}
         if self._rendezvous is not None:
@@ -135,11 +137,11 @@ class WorkerProcesses:
                 self.supervisor.spawn(worker, self._entry, args | {"place": self._mesh.coordinate(worker)}, fds)
         self.living.add(replica)
 
-    def wait_ready(self, each: Callable[[int], None]) -> None:
-        """Wait until all workers have built their model, or for Ctrl-C; kill those that have not by then.
+    def wait_ready(self, each: Callable[[float], None]) -> None:
+        """Wait until all that were spawned have built their model, or for Ctrl-C; kill those that have not by then.
 
         Args:
-            each: called with the number of ready workers.
+            each: called with the share of workers that are ready.
 
         Raises:
             WorkerError: a worker failed, or ended before it was ready.
@@ -148,11 +150,11 @@ class WorkerProcesses:
         timeout_s = self.start_timeout_s
         deadline = time.monotonic() + timeout_s
         early: list[int] = []
-        while len(self._ready) < self._mesh.workers and not self.interrupts.count:
+        while len(self._ready) < len(self.spawned) and not self.interrupts.count:
             left_s = deadline - time.monotonic()
             events = self.supervisor.poll(left_s)
             if not events and left_s <= 0:
-                absent = sorted(set(range(self._mesh.workers)) - self._ready)
+                absent = sorted(self.spawned - self._ready)
                 late = ", ".join(map(self._name, absent)) if self._spread else absent
                 raise WaitTimeoutError(
                     f"main waited {timeout_s:g} s for replicas {late} to build their model; write a larger timeout_s="
@@ -167,7 +169,7 @@ class WorkerProcesses:
                     raise WorkerError(f"replica {self._name(first)} ended while it started: {self._status(first)}")
                 self.poller.remove(self.supervisor.processes[worker].pidfd)
                 early.append(worker)
-            each(len(self._ready))
+            each(len(self._ready) / len(self.spawned))
         self._training = self._survives
         for worker in early:  # it was ready before it ended: its exit is an event of the training that follows
             self.poller.add(self.supervisor.processes[worker].pidfd, ("ended", worker))
@@ -223,6 +225,8 @@ class WorkerProcesses:
                 self._ready.add(message["ready"])
                 self._kept[self._mesh.coordinate(message["ready"]).replica] = message.get("kept", {})
                 continue
+            if "refused" in message:  # what can't be done as written can't be done by a replacement either
+                raise errors.InputError(message["refused"])
             error = (
                 getattr(errors, message["kind"], WorkerError)(message["said"])
                 if "said" in message

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.checkpoint.base import TensorChunk
+from paceline.core.data_order import BatchRange
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.ray.messages import END, Bytes, RayGrant, Reply, arrays_of
 from paceline.engine.run_context import RunContext, first_state
@@ -88,7 +89,7 @@ class RayExecutor:
         """Δs that were neither applied nor discarded."""
         if resume is not None:
             self.owner.restore(resume)
-            for name in resume.deltas():
+            for name in resume.deltas() if context.keeps_policy else []:
                 self.undecided[name] = delta = state.layout.new()
                 resume.checkpoint.read_into(delta_chunks(delta, *name))
         self.sent: tuple[Version, list[Bytes]] | None = None
@@ -105,12 +106,12 @@ class RayExecutor:
         held = [chunk for name, delta in self.undecided.items() for chunk in delta_chunks(delta, *name)]
         return [*self.owner.chunks(), *held]
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         record = self.replicas[replica]
         record.attempt += 1
         if self.sent is None or self.sent[0] != self.version:
             self.sent = self.version, arrays_of(self.owner.state)
-        record.reply((RayGrant(record.attempt, micro_steps, self.version), self.sent[1]))
+        record.reply((RayGrant(record.attempt, batches, self.version), self.sent[1]))
         self.replied(replica)
 
     def apply(self, action: Apply) -> None:

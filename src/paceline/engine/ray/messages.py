@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.comm.shared_pickle import object_of, parts_of
+from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError
 from paceline.core.records import Account, Record
 from paceline.core.types import Clock, Nanoseconds, ReplicaId, Version
@@ -88,7 +89,8 @@ class RayGrant(NamedTuple):
     """Permission for a replica to compute a Δ."""
 
     attempt: Clock
-    micro_steps: int
+    batches: BatchRange
+    """A micro-step on each."""
     version: Version
 
 

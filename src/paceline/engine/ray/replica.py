@@ -165,7 +165,7 @@ class RayClient(GrantedClient):
             self._ended = True
             return False
         self._state = messages.state_of(self._layout, arrays)
-        self.attempt, self._granted, self._version = grant
+        self.attempt, self._batches, self._version = grant
         self._done, self._under_way, self._last_contact_s = 0, True, time.monotonic()
         return True
 

@@ -44,8 +44,8 @@ class ServerState:
     def __init__(self, job: Job, copied: "CopiedState | None" = None) -> None:
         self.context = context = RunContext(job)
         self.executor = RayExecutor(context, restore=copied is None)
-        state, held = self.executor.owner.state, self.executor.undecided.keys()
-        self.loop = RunLoop(context, self.executor, state.digest(), self._evaluate, restored=held)
+        state = self.executor.owner.state
+        self.loop = RunLoop(context, self.executor, state.digest(), self._evaluate, parks=job.on_death != "stop")
         self.queue = EvaluationQueue(job.program, state.layout.nbytes)
         """Snapshots that were taken, and whose records have not come."""
         self.phase: messages.Phase = "starting"
@@ -127,7 +127,10 @@ class ServerState:
         record, present = self.records[replica], replica in self.coordinator.present
         record.lost()
         self.starting.pop(replica, None)
-        if self.phase != "training" or not present:  # it has made its last step
+        if self.phase != "training":
+            return
+        if not present:  # it has made its last step, and can be called back no more
+            self.coordinator.left(replica, "died")
             return
         self.loop.exits.append(ReplicaExit(replica, f"{status}; replaced" if replaced else status, now))
         if replaced:

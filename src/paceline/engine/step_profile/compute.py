@@ -148,7 +148,7 @@ def profile_worker(setup: RunContext, context: RankContext) -> Sequence[RankProf
         timer = PassTimer(TensorParallel(prepared, layout, 0), read(prepared.shard.module, layout.new()), shard)
     else:
         timer = PassTimer(setup.replica(number, module, layout), whole)
-    batches, repeats = setup.batches(number), enumerate(synchronized_repeats(context))
+    batches, repeats = setup.batches().stream(number), enumerate(synchronized_repeats(context))
     passes = [(repeat, timer.time(next(batches), clock)) for clock, repeat in repeats]
     timer.time(first)  # its collectives are those of a whole batch; the last one timed may be an epoch's short end
     counted = [each for repeat, each in passes if repeat >= 0]
@@ -201,7 +201,7 @@ def first_samples(batch: Batch, samples: int) -> Batch:
 def micro_step_s(context: RunContext) -> Seconds:
     """Return the real time of one micro-step of one replica: the median of 9 at A_0."""
     module, state = first_state(context.job.program, context.job.running_buffers)
-    timer, batches = PassTimer(context.replica(0, module, state.layout), state), context.batches(0)
+    timer, batches = PassTimer(context.replica(0, module, state.layout), state), context.batches().stream(0)
     return statistics.median(timer.time(next(batches), clock).pieces[0] for clock in range(REPEATS))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from paceline.aggregation.base import Apply, Arrival
 from paceline.clock.times import EventQueue, Times
+from paceline.core.data_order import BatchRange
 from paceline.core.delta import Gradient
 from paceline.core.errors import InputError
 from paceline.core.noise_scale import NoiseAccumulator
@@ -33,12 +34,10 @@ from paceline.engine.step_profile.compute import micro_step_s
 from paceline.engine.step_profile.forecast import forecast, replica_timing, virtual_span
 from paceline.engine.virtual.durations import AttemptTimes, MeasuredDurations, SampledDurations
 from paceline.engine.virtual.pending_delta import (
+    BatchSources,
     DeltaComputer,
-    NumberedBatches,
     PendingDelta,
     ReplicaTimeline,
-    Streams,
-    ordered_batches,
 )
 from paceline.engine.virtual.saved_state import (
     KEY,
@@ -91,7 +90,8 @@ class VirtualRun:
 
     def __init__(self, job: Job, watch: Watcher) -> None:
         self._job, self._watch = job, watch
-        self._context = context = RunContext(job)
+        saved = VirtualState.of(RunContext(job))
+        self._context = context = RunContext(job, has_held=saved is not None)
         self._module, state = first_state(job.program, job.running_buffers)
         noise = NoiseAccumulator(context.reference_batch) if job.noise_scale else None
         self._estimator = NoiseEstimator(noise) if noise else None
@@ -100,11 +100,9 @@ class VirtualRun:
         digest, positions = state.digest(), context.positions
         if job.resume is not None:
             self._optimizer.restore(job.resume)
-        self._batches = NumberedBatches(context.order, positions) if context.order is not None else None
-        self._streams = Streams(context.batches)
-        for replica, position in enumerate(positions):
-            self._streams.skip(replica, position.clock)
-        self._user_loops = UserLoops(job.loop, context.replicas, self._streams.of) if job.loop else None
+        self._sources = BatchSources(context.batches)
+        own = lambda replica: self._sources.of(replica).stream(replica, context.first_batch(replica))  # noqa: E731
+        self._user_loops = UserLoops(job.loop, context.replicas, own) if job.loop else None
         self._computer = self._delta_computer()
         times = job.times or Times()
         self._durations: SampledDurations | MeasuredDurations
@@ -131,8 +129,8 @@ class VirtualRun:
         """Time of the last event, once the budget's time is over."""
         self._consistent = True
         """False once an event was broken off."""
-        self._restore(VirtualState.of(context))
-        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise, restored=[*self._arrived])
+        self._restore(saved)
+        self._loop = RunLoop(context, self, digest, self._evaluate, noise=noise)
         for timeline in self._timelines:
             timeline.count_busy_time(self._loop.end_s)
         self._checkpointer = Checkpointer(context, self._loop, self._take_snapshot)
@@ -146,7 +144,7 @@ class VirtualRun:
 
     def outcome(self) -> Outcome:
         """Run to the end."""
-        with closing(self._checkpointer), closing(self._streams), self._user_loops or nullcontext():
+        with closing(self._checkpointer), closing(self._sources), self._user_loops or nullcontext():
             signal = self._train()
             if self._consistent:
                 self._checkpointer.finish(self._now)
@@ -192,9 +190,9 @@ class VirtualRun:
         if measured is not None:
             samples = measured.samples
         else:
-            assert self._batches is not None, "Δs of a data source are computed as they arrive"
-            size, first = self._batches.size, attempt.first_micro_step
-            samples = sum(size(attempt.replica, first + i) for i in range(attempt.micro_steps))
+            order, batches = self._context.order, attempt.batches
+            assert order is not None, "Δs of a data source are computed as they arrive"
+            samples = sum(order.size(batches.stream, k) for k in batches.numbers)
         arrival = Arrival(
             replica=attempt.replica,
             version=attempt.version,
@@ -211,22 +209,22 @@ class VirtualRun:
 
     # --------------------------------------------------------------------------------- execution of decisions, in order
 
-    def send(self, replica: ReplicaId, micro_steps: int) -> None:
+    def send(self, replica: ReplicaId, batches: BatchRange) -> None:
         if replica in self._resumed:
             self._resumed.remove(replica)
             return
         timeline = self._timelines[replica]
         version, first = self._coordinator.version, timeline.micro_clock
-        attempt = PendingDelta(replica, timeline.clock + 1, version, self._shared_state(), first, micro_steps)
+        attempt = PendingDelta(replica, timeline.clock + 1, version, self._shared_state(), first, batches)
         if self._user_loops is not None:
             # The user's loop makes this attempt's micro-steps now; one that ends before the last of them retires.
-            for _ in range(micro_steps):
+            for _ in batches.numbers:
                 batch = self._user_loops.next(replica)
                 if batch is None:
                     self._coordinator.retire(replica)
                     return
                 self._user_loops.losses[replica] = self._computer.step(attempt, batch)
-        times = self._durations.attempt(replica, micro_steps)
+        times = self._durations.attempt(replica, batches.size)
         attempt.arrives_s = self._now + (times.pull + times.compute + times.delay + times.push)
         if self._job.trace:
             self._trace(attempt, timeline.arrived_s, times)
@@ -350,7 +348,7 @@ class VirtualRun:
             self._now = resume.run.seconds
             for replica, position in enumerate(self._context.positions):
                 self._durations.skip(replica, position.attempt, position.clock)
-            for attempt in held_attempts(resume, layout):
+            for attempt in held_attempts(resume, layout) if self._context.keeps_policy else ():
                 self._arrived[attempt.replica, attempt.clock] = attempt
                 self._under_way[attempt] = None
             return
@@ -401,12 +399,11 @@ class VirtualRun:
         job, context = self._job, self._context
         layout, stop, order = self._optimizer.state.layout, job.on_nonfinite == "stop", context.order
         build = partial(context.replica, module=self._module, layout=layout)
-        batches = self._batches
-        if order is None or batches is None or job.program.loader.get("num_workers"):
-            return DeltaComputer(build, self._streams.at, stop=stop)
-        batch_at = ordered_batches(job.program, batches)
+        if order is None or job.program.loader.get("num_workers"):
+            return DeltaComputer(build, self._sources.at, stop=stop)
+        batch_at = context.batches().at
         if isinstance(context.delta, Gradient) and self._user_loops is None:
             gradient = stacked_gradient(self._module, job.program, layout, order)
             if gradient is not None:
-                return VmapComputer(gradient, batches, build, batch_at, stop=stop)
+                return VmapComputer(gradient, order, build, batch_at, stop=stop)
         return DeltaComputer(build, batch_at, stop=stop)

@@ -5,23 +5,18 @@ time later. Most policies depend on nothing but the order of arrivals; their Δs
 and those that are discarded or cancelled never.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.core.data_order import DataOrder
+from paceline.core.data_order import BatchRange
 from paceline.core.errors import PacelineError, WorkerError
 from paceline.core.records import ReplicaPosition
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
 from paceline.engine.loop import nonfinite_error
-from paceline.program import Data, Program
-from paceline.replica.base import EMPTY, Batch, Measured, Replica
-from paceline.replica.batches import Stream, fetcher
+from paceline.replica.base import Batch, Measured, Replica
+from paceline.replica.batches import BatchSource
 from paceline.replica.flat_state import FlatState
 from paceline.step import step
 
@@ -36,7 +31,8 @@ class PendingDelta:
     read: FlatState | None
     """The A that it reads: shared by all that read this version, never written; released once Δ is computed."""
     first_micro_step: Clock
-    micro_steps: int
+    batches: BatchRange
+    """A micro-step on each."""
     began_s: Seconds = 0.0
     arrives_s: Seconds = 0.0
     void: bool = False
@@ -45,6 +41,11 @@ class PendingDelta:
     measured: Measured | None = None
     done: int = 0
     """Micro-steps that are computed."""
+
+    @property
+    def micro_steps(self) -> int:
+        """Return the number of micro-steps."""
+        return self.batches.size
 
     def begins_delta(self) -> bool:
         return self.done == 0
@@ -65,7 +66,7 @@ class PendingDelta:
         self.measured, self.read = measured, None
 
 
-# (replica, k) -> the k-th batch of that replica, k = 0, 1, ...
+# (stream, k) -> the k-th batch of that stream, k = 0, 1, ...
 BatchAt: TypeAlias = Callable[[ReplicaId, int], Batch]
 
 
@@ -95,7 +96,7 @@ class DeltaComputer:
         """Compute the Δ of an attempt, unless it is there."""
         while attempt.measured is None:
             with named_failure(attempt):
-                batch = self._batch_at(attempt.replica, attempt.first_micro_step + attempt.done)
+                batch = self._batch_at(attempt.batches.stream, attempt.batches.first + attempt.done)
             self.step(attempt, batch)
         assert attempt.out is not None
         return attempt.out
@@ -129,71 +130,29 @@ def named_failure(attempt: PendingDelta) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class NumberedBatches:
-    """Batches of a data order by micro-step: after a resume the order may have begun anew, but seeds go on.
-
-    Args:
-        order: of the data.
-        first: position of each replica where the run begins.
-    """
-
-    order: DataOrder
-    first: Sequence[ReplicaPosition]
-
-    def size(self, replica: ReplicaId, micro_step: Clock) -> int:
-        """Return the number of samples of a micro-step."""
-        return self.order.size(replica, self._number(replica, micro_step))
-
-    def batch(self, replica: ReplicaId, micro_step: Clock) -> NDArray[np.int64]:
-        """Return the indices of the samples of a micro-step."""
-        return self.order.batch(replica, self._number(replica, micro_step))
-
-    def _number(self, replica: ReplicaId, micro_step: Clock) -> int:
-        return micro_step - self.first[replica].clock + self.first[replica].batches
-
-
-def ordered_batches(program: Program, order: NumberedBatches) -> BatchAt:
-    """Return the batches of a data set with an order, which can be read at any time."""
-    fetch = fetcher(cast(Data, program.train), program.loader)
-
-    def batch_at(replica: ReplicaId, k: int) -> Batch:
-        indices = order.batch(replica, k)
-        return Batch(*fetch(indices), len(indices)) if len(indices) else EMPTY
-
-    return batch_at
-
-
-class Streams:
-    """Streams of batches, opened at first use and closed with the run.
+class BatchSources:
+    """Sources of the batches of each replica, opened at first use and closed with the run.
 
     A DataLoader that is not closed makes the garbage collector wait for its workers.
     """
 
-    def __init__(self, source: Callable[[ReplicaId], Stream]) -> None:
+    def __init__(self, source: Callable[[], BatchSource]) -> None:
         self._source = source
-        self._open: dict[ReplicaId, Stream] = {}
-        self._next: dict[ReplicaId, int] = {}
+        self._open: dict[ReplicaId, BatchSource] = {}
 
-    def of(self, replica: ReplicaId) -> Stream:
-        """Return the stream of a replica, always the same."""
+    def of(self, replica: ReplicaId) -> BatchSource:
+        """Return the source of a replica, always the same."""
         if replica not in self._open:
-            self._open[replica] = self._source(replica)
+            self._open[replica] = self._source()
         return self._open[replica]
 
-    def at(self, replica: ReplicaId, k: int) -> Batch:
-        """Return the k-th batch of a replica. A stream only runs forwards: batches in between are skipped."""
-        begin = self._next.get(replica, 0)
-        self._next[replica] = k + 1
-        return next(islice(self.of(replica), k - begin, None))
-
-    def skip(self, replica: ReplicaId, batches: int) -> None:
-        """Count those that a replica has taken before the run was resumed: its stream begins after them."""
-        self._next[replica] = batches
+    def at(self, stream: ReplicaId, number: int) -> Batch:
+        """Return a batch of a replica's own stream."""
+        return self.of(stream).at(stream, number)
 
     def close(self) -> None:
-        for stream in self._open.values():
-            stream.close()
+        for source in self._open.values():
+            source.close()
 
 
 class TimelineState(NamedTuple):

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 
 from paceline.aggregation.state_codec import kind
 from paceline.checkpoint.base import TensorChunk
+from paceline.core.data_order import BatchRange
 from paceline.core.typed_json import of_json
 from paceline.core.types import Clock, ReplicaId, Seconds, Version
+from paceline.engine.batch_dispatcher import NO_BATCHES
 from paceline.engine.run_context import RunContext
 from paceline.engine.run_state import ResumePoint, delta_chunks
 from paceline.engine.virtual.pending_delta import PendingDelta, TimelineState
@@ -40,7 +42,7 @@ class AttemptState(NamedTuple):
     clock: Clock
     version: Version
     first_micro_step: Clock
-    micro_steps: int
+    batches: BatchRange
     arrives_s: Seconds
     arrived: bool
     computed: bool
@@ -78,7 +80,7 @@ class VirtualState:
             return None
         run = resume.run
         same = run.replicas == context.replicas and run.coordinator.policy_kind == kind(context.policy)
-        if not same or tuple(context.positions) != run.coordinator.positions:
+        if not (same and context.same_order) or tuple(context.positions) != run.coordinator.positions:
             return None
         state: VirtualState = of_json(cls, run.engine[KEY], "the checkpoint's state of virtual time")
         return state
@@ -92,7 +94,7 @@ def attempt_state(attempt: PendingDelta, *, arrived: bool) -> AttemptState:
         attempt.clock,
         attempt.version,
         attempt.first_micro_step,
-        attempt.micro_steps,
+        attempt.batches,
         attempt.arrives_s,
         arrived,
         attempt.measured is not None,
@@ -129,16 +131,14 @@ def restored_attempts(
     checkpoint, version = resume.checkpoint, resume.run.coordinator.version
     read: dict[Version, FlatState] = {}
     for state in states:
-        attempt = PendingDelta(
-            state.replica, state.clock, state.version, None, state.first_micro_step, state.micro_steps
-        )
+        attempt = PendingDelta(state.replica, state.clock, state.version, None, state.first_micro_step, state.batches)
         attempt.arrives_s = state.arrives_s
         if state.computed:
             attempt.out = layout.new()
             checkpoint.read_into(delta_chunks(attempt.out, state.replica, state.clock))
             loss = math.nan if state.loss is None else state.loss
             attempt.measured = Measured(loss, state.samples, state.finite, state.micro)
-            attempt.done = state.micro_steps
+            attempt.done = state.batches.size
         elif state.version == version:
             attempt.read = current()
         else:
@@ -165,7 +165,7 @@ def held_attempts(resume: ResumePoint, layout: FlatLayout) -> Iterator[PendingDe
     checkpoint, names = resume.checkpoint, set(resume.deltas())
     for arrival in resume.run.coordinator.held:
         if (arrival.replica, arrival.clock) in names:
-            attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, 0)
+            attempt = PendingDelta(arrival.replica, arrival.clock, arrival.version, None, 0, NO_BATCHES)
             attempt.out = layout.new()
             checkpoint.read_into(delta_chunks(attempt.out, arrival.replica, arrival.clock))
             loss = math.nan if arrival.loss is None else arrival.loss

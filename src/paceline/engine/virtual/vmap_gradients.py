@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline.core.data_order import DataOrder
 from paceline.core.types import ReplicaId
 from paceline.engine.loop import nonfinite_error
-from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, NumberedBatches, PendingDelta
+from paceline.engine.virtual.pending_delta import BatchAt, DeltaComputer, PendingDelta
 from paceline.program import LossFunction, Program, Tree, as_tensors
 from paceline.replica.base import Measured, Replica
 from paceline.replica.flat_state import FlatLayout, FlatState, finite, read
@@ -51,7 +51,7 @@ class VmapComputer(DeltaComputer):
     def __init__(
         self,
         gradient: "StackedGradient",
-        order: NumberedBatches,
+        order: DataOrder,
         build: Callable[[ReplicaId], Replica],
         batch_at: BatchAt,
         *,
@@ -63,7 +63,7 @@ class VmapComputer(DeltaComputer):
         """Attempts that are not computed -> samples of their batch."""
 
     def begin(self, attempt: PendingDelta) -> None:
-        self._waiting[attempt] = self._order.size(attempt.replica, attempt.first_micro_step)
+        self._waiting[attempt] = self._order.size(attempt.batches.stream, attempt.batches.first)
 
     def forget(self, attempt: PendingDelta) -> None:
         self._waiting.pop(attempt, None)
@@ -79,7 +79,7 @@ class VmapComputer(DeltaComputer):
                 del self._waiting[other]
             attempts = [attempt, *companions]
             try:
-                rows = [self._order.batch(a.replica, a.first_micro_step) for a in attempts]
+                rows = [self._order.batch(a.batches.stream, a.batches.first) for a in attempts]
                 index, shape = torch.from_numpy(np.concatenate(rows)), (len(attempts), samples)
                 inputs, targets = (part[index].view(*shape, *part.shape[1:]) for part in self._gradient.data)
                 gradients, losses = self._gradient([a.pull() for a in attempts], inputs, targets)

@@ -1,0 +1,153 @@
+"""Which batches a replica's next Δ covers, within the budget.
+
+::
+
+    stream 0   |0|1|2|3|4|...    each replica takes the batches of its own stream, in their order
+    stream 1   |0|1|x|3|4|...    x: its replica has died at work on it; others take x, and what the epoch has left of it
+    returned    x
+
+A replica takes what belongs to the earliest epoch, so each batch of an epoch is taken once, and before those who could
+take it begin the next epoch. Where replicas come and go no stream has an owner: all take from the only one.
+"""
+
+from collections.abc import Collection
+
+from paceline.core.data_order import BatchRange, DataPosition, Outstanding
+from paceline.core.types import Clock, ReplicaId
+from paceline.engine.budget import StepQuota
+
+# Nothing to compute: the replica's share of the budget is spent.
+NO_BATCHES = BatchRange(0, 0, 0)
+
+
+class BatchDispatcher:
+    """Gives batches to replicas.
+
+    Args:
+        quota: what each replica may spend of the budget.
+        position: how far the run has come in its data; what is outstanding there is given to its replica again, or to
+            the next one that asks where there is none.
+        owners: replicas that have a stream of their own, the one of their number.
+        held: batches of Δs that have arrived, and are neither applied nor discarded.
+    """
+
+    def __init__(
+        self,
+        quota: StepQuota,
+        position: DataPosition,
+        owners: Collection[ReplicaId],
+        held: Collection[Outstanding] = (),
+    ) -> None:
+        self.quota, self._order = quota, position.order
+        self.hands_on = self._order is not None
+        """Whether replicas take what another one's stream has left; else each counts on its own."""
+        self._next = list(position.taken)
+        """The next batch of each stream."""
+        self._open = [stream for stream in range(len(self._next)) if stream not in owners]
+        """Streams without an owner."""
+        self._owners = set(owners)
+        self._reserved: dict[ReplicaId, BatchRange] = {}
+        self._returned: list[BatchRange] = []
+        self._given: dict[tuple[ReplicaId, Clock], BatchRange] = {}
+        """Batches of each Δ that is under way, or held."""
+        for batches, replica, clock in held:
+            assert replica is not None, "a Δ has a replica"
+            self._given[replica, clock] = batches
+        for batches, replica, _ in position.outstanding:
+            if replica is None or replica in self._reserved:
+                self._returned.append(batches)
+            else:
+                self._reserved[replica] = batches
+
+    def take(self, replica: ReplicaId, clock: Clock) -> BatchRange:
+        """Return the batches of a replica's next Δ, its ``clock``-th; none where its share of the budget is spent."""
+        if self._reserved or self._returned or self._open:
+            batches = self._earliest(replica)
+        else:
+            batches = BatchRange(replica, self._next[replica], self.quota.micro_steps)
+            self._next[replica] += batches.size
+        allowed = self.quota.grant(replica, batches)
+        if allowed < batches.size:
+            stream, first, count = batches
+            self._put_back(BatchRange(stream, first + allowed, count - allowed))
+            if not allowed:
+                return NO_BATCHES
+            batches = BatchRange(stream, first, allowed)
+        self._given[replica, clock] = batches
+        return batches
+
+    def settled(self, replica: ReplicaId, clock: Clock) -> None:
+        """Note that a Δ was applied, discarded or cancelled."""
+        self._given.pop((replica, clock), None)
+
+    def lost(self, replica: ReplicaId, clock: Clock) -> None:
+        """Let others take the batches of a Δ that will never arrive."""
+        batches = self._given.pop((replica, clock))
+        self.quota.refund(batches)
+        self._put_back(batches)
+
+    def abandon(self, replica: ReplicaId) -> None:
+        """Let others take what the stream of a replica has left, for it has died."""
+        if replica in self._owners and self.hands_on:
+            self._owners.remove(replica)
+            self._open.append(replica)
+        if (batches := self._reserved.pop(replica, None)) is not None:
+            self._returned.append(batches)
+
+    @property
+    def position(self) -> DataPosition:
+        """Return how far the run has come."""
+        given = [Outstanding(batches, *name) for name, batches in self._given.items()]
+        waiting = [Outstanding(batches, replica, 0) for replica, batches in self._reserved.items()]
+        returned = [Outstanding(batches, None, 0) for batches in self._returned]
+        return DataPosition(self._order, tuple(self._next), (*given, *waiting, *returned))
+
+    def _earliest(self, replica: ReplicaId) -> BatchRange:
+        """Return what belongs to the earliest epoch; of one epoch, the replica's own stream comes first."""
+        count, order = self.quota.micro_steps, self._order
+        own = self._reserved.pop(replica, None)
+        if own is not None:
+            return self._split(own, count)
+        if order is None:
+            self._next[replica] += count
+            return BatchRange(replica, self._next[replica] - count, count)
+        if not self._returned and len(self._next) == 1:  # the usual case of a stream that all share
+            candidates = [(0, True, BatchRange(0, self._next[0], count))]
+        else:
+            streams = [*self._open, *([replica] if replica in self._owners else [])]
+            heads = [BatchRange(stream, self._next_with_samples(stream, replica), count) for stream in streams]
+            own_stream = replica if replica in self._owners else None
+            candidates = [
+                (order.epoch_of(b.stream, b.first), b.stream != own_stream, b) for b in (*heads, *self._returned)
+            ]
+        _, _, batches = min(candidates)
+        if batches in self._returned:
+            self._returned.remove(batches)
+            return self._split(batches, count)
+        self._next[batches.stream] = batches.first + count
+        return batches
+
+    def _next_with_samples(self, stream: ReplicaId, replica: ReplicaId) -> int:
+        """Return the next batch of a stream; one without samples concerns its owner alone, whom others wait for."""
+        assert self._order is not None, "the data have no order"
+        while stream != replica and not self._order.size(stream, self._next[stream]):
+            self._next[stream] += 1
+        return self._next[stream]
+
+    def _split(self, batches: BatchRange, most: int) -> BatchRange:
+        """Return the first of some batches; the others may be taken by anybody."""
+        stream, first, count = batches
+        if count > most:
+            self._returned.append(BatchRange(stream, first + most, count - most))
+        return BatchRange(stream, first, min(count, most))
+
+    def _put_back(self, batches: BatchRange) -> None:
+        if batches.first + batches.size == self._next[batches.stream]:
+            self._next[batches.stream] = batches.first
+        elif batches.size:
+            self._returned.append(batches)
+
+
+def dispatcher_of(quota: StepQuota, replicas: int) -> BatchDispatcher:
+    """Return the dispatcher of a run without data, in which each replica counts its own batches."""
+    return BatchDispatcher(quota, DataPosition(None, (0,) * replicas), range(replicas))
