@@ -19,7 +19,7 @@ from paceline.engine.base import Progress, Watcher
 from paceline.engine.ray.engine import RayEngine
 from tests import oracle
 from tests.engine import programs
-from tests.engine.local import moments, test_on_death
+from tests.engine.local import moments, test_local_kills, test_on_death
 
 pytest.importorskip("ray", reason="needs Ray: pip install 'paceline[ray]'")
 
@@ -49,23 +49,13 @@ def training(progress: Progress) -> bool:
 # --------------------------------------------------------------------------------------------------------------- deaths
 
 
-def without_one(dead: int, after: int) -> oracle.Values:
-    """Three replicas in lockstep, of which one takes part in the first ``after`` rounds alone."""
-    program = programs.program()
-    plain, data = oracle.Plain(program), oracle.order(program, 3)
-    for k in range(STEPS):
-        present = [r for r in range(3) if r != dead or k < after]
-        plain.step(plain.gradient([i for r in present for i in data.batch(r, k).tolist()]))
-    return plain.values()
-
-
 def test_the_others_go_on_without_a_replica_that_dies(on_ray: OnRay) -> None:
     loop = functools.partial(moments.loop, replica=1, step=3, prepare=moments.in_the_backward_pass)
     run = on_ray(programs.program(), "replicas=3", steps=STEPS, loop=loop)
     assert [d.replica for d in run.left] == [1]
     assert "its process ended" in run.left[0].reason
     assert 0 < run.left[0].time_s <= run.summary["seconds"]
-    oracle.assert_same(run.model, without_one(1, after=2), 1e-12)  # sums in another order
+    oracle.assert_same(run.model, test_local_kills.without_one(STEPS, 1, after=2), 1e-12)  # sums in another order
     assert run.summary["gradients"] == 3 * STEPS - 4
 
 
